@@ -1,0 +1,19 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# Writes requirements.lock anew: exact versions with hashes of everything pyproject.toml names, with the build backend.
+# Run it to take newer versions; the result is committed. Needs the package index.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+# A venv without Debian's packages, so that what happens to be installed here does not fall out of the lock.
+/usr/bin/python3 -m venv "$scratch/venv"
+"$scratch/venv/bin/pip" install --quiet pip-tools
+printf 'setuptools\nwheel\n' >"$scratch/build.in"
+"$scratch/venv/bin/pip-compile" --quiet --generate-hashes --allow-unsafe --strip-extras --extra dev --upgrade \
+    --no-emit-index-url --no-emit-find-links --no-annotate --no-header \
+    --output-file "$scratch/lock" pyproject.toml "$scratch/build.in"
+{
+    echo "# Exact versions with hashes, written by tools/lock.sh. Do not edit by hand."
+    cat "$scratch/lock"
+} >requirements.lock
