@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/* What every program includes first. */
+#ifndef PEP_COMMON_H
+#define PEP_COMMON_H
+
+/* Newer bpftool also declares the kfuncs in vmlinux.h; conntrack.h has its own, weak, declarations. */
+#define BPF_NO_KFUNC_PROTOTYPES
+#include "vmlinux.h"
+#include <bpf/bpf_helpers.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_core_read.h>
+
+#include "maps.h"
+#include "settings.h"
+
+#ifndef offsetof
+#define offsetof(type, member) __builtin_offsetof(type, member)
+#endif
+
+#define ETH_P_IP 0x0800
+#define ETH_P_IPV6 0x86DD
+#define ETH_HLEN 14
+#define AF_INET 2
+#define AF_INET6 10
+#define NANOSECONDS 1000000000ULL
+
+static __always_inline void count(enum reason reason)
+{
+	__u32 key = reason;
+	__u64 *value = bpf_map_lookup_elem(&reasons, &key);
+
+	if (value)
+		*value += 1;
+}
+
+#endif

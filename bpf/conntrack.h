@@ -1,0 +1,276 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * The kernel's connection tracking: look a flow up, create it with its NAT
+ * written in, expire it.  The kernel does the translating.
+ */
+#ifndef PEP_CONNTRACK_H
+#define PEP_CONNTRACK_H
+
+#include "backend.h"
+
+/* nf_conntrack may be a module, whose types are not in vmlinux.h: the few that are needed, found by CO-RE. */
+union nf_inet_addr___pep {
+	__u32 all[4];
+	__be32 ip;
+	__be32 ip6[4];
+};
+
+struct nf_conntrack_man___pep {
+	union nf_inet_addr___pep u3;
+	union {
+		__be16 all;
+	} u;
+} __attribute__((preserve_access_index));
+
+struct nf_conntrack_tuple___pep {
+	struct nf_conntrack_man___pep src;
+} __attribute__((preserve_access_index));
+
+struct nf_conntrack_tuple_hash___pep {
+	struct nf_conntrack_tuple___pep tuple;
+} __attribute__((preserve_access_index));
+
+struct ip_ct_tcp___pep {
+	__u8 state;
+} __attribute__((preserve_access_index));
+
+union nf_conntrack_proto___pep {
+	struct ip_ct_tcp___pep tcp;
+} __attribute__((preserve_access_index));
+
+struct nf_conn___pep {
+	struct nf_conntrack_tuple_hash___pep tuplehash[2];
+	unsigned long status;
+	union nf_conntrack_proto___pep proto;
+} __attribute__((preserve_access_index));
+
+struct bpf_ct_opts___pep {
+	__s32 netns_id;
+	__s32 error;
+	__u8 l4proto;
+	__u8 dir;
+	__u8 reserved[2];
+};
+
+enum nf_nat_manip_type___pep {
+	MANIP_SRC,
+	MANIP_DST,
+};
+
+#define CT_OPTS_SIZE 12		/* accepted everywhere; 16 (zone) only since 6.11 */
+#define CURRENT_NETNS (-1)
+#define IPS_SRC_NAT_ (1UL << 4)
+#define IPS_DST_NAT_ (1UL << 5)
+#define TCP_STATE_SYN_SENT 1
+#define TCP_STATE_TIME_WAIT 7
+#define DIRECTION_ORIGINAL 0
+#define DIRECTION_REPLY 1
+#define INSERT_TRIES 4
+
+extern struct nf_conn___pep *bpf_skb_ct_lookup(struct __sk_buff *, struct bpf_sock_tuple *, __u32,
+					       struct bpf_ct_opts___pep *, __u32) __ksym __weak;
+extern struct nf_conn___pep *bpf_skb_ct_alloc(struct __sk_buff *, struct bpf_sock_tuple *, __u32,
+					      struct bpf_ct_opts___pep *, __u32) __ksym __weak;
+extern int bpf_ct_set_nat_info(struct nf_conn___pep *, union nf_inet_addr___pep *, int port,
+			       enum nf_nat_manip_type___pep) __ksym __weak;
+extern void bpf_ct_set_timeout(struct nf_conn___pep *, __u32) __ksym __weak;
+extern struct nf_conn___pep *bpf_ct_insert_entry(struct nf_conn___pep *) __ksym __weak;
+extern int bpf_ct_change_timeout(struct nf_conn___pep *, __u32) __ksym __weak;
+extern void bpf_ct_release(struct nf_conn___pep *) __ksym __weak;
+
+static __always_inline __u32 tuple_of(const struct packet *p, struct bpf_sock_tuple *t)
+{
+	if (p->ipv6) {
+		__builtin_memcpy(t->ipv6.saddr, &p->source, 16);
+		__builtin_memcpy(t->ipv6.daddr, &p->destination, 16);
+		t->ipv6.sport = bpf_htons(p->source_port);
+		t->ipv6.dport = bpf_htons(p->destination_port);
+		return sizeof(t->ipv6);
+	}
+	t->ipv4.saddr = p->source.v4;
+	t->ipv4.daddr = p->destination.v4;
+	t->ipv4.sport = bpf_htons(p->source_port);
+	t->ipv4.dport = bpf_htons(p->destination_port);
+	return sizeof(t->ipv4);
+}
+
+/* The UDP flow's endpoint still serves this service (or serves nothing that we know of: then leave it alone). */
+static __always_inline bool endpoint_serves(const struct nf_conn___pep *ct, __u32 service, bool ipv6)
+{
+	__be16 port = ct->tuplehash[DIRECTION_REPLY].tuple.src.u.all;
+
+	if (ipv6) {
+		struct endpoint6_key key = { .service = service, .port = bpf_ntohs(port), .protocol = UDP };
+
+		BPF_CORE_READ_INTO(&key.address, ct, tuplehash[DIRECTION_REPLY].tuple.src.u3);
+		return bpf_map_lookup_elem(&endpoints6, &key);
+	} else {
+		struct endpoint4_key key = { .service = service, .port = bpf_ntohs(port), .protocol = UDP };
+		__be32 address = ct->tuplehash[DIRECTION_REPLY].tuple.src.u3.ip;
+
+		__builtin_memcpy(key.address, &address, 4);
+		return bpf_map_lookup_elem(&endpoints4, &key);
+	}
+}
+
+/*
+ * Must this entry make room for a new one?  REASON_UNSPECIFIED: no, the flow lives.
+ *  - TCP that has ended: the kernel would drop the entry on this SYN and track
+ *    the packet without NAT;
+ *  - UDP whose endpoint is gone heals with this packet;
+ *  - a flow from before the service had endpoints was never translated.
+ */
+static __always_inline enum reason must_go(const struct nf_conn___pep *ct, const struct packet *p,
+					   __u32 service, bool any_endpoints)
+{
+	if (p->protocol == TCP) {
+		__u8 state = ct->proto.tcp.state;
+
+		if (state >= TCP_STATE_TIME_WAIT)
+			return CLOSING_FLOW_REPLACED;
+		if (any_endpoints && state == TCP_STATE_SYN_SENT && !(ct->status & IPS_DST_NAT_))
+			return UNTRANSLATED_FLOW_REPLACED;
+		return REASON_UNSPECIFIED;
+	}
+	if (!any_endpoints)
+		return REASON_UNSPECIFIED;
+	if (!(ct->status & IPS_DST_NAT_))
+		return UNTRANSLATED_FLOW_REPLACED;
+	return endpoint_serves(ct, service, p->ipv6) ? REASON_UNSPECIFIED : STALE_UDP_REPLACED;
+}
+
+/* 1: the flow exists and goes on as it is. 0: there is none (any more). */
+static __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 service, bool any_endpoints)
+{
+	struct bpf_ct_opts___pep opts = { .netns_id = CURRENT_NETNS };
+	struct bpf_sock_tuple tuple = {};
+	struct nf_conn___pep *ct;
+	enum reason reason;
+	__u32 size;
+
+	if (!p)
+		return 0;
+	opts.l4proto = p->protocol;
+	size = tuple_of(p, &tuple);
+	ct = bpf_skb_ct_lookup(skb, &tuple, size, &opts, CT_OPTS_SIZE);
+	if (!ct)
+		return 0;
+	reason = opts.dir == DIRECTION_ORIGINAL ? must_go(ct, p, service, any_endpoints) : REASON_UNSPECIFIED;
+	if (reason == REASON_UNSPECIFIED) {
+		bpf_ct_release(ct);
+		return 1;
+	}
+	bpf_ct_change_timeout(ct, 0);
+	bpf_ct_release(ct);
+	count(reason);
+	/* An expired entry is taken out of the table by the next lookup that meets it. */
+	ct = bpf_skb_ct_lookup(skb, &tuple, size, &opts, CT_OPTS_SIZE);
+	if (!ct)
+		return 0;
+	bpf_ct_release(ct);
+	return 1;
+}
+
+enum created {
+	CREATED,
+	EXISTS_ALREADY,
+	CONNTRACK_FULL,
+	INSERT_FAILED,
+	NAT_FAILED,
+};
+
+struct creation {
+	union address masquerade;	/* used if masquerade_wanted */
+	bool masquerade_wanted;
+};
+
+static __always_inline void nat_address(const union address *from, bool ipv6, union nf_inet_addr___pep *to)
+{
+	__builtin_memset(to, 0, sizeof(*to));
+	if (ipv6)
+		__builtin_memcpy(to, from, 16);
+	else
+		to->ip = from->v4;
+}
+
+/*
+ * One attempt.  `port` is the source port to masquerade with; 0 lets the kernel
+ * keep the client's if it is free.  The source is always set, even to itself:
+ * without it the reply tuple may clash with a flow that the client has with the
+ * endpoint directly.
+ */
+static __noinline int create_entry(struct __sk_buff *skb, const struct packet *p, const struct backend *b,
+				   const struct creation *c, __u16 port)
+{
+	struct bpf_ct_opts___pep opts = { .netns_id = CURRENT_NETNS };
+	struct bpf_sock_tuple tuple = {};
+	union nf_inet_addr___pep to;
+	struct nf_conn___pep *ct;
+	int failed;
+	__u32 size;
+
+	if (!p || !b || !c)
+		return NAT_FAILED;
+	opts.l4proto = p->protocol;
+	size = tuple_of(p, &tuple);
+	ct = bpf_skb_ct_alloc(skb, &tuple, size, &opts, CT_OPTS_SIZE);
+	if (!ct)
+		return CONNTRACK_FULL;
+	nat_address(&b->address, p->ipv6, &to);
+	failed = bpf_ct_set_nat_info(ct, &to, b->port, MANIP_DST);
+	nat_address(c->masquerade_wanted ? &c->masquerade : &p->source, p->ipv6, &to);
+	failed |= bpf_ct_set_nat_info(ct, &to, port, MANIP_SRC);
+	bpf_ct_set_timeout(ct, p->protocol == TCP ? settings.tcp_timeout_ms : settings.udp_timeout_ms);
+	ct = bpf_ct_insert_entry(ct);
+	if (!ct)
+		return INSERT_FAILED;
+	if (failed)
+		bpf_ct_change_timeout(ct, 0);
+	bpf_ct_release(ct);
+	return failed ? NAT_FAILED : CREATED;
+}
+
+static __noinline int exists(struct __sk_buff *skb, const struct packet *p)
+{
+	struct bpf_ct_opts___pep opts = { .netns_id = CURRENT_NETNS };
+	struct bpf_sock_tuple tuple = {};
+	struct nf_conn___pep *ct;
+	__u32 size;
+
+	if (!p)
+		return 0;
+	opts.l4proto = p->protocol;
+	size = tuple_of(p, &tuple);
+	ct = bpf_skb_ct_lookup(skb, &tuple, size, &opts, CT_OPTS_SIZE);
+	if (!ct)
+		return 0;
+	bpf_ct_release(ct);
+	return 1;
+}
+
+/*
+ * Masqueraded flows get a random port, as with random-fully, and another one
+ * if that is taken; the last attempt leaves the search to the kernel.
+ */
+static __always_inline enum created create_flow(struct __sk_buff *skb, const struct packet *p,
+						const struct backend *b, const struct creation *c)
+{
+	enum created result = INSERT_FAILED;
+	int i;
+
+	for (i = 0; i < INSERT_TRIES; i++) {
+		__u16 port = 0;
+
+		if (c->masquerade_wanted && i < INSERT_TRIES - 1)
+			port = 1024 + bpf_get_prandom_u32() % (65536 - 1024);
+		result = create_entry(skb, p, b, c, port);
+		if (result != INSERT_FAILED)
+			return result;
+		/* No error code says why: another CPU may have been faster with the same packet's twin. */
+		if (exists(skb, p))
+			return EXISTS_ALREADY;
+	}
+	return result;
+}
+
+#endif

@@ -1,0 +1,202 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/* A packet is parsed once, into one descriptor; nothing after this looks at its bytes. */
+#ifndef PEP_PACKET_H
+#define PEP_PACKET_H
+
+#include "common.h"
+
+/* IPv4 uses v4 alone; the other words are then zero. */
+union address {
+	__be32 v4;
+	__u32 words[4];
+	__u8 bytes[16];
+};
+
+struct packet {
+	union address source;
+	union address destination;
+	__u16 source_port;	/* host order */
+	__u16 destination_port;
+	enum protocol protocol;
+	bool ipv6;
+	bool opens;		/* may be the first packet of a flow: TCP SYN, SCTP INIT, any UDP */
+};
+
+#define TCP_FIN 0x01
+#define TCP_SYN 0x02
+#define TCP_RST 0x04
+#define TCP_ACK 0x10
+#define SCTP_INIT 1
+#define IPV6_EXTENSIONS_MAX 6
+
+/* Enough of any transport header: ports, and TCP's flags or SCTP's first chunk type. */
+struct transport {
+	__be16 source_port;
+	__be16 destination_port;
+	__u8 rest[8];
+	__u8 sctp_chunk;
+	__u8 tcp_flags;
+};
+
+static __always_inline bool same_address(const union address *a, const union address *b, bool ipv6)
+{
+	if (!ipv6)
+		return a->v4 == b->v4;
+	return a->words[0] == b->words[0] && a->words[1] == b->words[1] &&
+	       a->words[2] == b->words[2] && a->words[3] == b->words[3];
+}
+
+/*
+ * The context must be read at a constant offset; left to itself the compiler
+ * merges such reads into one at a computed offset, which the verifier refuses.
+ */
+#define CONTEXT_POINTER(skb, field)                                                   \
+	({                                                                            \
+		void *pointer;                                                        \
+		asm volatile("%0 = *(u32 *)(%1 + %2)"                                 \
+			     : "=r"(pointer)                                          \
+			     : "r"(skb), "i"(offsetof(struct __sk_buff, field)));     \
+		pointer;                                                              \
+	})
+
+/* A view of `length` bytes at `offset`, pulled into the linear part if need be; NULL if the packet is shorter. */
+static __always_inline void *bytes_at(struct __sk_buff *skb, __u32 offset, __u32 length)
+{
+	void *data = CONTEXT_POINTER(skb, data);
+	void *end = CONTEXT_POINTER(skb, data_end);
+
+	if (data + offset + length <= end)
+		return data + offset;
+	if (offset + length > skb->len || bpf_skb_pull_data(skb, offset + length))
+		return NULL;
+	data = CONTEXT_POINTER(skb, data);
+	end = CONTEXT_POINTER(skb, data_end);
+	if (data + offset + length > end)
+		return NULL;
+	return data + offset;
+}
+
+static __always_inline bool parse_transport(struct __sk_buff *skb, __u32 offset, struct packet *p)
+{
+	struct transport *t;
+	__be16 *ports;
+
+	if (p->protocol == UDP) {
+		ports = bytes_at(skb, offset, 8);
+		if (!ports)
+			return false;
+		p->source_port = bpf_ntohs(ports[0]);
+		p->destination_port = bpf_ntohs(ports[1]);
+		p->opens = true;
+		return true;
+	}
+	t = bytes_at(skb, offset, sizeof(*t));
+	if (!t)
+		return false;
+	p->source_port = bpf_ntohs(t->source_port);
+	p->destination_port = bpf_ntohs(t->destination_port);
+	if (p->protocol == TCP)
+		p->opens = (t->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
+	else
+		p->opens = t->sctp_chunk == SCTP_INIT;
+	return true;
+}
+
+static __always_inline bool is_transport(__u8 protocol)
+{
+	return protocol == TCP || protocol == UDP || protocol == SCTP;
+}
+
+static __always_inline bool parse_ipv4(struct __sk_buff *skb, __u32 offset, struct packet *p)
+{
+	struct iphdr *ip = bytes_at(skb, offset, sizeof(*ip));
+	__u32 header;
+
+	if (!ip || ip->version != 4 || ip->ihl < 5)
+		return false;
+	/* Only the first fragment has ports. The kernel reassembles before it looks for the flow. */
+	if (!is_transport(ip->protocol) || (ip->frag_off & bpf_htons(0x1fff)))
+		return false;
+	header = ip->ihl * 4;
+	p->protocol = ip->protocol;
+	p->source.v4 = ip->saddr;
+	p->destination.v4 = ip->daddr;
+	p->ipv6 = false;
+	return parse_transport(skb, offset + header, p);
+}
+
+/* Walks extension headers; rare, so by helper. False: no transport header in this packet. */
+static __noinline int skip_extensions(struct __sk_buff *skb, __u32 *offset, __u8 *next)
+{
+	__u8 header[8];
+	int i;
+
+	if (!offset || !next)
+		return 0;
+	for (i = 0; i < IPV6_EXTENSIONS_MAX; i++) {
+		if (is_transport(*next))
+			return 1;
+		if (bpf_skb_load_bytes(skb, *offset, header, sizeof(header)))
+			return 0;
+		switch (*next) {
+		case 0:		/* hop by hop */
+		case 43:	/* routing */
+		case 60:	/* destination options */
+			*offset += (header[1] + 1) * 8;
+			break;
+		case 51:	/* authentication */
+			*offset += (header[1] + 2) * 4;
+			break;
+		case 44:	/* fragment */
+			if (header[2] || (header[3] & 0xf8))
+				return 0;
+			*offset += 8;
+			break;
+		default:
+			return 0;
+		}
+		*next = header[0];
+	}
+	return is_transport(*next);
+}
+
+static __always_inline bool parse_ipv6(struct __sk_buff *skb, __u32 offset, struct packet *p)
+{
+	struct ipv6hdr *ip = bytes_at(skb, offset, sizeof(*ip));
+	__u8 next;
+
+	if (!ip || ip->version != 6)
+		return false;
+	__builtin_memcpy(&p->source, &ip->saddr, 16);
+	__builtin_memcpy(&p->destination, &ip->daddr, 16);
+	p->ipv6 = true;
+	next = ip->nexthdr;
+	offset += sizeof(*ip);
+	if (!is_transport(next)) {
+		__u32 at = offset;
+
+		/* ICMPv6 is common and needs nothing. */
+		if (next == 58 || !skip_extensions(skb, &at, &next))
+			return false;
+		if (at > 4096)
+			return false;
+		offset = at;
+	}
+	p->protocol = next;
+	return parse_transport(skb, offset, p);
+}
+
+/* False: not a packet that any service could be meant by. `link` is the length of the link header. */
+static __always_inline bool parse_packet(struct __sk_buff *skb, __u32 link, struct packet *p)
+{
+	/* A tagged frame belongs to the VLAN device above this one, which has a program of its own. */
+	if (skb->vlan_present)
+		return false;
+	if (skb->protocol == bpf_htons(ETH_P_IP))
+		return parse_ipv4(skb, link, p);
+	if (skb->protocol == bpf_htons(ETH_P_IPV6))
+		return parse_ipv6(skb, link, p);
+	return false;
+}
+
+#endif

@@ -1,0 +1,148 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * The decision table of service-semantics 5, source ranges (7) and the local
+ * traffic detector (6).  Shared by packets and sockets.
+ */
+#ifndef PEP_POLICY_H
+#define PEP_POLICY_H
+
+#include "frontend.h"
+
+enum verdict {
+	VERDICT_GO_ON,		/* not ours, or nothing to do: the kernel's business */
+	VERDICT_SERVE,
+	VERDICT_REJECT,
+	VERDICT_DROP,
+};
+
+/* Which endpoints a packet is entitled to, and how it looks to them. */
+struct entitlement {
+	__u32 service;
+	__u32 first_slot;
+	__u32 count;
+	__u32 affinity_seconds;
+	bool masquerade;
+};
+
+static __always_inline bool has_detector(bool ipv6)
+{
+	return ipv6 ? settings.detector6 != DETECT_NOTHING : settings.detector4 != DETECT_NOTHING;
+}
+
+/* `device`: where the packet came in; 0 for a packet or socket of the node itself, which no interface detects. */
+static __always_inline bool is_pod_source(const struct packet *p, __u32 device)
+{
+	enum detector how = p->ipv6 ? settings.detector6 : settings.detector4;
+	struct node_device *d;
+	int i;
+
+	if (how == DETECT_DEVICE) {
+		d = device ? bpf_map_lookup_elem(&devices, &device) : NULL;
+		return d && d->pod_source;
+	}
+	if (how != DETECT_CIDR)
+		return false;
+	if (p->ipv6) {
+		for (i = 0; i < 16; i++)
+			if ((p->source.bytes[i] & settings.pod_mask6[i]) != settings.pod_cidr6[i])
+				return false;
+		return true;
+	}
+	for (i = 0; i < 4; i++)
+		if ((p->source.bytes[i] & settings.pod_mask4[i]) != settings.pod_cidr4[i])
+			return false;
+	return true;
+}
+
+static __always_inline bool in_source_ranges(const struct packet *p, __u32 table_id)
+{
+	if (p->ipv6) {
+		struct source_range6_key key = { .prefix_length = 32 + 128, .table = table_id };
+
+		__builtin_memcpy(key.address, &p->source, 16);
+		return bpf_map_lookup_elem(&source_ranges6, &key);
+	} else {
+		struct source_range4_key key = { .prefix_length = 32 + 32, .table = table_id };
+
+		__builtin_memcpy(key.address, &p->source, 4);
+		return bpf_map_lookup_elem(&source_ranges4, &key);
+	}
+}
+
+static __always_inline bool source_allowed(const struct packet *p, const struct frontend *f,
+					   const struct table *table, __u32 table_id)
+{
+	struct frontend *own;
+
+	if (f->kind != LOAD_BALANCER || !table->source_ranges || in_source_ranges(p, table_id))
+		return true;
+	if (!table->vip_source_allowed)
+		return false;
+	own = exact_frontend(&p->source, p->destination_port, p->protocol, p->ipv6);
+	return own && own->service == f->service && own->kind == LOAD_BALANCER;
+}
+
+static __always_inline void entitle_cluster(const struct table *table, struct entitlement *e, bool masquerade)
+{
+	e->first_slot = table->first_slot;
+	e->count = table->cluster_count;
+	e->masquerade = masquerade;
+}
+
+static __always_inline void entitle_local(const struct table *table, struct entitlement *e, bool masquerade)
+{
+	e->first_slot = table->first_slot + table->cluster_count;
+	e->count = table->local_count;
+	e->masquerade = masquerade;
+}
+
+/* One row of the table: VERDICT_SERVE fills the entitlement, anything else sets the reason. */
+static __always_inline enum verdict decide(const struct packet *p, const struct frontend *f,
+					   const struct table *table, __u32 table_id, __u32 device,
+					   struct entitlement *e, enum reason *reason)
+{
+	bool local_only = false;
+	bool pod;
+
+	/* The modes differ in which check is first (service-semantics 7, 14). */
+	if (settings.nft_mode && !source_allowed(p, f, table, table_id)) {
+		*reason = DROP_SOURCE_RANGE;
+		return VERDICT_DROP;
+	}
+	if (!table->any_endpoints) {
+		*reason = REJECT_NO_ENDPOINTS;
+		return VERDICT_REJECT;
+	}
+	if (!settings.nft_mode && !source_allowed(p, f, table, table_id)) {
+		*reason = DROP_SOURCE_RANGE;
+		return VERDICT_DROP;
+	}
+
+	e->service = f->service;
+	e->affinity_seconds = table->affinity_seconds;
+	pod = is_pod_source(p, device);
+	if (f->kind == CLUSTER_IP) {
+		bool masquerade = settings.masquerade_all || (has_detector(p->ipv6) && !pod);
+
+		local_only = table->internal_local;
+		if (local_only)
+			entitle_local(table, e, masquerade);
+		else
+			entitle_cluster(table, e, masquerade);
+	} else if (!table->external_local) {
+		entitle_cluster(table, e, true);
+	} else if (pod) {
+		entitle_cluster(table, e, false);
+	} else if (is_node_address(&p->source, p->ipv6)) {
+		entitle_cluster(table, e, true);
+	} else {
+		local_only = true;
+		entitle_local(table, e, false);
+	}
+	if (e->count)
+		return VERDICT_SERVE;
+	*reason = local_only ? DROP_NO_LOCAL_ENDPOINTS : REJECT_NO_ENDPOINTS;
+	return local_only ? VERDICT_DROP : VERDICT_REJECT;
+}
+
+#endif

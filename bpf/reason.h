@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * Why a packet or a socket call was treated as it was.  One enum; the same
+ * names (lower case) are in metrics, status and trace.  New reasons are added
+ * at the end of their group; the number is not an interface, the name is.
+ */
+#ifndef PEP_REASON_H
+#define PEP_REASON_H
+
+enum reason {
+	REASON_UNSPECIFIED,
+	/* a new flow, by lane */
+	NEW_FLOW_DIRECT,
+	NEW_FLOW_NETFILTER,
+	NEW_FLOW_SOCKET,
+	/* why a flow took the netfilter lane */
+	LANE_SCTP,
+	LANE_BACKEND_OUTSIDE,
+	LANE_FORCED,
+	LANE_NO_ROUTE,
+	/* flows that were replaced */
+	CLOSING_FLOW_REPLACED,
+	STALE_UDP_REPLACED,
+	UNTRANSLATED_FLOW_REPLACED,
+	/* bridge */
+	BRIDGED_REPLY_LIFTED,
+	/* refused */
+	REJECT_NO_ENDPOINTS,
+	REJECT_NO_ENDPOINTS_SOCKET,
+	/* dropped */
+	DROP_NO_LOCAL_ENDPOINTS,
+	DROP_SOURCE_RANGE,
+	DROP_CONNTRACK_FULL,
+	DROP_INSERT_FAILED,
+	DROP_NAT_FAILED,
+	DROP_NO_LOCAL_ENDPOINTS_SOCKET,
+	DROP_SOURCE_RANGE_SOCKET,
+	/* said, then passed */
+	INSERT_RACE,
+	TABLE_MISSING,
+	TRUNCATED,
+	SOCKET_PEER_FULL,
+	REASON_COUNT,
+};
+
+#endif

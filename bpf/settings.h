@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * What the control plane decides once, before the programs are loaded.  A
+ * constant of .rodata: the verifier removes what is switched off, so a kernel
+ * that lacks a kfunc never sees the call.
+ */
+#ifndef PEP_SETTINGS_H
+#define PEP_SETTINGS_H
+
+/* How a packet of a pod is known (service-semantics 6). */
+enum detector {
+	DETECT_NOTHING = 0,
+	DETECT_CIDR = 1,
+	DETECT_DEVICE = 2,
+} __attribute__((packed));
+
+struct settings {
+	__u64 netns_cookie;		/* sockets of this network namespace are served */
+	__u32 masquerade_mark;		/* one bit */
+	__u32 tcp_timeout_ms;		/* of a new conntrack entry */
+	__u32 udp_timeout_ms;
+	__u8 pod_cidr4[4];
+	__u8 pod_mask4[4];
+	__u8 pod_cidr6[16];
+	__u8 pod_mask6[16];
+	__u8 node_address4[4];		/* last resort to masquerade with; the source of the node's own sockets */
+	__u8 node_address6[16];
+	enum detector detector4;
+	enum detector detector6;
+	__u8 masquerade_all;
+	__u8 conntrack_lookup;		/* the lookup kfunc can be used */
+	__u8 direct_lane;		/* entries can be created, and shall be */
+	__u8 nft_mode;			/* kube-proxy's nftables mode is followed where the modes differ */
+	__u8 localhost_node_ports;	/* NodePorts on 127.0.0.0/8 for the node's own sockets */
+	__u8 zero;
+};
+
+const volatile struct settings settings SEC(".rodata") = {
+	.masquerade_mark = 0x4000,
+	.tcp_timeout_ms = 120000,
+	.udp_timeout_ms = 30000,
+	.conntrack_lookup = 1,
+	.direct_lane = 1,
+};
+
+#endif

@@ -1,0 +1,104 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/* tc ingress: every packet that enters the node passes here once. docs/data-plane.md tells its way. */
+#include "lanes.h"
+#include "bridge.h"
+
+#define TC_ACT_UNSPEC (-1)	/* go on: other people's filters and the kernel are next */
+#define TC_ACT_SHOT 2
+
+/* The device as the IP layer will see it: a port's packets come in by its bridge. */
+static __always_inline __u32 ip_device(struct __sk_buff *skb)
+{
+	__u32 ifindex = skb->ifindex;
+	struct node_device *d = bpf_map_lookup_elem(&devices, &ifindex);
+
+	return d && d->bridge ? d->bridge : ifindex;
+}
+
+static __always_inline int drop(enum reason reason)
+{
+	count(reason);
+	return TC_ACT_SHOT;
+}
+
+/* A packet that may open a flow to a service. */
+static __always_inline int serve(struct __sk_buff *skb, const struct packet *p, const struct frontend *f)
+{
+	struct entitlement e = {};
+	enum reason reason = REASON_UNSPECIFIED;
+	struct backend b = {};
+	struct table *table;
+	__u32 table_id;
+
+	table = table_in_force(f->service, &table_id);
+	if (!table)
+		return TC_ACT_UNSPEC;
+	/* SCTP entries can't be looked up from here; what opens a flow there is an INIT. */
+	if (settings.conntrack_lookup && p->protocol != SCTP &&
+	    flow_exists(skb, p, f->service, table->any_endpoints))
+		return TC_ACT_UNSPEC;
+	switch (decide(p, f, table, table_id, skb->ifindex, &e, &reason)) {
+	case VERDICT_DROP:
+		return drop(reason);
+	case VERDICT_REJECT:
+		reject(skb);
+		return TC_ACT_UNSPEC;
+	default:
+		break;
+	}
+	if (!choose_backend(p, &e, &b))
+		return drop(TABLE_MISSING);
+	/* Hairpin: the endpoint calls itself and must not see its own address. */
+	if (same_address(&b.address, &p->source, p->ipv6))
+		e.masquerade = true;
+	if (!settings.direct_lane) {
+		netfilter_lane(skb, &b, e.masquerade, LANE_FORCED);
+		return TC_ACT_UNSPEC;
+	}
+	reason = why_netfilter(p, &b);
+	if (reason) {
+		netfilter_lane(skb, &b, e.masquerade, reason);
+		return TC_ACT_UNSPEC;
+	}
+	if (!direct_lane(skb, p, &b, ip_device(skb), e.masquerade, &reason))
+		return drop(reason);
+	return TC_ACT_UNSPEC;
+}
+
+static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridge_port)
+{
+	struct packet p = {};
+	struct frontend *f;
+
+	if (!parse_packet(skb, link, &p))
+		return TC_ACT_UNSPEC;
+	f = p.opens || bridge_port ? find_frontend(&p) : NULL;
+	if (f)
+		return p.opens ? serve(skb, &p, f) : TC_ACT_UNSPEC;
+	if (bridge_port)
+		lift_bridged_reply(skb, &p);
+	return TC_ACT_UNSPEC;
+}
+
+/* A device with Ethernet frames. */
+SEC("tc")
+int tc_ethernet(struct __sk_buff *skb)
+{
+	return ingress(skb, ETH_HLEN, false);
+}
+
+/* A port of a bridge. */
+SEC("tc")
+int tc_bridge_port(struct __sk_buff *skb)
+{
+	return ingress(skb, ETH_HLEN, true);
+}
+
+/* A device whose packets begin with the IP header: tun, ipip, wireguard. */
+SEC("tc")
+int tc_l3(struct __sk_buff *skb)
+{
+	return ingress(skb, 0, false);
+}
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";

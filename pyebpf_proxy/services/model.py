@@ -1,0 +1,93 @@
+"""What the control plane wants programmed: frontends, endpoints and policies of a service port.
+
+Pure values. ``services.planner`` makes them from Kubernetes objects, ``datapath``
+turns them into map entries; neither an API object nor a map appears here.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import msgspec
+
+
+class Family(enum.IntEnum):
+    """IP family of a service port; every value in a plan belongs to exactly one."""
+
+    IPV4 = 4
+    IPV6 = 6
+
+
+class Protocol(enum.IntEnum):
+    """Transport protocol, by its IANA number (the same numbers as ``enum protocol`` in bpf/maps.h)."""
+
+    TCP = 6
+    UDP = 17
+    SCTP = 132
+
+
+class FrontendKind(enum.IntEnum):
+    """How a frontend is reached (``enum frontend_kind`` in bpf/maps.h)."""
+
+    CLUSTER_IP = 1
+    EXTERNAL_IP = 2
+    LOAD_BALANCER = 3
+    NODE_PORT = 4
+
+
+class ServicePortName(NamedTuple):
+    """Identity of a service port in one family (spec/service-semantics §1.1)."""
+
+    namespace: str
+    name: str
+    port: str
+    protocol: Protocol
+    family: Family
+
+    def __str__(self) -> str:
+        port = f":{self.port}" if self.port else ""
+        return f"{self.namespace}/{self.name}{port}/{self.protocol.name}/{self.family.name}"
+
+
+class Frontend(NamedTuple):
+    """An address a service port is reached at. Packed address, network order; all zero for a NodePort."""
+
+    kind: FrontendKind
+    address: bytes
+    port: int
+
+
+class Endpoint(NamedTuple):
+    """One usable endpoint. Packed address, network order; port as a number."""
+
+    address: bytes
+    port: int
+    local: bool
+
+
+class SourceRange(NamedTuple):
+    """One loadBalancerSourceRanges entry: packed network address (host bits zero) and prefix length."""
+
+    address: bytes
+    prefix_length: int
+
+
+class ServicePort(msgspec.Struct, frozen=True, gc=False):
+    """Everything the data plane must know of one service port in one family.
+
+    ``cluster`` and ``local`` are the lists of spec/service-semantics §3, in the order of the text
+    ``ip:port``. ``serving`` holds every serving endpoint (ready or not), filled for UDP only: flows to
+    anything else are stale (§10). ``source_ranges`` is empty when there is no restriction in force (§7).
+    """
+
+    name: ServicePortName
+    frontends: tuple[Frontend, ...]
+    cluster: tuple[Endpoint, ...] = ()
+    local: tuple[Endpoint, ...] = ()
+    serving: tuple[Endpoint, ...] = ()
+    any_endpoints: bool = False
+    internal_local: bool = False
+    external_local: bool = False
+    affinity_seconds: int = 0
+    source_ranges: tuple[SourceRange, ...] = ()
