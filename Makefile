@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make help` lists what there is. Everything fetched or built lies in .venv/, build/, dist/ and pyebpf_proxy/bpf/.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.SUFFIXES:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+# bpftool and friends live in sbin, which a plain user's PATH lacks on Debian.
+export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
+export DEBIAN_FRONTEND := noninteractive
+
+PYTHON := .venv/bin/python
+# Root is needed for namespaces and BPF. Without root and without sudo the tests still run, and list what they skipped.
+SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" PYTHONDONTWRITEBYTECODE=1))
+
+## ---- BPF objects -------------------------------------------------------------------------------------------
+BTF := /sys/kernel/btf/vmlinux
+CLANG ?= clang
+LLVM_STRIP ?= llvm-strip
+BPFTOOL ?= bpftool
+# One folder per kernel build: the modification time of $(BTF) says nothing.
+VMLINUX := build/vmlinux/$(shell uname -rv | tr -c 'A-Za-z0-9.\n' _)/vmlinux.h
+# asm/types.h is in the compiler's multiarch folder, where clang -target bpf does not look by itself.
+MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null || gcc -dumpmachine 2>/dev/null)
+BPF_ARCH := $(shell uname -m | sed -e 's/x86_64/x86/' -e 's/aarch64/arm64/' -e 's/ppc64le/powerpc/' -e 's/riscv64/riscv/' -e 's/s390x/s390/')
+BPF_CFLAGS = -O2 -g -target bpf -mcpu=v3 -std=gnu11 -Wall -Wextra -Werror -D__TARGET_ARCH_$(BPF_ARCH) \
+	-Ibpf -isystem $(dir $(VMLINUX)) -isystem /usr/include/$(MULTIARCH) -ffile-prefix-map=$(CURDIR)=.
+BPF_SOURCES := $(wildcard bpf/*.bpf.c)
+BPF_OBJECTS := $(BPF_SOURCES:bpf/%.c=pyebpf_proxy/bpf/%.o)
+
+## ---- C tools of the benchmarks -----------------------------------------------------------------------------
+BENCH_SOURCES := $(wildcard bench/*.c)
+BENCH_TOOLS := $(BENCH_SOURCES:bench/%.c=build/bench/%)
+
+# $(call need,program,Debian package): one line that says what is missing and what to do.
+need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
+
+.PHONY: help setup build wheel demo test lint bench clean distclean
+
+help: ## list what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  demo and test do setup first by themselves. make test ARGS='-k name' passes arguments to pytest."
+
+setup: ## Debian packages (sudo where not root), .venv with pinned versions, BPF objects; quick when all is there
+	@tools/setup.sh packages
+	@tools/setup.sh venv
+	@$(MAKE) --no-print-directory build
+
+build: $(BPF_OBJECTS) $(BENCH_TOOLS) ## compile the BPF objects for any kernel (CO-RE), and the load tools of bench/
+
+$(VMLINUX):
+	@[ -r $(BTF) ] || { echo "$(BTF) is missing: run a kernel built with CONFIG_DEBUG_INFO_BTF=y (Debian's are)" >&2; exit 1; }
+	@$(call need,$(BPFTOOL),bpftool)
+	@mkdir -p $(@D)
+	@echo "  BTF    $@"
+	@$(BPFTOOL) btf dump file $(BTF) format c >$@.$$$$ && mv $@.$$$$ $@
+
+pyebpf_proxy/bpf/%.bpf.o: bpf/%.bpf.c $(VMLINUX) Makefile
+	@$(call need,$(CLANG),clang)
+	@$(call need,$(LLVM_STRIP),llvm)
+	@$(call need,gcc,gcc)
+	@[ -r /usr/include/bpf/bpf_helpers.h ] || { echo "bpf/bpf_helpers.h is missing: run make setup, or apt-get install libbpf-dev" >&2; exit 1; }
+	@mkdir -p $(@D) build/bpf
+	@echo "  CLANG  $@"
+	@# Built aside and moved: whoever loads the object meanwhile sees the old or the new one. strip -g takes DWARF, leaves BTF.
+	@temporary=build/bpf/$*.$$$$.o; trap 'rm -f "$$temporary" "$${temporary%.o}.d"' EXIT; \
+		$(CLANG) $(BPF_CFLAGS) -MMD -MP -MT $@ -MF "$${temporary%.o}.d" -c $< -o "$$temporary"; \
+		$(LLVM_STRIP) -g "$$temporary"; \
+		mv "$${temporary%.o}.d" build/bpf/$*.d; mv "$$temporary" $@
+
+build/bench/%: bench/%.c Makefile
+	@$(call need,gcc,gcc)
+	@mkdir -p $(@D)
+	@echo "  CC     $@"
+	@gcc -O2 -g -std=gnu11 -Wall -Wextra -Werror -pthread -MMD -MP -MT $@ -MF $@.d $< -o $@.$$$$ && mv $@.$$$$ $@
+
+wheel: setup ## a wheel with the built objects inside, in dist/
+	@# setuptools keeps what an earlier build copied; a wheel must hold what is here now.
+	@rm -rf build/lib build/bdist.* *.egg-info
+	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index --wheel-dir dist .
+	@rm -rf build/lib build/bdist.* *.egg-info
+	@ls -1 dist/*.whl
+
+demo: setup ## a two-node cluster in network namespaces, real requests, a table of what happened
+	@$(SUDO) .venv/bin/pyebpf-proxy lab demo
+
+test: setup ## every test: unit, packet, netns; what was skipped, and why, is listed at the end
+	@$(SUDO) $(PYTHON) -m pytest $(ARGS)
+
+lint: setup ## ruff, mypy --strict, C warnings as errors, shellcheck where installed
+	@# The C side was compiled by setup, with -Wall -Wextra -Werror.
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy --strict
+	@if command -v shellcheck >/dev/null; then \
+		set -x; shellcheck .ci/run $$(git ls-files '*.sh' 2>/dev/null || echo tools/*.sh); \
+	else echo "shellcheck is not installed: shell scripts were not checked"; fi
+
+bench: setup ## measure, each figure beside what it is compared with; results and plots in bench/results/
+	@$(SUDO) $(PYTHON) -m bench $(ARGS)
+
+clean: ## remove what was built and what tools cached
+	@rm -rf build dist pyebpf_proxy/bpf *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -path ./.venv -prune -o -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## clean, and remove .venv too
+	@rm -rf .venv
+
+-include $(wildcard build/bpf/*.d build/bench/*.d)

@@ -1,0 +1,85 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# The two parts of `make setup` that fetch something; each does nothing, and quickly, where all is there already.
+#   tools/setup.sh packages   Debian packages named in tools/debian-packages.txt, only those missing
+#   tools/setup.sh venv       .venv from Debian's python3, with the versions of requirements.lock
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+list=tools/debian-packages.txt
+python=/usr/bin/python3
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+# A mirror that hiccups once is the most frequent failure of all, and the cheapest to survive.
+twice() {
+    "$@" && return 0
+    say "failed, trying once more: $*"
+    sleep 5
+    "$@"
+}
+
+as_root() {
+    if [ "$(id -u)" -eq 0 ]; then env "$@"; else sudo env "$@"; fi
+}
+
+apt() {
+    as_root DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=300 -o APT::Color=0 "$@"
+}
+
+packages() {
+    local wanted missing
+    wanted=$(sed -e 's/#.*//' -e '/^[[:space:]]*$/d' "$list")
+    command -v dpkg-query >/dev/null ||
+        fail "this is not Debian (no dpkg): install what $list names in your system's way, then run make build"
+    # shellcheck disable=SC2086  # one word per package is meant
+    missing=$(comm -23 <(sort -u <<<"$wanted") \
+        <(dpkg-query -W -f '${db:Status-Status} ${Package}\n' $wanted 2>/dev/null | sed -n 's/^installed //p' | sort -u))
+    [ -n "$missing" ] || return 0
+    missing=$(tr '\n' ' ' <<<"$missing")
+    if [ "$(id -u)" -ne 0 ] && ! command -v sudo >/dev/null; then
+        fail "Debian packages are missing and there is neither root nor sudo; as root: apt-get install $missing"
+    fi
+    say "installing Debian packages: $missing"
+    twice apt update
+    # shellcheck disable=SC2086
+    twice apt install --no-install-recommends $missing || fail "apt-get could not install: $missing"
+}
+
+venv() {
+    local stamp=.venv/setup-stamp wanted
+    [ -x "$python" ] || fail "$python is missing: apt-get install python3"
+    # Everything the environment follows from; its place too, for a venv does not survive being moved.
+    wanted=$({ pwd; "$python" -V; sha256sum requirements.lock; grep -v '^#' pyproject.toml | sed '/^\[tool\.\(mypy\|ruff\|pytest\)/,$d'; } | sha256sum)
+    if [ -x .venv/bin/pyebpf-proxy ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+        return 0
+    fi
+    "$python" -c 'import ensurepip, venv' 2>/dev/null || fail "python3-venv is missing: apt-get install python3-venv"
+    if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c \
+        'import sys; sys.exit(sys.prefix != sys.argv[1] or sys.version != sys.argv[2])' \
+        "$PWD/.venv" "$("$python" -c 'import sys; print(sys.version)')"; then
+        say "making the virtual environment .venv"
+        # Debian's packages stay visible: libnftables' binding exists only there.
+        "$python" -m venv --clear --system-site-packages .venv
+    fi
+    say "installing the versions of requirements.lock into .venv"
+    twice .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-warn-script-location \
+        --require-hashes -r requirements.lock || fail "pip could not install requirements.lock; is there a way to the package index?"
+    # The plain .pth kind of editable install: type checkers can follow it, and nothing need be built for it.
+    .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-deps --no-build-isolation \
+        --no-index --config-settings editable_mode=compat --editable . ||
+        fail "the package itself could not be installed into .venv"
+    rm -rf ./*.egg-info
+    printf '%s\n' "$wanted" >"$stamp"
+}
+
+mkdir -p build
+# Two `make` at once in one checkout take turns.
+exec 9>build/.setup-lock
+command -v flock >/dev/null && flock 9
+case "${1:-}" in
+packages) packages ;;
+venv) venv ;;
+*) fail "usage: tools/setup.sh packages|venv" ;;
+esac
