@@ -161,19 +161,19 @@ static __always_inline int outgoing4(struct bpf_sock_addr *ctx, bool datagram)
 {
 	struct packet p = {};
 	struct backend b = {};
-	int allowed;
 
 	if (!is_served(ctx))
 		return ALLOW;
 	p.protocol = ctx->protocol;
 	p.destination.v4 = ctx->user_ip4;
 	p.destination_port = bpf_ntohs(ctx->user_port);
-	allowed = translate(&p, bpf_get_socket_cookie(ctx), datagram, &b);
-	if (allowed && b.id) {
+	if (!translate(&p, bpf_get_socket_cookie(ctx), datagram, &b))
+		return REFUSE;
+	if (b.id) {
 		ctx->user_ip4 = b.address.v4;
 		ctx->user_port = bpf_htons(b.port);
 	}
-	return allowed;
+	return ALLOW;
 }
 
 static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
@@ -181,7 +181,6 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 	struct packet p = {};
 	struct backend b = {};
 	bool mapped;
-	int allowed;
 
 	if (!is_served(ctx))
 		return ALLOW;
@@ -198,9 +197,10 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 	} else {
 		p.ipv6 = true;
 	}
-	allowed = translate(&p, bpf_get_socket_cookie(ctx), datagram, &b);
-	if (!allowed || !b.id)
-		return allowed;
+	if (!translate(&p, bpf_get_socket_cookie(ctx), datagram, &b))
+		return REFUSE;
+	if (!b.id)
+		return ALLOW;
 	if (mapped) {
 		ctx->user_ip6[3] = b.address.v4;
 	} else {
@@ -210,7 +210,7 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 		ctx->user_ip6[3] = b.address.words[3];
 	}
 	ctx->user_port = bpf_htons(b.port);
-	return allowed;
+	return ALLOW;
 }
 
 /* Backwards: the application is told the address that it asked for. */
