@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rooms receive: the configuration and the flags, reduced to the values that are acted upon."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from pyebpf_proxy.config import addresses, durations, validation
+from pyebpf_proxy.config.addresses import Address, Network
+from pyebpf_proxy.config.flags import Flags
+from pyebpf_proxy.config.loader import ConfigError
+from pyebpf_proxy.config.model import KubeProxyConfiguration
+from pyebpf_proxy.services.model import Family
+
+Lane = Literal["auto", "netfilter"]
+DetectLocalMode = Literal["ClusterCIDR", "NodeCIDR", "BridgeInterface", "InterfaceNamePrefix"]
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """The settings in force. Immutable; a changed file means a new start."""
+
+    node_name: str
+    #: Services behave as in kube-proxy's nftables mode, otherwise as in its iptables mode (also for ``ipvs``).
+    nft_mode: bool
+    masquerade_bit: int
+    masquerade_all: bool
+    #: First CIDR of each family of ``clusterCIDR``: who counts as a pod in mode ClusterCIDR.
+    pod_cidrs: dict[Family, Network]
+    detect_local_mode: DetectLocalMode
+    bridge_interface: str
+    interface_name_prefix: str
+    #: CIDRs, or the one word ``primary``; empty: every local address (spec/service-semantics §8).
+    node_port_addresses: tuple[str, ...]
+    localhost_node_ports: bool
+    #: Seconds.
+    sync_period: float
+    min_sync_period: float
+    #: An address that replaces the Node's own of its family; None: 0.0.0.0 or ::.
+    bind_address: Address | None
+    metrics_address: tuple[str, int] | None
+    lane: Lane
+    directory: Path
+    manifests: Path | None
+    log_format: Literal["text", "json"]
+
+    @property
+    def masquerade_mark(self) -> int:
+        """The fwmark bit of packets that are to be masqueraded."""
+        return 1 << self.masquerade_bit
+
+
+def node_name(override: str) -> str:
+    """The Node's name: the override, else the host's name; trimmed, lower case (spec/configuration §5.3)."""
+    name = (override or socket.gethostname()).strip().lower()
+    if not name:
+        raise ConfigError("hostnameOverride: empty hostname is invalid")
+    return name
+
+
+def effective(config: KubeProxyConfiguration, flags: Flags) -> Effective:
+    """The settings of a completed and validated ``config`` together with the flags."""
+    nft_mode = config.mode == "nftables"
+    section = config.nftables if nft_mode else config.iptables
+    sync_period, min_sync_period = validation.periods(config)
+    bind_address = addresses.parse_ip(config.bind_address)
+    # Validation has been: the metrics address splits, its port is a number.
+    metrics = addresses.split_host_port(config.metrics_bind_address)
+    return Effective(
+        node_name=node_name(flags.hostname_override or config.hostname_override),
+        nft_mode=nft_mode,
+        masquerade_bit=14 if section.masquerade_bit is None else section.masquerade_bit,
+        masquerade_all=section.masquerade_all,
+        pod_cidrs=cluster_cidrs(config.cluster_cidr) if config.detect_local_mode == "ClusterCIDR" else {},
+        detect_local_mode=cast(DetectLocalMode, config.detect_local_mode),
+        bridge_interface=config.detect_local.bridge_interface,
+        interface_name_prefix=config.detect_local.interface_name_prefix,
+        node_port_addresses=tuple(config.node_port_addresses or ()),
+        localhost_node_ports=config.iptables.localhost_node_ports is not False and not nft_mode,
+        sync_period=durations.seconds(sync_period),
+        min_sync_period=durations.seconds(min_sync_period),
+        bind_address=None if bind_address is None or bind_address.is_unspecified else bind_address,
+        metrics_address=None if metrics is None else (metrics[0], int(metrics[1])),
+        lane=cast(Lane, flags.lane),
+        directory=Path(flags.directory),
+        manifests=Path(flags.manifests) if flags.manifests else None,
+        log_format="json" if (flags.log_format or config.logging.format) == "json" else "text",
+    )
+
+
+def cluster_cidrs(text: str) -> dict[Family, Network]:
+    """The first network of each family of a ``clusterCIDR``."""
+    found: dict[Family, Network] = {}
+    for part in text.split(","):
+        network = addresses.parse_cidr(part)
+        if network is not None:
+            found.setdefault(Family(network.version), network)
+    return found

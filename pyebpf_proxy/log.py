@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log: one line per thing that matters, on standard error, as text or JSON.
+
+    log = Logger("datapath")
+    log.info("programs attached", devices=3, lane="direct")
+
+    2026-11-21T02:39:29.123Z info programs attached devices=3 lane=direct
+    {"time": "2026-11-21T02:39:29.123Z", "level": "info", "message": "programs attached", "devices": 3, …}
+
+It sits on the standard ``logging``, so what libraries say comes out in the same form.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Literal
+
+_LEVELS = {
+    logging.DEBUG: "debug",
+    logging.INFO: "info",
+    logging.WARNING: "warning",
+    logging.ERROR: "error",
+    logging.CRITICAL: "error",
+}
+
+
+class Logger:
+    """Messages of one room. Fields are given by keyword; a field whose value is None is left out."""
+
+    def __init__(self, name: str = "") -> None:
+        self._logger = logging.getLogger(f"pyebpf_proxy.{name}" if name else "pyebpf_proxy")
+
+    def debug(self, message: str, /, **fields: object) -> None:
+        self._log(logging.DEBUG, message, fields)
+
+    def info(self, message: str, /, **fields: object) -> None:
+        self._log(logging.INFO, message, fields)
+
+    def warning(self, message: str, /, **fields: object) -> None:
+        self._log(logging.WARNING, message, fields)
+
+    def error(self, message: str, /, **fields: object) -> None:
+        self._log(logging.ERROR, message, fields)
+
+    def _log(self, level: int, message: str, fields: dict[str, object]) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, "%s", message, extra={"fields": fields})
+
+
+def configure(format: Literal["text", "json"] = "text", level: int = logging.INFO) -> None:  # noqa: A002
+    """Send every log line to standard error in ``format``; libraries only from warnings on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Json() if format == "json" else _Text())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("pyebpf_proxy").setLevel(level)
+    # A closed pipe at the other end must not fill the log with tracebacks about the log.
+    logging.raiseExceptions = False
+
+
+def _time(record: logging.LogRecord) -> str:
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03}Z"
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    fields: dict[str, object] = getattr(record, "fields", {})
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{_time(record)} {_LEVELS.get(record.levelno, 'info')} {_in_one_line(record.getMessage())}"
+        for key, value in _fields(record).items():
+            text = str(value)
+            if not text or any(character in text for character in ' "=\n\t'):
+                text = json.dumps(text, ensure_ascii=False)
+            line += f" {key}={text}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": _time(record),
+            "level": _LEVELS.get(record.levelno, "info"),
+            "message": record.getMessage(),
+        }
+        entry.update(_fields(record))
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False, default=str)
+
+
+def _in_one_line(text: str) -> str:
+    return text.replace("\n", "\\n")
