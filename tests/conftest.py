@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: markers for what a test needs of the machine, and the list of what was skipped and why.
+
+A test says what it needs by a marker; where the machine lacks it, the test is skipped with that reason, and every
+reason is listed with its count at the end of the run. Nothing is skipped without a reason. What `make` itself must
+have provided (the BPF objects) is no reason to skip: its absence is an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+BTF = Path("/sys/kernel/btf/vmlinux")
+CLONE_NEWNET = 0x40000000
+
+# Time limits of single examples say something about the machine, not about the code. No database: reruns are the same.
+settings.register_profile("project", deadline=None, database=None, derandomize=True)
+settings.load_profile("project")
+
+
+def _not_root() -> str | None:
+    return None if os.geteuid() == 0 else "not root: run as root, or install sudo and use make test"
+
+
+def _no_netns() -> str | None:
+    """Whether a network namespace may be made here, by making one in a child; containers often refuse."""
+    reason = _not_root()
+    if reason is not None:
+        return reason
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if ctypes.CDLL(None).unshare(CLONE_NEWNET) == 0 else 1)
+    _, status = os.waitpid(child, 0)
+    return None if status == 0 else "the kernel refuses a new network namespace (a container without CAP_SYS_ADMIN?)"
+
+
+def _no_bpf() -> str | None:
+    reason = _not_root()
+    if reason is not None:
+        return reason
+    return None if BTF.exists() else f"{BTF} is missing: the kernel was built without CONFIG_DEBUG_INFO_BTF"
+
+
+NEEDS = {"needs_root": _not_root, "needs_netns": _no_netns, "needs_bpf": _no_bpf}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what this machine cannot do; each question is asked once."""
+    answers: dict[str, str | None] = {}
+    for item in items:
+        for marker, question in NEEDS.items():
+            if item.get_closest_marker(marker) is None:
+                continue
+            if marker not in answers:
+                answers[marker] = question()
+            reason = answers[marker]
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List every reason for which something was skipped, with how many tests it cost."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        longrepr = report.longrepr
+        text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+        reasons[text.removeprefix("Skipped: ")] += 1
+    for report in terminalreporter.stats.get("deselected", []):
+        reasons[f"deselected on the command line: {report.nodeid.split('::')[0]}"] += 1
+    terminalreporter.section("skipped here")
+    if not reasons:
+        terminalreporter.line("nothing")
+    for reason, count in sorted(reasons.items(), key=lambda entry: (-entry[1], entry[0])):
+        terminalreporter.line(f"{count:5d} × {reason}")
+
+
+@pytest.fixture(scope="session")
+def bpf_objects() -> Path:
+    """The folder of the built BPF objects; an error, not a skip, where they are not built."""
+    folder = ROOT / "pyebpf_proxy" / "bpf"
+    missing = [name for name in ("tc.bpf.o", "sock.bpf.o") if not (folder / name).exists()]
+    if missing:
+        pytest.fail(f"{', '.join(missing)} not built: run make build")
+    return folder

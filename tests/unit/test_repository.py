@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repository itself: what every file owes, what the Makefile offers, what a wheel carries."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GENERATED = {".git", ".venv", "build", "dist", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+MAX_LINES = 450
+# A name of a package host in the tree ties every build to it; mirrors are the machine's own configuration.
+# Written with classes of one letter, so that this file does not name them either.
+PACKAGE_HOST = re.compile(
+    r"p[y]pi\.org|p[y]thonhosted\.|deb\.[d]ebian\.org|security\.[d]ebian\.org|archive\.[u]buntu|"
+    r"--(extra-)?index-[u]rl|--trusted-[h]ost|proxy\.[g]olang|registry\.[n]pmjs|crates\.[i]o",
+    re.IGNORECASE,
+)
+
+
+def own_files(*suffixes: str) -> list[Path]:
+    """Files people write, by suffix (all for none); generated folders left out."""
+    return sorted(
+        path
+        for path in ROOT.rglob("*")
+        if path.is_file()
+        and not GENERATED.intersection(path.relative_to(ROOT).parts)
+        and (not suffixes or path.suffix in suffixes)
+    )
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_python_files_are_short_enough_to_read() -> None:
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in own_files(".py")}
+    assert len(lengths) > 10
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_every_source_file_names_its_licence() -> None:
+    def licence(path: Path) -> str:
+        head = "\n".join(path.read_text().splitlines()[:2])  # a shebang may come first
+        found = re.search(r"SPDX-License-Identifier: (.*?)(?: \*/)?$", head, re.MULTILINE)
+        return found.group(1) if found else "none"
+
+    def wanted(path: Path) -> str:
+        in_bpf = path.relative_to(ROOT).parts[0] == "bpf"
+        return "(GPL-2.0-only OR BSD-2-Clause)" if in_bpf else "Apache-2.0"
+
+    sources = [*own_files(".py", ".c", ".h", ".sh"), ROOT / "Makefile", ROOT / ".ci" / "run"]
+    assert {relative(path): licence(path) for path in sources if licence(path) != wanted(path)} == {}
+
+
+def test_no_package_host_is_named() -> None:
+    named = {}
+    for path in own_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:  # plots
+            continue
+        if found := PACKAGE_HOST.search(text):
+            named[relative(path)] = found.group()
+    named.pop("tools/lock.sh", None)  # says --no-emit-…, which keeps them out of the lock
+    assert named == {}
+
+
+def test_package_host_pattern_finds_them() -> None:
+    assert PACKAGE_HOST.search("pip install --index-" + "url https://somewhere")
+    assert PACKAGE_HOST.search("https://py" + "pi.org/simple")
+    assert not PACKAGE_HOST.search("python3-nftables")
+
+
+def test_make_help_lists_every_target() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    shown = subprocess.run(["make", "-C", ROOT, "-s", "help"], check=True, capture_output=True, text=True).stdout
+    listed = re.findall(r"^  make (\S+) +\S", shown, re.MULTILINE)
+    assert sorted(listed) == sorted(phony.group(1).split())
+    assert {"help", "setup", "build", "demo", "test", "lint", "clean", "bench"} <= set(listed)
+
+
+def test_lock_holds_every_dependency_with_exact_version_and_hash() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lock = (ROOT / "requirements.lock").read_text()
+    blocks = re.findall(r"^([a-z0-9-]+)==\S+((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$", lock, re.MULTILINE)
+    locked = {name for name, _ in blocks}
+    pinned = set(re.findall(r"^([A-Za-z0-9._-]+)==", lock, re.MULTILINE))
+    assert pinned == locked
+    wanted = {
+        re.split(r"[<>=!~ ]", requirement)[0].lower()
+        for requirement in [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    }
+    assert wanted <= locked, wanted - locked
+
+
+def test_debian_packages_are_listed_once() -> None:
+    lines = (ROOT / "tools" / "debian-packages.txt").read_text().splitlines()
+    names = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", name) for name in names)
+    assert len(names) == len(set(names))
+    assert {"clang", "libbpf-dev", "libbpf1", "bpftool", "nftables", "python3-nftables", "python3-venv"} <= set(names)
+
+
+def test_setup_says_in_one_line_what_is_missing(tmp_path: Path) -> None:
+    """Without dpkg: exit status 1 and one line that says what to do."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "setup.sh", tmp_path / "tools")
+    shutil.copy(ROOT / "tools" / "debian-packages.txt", tmp_path / "tools")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("bash", "dirname", "sed", "mkdir", "id"):
+        found = shutil.which(name)
+        assert found is not None
+        (programs / name).symlink_to(found)
+    ran = subprocess.run(
+        [programs / "bash", tmp_path / "tools" / "setup.sh", "packages"],
+        env={"PATH": str(programs)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert ran.stdout == ""
+    assert len(ran.stderr.splitlines()) == 1
+    assert "tools/debian-packages.txt" in ran.stderr
+
+
+def test_build_says_in_one_line_that_clang_is_missing(bpf_objects: Path) -> None:
+    """`bpf_objects` first, so that vmlinux.h is there and clang is the one thing missing."""
+    source = "pyebpf_proxy/bpf/tc.bpf.o"
+    ran = subprocess.run(
+        [
+            "make",
+            "-C",
+            ROOT,
+            "-s",
+            "--no-print-directory",
+            "-W",
+            "bpf/tc.bpf.c",
+            "CLANG=clang-that-is-not-here",
+            source,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode != 0
+    own = [line for line in ran.stderr.splitlines() if not line.startswith("make")]
+    assert own == ["clang-that-is-not-here is missing: run make setup, or apt-get install clang"]
+    assert (bpf_objects / "tc.bpf.o").exists()
+
+
+@pytest.fixture(scope="module")
+def wheel(bpf_objects: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built from a copy of the tree: a build leaves folders behind, and others work in this one."""
+    tree = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tree)
+    for folder in ("pyebpf_proxy", "bpf"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    python = ROOT / ".venv" / "bin" / "python"
+    subprocess.run(
+        [
+            python,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "-w",
+            tree / "dist",
+            tree,
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    (built,) = (tree / "dist").glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_wheel_carries_the_objects_as_built(wheel: zipfile.ZipFile, bpf_objects: Path) -> None:
+    for name in ("tc.bpf.o", "sock.bpf.o"):
+        assert wheel.read(f"pyebpf_proxy/bpf/{name}") == (bpf_objects / name).read_bytes()
+
+
+def test_wheel_carries_every_module_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    modules = {relative(path) for path in own_files(".py") if relative(path).startswith("pyebpf_proxy/")}
+    carried = {name for name in wheel.namelist() if name.endswith(".py")}
+    assert carried == modules
+
+
+def test_wheel_carries_licences_and_the_console_script(wheel: zipfile.ZipFile) -> None:
+    (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert "pyebpf-proxy = pyebpf_proxy.cli:main" in wheel.read(entry_points).decode()
+    licences = {name.split("/licenses/")[1] for name in wheel.namelist() if "/licenses/" in name}
+    assert licences == {"LICENSE", "NOTICE", "bpf/LICENSE.BSD-2-Clause", "bpf/LICENSE.GPL-2.0"}
