@@ -28,7 +28,7 @@ enum frontend_kind {
 	EXTERNAL_IP = 2,
 	LOAD_BALANCER = 3,
 	NODE_PORT = 4,
-} __attribute__((packed));
+};
 
 enum lane {
 	DIRECT = 0,
@@ -55,7 +55,6 @@ struct frontend6_key {
 struct frontend {
 	__u32 service;
 	enum frontend_kind kind;
-	__u8 zero[3];
 };
 
 struct {
@@ -106,8 +105,7 @@ struct table {
 	__u8 internal_local;	/* internalTrafficPolicy: Local */
 	__u8 external_local;	/* externalTrafficPolicy: Local */
 	__u8 source_ranges;	/* LoadBalancer VIPs accept only source_ranges{4,6} of this table */
-	__u8 vip_source_allowed;	/* service-semantics 7: the node is inside a range, its VIPs may be sources */
-	__u8 zero[3];
+	__u32 vip_source_allowed;	/* service-semantics 7: the node is inside a range, its VIPs may be sources */
 };
 
 struct {
@@ -159,8 +157,7 @@ struct backend4 {
 	enum protocol protocol;
 	enum lane lane;		/* NETFILTER: outside the pod network, or SCTP */
 	__u32 service;
-	__u8 local;
-	__u8 zero[3];
+	__u32 local;		/* on this node */
 };
 
 struct backend6 {
@@ -169,8 +166,7 @@ struct backend6 {
 	enum protocol protocol;
 	enum lane lane;
 	__u32 service;
-	__u8 local;
-	__u8 zero[3];
+	__u32 local;		/* on this node */
 };
 
 struct {
@@ -292,8 +288,7 @@ struct address6 {
 
 /* Every address of this node (except 127.0.0.0/8, known without a map). */
 struct node_address {
-	__u8 node_ports;	/* NodePorts are served on it */
-	__u8 zero[3];
+	__u32 node_ports;	/* NodePorts are served on it */
 };
 
 struct {
@@ -411,7 +406,6 @@ struct socket_flow_key {
 	__u64 cookie;
 	__u32 service;
 	enum frontend_kind kind;
-	__u8 zero[3];
 };
 
 struct {
