@@ -50,6 +50,7 @@ setup: ## Debian packages (sudo where not root), .venv with pinned versions, BPF
 	@$(MAKE) --no-print-directory build
 
 build: $(BPF_OBJECTS) $(BENCH_TOOLS) ## compile the BPF objects for any kernel (CO-RE), and the load tools of bench/
+	@:
 
 $(VMLINUX):
 	@[ -r $(BTF) ] || { echo "$(BTF) is missing: run a kernel built with CONFIG_DEBUG_INFO_BTF=y (Debian's are)" >&2; exit 1; }
