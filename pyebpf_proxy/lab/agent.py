@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node's agent: the real command, started in the node's namespace as ``ip netns exec`` starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from . import addresses
+from .namespace import LabError, Namespace, die_with_parent
+
+METRICS = ("127.0.0.1", 10249)
+SYNCED = re.compile(
+    r'^kubeproxy_sync_proxy_rules_last_timestamp_seconds\{.*?ip_family="(\w+)".*?\} (\S+)$', re.MULTILINE
+)
+START_DEADLINE = 60.0
+
+
+def command() -> list[str]:
+    """The installed console script beside this interpreter, else the module."""
+    script = Path(sys.executable).with_name("pyebpf-proxy")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "pyebpf_proxy"]
+
+
+class Agent:
+    """One agent: its configuration, its process, its log. It may be started and ended many times."""
+
+    def __init__(self, node_name: str, namespace: Namespace, folder: Path, manifests: Path) -> None:
+        self.node_name = node_name
+        self.namespace = namespace
+        self.folder = folder  # configuration and log
+        self.directory = folder / "state"  # --directory
+        self.manifests = manifests
+        self.process: subprocess.Popen[bytes] | None = None
+        self._ever_started = False
+        self._bpffs = False
+
+    @property
+    def log_file(self) -> Path:
+        return self.folder / "agent.log"
+
+    def log(self) -> str:
+        """Everything that all runs of this agent have said."""
+        return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
+
+    def mount_bpffs(self) -> None:
+        """A bpffs of the lab's own where the agent looks first, so that its pins go with the lab."""
+        point = self.directory / "bpf"
+        point.mkdir(parents=True)
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mount(b"bpffs", str(point).encode(), b"bpf", 0, None) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error), str(point))
+        self._bpffs = True
+
+    def configuration(self, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The KubeProxyConfiguration used: the lab's, with top-level fields replaced by ``changes``."""
+        base: dict[str, Any] = {
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+            "kind": "KubeProxyConfiguration",
+            "mode": "iptables",
+            "hostnameOverride": self.node_name,
+            "clusterCIDR": ",".join(addresses.POD_CIDR),
+            "iptables": {"minSyncPeriod": "10ms"},
+        }
+        return base | (changes or {})
+
+    def start(self, config: dict[str, Any] | None = None, lane: str = "auto") -> None:
+        """Start the process. Does not wait: ``wait_synced``."""
+        if self.process is not None:
+            raise LabError(f"the agent of {self.node_name} runs already")
+        self.folder.mkdir(exist_ok=True, parents=True)
+        path = self.folder / "config.yaml"
+        path.write_text(yaml.safe_dump(self.configuration(config), sort_keys=False))
+        arguments = ["--config", str(path), "--manifests", str(self.manifests), *self._directory()]
+        self.started = time.time()
+        self._ever_started = True
+        with open(self.log_file, "ab") as log:
+            self.process = subprocess.Popen(
+                ["ip", "netns", "exec", self.namespace.name, *command(), *arguments, "--lane", lane],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=die_with_parent,
+                start_new_session=True,  # Ctrl-C reaches the lab, which ends the agent
+            )
+
+    def _directory(self) -> list[str]:
+        return ["--directory", str(self.directory)]
+
+    def wait_synced(self, since: float | None = None, deadline: float = START_DEADLINE) -> None:
+        """Wait until both families were programmed after ``since`` (default: the start). Seconds, ``time.time``."""
+        threshold = self.started if since is None else since
+        end = time.monotonic() + deadline
+        while True:
+            stamps = self.synced()
+            if len(stamps) == 2 and all(stamp >= threshold for stamp in stamps.values()):
+                return
+            if self.process is None or self.process.poll() is not None:
+                raise LabError(f"the agent of {self.node_name} ended:\n{self.log()}")
+            if time.monotonic() > end:
+                raise LabError(f"no sync on {self.node_name} after {deadline} s ({stamps}):\n{self.log()}")
+            time.sleep(0.005)
+
+    def synced(self) -> dict[str, float]:
+        """When each family was programmed last, by the agent's own metric; empty while it does not answer."""
+        text = self.metrics()
+        return {family: float(value) for family, value in SYNCED.findall(text)} if text else {}
+
+    def metrics(self) -> str:
+        """The agent's metrics page, empty while nobody answers."""
+        return self.namespace.call(_scrape)
+
+    def signal(self, number: int) -> None:
+        if self.process is not None:
+            self.process.send_signal(number)
+
+    def terminate(self) -> None:
+        self.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone."""
+        self.signal(signal.SIGKILL)
+        self.wait_ended()
+
+    def wait_ended(self, deadline: float = 30.0) -> int:
+        """Wait for the end; the exit status, negative for a signal."""
+        if self.process is None:
+            return 0
+        try:
+            status = self.process.wait(deadline)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+            raise LabError(f"the agent of {self.node_name} did not end in {deadline} s:\n{self.log()}") from None
+        self.process = None
+        return status
+
+    def stop(self) -> int:
+        """SIGTERM and wait."""
+        self.terminate()
+        return self.wait_ended()
+
+    def cleanup(self) -> str:
+        """``--cleanup``; what it printed. Raises LabError if it fails."""
+        return self.namespace.run(
+            "ip", "netns", "exec", self.namespace.name, *command(), "--cleanup", *self._directory()
+        )
+
+    def close(self) -> None:
+        """The end with the lab. What dies with the namespace and the lab's own bpffs needs no clean-up."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+        if self._ever_started and not self._bpffs:
+            self.cleanup()
+
+    def pin(self, name: str) -> Path:
+        """Path of a pinned map, seen from here. Raises LabError if there is none."""
+        for path in self.directory.glob(f"bpf/**/{name}"):
+            return path
+        raise LabError(f"no pinned map {name} below {self.directory}/bpf")
+
+
+def _scrape() -> str:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        connection = http.client.HTTPConnection(*METRICS, timeout=5)
+        try:
+            connection.request("GET", "/metrics")
+            return connection.getresponse().read().decode()
+        finally:
+            connection.close()
+    return ""

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pyebpf-proxy lab``: the demonstration, and a cluster to play with."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+from . import leftovers
+from .cluster import Lab
+from .example import EXAMPLES, open_example, populate
+from .namespace import LabError, note
+
+
+def main(argv: list[str]) -> int:
+    """Run one subcommand; the exit status."""
+    arguments = _parser().parse_args(argv)
+    if os.geteuid() != 0:
+        note("pyebpf-proxy lab: makes network namespaces, so it needs root: try sudo")
+        return 1
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    try:
+        status: int = arguments.function(arguments)
+    except LabError as error:
+        note(f"pyebpf-proxy lab: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # so that every context manager tears down
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pyebpf-proxy lab", description="A cluster made of network namespaces.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, function: object, text: str, runs_examples: bool = False) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(function=function)
+        if runs_examples:
+            command.add_argument("--examples", type=Path, default=EXAMPLES, help="folder with config.yaml, manifests/")
+            command.add_argument("--lane", choices=("auto", "netfilter"), default="auto", help="as for the agent")
+            command.add_argument("--pod-network", choices=("routed", "bare", "bridge"), default="routed",
+                                 help="how pods hang on their node (docs/lab.md)")  # fmt: skip
+        return command
+
+    add("demo", _demo, "send requests through the services of examples/ and compare with the rules", True)
+    add("shell", _shell, "bring the lab up and open a shell in the outside client; Ctrl-D takes it down", True)
+    add("up", _up, "bring the lab up and leave it running in the background", True)
+    add("down", _down, "take down what `up` started")
+    run = add("exec", _exec, "run a command in a node, a pod, the client or the core of a running lab")
+    run.add_argument("name", help="node1, node2, web-1, web-2, web-3, toolbox, client, core")
+    run.add_argument("command", nargs=argparse.REMAINDER, help="default: $SHELL")
+    add("clean", _clean, "remove what labs that died left behind")
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from . import demo
+
+    leftovers.clean()
+    with open_example(arguments.examples, arguments.pod_network) as lab:
+        return 0 if demo.run(lab, arguments.examples, arguments.lane) else 1
+
+
+def _shell(arguments: argparse.Namespace) -> int:
+    with open_example(arguments.examples, arguments.pod_network) as lab:
+        populate(lab, arguments.examples, arguments.lane)
+        print(_guide(lab), flush=True)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to what runs in the shell
+        subprocess.call(["ip", "netns", "exec", lab.client.name, os.environ.get("SHELL", "/bin/sh")])
+        print("Taking the lab down.")
+    return 0
+
+
+def _guide(lab: Lab) -> str:
+    script = Path(sys.argv[0]).resolve()
+    folder = lab.manifests
+    first = lab.nodes[0].agent
+    return f"""
+The lab {lab.tag} is up: node1 (web-1, toolbox), node2 (web-2, web-3), and you are the outside client.
+
+  curl http://203.0.113.10/                        LB VIP, policy Cluster: the pod sees a node's address
+  curl http://[2001:db8:3::10]/                    the same over IPv6
+  curl http://203.0.113.20/                        policy Local: the pod sees yours
+  curl http://192.0.2.12:30080/                    NodePort at node2
+  curl http://203.0.113.30/                        no endpoints: refused at once
+  echo hi | nc -u -w1 203.0.113.10 53              UDP
+  {script} lab exec toolbox curl -s http://10.96.0.10/       from a pod to the ClusterIP
+  {script} lab exec node1 conntrack -L                       the flows as the kernel sees them
+  {script} lab exec node1 bpftool map dump pinned {first.pin('frontends4')}
+  $EDITOR {folder / 'web-endpoints.yaml'}   add web-3 (10.244.2.11), save, curl again
+  tail -f {first.log_file}
+
+Ctrl-D takes it all down.
+"""
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.close(read)
+        os.setsid()
+        # The terminal may go away; what goes wrong until then is said through the pipe.
+        with open(os.devnull, "r+b") as null:
+            for fd in (0, 1, 2):
+                os.dup2(null.fileno(), fd)
+        status = 1
+        try:
+            with open_example(arguments.examples, arguments.pod_network) as lab:
+                populate(lab, arguments.examples, arguments.lane)
+                (lab.folder / "pid").write_text(str(os.getpid()))
+                os.write(write, _guide(lab).replace("Ctrl-D takes", "pyebpf-proxy lab down takes").encode())
+                os.close(write)
+                while True:
+                    signal.pause()
+        except LabError as error:
+            os.write(write, f"pyebpf-proxy lab: {error}\n".encode())
+        except SystemExit:
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(write)
+    with open(read, encoding="utf-8") as pipe:
+        text = pipe.read()
+    print(text, end="")
+    return 0 if "is up" in text else 1
+
+
+def _living() -> list[str]:
+    return [tag for tag in leftovers.all_tags() if not leftovers.is_dead(tag)]
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    status = 0
+    for tag in _living():
+        file = leftovers.folder_of(tag) / "pid"
+        if not file.exists():
+            continue  # somebody's shell or test run: theirs to end
+        pid = int(file.read_text())
+        watch = os.pidfd_open(pid)
+        signal.pidfd_send_signal(watch, signal.SIGTERM)
+        import select
+
+        if not select.select([watch], [], [], 30)[0]:
+            note(f"{tag} (process {pid}) does not end")
+            status = 1
+        else:
+            print(f"{tag} is gone")
+    return status
+
+
+def _exec(arguments: argparse.Namespace) -> int:
+    # In a shell of `lab shell` its own lab is meant; labs of tests may run beside it.
+    found = [name for tag in _living() for name in leftovers.namespaces_of(tag) if name == f"{tag}-{arguments.name}"]
+    if not found:
+        raise LabError(f"no running lab has a {arguments.name!r}: start one with `lab up` or `lab shell`")
+    command = arguments.command or [os.environ.get("SHELL", "/bin/sh")]
+    return subprocess.call(["ip", "netns", "exec", found[-1], *command])
+
+
+def _clean(arguments: argparse.Namespace) -> int:
+    for tag in leftovers.clean():
+        print(f"removed what {tag} left")
+    return 0

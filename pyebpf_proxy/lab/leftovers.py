@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of labs, and finding what a run that died left behind.
+
+A lab is called ``pep-<pid>-<n>``. Its folder in the temporary directory holds a lock file that is locked for as
+long as the lab lives: a lab whose lock can be taken is dead, however it died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import re
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+from .namespace import NETNS_FOLDER, batch
+
+_TAG = re.compile(r"pep-(\d+)-(\d+)")
+_MNT_DETACH = 2
+
+
+class Claim:
+    """The lock of a living lab."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+def new_tag(number: int) -> str:
+    return f"pep-{os.getpid()}-{number}"
+
+
+def folder_of(tag: str) -> Path:
+    return Path(tempfile.gettempdir()) / tag
+
+
+def claim(tag: str) -> Claim:
+    """Make the lab's folder and hold its lock. Raises FileExistsError if the folder is there already."""
+    folder = folder_of(tag)
+    folder.mkdir(mode=0o755)
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # Children inherit the lock (flock belongs to the open file): that is meant for none of them, and they all
+    # die with us, so the lock ends when the last of us does.
+    return Claim(fd)
+
+
+def is_dead(tag: str) -> bool:
+    """True if nobody runs this lab any more."""
+    try:
+        fd = os.open(folder_of(tag) / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return not os.path.exists(f"/proc/{tag.split('-')[1]}")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def all_tags() -> list[str]:
+    """Every lab there is a trace of."""
+    names = [path.name for path in Path(tempfile.gettempdir()).glob("pep-*")]
+    with contextlib.suppress(FileNotFoundError):
+        names += os.listdir(NETNS_FOLDER)
+    return sorted({found.group() for name in names if (found := _TAG.match(name))})
+
+
+def namespaces_of(tag: str) -> list[str]:
+    """Names of the lab's network namespaces."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(name for name in os.listdir(NETNS_FOLDER) if name.startswith(tag + "-"))
+    return []
+
+
+def remove(tag: str) -> None:
+    """Remove a dead lab: processes that are still in its namespaces, the namespaces, mounts, files."""
+    names = namespaces_of(tag)
+    inodes = {os.stat(f"{NETNS_FOLDER}/{name}").st_ino for name in names}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            # The process may end while we look, or be a kernel thread that shows nothing.
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{entry}/ns/net").st_ino in inodes:
+                    os.kill(int(entry), signal.SIGKILL)
+    if names:
+        batch(f"netns del {name}" for name in names)
+    remove_folder(folder_of(tag))
+
+
+def remove_folder(folder: Path) -> None:
+    """Unmount whatever is mounted in a lab's folder, then delete it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/self/mountinfo", encoding="utf-8") as file:
+        mounts = [line.split()[4] for line in file]
+    for point in reversed([point for point in mounts if point.startswith(f"{folder}/")]):
+        if libc.umount2(point.encode(), _MNT_DETACH) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error), point)
+    shutil.rmtree(folder, ignore_errors=not folder.exists())
+
+
+def clean() -> list[str]:
+    """Remove every dead lab; returns their names."""
+    dead = [tag for tag in all_tags() if is_dead(tag)]
+    for tag in dead:
+        remove(tag)
+    return dead

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load: requests one after the other until told to stop, and what came of each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.synchronize
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .client import ANSWERED, ask
+from .namespace import Namespace, Task
+
+
+class Sample(NamedTuple):
+    """One request under load. Times in seconds of the monotonic clock, which all processes share."""
+
+    begun: float
+    took: float
+    kind: str
+    pod: str
+    error: str
+
+
+class Load:
+    """Requests from one namespace to one address, in a process of their own, from ``start`` to ``stop``."""
+
+    def __init__(self, namespace: Namespace, address: str, port: int, protocol: str = "tcp", timeout: float = 4.0):
+        self._stop = multiprocessing.get_context("fork").Event()
+        self._task: Task[list[Sample]] = namespace.start(_ask_until, self._stop, address, port, protocol, timeout)
+        self.name = f"{protocol} to [{address}]:{port}"
+
+    def stop(self) -> list[Sample]:
+        """End the load; everything it saw."""
+        self._stop.set()
+        return self._task.result(30)
+
+
+def _ask_until(
+    stop: multiprocessing.synchronize.Event, address: str, port: int, protocol: str, timeout: float
+) -> list[Sample]:
+    samples: list[Sample] = []
+    while not stop.is_set():
+        outcome = ask(address, port, protocol, timeout=timeout)
+        pod = outcome.answer.pod if outcome.answer else ""
+        samples.append(Sample(outcome.begun, outcome.took, outcome.kind, pod, outcome.error))
+    return samples
+
+
+def failed(samples: Sequence[Sample]) -> list[Sample]:
+    """Those that nobody answered."""
+    return [sample for sample in samples if sample.kind != ANSWERED]
+
+
+def first_answer(samples: Sequence[Sample], pod: str, since: float) -> float | None:
+    """Seconds from ``since`` until ``pod`` answered for the first time; None: it never did."""
+    answers = [sample.begun + sample.took for sample in samples if sample.pod == pod and sample.begun >= since]
+    return min(answers) - since if answers else None
+
+
+def last_answer(samples: Sequence[Sample], pod: str, since: float) -> float:
+    """Seconds from ``since`` until the last request that was begun and still answered by ``pod``; 0: none was."""
+    begun = [sample.begun for sample in samples if sample.pod == pod and sample.begun >= since]
+    return max(begun) - since if begun else 0.0

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must happen to a request, computed from the rules (spec/service-semantics §5), not from what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal, NamedTuple
+
+from .cluster import Node, Pod
+
+Destination = Literal["ClusterIP", "ExternalIP", "LoadBalancer", "NodePort"]
+SourceClass = Literal["pod", "node", "external"]
+
+
+class Decision(NamedTuple):
+    """A row of the decision table: which endpoints, and is the source translated (hairpin not counted)."""
+
+    endpoints: Literal["cluster", "local"]
+    masquerade: bool
+
+
+def decide(
+    destination: Destination,
+    source: SourceClass,
+    *,
+    external_local: bool = False,
+    internal_local: bool = False,
+    masquerade_all: bool = False,
+    detector: bool = True,
+) -> Decision:
+    """The decision table for a service that has endpoints. Without a detector a pod is an external source."""
+    if not detector and source == "pod":
+        source = "external"
+    if destination == "ClusterIP":
+        return Decision("local" if internal_local else "cluster", masquerade_all or (detector and source != "pod"))
+    if not external_local:
+        return Decision("cluster", True)
+    if source == "pod":
+        return Decision("cluster", False)
+    if source == "node":
+        return Decision("cluster", True)
+    return Decision("local", False)
+
+
+class Expected(NamedTuple):
+    """Who may answer, and which source each of them must see."""
+
+    sources: dict[str, str]  # pod name -> address; empty: nobody
+    nobody: Literal["", "refused", "timed out"] = ""
+
+
+def expect(
+    family: int,
+    decision: Decision,
+    entrance: Node,
+    source: str,
+    endpoints: Collection[Pod],
+    *,
+    own_process: bool = False,
+) -> Expected:
+    """What a request that ``entrance`` handles must come to.
+
+    ``source``: the client's address. ``own_process``: a process of the node itself: it is connected straight to
+    the endpoint (no NAT), so its source is the one the node's routes give it. ``endpoints``: all ready ones.
+    """
+    if not endpoints:
+        return Expected({}, "refused")
+    chosen = [pod for pod in endpoints if decision.endpoints == "cluster" or pod.node is entrance]
+    if not chosen:
+        return Expected({}, "timed out")
+    sources = {}
+    for pod in chosen:
+        hairpin = pod.address.of(family) == source
+        translated = decision.masquerade or hairpin or own_process
+        sources[pod.name] = entrance.source_towards(pod).of(family) if translated else source
+    return Expected(sources)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request in words - who asks what - and the comparison of what came of it with what the rules say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .addresses import Dual
+from .client import ANSWERED, Outcome, ask
+from .cluster import Node, Pod
+from .namespace import Namespace
+from .rules import Decision, Destination, Expected, SourceClass, expect
+
+MAX_REQUESTS = 64  # two endpoints: one of them silent by chance once in 2^63 runs
+DROPPED_AFTER = 0.7  # seconds without an answer that count as dropped, where dropping is expected
+
+
+class Client(NamedTuple):
+    """Who asks: a pod, a node, or the outside client."""
+
+    name: str
+    namespace: Namespace
+    kind: SourceClass
+    address: Dual
+    node: Node | None  # the node that handles its packets; None: the one they are sent to
+
+
+class Target(NamedTuple):
+    """What is asked: an address that stands for a service."""
+
+    name: str
+    kind: Destination
+    address: Dual
+    ports: dict[str, int]  # by protocol
+    endpoints: tuple[Pod, ...]
+    entrance: Node  # where packets from outside arrive
+    external_local: bool = False
+    internal_local: bool = False
+    families: tuple[int, ...] = (4, 6)
+
+
+class Observed(NamedTuple):
+    """What came of it, and what is wrong with it (empty: nothing)."""
+
+    outcomes: list[Outcome]
+    expected: Expected
+    problem: str
+
+
+def observe(client: Client, target: Target, family: int, protocol: str, decision: Decision) -> Observed:
+    """Ask until every endpoint that may answer has answered, or something is not as expected."""
+    entrance = client.node or target.entrance
+    own = client.kind == "node"
+    wanted = expect(family, decision, entrance, client.address.of(family), target.endpoints, own_process=own)
+    timeout = DROPPED_AFTER if wanted.nobody == "timed out" else 4.0
+    address, port = target.address.of(family), target.ports[protocol]
+    outcomes: list[Outcome] = []
+    silent = set(wanted.sources)
+    while len(outcomes) < MAX_REQUESTS:
+        outcomes.append(client.namespace.call(ask, address, port, protocol, timeout=timeout))
+        if outcomes[-1].answer:
+            silent.discard(outcomes[-1].answer.pod)
+        if not silent or outcomes[-1].kind != ANSWERED:
+            break
+    return Observed(outcomes, wanted, _compare(wanted, outcomes))
+
+
+def _compare(wanted: Expected, outcomes: Sequence[Outcome]) -> str:
+    for outcome in outcomes:
+        if wanted.nobody:
+            if outcome.kind != wanted.nobody:
+                return f"{outcome}, must be {wanted.nobody}"
+        elif outcome.answer is None:
+            return str(outcome)
+        elif outcome.answer.pod not in wanted.sources:
+            return f"{outcome.answer.pod} must not answer"
+        elif outcome.answer.peer[0] != wanted.sources[outcome.answer.pod]:
+            return f"{outcome.answer.pod} must see {wanted.sources[outcome.answer.pod]}, not {outcome.answer.peer[0]}"
+    silent = set(wanted.sources) - {outcome.answer.pod for outcome in outcomes if outcome.answer}
+    return f"{', '.join(sorted(silent))} never answered in {len(outcomes)} requests" if silent else ""
