@@ -4,24 +4,17 @@
 from __future__ import annotations
 
 import ipaddress
-import re
+
+from pyebpf_proxy.services.addresses import parse_address
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-_LEADING_ZEROS = re.compile(r"(?<![0-9A-Fa-f:])0+(?=[0-9])")
-
 
 def parse_ip(text: str) -> Address | None:
     """The address, or None. No brackets, no zone, no white space."""
-    if "%" in text:
-        return None
-    if "." in text:
-        text = _LEADING_ZEROS.sub("", text)
-    try:
-        return ipaddress.ip_address(text)
-    except ValueError:
-        return None
+    packed = parse_address(text)
+    return None if packed is None else ipaddress.ip_address(packed)
 
 
 def parse_cidr(text: str) -> Network | None:

@@ -96,16 +96,18 @@ def _read(path: Path) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"cannot open the configuration file: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
+    try:
+        mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
             raise ConfigError("the configuration file is a directory; --config needs a file")
         if not stat.S_ISREG(mode):
             raise ConfigError("the configuration file is not a regular file")
-        try:
+        with open(descriptor, "rb", closefd=False) as file:
             content = file.read(MAX_FILE_SIZE + 1)
-        except OSError as error:
-            raise ConfigError(f"cannot read the configuration file: {error.strerror}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
     if len(content) > MAX_FILE_SIZE:
         raise ConfigError("the configuration file is larger than 10 MB")
     if b"\0" in content:

@@ -44,9 +44,7 @@ UInt32 = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=1 << 32)]
 class Section(BaseModel):
     """Common rules: frozen, strict types, camelCase names in the file; unknown fields are left to ``loader``."""
 
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="ignore", alias_generator=to_camel, populate_by_name=True
-    )
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", alias_generator=to_camel, populate_by_name=True)
 
 
 class ClientConnection(Section):

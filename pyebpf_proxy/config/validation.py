@@ -32,6 +32,10 @@ def _invalid(path: str, value: object, message: str) -> str:
     return f"{path}: Invalid value: {_shown(value)}: {message}"
 
 
+def _invalid_duration(path: str, nanoseconds: int, message: str) -> str:
+    return f"{path}: Invalid value: {durations.format(nanoseconds)}: {message}"
+
+
 def _unsupported(path: str, value: str, supported: tuple[str, ...]) -> str:
     return f"{path}: Unsupported value: {_shown(value)}: supported values: {', '.join(map(_shown, supported))}"
 
@@ -71,7 +75,7 @@ def _ipvs(config: KubeProxyConfiguration) -> Iterator[str]:
         ("UDPTimeout", ipvs.udp_timeout),
     ):
         if value < 0:
-            yield _invalid(f"{path}.{name}", durations.format(value), _NOT_NEGATIVE)
+            yield _invalid_duration(f"{path}.{name}", value, _NOT_NEGATIVE)
     for index, cidr in enumerate(ipvs.exclude_cidrs or ()):
         if addresses.parse_cidr(cidr) is None:
             yield _invalid(f"{path}.ExcludeCidrs[{index}]", cidr, "must be a valid CIDR")
@@ -88,15 +92,15 @@ def periods(config: KubeProxyConfiguration) -> tuple[int, int]:
 
 def _periods(config: KubeProxyConfiguration) -> Iterator[str]:
     if config.config_sync_period <= 0:
-        yield _invalid("ConfigSyncPeriod", durations.format(config.config_sync_period), _POSITIVE)
+        yield _invalid_duration("ConfigSyncPeriod", config.config_sync_period, _POSITIVE)
     sync, minimum = periods(config)
     if sync <= 0:
-        yield _invalid("SyncPeriod", durations.format(sync), _POSITIVE)
+        yield _invalid_duration("SyncPeriod", sync, _POSITIVE)
     if minimum < 0:
-        yield _invalid("MinSyncPeriod", durations.format(minimum), _NOT_NEGATIVE)
+        yield _invalid_duration("MinSyncPeriod", minimum, _NOT_NEGATIVE)
     if minimum > sync:
         message = f"must be greater than or equal to {ROOT}.MinSyncPeriod"
-        yield _invalid("SyncPeriod", durations.format(minimum), message)
+        yield _invalid_duration("SyncPeriod", minimum, message)
 
 
 def _bind_addresses(config: KubeProxyConfiguration) -> Iterator[str]:
@@ -168,8 +172,8 @@ def _numbers(config: KubeProxyConfiguration) -> Iterator[str]:
         ("UDPStreamTimeout", conntrack.udp_stream_timeout),
     ):
         if duration is not None and duration < 0:
-            shown = durations.format(duration)
-            yield _invalid(f"{linux}.KubeProxyConntrackConfiguration.{name}", shown, _NOT_NEGATIVE)
+            path = f"{linux}.KubeProxyConntrackConfiguration.{name}"
+            yield _invalid_duration(path, duration, _NOT_NEGATIVE)
     if config.oom_score_adj is not None and not -1000 <= config.oom_score_adj <= 1000:
         yield _invalid(f"{linux}.OOMScoreAdj", config.oom_score_adj, "must be within the range [-1000, 1000]")
     if config.client_connection.burst < 0:

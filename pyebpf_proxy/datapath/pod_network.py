@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which endpoints are in the pod network, so that their flows may take the direct lane.
+
+To an endpoint elsewhere (host network, the API server, another network) the CNI's own masquerade rules must apply,
+and they do not see flows that BPF has made: such endpoints take the netfilter lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pyebpf_proxy.config.addresses import Network
+from pyebpf_proxy.services.model import Family
+
+
+class PodNetwork:
+    """The ranges pods have their addresses from, without the Nodes' addresses."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[Family, tuple[tuple[int, int], ...]] = {}
+        self._nodes: frozenset[bytes] = frozenset()
+
+    def update(self, ranges: Iterable[Network], nodes: Iterable[bytes]) -> bool:
+        """Take new knowledge; True if it differs, so that endpoints may change their lane. ``nodes``: packed."""
+        by_family: dict[Family, set[tuple[int, int]]] = {}
+        for network in ranges:
+            pair = int(network.netmask), int(network.network_address)
+            by_family.setdefault(Family(network.version), set()).add(pair)
+        new = {family: tuple(sorted(pairs)) for family, pairs in by_family.items()}
+        nodes = frozenset(nodes)
+        changed = new != self._ranges or nodes != self._nodes
+        self._ranges, self._nodes = new, nodes
+        return changed
+
+    @property
+    def families(self) -> frozenset[Family]:
+        """The families of which a range is known."""
+        return frozenset(self._ranges)
+
+    def __call__(self, family: Family, address: bytes) -> bool:
+        """Whether ``address`` (packed) is a pod's."""
+        if address in self._nodes:
+            return False
+        number = int.from_bytes(address)
+        return any(number & mask == network for mask, network in self._ranges.get(family, ()))

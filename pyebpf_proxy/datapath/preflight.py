@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before anything is touched: is what the data plane needs there?  Each answer is one line with a remedy."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from pathlib import Path
+
+from pyebpf_proxy.errors import FatalError
+
+_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
+_BTF = Path("/sys/kernel/btf/vmlinux")
+_OBJECTS = Path(__file__).resolve().parent.parent / "bpf"
+
+#: The oldest kernel that has all that is used; only named in messages, features are found by trying them.
+OLDEST_KERNEL = (6, 1)
+
+
+def check() -> None:
+    """FatalError for the first thing that is missing."""
+    missing = [name for name, bit in _CAPABILITIES.items() if not effective_capabilities() >> bit & 1]
+    if missing:
+        raise FatalError(f"not allowed: {' and '.join(missing)} missing; run as root (sudo), in a pod: privileged")
+    if not _BTF.exists():
+        raise FatalError(
+            f"the kernel has no BTF ({_BTF} does not exist){old_kernel()};"
+            " use a kernel built with CONFIG_DEBUG_INFO_BTF (Debian's are)"
+        )
+    if not _loads("libbpf.so.1"):
+        raise FatalError("libbpf is missing; install it (Debian: libbpf1)")
+    if importlib.util.find_spec("nftables") is None or not _loads("libnftables.so.1"):
+        raise FatalError("libnftables or its Python binding is missing; install it (Debian: python3-nftables)")
+    for name in ("tc.bpf.o", "sock.bpf.o"):
+        if not (_OBJECTS / name).is_file():
+            raise FatalError(f"the BPF object {_OBJECTS / name} is missing; build it with `make setup` (needs clang)")
+
+
+def effective_capabilities() -> int:
+    """The bit set of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return int(line.split()[1], 16)
+    return 0
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def old_kernel() -> str:
+    """Words for a message when the running kernel is older than what is known to work, else nothing."""
+    release = os.uname().release
+    parts = release.split("-")[0].split(".")
+    try:
+        version = int(parts[0]), int(parts[1])
+    except (IndexError, ValueError):
+        return ""
+    oldest = ".".join(map(str, OLDEST_KERNEL))
+    return f"; this kernel, {release}, is older than {oldest}" if version < OLDEST_KERNEL else ""

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Node objects say, as values that the data plane needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pyebpf_proxy.config.addresses import Network
+from pyebpf_proxy.services.model import Family
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """Packed addresses, network order."""
+
+    #: Addresses of this Node, at most one of each family (spec/configuration §5.3).
+    node_ips: dict[Family, bytes] = field(default_factory=dict)
+    #: This Node's own pod CIDRs, the first of each family (detectLocalMode NodeCIDR).
+    node_cidrs: dict[Family, Network] = field(default_factory=dict)
+    #: The pod CIDRs of every Node.
+    pod_cidrs: frozenset[Network] = frozenset()
+    #: The addresses of every Node.
+    node_addresses: frozenset[bytes] = frozenset()

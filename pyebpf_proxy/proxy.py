@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent: changes from the source → plan → data plane, batched, until a signal ends it.
+
+One asyncio loop does everything that changes state, so that no step needs a lock; the metrics server and the waiting
+for grace periods have threads of their own. What is attached stays attached when the agent ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Protocol
+
+from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.errors import DatapathError, FatalError
+from pyebpf_proxy.kube.source import Batch, Change, Source
+from pyebpf_proxy.log import Logger
+from pyebpf_proxy.node_facts import NodeFacts
+from pyebpf_proxy.schedule import Schedule
+from pyebpf_proxy.services.model import ServicePort, ServicePortName
+
+#: Removals that need a grace period are done when nothing has happened for so long.
+IDLE_SECONDS = 0.2
+
+Delta = Mapping[ServicePortName, ServicePort | None]
+
+_log = Logger("proxy")
+
+
+class Planner(Protocol):
+    """What is used of ``services.planner.Planner``."""
+
+    def update(self, changes: Iterable[Change]) -> Delta: ...
+
+
+class Datapath(Protocol):
+    """What is used of ``datapath.Datapath``."""
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> Collection[str]:
+        """Load, adopt what is there, write ``wanted``, remove everything else, attach; problems in words."""
+
+    def apply(self, delta: Delta) -> Collection[str]:
+        """Write the difference; problems in words: what could not be written, everything else is served."""
+
+    def node_changed(self, facts: NodeFacts) -> None:
+        """The Nodes are others than before."""
+
+    def refresh(self) -> None:
+        """Compare with the kernel what others may have changed, and mend it."""
+
+    async def collect(self) -> None:
+        """Wait for the grace period and remove what nobody reads any more."""
+
+
+class Observer(Protocol):
+    """What is used of ``servers.metrics.Metrics``."""
+
+    def changed(self, services: int, slices: int) -> None: ...
+    def queued(self) -> None: ...
+    def synced(self, seconds: float, ok: bool) -> None: ...
+
+
+class Proxy:
+    """One agent. ``run`` returns after SIGTERM or SIGINT; FatalError when it cannot go on."""
+
+    def __init__(
+        self,
+        effective: Effective,
+        source: Source,
+        planner: Planner,
+        datapath: Datapath,
+        metrics: Observer,
+        facts: Callable[[], NodeFacts],
+    ) -> None:
+        """``facts`` tells what the planner knows of the Nodes now."""
+        self._source = source
+        self._planner = planner
+        self._datapath = datapath
+        self._metrics = metrics
+        self._read_facts = facts
+        self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
+        self._changes: list[Change] = []
+        self._delta: dict[ServicePortName, ServicePort | None] = {}
+        self._facts: NodeFacts | None = None
+        self._complete = False
+        self._running = False
+        self._wake = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._told: frozenset[str] = frozenset()
+        self._collecting: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Follow the source until a signal comes."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        source = asyncio.create_task(self._source.run(self.deliver), name="source")
+        follow = asyncio.create_task(self._follow(), name="sync")
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            done, _ = await asyncio.wait({source, follow, stop}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stop}:
+                task.result()
+                raise FatalError(f"internal error: the {task.get_name()} task ended by itself")
+        finally:
+            tasks = [task for task in (source, follow, stop, self._collecting) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def deliver(self, batch: Batch) -> None:
+        """The source's callback: remember the changes, ask for a sync."""
+        self._changes += batch.changes
+        self._complete |= batch.complete
+        services = sum(change.kind == "Service" for change in batch.changes)
+        slices = sum(change.kind == "EndpointSlice" for change in batch.changes)
+        self._metrics.changed(services, slices)
+        # Nothing is programmed before everything has been listed once (spec/service-semantics §1.5).
+        if self._complete and (batch.changes or not self._running):
+            self._metrics.queued()
+            self._schedule.request(time.monotonic())
+            self._wake.set()
+
+    async def _follow(self) -> None:
+        while True:
+            delay = self._schedule.delay(time.monotonic())
+            if delay is None or delay > 0:
+                try:
+                    async with asyncio.timeout(delay):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
+                self._wake.clear()
+                continue
+            self._sync()
+            # Let signals and events in, also when every change brings the next one at once.
+            await asyncio.sleep(0)
+
+    def _sync(self) -> None:
+        wanted = self._schedule.started()
+        begin = time.monotonic()
+        ok = True
+        try:
+            problems = self._program(full=not wanted)
+        except DatapathError as error:
+            if not self._running:
+                raise FatalError(str(error)) from error
+            ok = False
+            _log.error("sync failed, tried again", error=str(error))
+        else:
+            self._tell(problems)
+        end = time.monotonic()
+        self._metrics.synced(end - begin, ok)
+        self._schedule.finished(end, ok)
+        if self._collecting is None:
+            self._collecting = asyncio.create_task(self._collect(), name="collect")
+
+    def _program(self, full: bool) -> Collection[str]:
+        changes, self._changes = self._changes, []
+        # A failed sync leaves its part here: the repetition writes it together with what is new.
+        self._delta.update(self._planner.update(changes))
+        facts = self._read_facts()
+        if not self._running:
+            return self._begin(facts, len(changes))
+        if facts != self._facts:
+            self._datapath.node_changed(facts)
+            self._facts = facts
+        if full:
+            self._datapath.refresh()
+        changed = len(self._delta)
+        problems = self._datapath.apply(self._delta) if changed else self._told
+        self._delta.clear()
+        if changed:
+            _log.info("synced", service_ports=changed, problems=len(problems) or None)
+        return problems
+
+    def _begin(self, facts: NodeFacts, objects: int) -> Collection[str]:
+        begin = time.monotonic()
+        problems = self._datapath.start(facts, self._delta)
+        self._running = True
+        self._facts = facts
+        _log.info(
+            "ready",
+            objects=objects,
+            service_ports=len(self._delta),
+            problems=len(problems) or None,
+            seconds=round(time.monotonic() - begin, 3),
+        )
+        self._delta.clear()
+        # What exists now mostly stays: the collector need not walk 100 000 endpoints again and again.
+        gc.freeze()
+        return problems
+
+    def _tell(self, problems: Collection[str]) -> None:
+        """Each problem once, and once more when it is over and comes back."""
+        for problem in problems:
+            if problem not in self._told:
+                _log.error(problem)
+        self._told = frozenset(problems)
+
+    async def _collect(self) -> None:
+        try:
+            await asyncio.sleep(IDLE_SECONDS)
+            await self._datapath.collect()
+        except DatapathError as error:
+            _log.error("old entries could not be removed, tried again after the next change", error=str(error))
+        finally:
+            self._collecting = None
+
+    def _signalled(self, number: signal.Signals) -> None:
+        _log.info("stopped; what is attached goes on without the agent", signal=number.name)
+        self._stop.set()

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run folder of one instance, and the lock that keeps a second agent out of it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from pyebpf_proxy.errors import FatalError
+
+
+class RunDirectory:
+    """Holds the lock from ``acquire`` to ``release``; the kernel drops it when the process dies."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = path / "lock"
+        self._descriptor: int | None = None
+        self._made: list[Path] = []
+
+    def acquire(self) -> None:
+        """Make the folder where it is missing and take the lock; FatalError if another agent has it."""
+        try:
+            self._make()
+            while self._descriptor is None:
+                self._descriptor = self._take()
+        except OSError as error:
+            self._remove_made()
+            raise FatalError(
+                f"run folder {self.path} cannot be used: {error.strerror}; name another one with --directory"
+            ) from None
+
+    def release(self, remove: bool = False) -> None:
+        """Give the lock back. ``remove``: take the lock file and the folder away too, if nothing else is in it."""
+        if self._descriptor is None:
+            return
+        if remove:
+            self._lock.unlink(missing_ok=True)
+            try:
+                self.path.rmdir()
+            except OSError:
+                pass  # Somebody keeps something in it.
+            self._made = [made for made in self._made if made != self.path]
+            self._remove_made()
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def _make(self) -> None:
+        missing = [self.path, *self.path.parents]
+        missing = missing[: next((i for i, path in enumerate(missing) if path.exists()), 0)]
+        for path in reversed(missing):
+            path.mkdir(mode=0o755)
+            self._made.append(path)
+
+    def _take(self) -> int | None:
+        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A clean-up may have removed the file between open and lock: then it is no lock any more.
+            if self._lock.exists() and os.fstat(descriptor).st_ino == self._lock.stat().st_ino:
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()}\n".encode())
+                return descriptor
+        except BlockingIOError:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise FatalError(
+                f"another agent{f' (process {holder})' if holder else ''} runs on {self.path};"
+                " stop it first, or give this one its own --directory"
+            ) from None
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        return None
+
+    def _remove_made(self) -> None:
+        for path in reversed(self._made):
+            try:
+                path.rmdir()
+            except OSError:
+                break
+        self._made.clear()

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's loop: what is programmed, when, and in which order. The rooms around it record what they are asked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Collection, Iterable
+
+import pytest
+
+from pyebpf_proxy.config import flags
+from pyebpf_proxy.config.effective import Effective, effective
+from pyebpf_proxy.config.loader import load
+from pyebpf_proxy.errors import DatapathError, FatalError
+from pyebpf_proxy.kube.source import Batch, Change
+from pyebpf_proxy.node_facts import NodeFacts
+from pyebpf_proxy.proxy import Delta, Proxy
+from pyebpf_proxy.services.model import Family, Protocol, ServicePort, ServicePortName
+
+
+def name(text: str) -> ServicePortName:
+    return ServicePortName("ns", text, "", Protocol.TCP, Family.IPV4)
+
+
+def change(text: str, gone: bool = False) -> Change:
+    # The planner below only looks at the name.
+    return Change("Service", "ns", text, None if gone else object())  # type: ignore[arg-type]
+
+
+class Script:
+    """A source that plays a coroutine function."""
+
+    def __init__(self, play: Callable[[Callable[[Batch], None]], Awaitable[None]]) -> None:
+        self._play = play
+
+    async def run(self, deliver: Callable[[Batch], None]) -> None:
+        await self._play(deliver)
+        await asyncio.Event().wait()
+
+
+class Names:
+    """A planner that makes one service port of every change."""
+
+    def update(self, changes: Iterable[Change]) -> Delta:
+        return {
+            name(c.name): None if c.object is None else ServicePort(name=name(c.name), frontends=()) for c in changes
+        }
+
+
+class Recorder:
+    """A data plane that writes down what it is asked; ``failures`` syncs fail."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[str]]] = []
+        self.failures = 0
+        self.fail_start = False
+        self.problems: list[str] = []
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> Collection[str]:
+        if self.fail_start:
+            raise DatapathError("no bpffs; mount one")
+        self.calls.append(("start", sorted(n.name for n in wanted)))
+        return self.problems
+
+    def apply(self, delta: Delta) -> Collection[str]:
+        if self.failures:
+            self.failures -= 1
+            raise DatapathError("refused")
+        self.calls.append(("apply", sorted(n.name if p else f"-{n.name}" for n, p in delta.items())))
+        return self.problems
+
+    def node_changed(self, facts: NodeFacts) -> None:
+        self.calls.append(("node", []))
+
+    def refresh(self) -> None:
+        self.calls.append(("refresh", []))
+
+    async def collect(self) -> None:
+        self.calls.append(("collect", []))
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.services = self.slices = self.asked = 0
+        self.syncs: list[bool] = []
+
+    def changed(self, services: int, slices: int) -> None:
+        self.services += services
+        self.slices += slices
+
+    def queued(self) -> None:
+        self.asked += 1
+
+    def synced(self, seconds: float, ok: bool) -> None:
+        self.syncs.append(ok)
+
+
+def settings(minimum: str = "1ms", retry: str = "20ms") -> Effective:
+    config = load(None).config
+    section = config.iptables.model_copy(
+        update={"min_sync_period": int(float(minimum[:-2]) * 1e6), "sync_period": int(float(retry[:-2]) * 1e6)}
+    )
+    return effective(config.model_copy(update={"iptables": section}), flags.parse([]))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+class World:
+    def __init__(self) -> None:
+        self.datapath = Recorder()
+        self.metrics = Counter()
+        self.facts = NodeFacts()
+
+    def run(self, play: Callable[[Callable[[Batch], None]], Awaitable[None]], effective: Effective) -> None:
+        """Play, then end the agent by SIGTERM."""
+
+        async def play_then_stop(deliver: Callable[[Batch], None]) -> None:
+            await play(deliver)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        async def main() -> None:
+            source = Script(play_then_stop)
+            await Proxy(effective, source, Names(), self.datapath, self.metrics, lambda: self.facts).run()
+
+        asyncio.run(main())
+
+    def applied(self) -> list[list[str]]:
+        return [what for call, what in self.datapath.calls if call == "apply"]
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_nothing_is_programmed_before_everything_has_been_listed(world: World) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([change("a")], complete=False))
+        await asyncio.sleep(0.05)
+        assert world.datapath.calls == []
+        assert world.metrics.asked == 0
+        deliver(Batch([change("b")], complete=True))
+        await until(lambda: bool(world.datapath.calls))
+
+    world.run(play, settings())
+    assert world.datapath.calls[0] == ("start", ["a", "b"])
+    assert world.metrics.services == 2
+    assert world.metrics.syncs == [True]
+
+
+def test_an_empty_folder_is_a_complete_list_too(world: World) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: bool(world.datapath.calls))
+
+    world.run(play, settings())
+    assert world.datapath.calls[0] == ("start", [])
+
+
+def test_changes_inside_the_minimum_period_are_one_sync(world: World) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([change("a")], complete=True))
+        await until(lambda: bool(world.datapath.calls))
+        for letter in "bcd":
+            deliver(Batch([change(letter)], complete=True))
+            await asyncio.sleep(0)
+        deliver(Batch([change("b", gone=True)], complete=True))
+        await until(lambda: bool(world.applied()))
+
+    world.run(play, settings(minimum="50ms", retry="500ms"))
+    assert world.applied() == [["-b", "c", "d"]]
+
+
+def test_a_failed_sync_keeps_its_changes_and_is_repeated(world: World) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([change("a")], complete=True))
+        await until(lambda: bool(world.datapath.calls))
+        world.datapath.failures = 2
+        deliver(Batch([change("b")], complete=True))
+        await until(lambda: bool(world.applied()))
+
+    world.run(play, settings())
+    assert world.applied() == [["b"]]
+    assert world.metrics.syncs == [True, False, False, True]
+
+
+def test_what_fails_at_the_start_ends_the_agent_with_the_reason(world: World) -> None:
+    world.datapath.fail_start = True
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await asyncio.sleep(5)
+
+    with pytest.raises(FatalError, match="no bpffs; mount one"):
+        world.run(play, settings())
+
+
+def test_other_nodes_reach_the_data_plane_before_the_changes_that_came_with_them(world: World) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: bool(world.datapath.calls))
+        world.facts = NodeFacts(node_addresses=frozenset([b"\n\0\0\1"]))
+        deliver(Batch([change("a")], complete=True))
+        await until(lambda: bool(world.applied()))
+
+    world.run(play, settings())
+    calls = [call for call, _ in world.datapath.calls if call != "collect"]
+    assert calls == ["start", "node", "apply"]
+
+
+def test_removals_wait_until_nothing_happens(world: World) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: ("collect", []) in world.datapath.calls)
+
+    world.run(play, settings())
+    assert [call for call, _ in world.datapath.calls] == ["start", "collect"]
+
+
+def test_a_problem_is_told_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.datapath.problems = ["ns/a: map frontends4 is full"]
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: bool(world.datapath.calls))
+        deliver(Batch([change("b")], complete=True))
+        await until(lambda: len(world.applied()) == 1)
+        world.datapath.problems = []
+        deliver(Batch([change("c")], complete=True))
+        await until(lambda: len(world.applied()) == 2)
+        world.datapath.problems = ["ns/a: map frontends4 is full"]
+        deliver(Batch([change("d")], complete=True))
+        await until(lambda: len(world.applied()) == 3)
+
+    world.run(play, settings())
+    told = [record for record in caplog.records if "is full" in record.getMessage()]
+    assert len(told) == 2
+
+
+def test_a_source_that_breaks_ends_the_agent(world: World) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        raise FatalError("the folder is gone")
+
+    with pytest.raises(FatalError, match="the folder is gone"):
+        world.run(play, settings())
