@@ -14,7 +14,7 @@ export DEBIAN_FRONTEND := noninteractive
 
 PYTHON := .venv/bin/python
 # Root is needed for namespaces and BPF. Without root and without sudo the tests still run, and list what they skipped.
-SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" PYTHONDONTWRITEBYTECODE=1))
+SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
 
 ## ---- BPF objects -------------------------------------------------------------------------------------------
 BTF := /sys/kernel/btf/vmlinux
