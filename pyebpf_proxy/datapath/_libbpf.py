@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libbpf through cffi (ABI mode): exactly the functions that are used, their log, and their errors.
+
+Every function of libbpf 1.x reports failure in one of two ways: NULL with errno set, or a negative errno.
+``checked`` and ``checked_pointer`` turn both into a :class:`BpfError` that says what was being done, with the
+lines that libbpf and the verifier wrote meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno as errors
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import cffi
+
+from pyebpf_proxy.errors import FatalError
+
+# const char * where libbpf has const void *: cffi then takes Python bytes without a copy.
+_DECLARATIONS = """
+typedef int (*libbpf_print_fn_t)(int level, const char *format, void *arguments);
+libbpf_print_fn_t libbpf_set_print(libbpf_print_fn_t function);
+uint32_t libbpf_major_version(void);
+int libbpf_num_possible_cpus(void);
+
+struct bpf_object *bpf_object__open_file(const char *path, const void *options);
+int bpf_object__load(struct bpf_object *object);
+void bpf_object__close(struct bpf_object *object);
+struct btf *bpf_object__btf(const struct bpf_object *object);
+const void *btf__raw_data(const struct btf *btf, uint32_t *size);
+
+struct bpf_program *bpf_object__next_program(const struct bpf_object *object, struct bpf_program *previous);
+const char *bpf_program__name(const struct bpf_program *program);
+int bpf_program__fd(const struct bpf_program *program);
+int bpf_program__set_autoload(struct bpf_program *program, bool autoload);
+
+struct bpf_map *bpf_object__next_map(const struct bpf_object *object, const struct bpf_map *previous);
+const char *bpf_map__name(const struct bpf_map *map);
+int bpf_map__fd(const struct bpf_map *map);
+int bpf_map__type(const struct bpf_map *map);
+uint32_t bpf_map__key_size(const struct bpf_map *map);
+uint32_t bpf_map__value_size(const struct bpf_map *map);
+uint32_t bpf_map__max_entries(const struct bpf_map *map);
+uint32_t bpf_map__map_flags(const struct bpf_map *map);
+int bpf_map__set_max_entries(struct bpf_map *map, uint32_t max_entries);
+int bpf_map__set_pin_path(struct bpf_map *map, const char *path);
+int bpf_map__reuse_fd(struct bpf_map *map, int fd);
+char *bpf_map__initial_value(struct bpf_map *map, size_t *size);
+
+struct bpf_link *bpf_program__attach_cgroup(const struct bpf_program *program, int cgroup_fd);
+struct bpf_link *bpf_link__open(const char *path);
+int bpf_link__fd(const struct bpf_link *link);
+int bpf_link__pin(struct bpf_link *link, const char *path);
+int bpf_link__unpin(struct bpf_link *link);
+int bpf_link__update_program(struct bpf_link *link, struct bpf_program *program);
+int bpf_link__detach(struct bpf_link *link);
+int bpf_link__destroy(struct bpf_link *link);
+
+struct batch_options { size_t sz; uint64_t element_flags; uint64_t flags; };
+int bpf_map_lookup_elem(int fd, const char *key, char *value);
+int bpf_map_update_elem(int fd, const char *key, const char *value, uint64_t flags);
+int bpf_map_delete_elem(int fd, const char *key);
+int bpf_map_get_next_key(int fd, const char *key, char *next_key);
+int bpf_map_lookup_batch(int fd, const char *in_batch, char *out_batch, char *keys, char *values, uint32_t *count,
+                         const struct batch_options *options);
+int bpf_map_update_batch(int fd, const char *keys, const char *values, uint32_t *count,
+                         const struct batch_options *options);
+int bpf_map_delete_batch(int fd, const char *keys, uint32_t *count, const struct batch_options *options);
+
+struct test_run_options {
+    size_t sz;
+    const char *data_in; char *data_out; uint32_t data_size_in; uint32_t data_size_out;
+    const char *ctx_in; char *ctx_out; uint32_t ctx_size_in; uint32_t ctx_size_out;
+    uint32_t retval; int repeat; uint32_t duration; uint32_t flags; uint32_t cpu; uint32_t batch_size;
+};
+int bpf_prog_test_run_opts(int fd, struct test_run_options *options);
+
+struct map_info {
+    uint32_t type; uint32_t id; uint32_t key_size; uint32_t value_size; uint32_t max_entries; uint32_t map_flags;
+    char name[16];
+};
+int bpf_obj_get(const char *path);
+int bpf_obj_get_info_by_fd(int fd, void *info, uint32_t *size);
+
+int vasprintf(char **out, const char *format, void *arguments);
+void free(void *pointer);
+"""
+
+ffi: Any = cffi.FFI()
+ffi.cdef(_DECLARATIONS)
+
+_LEVEL_DEBUG = 2
+_log: list[str] = []
+
+
+class BpfError(OSError):
+    """A libbpf call or bpf() failed. ``str()`` is one line; ``log`` is all that libbpf and the verifier wrote.
+
+    ``done`` is how many entries of a batch were carried out before the failure.
+    """
+
+    def __init__(self, what: str, number: int, log: str = "", done: int = 0) -> None:
+        super().__init__(number, what)
+        self.log = log
+        self.done = done
+        self.text = _text(what, number, log)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+# What libbpf adds to every failure, and the verifier's statistics: true, and of no use in one line.
+_NOISE = re.compile(
+    r"^(processed \d+ insns|verification time|stack depth|-- (BEGIN|END)|max_states_per_insn|peak_states|$)"
+    r"|-- (BEGIN|END) PROG LOAD LOG --|failed to load object|prog '.*': failed to load"
+)
+
+
+def _text(what: str, number: int, log: str) -> str:
+    name = errors.errorcode.get(number, str(number))
+    text = f"{what}: {os.strerror(number)} ({name})"
+    if number == errors.EPERM and not log:
+        text += "; root, or CAP_BPF with CAP_NET_ADMIN, is needed"
+    lines = [line.strip().removeprefix("libbpf: ") for line in log.splitlines()]
+    relevant = [line for line in lines if not _NOISE.search(line)][-3:]
+    return text + (": " + "; ".join(relevant) if relevant else "")
+
+
+@cache
+def lib() -> Any:
+    """libbpf itself. Raises FatalError if it is missing or older than 1.0."""
+    try:
+        library = ffi.dlopen("libbpf.so.1")
+    except OSError as error:
+        raise FatalError(f"libbpf 1.x is missing ({error}): apt-get install libbpf1") from error
+    library.libbpf_set_print(_callback())
+    return library
+
+
+@cache  # cffi frees a callback that nobody holds
+def _callback() -> Any:
+    return ffi.callback("libbpf_print_fn_t", _on_log)
+
+
+def _on_log(level: int, format_: Any, arguments: Any) -> int:
+    if level >= _LEVEL_DEBUG:
+        return 0
+    out = ffi.new("char **")
+    # A va_list is passed as a pointer on every architecture libbpf1 is packaged for; it can be walked once only.
+    size: int = _libc().vasprintf(out, format_, arguments)
+    if size >= 0:
+        _log.append(ffi.string(out[0]).decode(errors="replace"))
+        _libc().free(out[0])
+    return size
+
+
+@cache
+def _libc() -> Any:
+    return ffi.dlopen(None)
+
+
+@contextmanager
+def captured() -> Iterator[list[str]]:
+    """Collect libbpf's log of the calls inside."""
+    lib()
+    _log.clear()
+    try:
+        yield _log
+    finally:
+        _log.clear()
+
+
+def checked(result: int, what: str) -> int:
+    """The result of a call that reports failure as a negative errno."""
+    if result < 0:
+        raise BpfError(what, -result, "".join(_log))
+    return result
+
+
+def checked_pointer(result: Any, what: str) -> Any:
+    """The result of a call that reports failure as NULL and errno."""
+    if result == ffi.NULL:
+        raise BpfError(what, ffi.errno, "".join(_log))
+    return result
+
+
+@cache
+def possible_cpus() -> int:
+    """How many CPUs this kernel can have: the number of values in a per-CPU map."""
+    return checked(lib().libbpf_num_possible_cpus(), "count CPUs")
+
+
+@cache
+def batch_options() -> Any:
+    return ffi.new("struct batch_options *", {"sz": ffi.sizeof("struct batch_options")})

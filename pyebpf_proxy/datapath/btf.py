@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts of C structs, and values of enums, read from a BPF object's BTF.
+
+The C headers are the only definition of what is in the maps; nothing here repeats an offset. The format:
+Documentation/bpf/btf.rst of the kernel.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+_MAGIC = 0xEB9F
+_INT, _PTR, _ARRAY, _STRUCT, _UNION, _ENUM, _TYPEDEF = 1, 2, 3, 4, 5, 6, 8
+_VOLATILE, _CONST, _RESTRICT, _FUNC_PROTO, _VAR, _DATASEC = 9, 10, 11, 13, 14, 15
+_FLOAT, _DECL_TAG, _TYPE_TAG, _ENUM64 = 16, 17, 18, 19
+_TRANSPARENT = {_TYPEDEF, _VOLATILE, _CONST, _RESTRICT, _TYPE_TAG}
+# Bytes that follow struct btf_type: fixed, and for each of vlen members.
+_TRAILING = {
+    _INT: (4, 0),
+    _ARRAY: (12, 0),
+    _STRUCT: (0, 12),
+    _UNION: (0, 12),
+    _ENUM: (0, 8),
+    _FUNC_PROTO: (0, 8),
+    _VAR: (4, 0),
+    _DATASEC: (0, 12),
+    _DECL_TAG: (4, 0),
+    _ENUM64: (0, 12),
+}
+_CODES = {1: "b", 2: "h", 4: "i", 8: "q"}
+
+
+class _Type(NamedTuple):
+    kind: int
+    name: str
+    vlen: int
+    flag: bool
+    size: int  # or the type it refers to
+    at: int  # where its trailing data begins
+
+
+class Field(NamedTuple):
+    """``code``: for struct; bytes for arrays of bytes (and everything that is no number)."""
+
+    name: str
+    offset: int
+    size: int
+    code: str
+
+
+class Layout:
+    """One struct. Numbers are ints, byte arrays are bytes, in the machine's byte order."""
+
+    def __init__(self, name: str, size: int, fields: list[Field]) -> None:
+        self.name = name
+        self.size = size
+        self.fields = {field.name: field for field in fields}
+
+    def packer(self, *names: str) -> struct.Struct:
+        """A struct.Struct for these fields (in the order of the C declaration); all other bytes are zero."""
+        form, at = "=", 0
+        for name in names:
+            field = self._field(name)
+            if field.offset < at:
+                raise ValueError(f"struct {self.name}: {name} stands before the field named before it")
+            form += f"{field.offset - at}x{field.code}"
+            at = field.offset + field.size
+        return struct.Struct(f"{form}{self.size - at}x")
+
+    def pack(self, **values: int | bytes) -> bytes:
+        """Bytes of the struct; fields that are not named are zero."""
+        raw = bytearray(self.size)
+        for name, value in values.items():
+            field = self._field(name)
+            struct.pack_into("=" + field.code, raw, field.offset, value)
+        return bytes(raw)
+
+    def unpack(self, raw: bytes) -> dict[str, Any]:
+        """All fields by name."""
+        if len(raw) != self.size:
+            raise ValueError(f"struct {self.name} has {self.size} bytes, not {len(raw)}")
+        return {f.name: struct.unpack_from("=" + f.code, raw, f.offset)[0] for f in self.fields.values()}
+
+    def _field(self, name: str) -> Field:
+        try:
+            return self.fields[name]
+        except KeyError:
+            raise KeyError(f"struct {self.name} has no field {name}") from None
+
+
+class Btf:
+    """The types of one object. Raises ValueError for what is not BTF, KeyError for names it does not have."""
+
+    def __init__(self, raw: bytes) -> None:
+        if len(raw) < 24 or struct.unpack_from("=H", raw)[0] != _MAGIC:
+            raise ValueError(f"not BTF of a {sys.byteorder}-endian machine")
+        _, _, _, header, type_at, type_size, string_at, string_size = struct.unpack_from("=HBBIIIII", raw)
+        self._types_raw = raw[header + type_at : header + type_at + type_size]
+        self._strings = raw[header + string_at : header + string_at + string_size]
+        self._types = [_Type(0, "void", 0, False, 0, 0), *self._read()]
+
+    def _string(self, offset: int) -> str:
+        return self._strings[offset : self._strings.index(0, offset)].decode()
+
+    def _read(self) -> Iterator[_Type]:
+        at = 0
+        while at < len(self._types_raw):
+            name, info, size = struct.unpack_from("=III", self._types_raw, at)
+            kind, vlen = info >> 24 & 0x1F, info & 0xFFFF
+            yield _Type(kind, self._string(name), vlen, bool(info >> 31), size, at + 12)
+            fixed, each = _TRAILING.get(kind, (0, 0))
+            at += 12 + fixed + each * vlen
+
+    @cached_property
+    def _structs(self) -> dict[str, int]:
+        return {t.name: i for i, t in enumerate(self._types) if t.kind == _STRUCT and t.name}
+
+    def struct(self, name: str) -> Layout:
+        """The layout of ``struct name``."""
+        try:
+            number = self._structs[name]
+        except KeyError:
+            raise KeyError(f"no struct {name} in the object's BTF") from None
+        return self._layout(number)
+
+    def _layout(self, number: int) -> Layout:
+        t = self._types[number]
+        fields = []
+        for i in range(t.vlen):
+            name, kind, offset = struct.unpack_from("=III", self._types_raw, t.at + 12 * i)
+            if t.flag and offset >> 24:
+                raise ValueError(f"struct {t.name}: {self._string(name)} is a bit field")
+            size, code = self._code(kind)
+            fields.append(Field(self._string(name), (offset & 0xFFFFFF if t.flag else offset) // 8, size, code))
+        return Layout(t.name, t.size, fields)
+
+    def _resolve(self, number: int) -> int:
+        while self._types[number].kind in _TRANSPARENT:
+            number = self._types[number].size
+        return number
+
+    def _code(self, number: int) -> tuple[int, str]:
+        t = self._types[self._resolve(number)]
+        if t.kind == _INT:
+            signed = struct.unpack_from("=I", self._types_raw, t.at)[0] >> 24 & 1
+            return t.size, _CODES[t.size] if signed else _CODES[t.size].upper()
+        if t.kind in (_ENUM, _ENUM64):
+            return t.size, _CODES[t.size] if t.flag else _CODES[t.size].upper()
+        size = self._size(number)
+        return size, f"{size}s"
+
+    def _size(self, number: int) -> int:
+        t = self._types[self._resolve(number)]
+        if t.kind == _ARRAY:
+            element, _, count = struct.unpack_from("=III", self._types_raw, t.at)
+            return self._size(element) * int(count)
+        return 8 if t.kind == _PTR else t.size
+
+    def enum(self, name: str) -> Mapping[str, int]:
+        """Names and values of ``enum name``."""
+        for t in self._types:
+            if t.kind == _ENUM and t.name == name:
+                return {
+                    self._string(text): value
+                    for text, value in struct.iter_unpack("=Ii", self._types_raw[t.at : t.at + 8 * t.vlen])
+                }
+        raise KeyError(f"no enum {name} in the object's BTF")
+
+    def variable(self, section: str, name: str) -> tuple[int, int]:
+        """Offset and size of a global variable in its section (".rodata")."""
+        for t in self._types:
+            if t.kind != _DATASEC or t.name != section:
+                continue
+            members = self._types_raw[t.at : t.at + 12 * t.vlen]
+            for number, offset, size in struct.iter_unpack("=III", members):
+                if self._types[number].name == name:
+                    return offset, size
+        raise KeyError(f"no variable {name} in {section}")

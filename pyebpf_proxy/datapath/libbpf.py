@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BPF objects, programs, maps and links as Python objects, on libbpf.
+
+with Object.open(path, pin_dir=pins, rodata={"settings": packed}) as o:
+    o.load()
+    o.maps["tables"].update(key, value)
+    o.programs["tc_ethernet"].test_run(frame).retval
+"""
+
+from __future__ import annotations
+
+import errno as errors
+import os
+import struct
+from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from pyebpf_proxy.datapath import _libbpf
+from pyebpf_proxy.datapath._libbpf import BpfError, captured, checked, checked_pointer, ffi
+from pyebpf_proxy.datapath._map import Map
+from pyebpf_proxy.datapath.btf import Btf
+from pyebpf_proxy.errors import FatalError
+
+__all__ = ["BpfError", "Link", "Map", "Object", "Program", "RunResult", "SkBuff"]
+
+_DATA_OUT_MAX = 65536
+
+
+class SkBuff(NamedTuple):
+    """The fields of struct __sk_buff that a test run takes and gives back."""
+
+    mark: int = 0
+    priority: int = 0
+    ifindex: int = 0
+    ingress_ifindex: int = 0
+    cb: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    tstamp: int = 0
+    gso_segs: int = 0
+    gso_size: int = 0
+
+    def pack(self) -> bytes:
+        raw = bytearray(_SK_BUFF_SIZE)
+        struct.pack_into("=I", raw, 8, self.mark)
+        struct.pack_into("=III", raw, 32, self.priority, self.ingress_ifindex, self.ifindex)
+        struct.pack_into("=5I", raw, 48, *self.cb)
+        struct.pack_into("=Q", raw, 152, self.tstamp)
+        struct.pack_into("=I", raw, 164, self.gso_segs)
+        struct.pack_into("=I", raw, 176, self.gso_size)
+        return bytes(raw)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> SkBuff:
+        (mark,) = struct.unpack_from("=I", raw, 8)
+        priority, ingress, ifindex = struct.unpack_from("=III", raw, 32)
+        cb = struct.unpack_from("=5I", raw, 48)
+        (tstamp,) = struct.unpack_from("=Q", raw, 152)
+        (segments,) = struct.unpack_from("=I", raw, 164)
+        (size,) = struct.unpack_from("=I", raw, 176)
+        return cls(mark, priority, ifindex, ingress, cb, tstamp, segments, size)
+
+
+_SK_BUFF_SIZE = 192
+
+
+class RunResult(NamedTuple):
+    """What a test run gave. ``retval`` is signed, as TC_ACT_UNSPEC is; ``duration`` in ns, the mean of all repeats."""
+
+    retval: int
+    data: bytes
+    duration: int
+    skb: SkBuff | None
+
+
+class Program:
+    def __init__(self, pointer: Any) -> None:
+        self.pointer = pointer
+        self._lib = _libbpf.lib()
+        self.name: str = ffi.string(self._lib.bpf_program__name(pointer)).decode()
+
+    @property
+    def fd(self) -> int:
+        return checked(self._lib.bpf_program__fd(self.pointer), f"program {self.name}")
+
+    def test_run(self, data: bytes, skb: SkBuff | None = None, repeat: int = 1) -> RunResult:
+        """Run on a frame (with its Ethernet header), in the calling thread's network namespace."""
+        out = ffi.new("char[]", _DATA_OUT_MAX)
+        given = ffi.from_buffer(data)
+        options = ffi.new(
+            "struct test_run_options *",
+            {
+                "sz": ffi.sizeof("struct test_run_options"),
+                "data_in": given,
+                "data_size_in": len(data),
+                "data_out": out,
+                "data_size_out": _DATA_OUT_MAX,
+                "repeat": repeat,
+            },
+        )
+        if skb is not None:
+            context = ffi.from_buffer(skb.pack())
+            context_out = ffi.new("char[]", _SK_BUFF_SIZE)
+            options.ctx_in, options.ctx_size_in = context, _SK_BUFF_SIZE
+            options.ctx_out, options.ctx_size_out = context_out, _SK_BUFF_SIZE
+        with captured():
+            checked(self._lib.bpf_prog_test_run_opts(self.fd, options), f"test run of program {self.name}")
+        return RunResult(
+            int(ffi.cast("int32_t", options.retval)),
+            bytes(ffi.buffer(out, options.data_size_out)),
+            options.duration,
+            SkBuff.unpack(bytes(ffi.buffer(options.ctx_out, _SK_BUFF_SIZE))) if skb is not None else None,
+        )
+
+    def attach_cgroup(self, cgroup_fd: int) -> Link:
+        """Attach where the program's section says (cgroup/connect4, …)."""
+        with captured():
+            what = f"attach program {self.name} to cgroup"
+            return Link(checked_pointer(self._lib.bpf_program__attach_cgroup(self.pointer, cgroup_fd), what), what)
+
+
+class Link:
+    """A program's attachment. Unless it is pinned it ends with :meth:`close`."""
+
+    def __init__(self, pointer: Any, name: str) -> None:
+        self._pointer = pointer
+        self._name = name
+        self._lib = _libbpf.lib()
+
+    @classmethod
+    def open_pinned(cls, path: Path) -> Link:
+        with captured():
+            pointer = checked_pointer(_libbpf.lib().bpf_link__open(os.fsencode(path)), f"open pinned link {path}")
+        return cls(pointer, str(path))
+
+    @property
+    def fd(self) -> int:
+        return checked(self._lib.bpf_link__fd(self._pointer), self._name)
+
+    def pin(self, path: Path) -> None:
+        with captured():
+            checked(self._lib.bpf_link__pin(self._pointer, os.fsencode(path)), f"pin link {path}")
+
+    def unpin(self) -> None:
+        with captured():
+            checked(self._lib.bpf_link__unpin(self._pointer), f"unpin link {self._name}")
+
+    def update(self, program: Program) -> None:
+        """Put another program in place of the one attached: no packet or call meets neither."""
+        with captured():
+            checked(
+                self._lib.bpf_link__update_program(self._pointer, program.pointer),
+                f"replace the program of {self._name} by {program.name}",
+            )
+
+    def detach(self) -> None:
+        """Take the program off, whatever pins or descriptors still hold the link."""
+        with captured():
+            checked(self._lib.bpf_link__detach(self._pointer), f"detach {self._name}")
+
+    def close(self) -> None:
+        if self._pointer is not None:
+            self._lib.bpf_link__destroy(self._pointer)
+            self._pointer = None
+
+
+class Object:
+    """A compiled BPF object file."""
+
+    def __init__(self, pointer: Any, path: Path) -> None:
+        self._pointer = pointer
+        self._lib = _libbpf.lib()
+        self.path = path
+        size = ffi.new("uint32_t *")
+        raw = self._lib.btf__raw_data(self._lib.bpf_object__btf(pointer), size)
+        self.btf = Btf(bytes(ffi.buffer(raw, size[0])))
+        self.programs: dict[str, Program] = {p.name: p for p in map(Program, self._each("program"))}
+        self._maps = {ffi.string(self._lib.bpf_map__name(m)).decode(): m for m in self._each("map")}
+        self.maps: dict[str, Map] = {}
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        pin_dir: Path | None = None,
+        rodata: Mapping[str, bytes] | None = None,
+        max_entries: Mapping[str, int] | None = None,
+        reuse: Mapping[str, Map] | None = None,
+        programs: Container[str] | None = None,
+    ) -> Object:
+        """Read an object file; nothing of it is in the kernel before :meth:`load`.
+
+        Maps are pinned under ``pin_dir`` by their names, and taken from there if they exist. ``rodata`` sets
+        constants by variable name, ``max_entries`` the sizes of maps; ``reuse`` gives maps that other objects
+        have. ``programs``: only these are loaded. Raises BpfError; FatalError if the file is missing.
+        """
+        if not path.exists():
+            raise FatalError(f"{path} is missing: run make build")
+        with captured():
+            pointer = checked_pointer(
+                _libbpf.lib().bpf_object__open_file(os.fsencode(path), ffi.NULL), f"open BPF object {path}"
+            )
+        opened = cls(pointer, path)
+        try:
+            opened._prepare(pin_dir, rodata or {}, max_entries or {}, reuse or {}, programs)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    def _each(self, what: str) -> Iterator[Any]:
+        following = getattr(self._lib, f"bpf_object__next_{what}")
+        item = following(self._pointer, ffi.NULL)
+        while item != ffi.NULL:
+            yield item
+            item = following(self._pointer, item)
+
+    def _prepare(
+        self,
+        pin_dir: Path | None,
+        rodata: Mapping[str, bytes],
+        max_entries: Mapping[str, int],
+        reuse: Mapping[str, Map],
+        programs: Container[str] | None,
+    ) -> None:
+        for name, value in rodata.items():
+            self._set_rodata(name, value)
+        for name, pointer in self._maps.items():
+            if "." in name:  # .rodata and the like are this object's own
+                continue
+            if name in max_entries:
+                checked(self._lib.bpf_map__set_max_entries(pointer, max_entries[name]), f"size of map {name}")
+            if name in reuse:
+                checked(self._lib.bpf_map__reuse_fd(pointer, reuse[name].fd), f"share map {name}")
+            elif pin_dir is not None:
+                self._compare_with_pin(name, pointer, pin_dir / name)
+                path = os.fsencode(pin_dir / name)
+                checked(self._lib.bpf_map__set_pin_path(pointer, path), f"pin map {name}")
+        for program in self.programs.values():
+            if programs is not None and program.name not in programs:
+                checked(self._lib.bpf_program__set_autoload(program.pointer, False), f"leave out {program.name}")
+
+    def _set_rodata(self, variable: str, value: bytes) -> None:
+        offset, size = self.btf.variable(".rodata", variable)
+        if len(value) != size:
+            raise ValueError(f"{self.path.name}: {variable} has {size} bytes, not {len(value)}")
+        pointer = next(m for name, m in self._maps.items() if name.endswith(".rodata"))
+        total = ffi.new("size_t *")
+        start = checked_pointer(self._lib.bpf_map__initial_value(pointer, total), f"constant {variable}")
+        ffi.memmove(start + offset, value, size)
+
+    def _compare_with_pin(self, name: str, pointer: Any, path: Path) -> None:
+        """libbpf would only say "parameter mismatch"."""
+        try:
+            pinned = Map.open_pinned(path)
+        except BpfError as error:
+            if error.errno == errors.ENOENT:
+                return
+            raise
+        pinned.close()
+        wanted = self._describe(name, pointer)
+        differences = [
+            f"{what} {getattr(pinned, what)} instead of {getattr(wanted, what)}"
+            for what in ("type", "key_size", "value_size", "max_entries")
+            if getattr(pinned, what) != getattr(wanted, what)
+        ]
+        if differences:
+            raise BpfError(
+                f"pinned map {name} ({path}) is not the one needed: {', '.join(differences)}; "
+                "run pyebpf-proxy --cleanup first",
+                errors.EEXIST,
+            )
+
+    def _describe(self, name: str, pointer: Any) -> Map:
+        lib = self._lib
+        return Map(
+            lib.bpf_map__fd(pointer),
+            name,
+            lib.bpf_map__type(pointer),
+            lib.bpf_map__key_size(pointer),
+            lib.bpf_map__value_size(pointer),
+            lib.bpf_map__max_entries(pointer),
+        )
+
+    def load(self) -> Self:
+        """Create the maps, verify and load the programs. Raises BpfError with the verifier's last words."""
+        with captured():
+            checked(self._lib.bpf_object__load(self._pointer), f"load {self.path.name}")
+        for name, pointer in self._maps.items():
+            self.maps[name] = self._describe(name, pointer)
+        return self
+
+    def close(self) -> None:
+        """Close all descriptors. What is pinned or attached stays in the kernel."""
+        if self._pointer is not None:
+            self._lib.bpf_object__close(self._pointer)
+            self._pointer = None
+            self.maps = {}
+            self.programs = {}
+
+    def __enter__(self) -> Object:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
