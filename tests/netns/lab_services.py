@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The services that the tests ask: one per kind of policy, all in both families, TCP and UDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyebpf_proxy.lab.addresses import Dual, cluster_ip, vip
+from pyebpf_proxy.lab.cluster import Lab, Node, Pod
+from pyebpf_proxy.lab.manifests import Object, Port, node, service, slices
+from pyebpf_proxy.lab.rules import Destination
+from pyebpf_proxy.lab.scenario import Target
+
+
+class Kind:
+    """One service of the tests; its number gives its addresses and NodePorts."""
+
+    def __init__(self, name: str, number: int, **spec: Any) -> None:
+        self.name = name
+        self.number = number
+        self.spec = spec
+        self.endpoints: tuple[Pod, ...] = ()
+        self.ports = [
+            Port("http", 80, 8080, "TCP", 30000 + number),
+            Port("dns", 53, 5353, "UDP", 31000 + number),
+        ]
+
+    @property
+    def external_ip(self) -> Dual:
+        return vip(100 + self.number)
+
+    def objects(self) -> list[Object]:
+        """The Service and its slices, with the endpoints as they are now."""
+        made = service(
+            self.name,
+            self.ports,
+            cluster_ip(self.number),
+            vip=vip(self.number),
+            externalIPs=list(self.external_ip),
+            **self.spec,
+        )
+        return [made, *slices(self.name, self.ports, [(pod.address, pod.node.name) for pod in self.endpoints])]
+
+    def target(self, kind: Destination, entrance: Node, at: Node | None = None) -> Target:
+        """This service by one of its addresses. ``at``: the node whose NodePort is asked (default: the entrance)."""
+        address, ports = {
+            "ClusterIP": (cluster_ip(self.number), {"tcp": 80, "udp": 53}),
+            "ExternalIP": (self.external_ip, {"tcp": 80, "udp": 53}),
+            "LoadBalancer": (vip(self.number), {"tcp": 80, "udp": 53}),
+            "NodePort": ((at or entrance).address, {"tcp": 30000 + self.number, "udp": 31000 + self.number}),
+        }[kind]
+        return Target(
+            f"{self.name} {kind}",
+            kind,
+            address,
+            ports,
+            self.endpoints,
+            at or entrance,
+            self.spec.get("externalTrafficPolicy") == "Local",
+            self.spec.get("internalTrafficPolicy") == "Local",
+        )
+
+
+def write_nodes(lab: Lab) -> None:
+    """The Node objects."""
+    lab.write("nodes.yaml", [node(each.name, each.address, each.pod_cidr) for each in lab.nodes])
+
+
+def write_services(lab: Lab, *kinds: Kind) -> float:
+    """One manifest file per service; returns the time of the last write."""
+    moment = 0.0
+    for kind in kinds:
+        moment = lab.write(f"{kind.name}.yaml", kind.objects())
+    return moment

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every row of the decision table (spec/service-semantics §5) with real connections, in both lanes and families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import (
+    agent_lane,
+    moved,
+    node_client,
+    outside_client,
+    pod_client,
+    reasons,
+    route_cluster_ips,
+)
+
+from pyebpf_proxy.lab.client import TIMED_OUT, ask, ask_many
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.rules import decide
+from pyebpf_proxy.lab.scenario import DROPPED_AFTER, Client, observe
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+NO_DETECTOR = {"clusterCIDR": ""}
+MASQUERADE_ALL = {"iptables": {"minSyncPeriod": "10ms", "masqueradeAll": True}}
+
+
+class Cluster:
+    """Two nodes; services by name; web-1 and lone on node1, web-2 on node2, toolbox pods on both."""
+
+    def __init__(self, lab: Lab, lane: str) -> None:
+        self.lab = lab
+        self.lane = lane
+        self.first, self.second = lab.nodes
+        web1, web2 = lab.add_pod("web-1", self.first), lab.add_pod("web-2", self.second)
+        lone = lab.add_pod("lone", self.first)
+        lab.add_pod("toolbox", self.first)
+        self.services = {
+            kind.name: kind
+            for kind in (
+                Kind("cluster", 10),
+                Kind("local", 11, externalTrafficPolicy="Local"),
+                Kind("internal", 12, internalTrafficPolicy="Local"),
+                Kind("far-local", 13, externalTrafficPolicy="Local", internalTrafficPolicy="Local"),
+                Kind("empty", 14),
+                Kind("empty-local", 15, externalTrafficPolicy="Local", internalTrafficPolicy="Local"),
+                Kind("near", 16),
+                Kind("lone", 17, externalTrafficPolicy="Local"),
+            )
+        }
+        for name in ("cluster", "local", "internal"):
+            self.services[name].endpoints = (web1, web2)
+        self.services["far-local"].endpoints = (web2,)
+        self.services["near"].endpoints = (web1, lone)
+        self.services["lone"].endpoints = (lone,)
+        write_nodes(lab)
+        write_services(lab, *self.services.values())
+        route_cluster_ips(lab, self.first)
+        self.config: dict[str, object] | None = None
+        lab.start_agents(None, agent_lane(lane))
+
+    def use(self, config: dict[str, object] | None) -> None:
+        """Restart the agents if they do not run with this configuration."""
+        if config != self.config:
+            self.lab.stop_agents()
+            self.lab.start_agents(config, agent_lane(self.lane))
+            self.config = config
+
+    def client(self, name: str) -> Client:
+        if name == "client":
+            return outside_client(self.lab)
+        if name.startswith("node"):
+            return node_client(self.lab.node(name))
+        return pod_client(self.lab.pods[name])
+
+
+@pytest.fixture(scope="module")
+def cluster(lane: str) -> Iterator[Cluster]:
+    with Lab() as lab:
+        yield Cluster(lab, lane)
+
+
+def check(cluster: Cluster, who: str, service: str, kind: str, family: int, protocol: str, at: str = "") -> None:
+    """One row: ask, and compare with the table."""
+    client, about = cluster.client(who), cluster.services[service]
+    target = about.target(kind, client.node or cluster.first, cluster.lab.node(at) if at else None)  # type: ignore[arg-type]
+    source = client.kind
+    if at and client.node is not None and client.node.name != at:
+        # A NodePort of another node: that node handles it, and there another node's process is nobody special.
+        client = client._replace(node=None, kind="external" if source == "node" else source)
+    decision = decide(
+        target.kind,
+        client.kind,
+        external_local=target.external_local,
+        internal_local=target.internal_local,
+        masquerade_all=cluster.config == MASQUERADE_ALL,
+        detector=cluster.config != NO_DETECTOR,
+    )
+    observed = observe(client, target, family, protocol, decision)
+    assert not observed.problem, observed.problem
+
+
+@pytest.mark.parametrize("who", ["toolbox", "client", "node1", "node2"])
+@pytest.mark.parametrize("kind", ["ClusterIP", "ExternalIP", "LoadBalancer", "NodePort"])
+@pytest.mark.parametrize("service", ["cluster", "local"])
+def test_policy(cluster: Cluster, service: str, kind: str, who: str, family: int, protocol: str) -> None:
+    cluster.use(None)
+    check(cluster, who, service, kind, family, protocol)
+
+
+@pytest.mark.parametrize(("who", "service"), [
+    ("toolbox", "cluster"), ("client", "cluster"), ("node1", "cluster"), ("client", "local"), ("node1", "local"),
+])  # fmt: skip
+def test_node_port_of_the_other_node(cluster: Cluster, who: str, service: str, family: int, protocol: str) -> None:
+    cluster.use(None)
+    check(cluster, who, service, "NodePort", family, protocol, at="node2")
+
+
+@pytest.mark.parametrize("who", ["toolbox", "node1", "node2"])
+def test_internal_policy_local_keeps_to_the_node(cluster: Cluster, who: str, family: int, protocol: str) -> None:
+    cluster.use(None)
+    check(cluster, who, "internal", "ClusterIP", family, protocol)
+
+
+@pytest.mark.parametrize("kind", ["ExternalIP", "LoadBalancer", "NodePort"])
+def test_internal_policy_does_not_concern_outside_addresses(
+    cluster: Cluster, kind: str, family: int, protocol: str
+) -> None:
+    cluster.use(None)
+    check(cluster, "client", "internal", kind, family, protocol)
+
+
+@pytest.mark.parametrize(("who", "kind"), [
+    ("toolbox", "ClusterIP"), ("client", "LoadBalancer"), ("client", "ExternalIP"), ("client", "NodePort"),
+])  # fmt: skip
+def test_policy_local_without_a_local_endpoint_drops(
+    cluster: Cluster, who: str, kind: str, family: int, protocol: str
+) -> None:
+    cluster.use(None)
+    before = reasons(cluster.first)
+    check(cluster, who, "far-local", kind, family, protocol)
+    counted = moved(before, reasons(cluster.first))
+    assert counted.get("drop_no_local_endpoints", 0) >= 1, counted
+
+
+def test_policy_local_without_a_local_endpoint_drops_the_nodes_own_too(cluster: Cluster, family: int) -> None:
+    """A dropped connect cannot hang in a hook: it fails at once or runs into nothing, but nobody may answer."""
+    cluster.use(None)
+    target = cluster.services["far-local"].target("ClusterIP", cluster.first)
+    outcome = cluster.first.namespace.call(ask, target.address.of(family), 80, timeout=DROPPED_AFTER)
+    assert outcome.answer is None, outcome
+
+
+@pytest.mark.parametrize("who", ["toolbox", "client", "node1"])
+@pytest.mark.parametrize("kind", ["ClusterIP", "ExternalIP", "LoadBalancer", "NodePort"])
+@pytest.mark.parametrize("service", ["empty", "empty-local"])
+def test_no_endpoints_is_refused_at_once(
+    cluster: Cluster, service: str, kind: str, who: str, family: int, protocol: str
+) -> None:
+    cluster.use(None)
+    before = reasons(cluster.first)
+    check(cluster, who, service, kind, family, protocol)
+    name = "reject_no_endpoints_socket" if who == "node1" else "reject_no_endpoints"
+    counted = moved(before, reasons(cluster.first))
+    assert counted.get(name, 0) >= 1, counted
+
+
+def test_refused_comes_faster_than_a_retransmission(cluster: Cluster, family: int) -> None:
+    cluster.use(None)
+    target = cluster.services["empty"].target("LoadBalancer", cluster.first)
+    for protocol, port in target.ports.items():
+        outcome = cluster.lab.client.call(ask, target.address.of(family), port, protocol)
+        assert outcome.took < 0.9, outcome  # a SYN is sent again after one second
+
+
+@pytest.mark.parametrize("kind", ["ClusterIP", "ExternalIP", "LoadBalancer", "NodePort"])
+def test_hairpin(cluster: Cluster, kind: str, family: int, protocol: str) -> None:
+    """A pod that meets itself through a service sees the node's address, whatever the policy."""
+    cluster.use(None)
+    check(cluster, "lone", "lone", kind, family, protocol)
+    check(cluster, "lone", "near", kind, family, protocol)
+
+
+@pytest.mark.parametrize(("who", "service", "kind"), [
+    ("toolbox", "cluster", "ClusterIP"),  # masqueraded now
+    ("client", "near", "ClusterIP"),
+    ("toolbox", "local", "LoadBalancer"),  # and these are none of masqueradeAll's business
+    ("client", "local", "LoadBalancer"),
+    ("client", "cluster", "NodePort"),
+])  # fmt: skip
+def test_masquerade_all(cluster: Cluster, who: str, service: str, kind: str, family: int, protocol: str) -> None:
+    cluster.use(MASQUERADE_ALL)
+    check(cluster, who, service, kind, family, protocol)
+
+
+@pytest.mark.parametrize(("who", "service", "kind"), [
+    ("toolbox", "cluster", "ClusterIP"),
+    ("client", "near", "ClusterIP"),  # kept, for want of a detector
+    ("toolbox", "local", "LoadBalancer"),  # no short circuit: local endpoints only
+    ("toolbox", "local", "NodePort"),
+    ("toolbox", "cluster", "LoadBalancer"),
+    ("client", "local", "LoadBalancer"),
+    ("lone", "lone", "ClusterIP"),
+])  # fmt: skip
+def test_without_detector(cluster: Cluster, who: str, service: str, kind: str, family: int, protocol: str) -> None:
+    cluster.use(NO_DETECTOR)
+    check(cluster, who, service, kind, family, protocol)
+
+
+@pytest.mark.parametrize("who", ["toolbox", "client"])
+def test_new_flows_take_the_lane_under_test(cluster: Cluster, who: str, family: int, protocol: str) -> None:
+    cluster.use(None)
+    target = cluster.services["cluster"].target("LoadBalancer", cluster.first)
+    before = reasons(cluster.first)
+    namespace = cluster.client(who).namespace
+    outcomes = namespace.call(ask_many, 10, target.address.of(family), target.ports[protocol], protocol)
+    assert all(outcome.answer for outcome in outcomes)
+    counted = moved(before, reasons(cluster.first))
+    wanted, other = f"new_flow_{cluster.lane}", {"direct": "new_flow_netfilter", "netfilter": "new_flow_direct"}
+    assert counted.get(wanted, 0) >= 10, counted
+    assert other[cluster.lane] not in counted, counted
+
+
+def test_choice_is_uniform(cluster: Cluster, family: int) -> None:
+    """400 connections over two endpoints: 140 to 260 each, which chance misses once in 10^9 runs."""
+    cluster.use(None)
+    target = cluster.services["cluster"].target("LoadBalancer", cluster.first)
+    outcomes = cluster.lab.client.call(ask_many, 400, target.address.of(family), 80)
+    pods = [outcome.answer.pod for outcome in outcomes if outcome.answer]
+    assert len(pods) == 400
+    assert 140 <= pods.count("web-1") <= 260
+
+
+def test_an_address_that_is_no_service_is_left_alone(cluster: Cluster, family: int, protocol: str) -> None:
+    """Another port of a VIP: nothing of ours; it is routed in circles or away, but never answered or refused by us."""
+    cluster.use(None)
+    before = reasons(cluster.first)
+    target = cluster.services["cluster"].target("LoadBalancer", cluster.first)
+    outcome = cluster.lab.client.call(ask, target.address.of(family), 4242, protocol, timeout=0.3)
+    assert outcome.kind in (TIMED_OUT, "unreachable"), outcome
+    assert moved(before, reasons(cluster.first)) == {}
+
+
+def test_pods_and_plain_routes_are_left_alone(cluster: Cluster, family: int, protocol: str) -> None:
+    cluster.use(None)
+    pod = cluster.lab.pods["web-2"]
+    before = reasons(cluster.first)
+    port = {"tcp": 8080, "udp": 5353}[protocol]
+    outcome = cluster.lab.pods["toolbox"].namespace.call(ask, pod.address.of(family), port, protocol)
+    assert outcome.answer is not None, outcome
+    assert outcome.answer.peer[0] == cluster.lab.pods["toolbox"].address.of(family)
+    assert moved(before, reasons(cluster.first)) == {}
