@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load the programs, and find out by trying which lane this kernel can carry.
+
+The kfuncs that create conntrack entries are not stable, and some kernels refuse them: nothing is concluded from a
+version. Loading is tried with everything, then without creating entries, then without looking them up. What is
+switched off is dead code to the verifier, so it is never asked about what the kernel lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from pyebpf_proxy.datapath.libbpf import BpfError, Map, Object
+from pyebpf_proxy.datapath.preflight import old_kernel
+
+#: Part of the pins' path. Changes with every change of bpf/maps.h that a program of the other version could not read.
+LAYOUT_VERSION = 1
+
+OBJECTS = Path(__file__).resolve().parent.parent / "bpf"
+
+Lane = Literal["direct", "netfilter"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``struct settings`` of bpf/settings.h, by the same names; addresses and masks packed."""
+
+    netns_cookie: int
+    masquerade_mark: int = 0x4000
+    tcp_timeout_ms: int = 120_000
+    udp_timeout_ms: int = 30_000
+    pod_cidr4: bytes = bytes(4)
+    pod_mask4: bytes = bytes(4)
+    pod_cidr6: bytes = bytes(16)
+    pod_mask6: bytes = bytes(16)
+    node_address4: bytes = bytes(4)
+    node_address6: bytes = bytes(16)
+    detector4: int = 0
+    detector6: int = 0
+    masquerade_all: bool = False
+    conntrack_lookup: bool = True
+    direct_lane: bool = True
+    nft_mode: bool = False
+    localhost_node_ports: bool = False
+
+
+class Loaded:
+    """The programs in the kernel, and the maps that they share."""
+
+    def __init__(self, tc: Object, sock: Object, settings: Settings, why: str) -> None:
+        self.tc = tc
+        self.sock = sock
+        self.settings = settings
+        #: Which lane TCP and UDP to pods take.
+        self.lane: Lane = "direct" if settings.direct_lane else "netfilter"
+        #: Why it is not the direct one, or "".
+        self.why = why
+        self.maps: dict[str, Map] = {**sock.maps, **tc.maps}
+
+    def close(self) -> None:
+        """Close the descriptors; pinned and attached things stay."""
+        self.maps = {}
+        self.sock.close()
+        self.tc.close()
+
+
+def load(
+    settings: Settings,
+    pin_dir: Path | None = None,
+    sizes: Mapping[str, int] | None = None,
+    lane: Literal["auto", "netfilter"] = "auto",
+    objects: Path = OBJECTS,
+) -> Loaded:
+    """Load both objects with the best lane that the kernel accepts.
+
+    ``pin_dir``: where the maps are pinned, and taken from if they are there already. ``sizes``: max_entries by map.
+    Raises BpfError if even the programs without conntrack are refused; then no new pin is left behind.
+    """
+    if pin_dir is not None:
+        pin_dir.mkdir(parents=True, exist_ok=True)
+    before = _pins(pin_dir)
+    tc: Object | None = None
+    try:
+        tc, settings, why = _load_tc(settings, pin_dir, sizes, lane, objects)
+        sock = _open(objects / "sock.bpf.o", settings, pin_dir, sizes, reuse=tc.maps if pin_dir is None else None)
+        try:
+            return Loaded(tc, sock.load(), settings, why)
+        except BaseException:
+            sock.close()
+            raise
+    except BaseException as error:
+        if tc is not None:
+            tc.close()
+        for pin in _pins(pin_dir) - before:
+            pin.unlink(missing_ok=True)
+        if isinstance(error, BpfError) and (old := old_kernel()):
+            error.text += old
+        raise
+
+
+def _load_tc(
+    settings: Settings,
+    pin_dir: Path | None,
+    sizes: Mapping[str, int] | None,
+    lane: Literal["auto", "netfilter"],
+    objects: Path,
+) -> tuple[Object, Settings, str]:
+    without_creating = replace(settings, direct_lane=False)
+    attempts = [settings] if lane == "auto" and settings.direct_lane else []
+    attempts += [without_creating, replace(without_creating, conntrack_lookup=False)]
+    why = "" if lane == "auto" else "the netfilter lane was asked for"
+    for attempt in attempts:
+        tc = _open(objects / "tc.bpf.o", attempt, pin_dir, sizes)
+        try:
+            return tc.load(), attempt, why
+        except BpfError as error:
+            tc.close()
+            why = why or f"the kernel does not accept the direct lane: {error}"
+            if attempt is attempts[-1]:
+                raise
+        except BaseException:
+            tc.close()
+            raise
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _open(
+    path: Path,
+    settings: Settings,
+    pin_dir: Path | None,
+    sizes: Mapping[str, int] | None,
+    reuse: Mapping[str, Map] | None = None,
+) -> Object:
+    # The constants follow from the layout in the object, so it is opened first.
+    with Object.open(path) as unset:
+        packed = unset.btf.struct("settings").pack(**asdict(settings))
+    return Object.open(path, pin_dir=pin_dir, rodata={"settings": packed}, max_entries=sizes, reuse=reuse)
+
+
+def _pins(pin_dir: Path | None) -> set[Path]:
+    return set(pin_dir.iterdir()) if pin_dir is not None and pin_dir.exists() else set()
