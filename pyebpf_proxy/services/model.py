@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the control plane wants programmed: frontends, endpoints and policies of a service port.
 
 Pure values. ``services.planner`` makes them from Kubernetes objects, ``datapath``
@@ -78,7 +79,8 @@ class ServicePort(msgspec.Struct, frozen=True, gc=False):
 
     ``cluster`` and ``local`` are the lists of spec/service-semantics §3, in the order of the text
     ``ip:port``. ``serving`` holds every serving endpoint (ready or not), filled for UDP only: flows to
-    anything else are stale (§10). ``source_ranges`` is empty when there is no restriction in force (§7).
+    anything else are stale (§10). ``source_ranges`` is empty when there is no restriction in force (§7);
+    ``vip_source_allowed``: the node is inside one of them, so the service's own VIPs may be sources too.
     """
 
     name: ServicePortName
@@ -91,3 +93,4 @@ class ServicePort(msgspec.Struct, frozen=True, gc=False):
     external_local: bool = False
     affinity_seconds: int = 0
     source_ranges: tuple[SourceRange, ...] = ()
+    vip_source_allowed: bool = False

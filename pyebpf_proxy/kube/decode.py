@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents (YAML or JSON) to valid objects, each by itself: a bad one is a message, never an exception.
+
+JSON goes straight from bytes into the structs. YAML goes through libyaml and plain values, which is about ten times
+slower: large folders are better written as JSON.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import yaml
+
+from . import validation
+from .objects import EndpointSlice, Node, Service
+from .source import Kind, Object
+
+
+class ObjectKey(NamedTuple):
+    """Identity of an object. A Node's namespace is empty."""
+
+    kind: Kind
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.namespace}/{self.name}" if self.namespace else f"{self.kind} {self.name}"
+
+
+class Decoded(NamedTuple):
+    """One document's outcome.
+
+    ``key`` is None for what has no identity: then either ``messages`` says what is wrong, or ``ignored`` names a kind
+    that is none of ours. ``object`` is None for an object that is refused; ``messages`` says why.
+    """
+
+    key: ObjectKey | None = None
+    object: Object | None = None
+    messages: tuple[str, ...] = ()
+    ignored: str | None = None
+
+
+class UnreadableError(Exception):
+    """The text is no YAML or JSON: nothing (more) of it can be read. The message begins with the line if known."""
+
+
+class _Group(NamedTuple):
+    type: type[Object]
+    group: str
+    check: Callable[[Any], Iterator[validation.Finding]]
+    default: Callable[[Any], None] | None
+    label: bool  # the name is a DNS label
+    namespaced: bool
+
+
+_KINDS: dict[str, _Group] = {
+    "Service": _Group(Service, "", validation.check_service, validation.default_service, True, True),
+    "EndpointSlice": _Group(
+        EndpointSlice,
+        "discovery.k8s.io",
+        validation.check_endpoint_slice,
+        validation.default_endpoint_slice,
+        False,
+        True,
+    ),
+    "Node": _Group(Node, "", validation.check_node, None, False, False),
+}
+
+# YAML's anchors can make a list its own item.
+_DEEPEST_LIST = 3
+
+_read_any = msgspec.json.Decoder()
+_READERS = {kind: msgspec.json.Decoder(group.type) for kind, group in _KINDS.items()}
+
+
+class _Header(msgspec.Struct, rename="camel", gc=False):
+    """Enough to know what a JSON text is without reading all of it twice."""
+
+    api_version: Any = None
+    kind: Any = None
+
+
+_read_header = msgspec.json.Decoder(_Header)
+
+
+class _Loader(yaml.CSafeLoader):
+    """The C loader without YAML 1.1's dates (creationTimestamp is a text) and without the ``=`` value type."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":timestamp", ":value"))]
+    for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def decode_json(data: bytes) -> Iterator[Decoded]:
+    """Every object of a JSON text (one document, perhaps a List). Raises UnreadableError."""
+    data = data.removeprefix(b"\xef\xbb\xbf")
+    if not data.strip():
+        return
+    try:
+        header = _read_header.decode(data)
+        kind = header.kind if isinstance(header.kind, str) else ""
+        if kind in _KINDS and header.api_version == _api_version(_KINDS[kind]):
+            yield _finish(kind, _READERS[kind].decode(data))
+            return
+    except msgspec.ValidationError:
+        pass  # some field has a wrong type: the way over plain values finds out which, and what stands there
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UnreadableError(_json_message(data, error)) from None
+    try:
+        document = _read_any.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UnreadableError(_json_message(data, error)) from None
+    yield from decode_document(document)
+
+
+def decode_yaml(data: bytes) -> Iterator[Decoded]:
+    """Every object of a YAML text (several documents, Lists). Raises UnreadableError, after the documents before it."""
+    try:
+        loader = _Loader(data)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UnreadableError(_yaml_message(data, error)) from None
+    try:
+        while True:
+            try:
+                if not loader.check_data():  # type: ignore[no-untyped-call]
+                    return
+                document = loader.get_data()
+            except (yaml.YAMLError, ValueError, RecursionError) as error:
+                raise UnreadableError(_yaml_message(data, error)) from None
+            if document is not None:
+                yield from decode_document(document)
+    finally:
+        loader.dispose()
+
+
+def decode_document(
+    document: object, default_kind: str = "", default_version: str = "", depth: int = 0
+) -> Iterator[Decoded]:
+    """Every object of one document of plain values. The defaults are for the items of a typed list."""
+    if not isinstance(document, dict):
+        yield Decoded(messages=(f"{validation.quote(document)} is not an object",))
+        return
+    kind = document.get("kind", default_kind)
+    version = document.get("apiVersion", default_version)
+    if not isinstance(kind, str) or not kind:
+        yield Decoded(messages=(_prefix("object", document) + "kind: missing",))
+        return
+    if kind.endswith("List") and isinstance(document.get("items"), list | None) and "items" in document:
+        item_kind = kind.removesuffix("List")
+        if depth == _DEEPEST_LIST:
+            yield Decoded(messages=(f"{kind}: more than {_DEEPEST_LIST} lists inside each other",))
+            return
+        for item in document["items"] or ():
+            yield from decode_document(item, item_kind, version if isinstance(version, str) else "", depth + 1)
+        return
+    group = _KINDS.get(kind)
+    if group is None or not _same_group(group, version):
+        yield Decoded(ignored=f"{version}/{kind}" if version else kind)
+        return
+    if version != _api_version(group):
+        what = f"{validation.quote(version)} is not {_api_version(group)}" if version else "missing"
+        yield Decoded(_key_of(kind, document), None, (f"{_prefix(kind, document)}apiVersion: {what}",))
+        return
+    try:
+        value = msgspec.convert(document, group.type)
+    except (msgspec.ValidationError, RecursionError) as error:
+        key = _key_of(kind, document)
+        yield Decoded(key, None, (_prefix(kind, document) + _type_message(document, error),))
+        return
+    yield _finish(kind, value)
+
+
+def _finish(kind: str, value: Object) -> Decoded:
+    """Name, defaults and validation of a decoded object."""
+    group = _KINDS[kind]
+    metadata = value.metadata
+    if not group.namespaced:
+        namespace = ""
+    else:
+        namespace = metadata.namespace or "default"
+        if problem := validation.check_name(namespace, label=True):
+            return Decoded(messages=(f"{kind} {validation.quote(metadata.name)}: metadata.namespace: {problem}",))
+    if problem := validation.check_name(metadata.name, label=group.label):
+        where = f"{kind} in namespace {namespace}" if namespace else kind
+        return Decoded(messages=(f"{where}: metadata.name: {problem}",))
+    key = ObjectKey(kind, namespace, metadata.name or "")  # type: ignore[arg-type]
+    if group.default is not None:
+        group.default(value)
+    findings = tuple(group.check(value))
+    if not findings:
+        return Decoded(key, value)
+    messages = tuple(f"{key}: {finding.text}" for finding in findings)
+    return Decoded(key, None if any(finding.refused for finding in findings) else value, messages)
+
+
+def _api_version(group: _Group) -> str:
+    return f"{group.group}/v1" if group.group else "v1"
+
+
+def _same_group(group: _Group, version: object) -> bool:
+    """Whether the object is of our kind's group, in whatever version (a Knative Service is not a Service)."""
+    if not isinstance(version, str) or not version:
+        return True
+    return version.rpartition("/")[0] == group.group
+
+
+def _key_of(kind: str, document: dict[Any, Any]) -> ObjectKey | None:
+    """The identity of an object that cannot be decoded as a whole, if it can be told."""
+    metadata = document.get("metadata")
+    if not isinstance(metadata, dict):
+        return None
+    name, namespace = metadata.get("name"), metadata.get("namespace") or "default"
+    group = _KINDS[kind]
+    if not isinstance(name, str) or validation.check_name(name, label=group.label):
+        return None
+    if not isinstance(namespace, str) or validation.check_name(namespace, label=True):
+        return None
+    return ObjectKey(kind, namespace if group.namespaced else "", name)  # type: ignore[arg-type]
+
+
+def _prefix(kind: str, document: dict[Any, Any]) -> str:
+    metadata = document.get("metadata")
+    name = metadata.get("name") if isinstance(metadata, dict) else None
+    if kind in _KINDS and (key := _key_of(kind, document)) is not None:
+        return f"{key}: "
+    return f"{kind} {validation.quote(name)}: " if name else f"{kind}: "
+
+
+def _type_message(document: object, error: Exception) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.spec.ports[0].port`": path first, and the value that is there."""
+    text, separator, path = str(error).rpartition(" - at ")
+    if not separator:
+        return str(error)
+    key_of = path.startswith("`key` in ")
+    path = path.removeprefix("`key` in ").strip("`").removeprefix("$").removeprefix(".")
+    if key_of:
+        return f"{path}: a key of it: {_lower(text)}"
+    value: Any = document
+    try:
+        for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+            value = value[int(index)] if index else value[name]
+    except (KeyError, IndexError, TypeError):
+        return f"{path}: {_lower(text)}"
+    return f"{path}: {validation.quote(value)}: {_lower(text)}"
+
+
+def _lower(text: str) -> str:
+    text = text.replace("`", "").replace(" | null", "")
+    return text[:1].lower() + text[1:]
+
+
+def _yaml_message(data: bytes, error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        text = error.problem or error.context or "bad YAML"
+        return f"line {mark.line + 1}: bad YAML: {text}" if mark is not None else f"bad YAML: {text}"
+    if isinstance(error, yaml.reader.ReaderError):
+        line = data[: error.position].count(b"\n") + 1 if isinstance(error.position, int) else 1
+        return f"line {line}: bad YAML: {error.reason}"
+    if isinstance(error, RecursionError):
+        return "bad YAML: nested too deeply"
+    return f"bad YAML: {error}"
+
+
+def _json_message(data: bytes, error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "bad JSON: nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"line {data[: error.start].count(10) + 1}: bad JSON: not UTF-8"
+    text = str(error).removeprefix("JSON is malformed: ")
+    if found := re.search(r" \(byte (\d+)\)$", text):
+        line = data[: int(found[1])].count(b"\n") + 1
+        return f"line {line}: bad JSON: {text[: found.start()]}"
+    return f"bad JSON: {text}"

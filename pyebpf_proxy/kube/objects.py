@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Service, EndpointSlice and Node: the fields that are used, by their API names; others are tolerated.
+
+Every field may be absent or null, as the API's Go types allow. What a value means, and what is refused, is said in
+``kube.validation``; here are only shapes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import field
+
+
+class ObjectMeta(msgspec.Struct, rename="camel", gc=False):
+    """The used part of ObjectMeta."""
+
+    name: str | None = None
+    namespace: str | None = None
+    labels: dict[str, str] | None = None
+    creation_timestamp: str | None = None
+
+
+class ServicePort(msgspec.Struct, rename="camel", gc=False):
+    """``spec.ports[]`` of a Service. ``targetPort`` is never read (spec/service-semantics §1.3)."""
+
+    name: str | None = None
+    protocol: str | None = None
+    port: int | None = None
+    node_port: int | None = None
+
+
+class ClientIPConfig(msgspec.Struct, rename="camel", gc=False):
+    """``spec.sessionAffinityConfig.clientIP``."""
+
+    timeout_seconds: int | None = None
+
+
+class SessionAffinityConfig(msgspec.Struct, gc=False):
+    """``spec.sessionAffinityConfig``."""
+
+    client_ip: ClientIPConfig | None = field(default=None, name="clientIP")
+
+
+class ServiceSpec(msgspec.Struct, rename="camel", gc=False):
+    """``spec`` of a Service."""
+
+    type: str | None = None
+    cluster_ip: str | None = field(default=None, name="clusterIP")
+    cluster_ips: tuple[str, ...] | None = field(default=None, name="clusterIPs")
+    ip_families: tuple[str, ...] | None = None
+    ports: tuple[ServicePort, ...] | None = None
+    external_ips: tuple[str, ...] | None = field(default=None, name="externalIPs")
+    external_traffic_policy: str | None = None
+    internal_traffic_policy: str | None = None
+    session_affinity: str | None = None
+    session_affinity_config: SessionAffinityConfig | None = None
+    load_balancer_source_ranges: tuple[str, ...] | None = None
+
+
+class Ingress(msgspec.Struct, rename="camel", gc=False):
+    """``status.loadBalancer.ingress[]``."""
+
+    ip: str | None = None
+    ip_mode: str | None = None
+
+
+class LoadBalancerStatus(msgspec.Struct, gc=False):
+    """``status.loadBalancer``."""
+
+    ingress: tuple[Ingress, ...] | None = None
+
+
+class ServiceStatus(msgspec.Struct, rename="camel", gc=False):
+    """``status`` of a Service."""
+
+    load_balancer: LoadBalancerStatus | None = None
+
+
+class Service(msgspec.Struct, gc=False):
+    """``v1`` Service."""
+
+    metadata: ObjectMeta = field(default_factory=ObjectMeta)
+    spec: ServiceSpec = field(default_factory=ServiceSpec)
+    status: ServiceStatus | None = None
+
+
+class EndpointConditions(msgspec.Struct, gc=False):
+    """``endpoints[].conditions``; null means ready, serving, not terminating (spec/service-semantics §1.4)."""
+
+    ready: bool | None = None
+    serving: bool | None = None
+    terminating: bool | None = None
+
+
+class Hint(msgspec.Struct, gc=False):
+    """``hints.forZones[]`` and ``hints.forNodes[]``."""
+
+    name: str
+
+
+class EndpointHints(msgspec.Struct, rename="camel", gc=False):
+    """``endpoints[].hints``."""
+
+    for_zones: tuple[Hint, ...] | None = None
+    for_nodes: tuple[Hint, ...] | None = None
+
+
+class Endpoint(msgspec.Struct, rename="camel", gc=False):
+    """``endpoints[]`` of a slice; only the first address counts."""
+
+    addresses: tuple[str, ...] | None = None
+    conditions: EndpointConditions | None = None
+    node_name: str | None = None
+    hints: EndpointHints | None = None
+
+
+class EndpointPort(msgspec.Struct, gc=False):
+    """``ports[]`` of a slice."""
+
+    name: str | None = None
+    protocol: str | None = None
+    port: int | None = None
+
+
+class EndpointSlice(msgspec.Struct, rename="camel", gc=False):
+    """``discovery.k8s.io/v1`` EndpointSlice."""
+
+    metadata: ObjectMeta = field(default_factory=ObjectMeta)
+    address_type: str | None = None
+    endpoints: tuple[Endpoint, ...] | None = None
+    ports: tuple[EndpointPort, ...] | None = None
+
+
+class NodeAddress(msgspec.Struct, gc=False):
+    """``status.addresses[]`` of a Node."""
+
+    type: str | None = None
+    address: str | None = None
+
+
+class NodeSpec(msgspec.Struct, gc=False):
+    """``spec`` of a Node."""
+
+    pod_cidr: str | None = field(default=None, name="podCIDR")
+    pod_cidrs: tuple[str, ...] | None = field(default=None, name="podCIDRs")
+
+
+class NodeStatus(msgspec.Struct, gc=False):
+    """``status`` of a Node."""
+
+    addresses: tuple[NodeAddress, ...] | None = None
+
+
+class Node(msgspec.Struct, gc=False):
+    """``v1`` Node."""
+
+    metadata: ObjectMeta = field(default_factory=ObjectMeta)
+    spec: NodeSpec | None = None
+    status: NodeStatus | None = None

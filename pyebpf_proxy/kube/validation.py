@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with an object, field by field, and the defaults that the API server would have filled in.
+
+Two kinds of findings. *Refused*: the object cannot be used as a whole; its last good state stays. *Noted*: one entry
+is left out as kube-proxy leaves it out (spec/service-semantics §1.2, §1.4), the rest of the object is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from ..services.addresses import family_of, parse_address, parse_prefix, unusable_reason
+from ..services.model import Family
+from .objects import EndpointSlice, Node, Service
+
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_PROTOCOLS = ("TCP", "UDP", "SCTP")
+_POLICIES = (None, "", "Cluster", "Local")
+_FAMILY_NAMES = {"IPv4": Family.IPV4, "IPv6": Family.IPV6}
+
+
+class Finding(NamedTuple):
+    """``text`` is ``field.path: what is wrong``."""
+
+    text: str
+    refused: bool
+
+
+def quote(value: object) -> str:
+    """A bad value for a message: texts in quotes, everything on one line and short."""
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, dict):
+        return "a mapping"
+    text = msgspec.json.encode(value, enc_hook=repr).decode(errors="replace")
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def check_name(name: str | None, *, label: bool) -> str | None:
+    """What is wrong with a name (DNS label of at most 63, or DNS subdomain of at most 253 characters)."""
+    if not name:
+        return "missing"
+    if label:
+        if len(name) > 63 or _LABEL.fullmatch(name) is None:
+            return f"{quote(name)} is not a DNS label (a-z, 0-9 and -, at most 63 characters)"
+    elif len(name) > 253 or _SUBDOMAIN.fullmatch(name) is None:
+        return f"{quote(name)} is not a DNS subdomain (a-z, 0-9, - and ., at most 253 characters)"
+    return None
+
+
+def check_service(service: Service) -> Iterator[Finding]:
+    """Findings of a Service. One that is not served in any case (ExternalName) has none."""
+    spec = service.spec
+    if spec.type == "ExternalName":
+        return
+    yield from _check_choices(service)
+    yield from _check_cluster_ips(service)
+    yield from _check_service_ports(service)
+    yield from _check_service_addresses(service)
+
+
+def _check_choices(service: Service) -> Iterator[Finding]:
+    spec = service.spec
+    if spec.type not in (None, "", "ClusterIP", "NodePort", "LoadBalancer"):
+        yield Finding(f"spec.type: {quote(spec.type)} is not ClusterIP, NodePort, LoadBalancer or ExternalName", True)
+    for path, policy in (
+        ("externalTrafficPolicy", spec.external_traffic_policy),
+        ("internalTrafficPolicy", spec.internal_traffic_policy),
+    ):
+        if policy not in _POLICIES:
+            yield Finding(f"spec.{path}: {quote(policy)} is not Cluster or Local", True)
+    if spec.session_affinity not in (None, "", "None", "ClientIP"):
+        yield Finding(f"spec.sessionAffinity: {quote(spec.session_affinity)} is not None or ClientIP", True)
+    config = spec.session_affinity_config
+    if config is not None and config.client_ip is not None:
+        seconds = config.client_ip.timeout_seconds
+        if seconds is not None and not 0 < seconds <= 86400:
+            yield Finding(f"spec.sessionAffinityConfig.clientIP.timeoutSeconds: {seconds} is not 1–86400 seconds", True)
+
+
+def _check_cluster_ips(service: Service) -> Iterator[Finding]:
+    spec = service.spec
+    if not spec.cluster_ip and not spec.cluster_ips:
+        yield Finding("spec.clusterIP: missing, and nothing here allocates one: the service is not served", False)
+        return
+    texts = [("spec.clusterIP", spec.cluster_ip)]
+    texts += [(f"spec.clusterIPs[{i}]", text) for i, text in enumerate(spec.cluster_ips or ())]
+    for path, text in texts:
+        if not text or text == "None":
+            continue
+        packed = parse_address(text)
+        if packed is None:
+            yield Finding(f"{path}: {quote(text)} is not an IP address", True)
+        elif reason := unusable_reason(packed):
+            yield Finding(f"{path}: {quote(text)} is {reason}", True)
+    for i, name in enumerate(spec.ip_families or ()):
+        if name not in _FAMILY_NAMES:
+            yield Finding(f"spec.ipFamilies[{i}]: {quote(name)} is not IPv4 or IPv6", True)
+            continue
+        for address in (spec.cluster_ips or ())[i : i + 1]:
+            packed = parse_address(address)
+            if packed is not None and family_of(packed) != _FAMILY_NAMES[name]:
+                what = f"{quote(address)} is not an {name} address, as spec.ipFamilies says"
+                yield Finding(f"spec.clusterIPs[{i}]: {what}", True)
+
+
+def _check_service_ports(service: Service) -> Iterator[Finding]:
+    seen: set[tuple[str, object, str]] = set()
+    for i, port in enumerate(service.spec.ports or ()):
+        path = f"spec.ports[{i}]"
+        protocol = port.protocol or "TCP"
+        if protocol not in _PROTOCOLS:
+            yield Finding(f"{path}.protocol: {quote(protocol)} is not TCP, UDP or SCTP", True)
+        if port.port is None:
+            yield Finding(f"{path}.port: missing", True)
+        elif not 0 < port.port <= 65535:
+            yield Finding(f"{path}.port: {port.port} is not a port (1–65535)", True)
+        if port.node_port is not None and not 0 <= port.node_port <= 65535:
+            yield Finding(f"{path}.nodePort: {port.node_port} is not a port (1–65535)", True)
+        if port.name and (problem := check_name(port.name, label=True)):
+            yield Finding(f"{path}.name: {problem}", True)
+        # Two ports may share a name or a number if the protocol differs (spec/service-semantics §1.1).
+        for field, value in (("name", port.name or ""), ("port", port.port), ("nodePort", port.node_port or None)):
+            if value is None:
+                continue
+            if (field, value, protocol) in seen:
+                yield Finding(f"{path}.{field}: {quote(value)} is used by two {protocol} ports", True)
+            seen.add((field, value, protocol))
+
+
+def _check_service_addresses(service: Service) -> Iterator[Finding]:
+    """External addresses and source ranges: what cannot be read is left out, one by one."""
+    for i, text in enumerate(service.spec.external_ips or ()):
+        yield from _check_entry(f"spec.externalIPs[{i}]", text)
+    balancer = service.status.load_balancer if service.status else None
+    for i, ingress in enumerate((balancer.ingress if balancer else None) or ()):
+        path = f"status.loadBalancer.ingress[{i}]"
+        if ingress.ip:
+            yield from _check_entry(f"{path}.ip", ingress.ip)
+        if ingress.ip_mode not in (None, "", "VIP", "Proxy"):
+            yield Finding(f"{path}.ipMode: {quote(ingress.ip_mode)} is not VIP or Proxy: left out", False)
+    for i, text in enumerate(service.spec.load_balancer_source_ranges or ()):
+        if parse_prefix(text) is None:
+            yield Finding(f"spec.loadBalancerSourceRanges[{i}]: {quote(text)} is not a CIDR: left out", False)
+
+
+def _check_entry(path: str, text: str) -> Iterator[Finding]:
+    packed = parse_address(text)
+    if packed is None:
+        yield Finding(f"{path}: {quote(text)} is not an IP address: left out", False)
+    elif reason := unusable_reason(packed, link_local=True):
+        yield Finding(f"{path}: {quote(text)} is {reason}: left out", False)
+
+
+def check_endpoint_slice(endpoint_slice: EndpointSlice) -> Iterator[Finding]:
+    """Findings of an EndpointSlice."""
+    address_type = endpoint_slice.address_type
+    if address_type == "FQDN":
+        return  # never used
+    if address_type not in _FAMILY_NAMES:
+        what = quote(address_type) + " is not IPv4, IPv6 or FQDN" if address_type else "missing"
+        yield Finding(f"addressType: {what}", True)
+        return
+    size = 4 if address_type == "IPv4" else 16
+    for i, endpoint in enumerate(endpoint_slice.endpoints or ()):
+        if not endpoint.addresses:
+            continue
+        text = endpoint.addresses[0]
+        packed = parse_address(text)
+        if packed is None or len(packed) != size:
+            yield Finding(f"endpoints[{i}].addresses[0]: {quote(text)} is not an {address_type} address", True)
+        elif reason := unusable_reason(packed):
+            yield Finding(f"endpoints[{i}].addresses[0]: {quote(text)} is {reason}: left out", False)
+    for i, port in enumerate(endpoint_slice.ports or ()):
+        if (port.protocol or "TCP") not in _PROTOCOLS:
+            yield Finding(f"ports[{i}].protocol: {quote(port.protocol)} is not TCP, UDP or SCTP", True)
+        if port.port is None:
+            continue
+        if port.port == 0:
+            yield Finding(f"ports[{i}].port: 0 is not a port (1–65535): left out", False)
+        elif not 0 < port.port <= 65535:
+            yield Finding(f"ports[{i}].port: {port.port} is not a port (1–65535)", True)
+
+
+def check_node(node: Node) -> Iterator[Finding]:
+    """Findings of a Node."""
+    spec = node.spec
+    if spec is not None:
+        texts = [("spec.podCIDR", spec.pod_cidr)] if spec.pod_cidr else []
+        texts += [(f"spec.podCIDRs[{i}]", text) for i, text in enumerate(spec.pod_cidrs or ())]
+        for path, text in texts:
+            if parse_prefix(text or "") is None:
+                yield Finding(f"{path}: {quote(text)} is not a CIDR", True)
+    for i, address in enumerate((node.status.addresses if node.status else None) or ()):
+        if address.type in ("InternalIP", "ExternalIP") and parse_address(address.address or "") is None:
+            yield Finding(f"status.addresses[{i}].address: {quote(address.address)} is not an IP address", True)
+
+
+def default_service(service: Service) -> None:
+    """Fill in, in place, what the API server would have: clusterIP, clusterIPs and ipFamilies from each other."""
+    spec = service.spec
+    if spec.cluster_ip and not spec.cluster_ips:
+        spec.cluster_ips = (spec.cluster_ip,)
+    elif spec.cluster_ips and not spec.cluster_ip:
+        spec.cluster_ip = spec.cluster_ips[0]
+    if not spec.ip_families and spec.cluster_ips:
+        packed = [parse_address(text) for text in spec.cluster_ips]
+        if all(packed):
+            spec.ip_families = tuple("IPv4" if len(address or b"") == 4 else "IPv6" for address in packed)
+
+
+def default_endpoint_slice(endpoint_slice: EndpointSlice) -> None:
+    """Fill in, in place, what the API server would have: an absent port name is the empty name."""
+    for port in endpoint_slice.ports or ():
+        if port.name is None:
+            port.name = ""

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses and prefixes as packed bytes, read as kube-proxy reads them (spec/service-semantics §1.2).
+
+A hundred thousand endpoint addresses are read at start, so the common case is one ``inet_pton``; texts that
+it refuses get a second look for leading zeros, which count as decimal.
+"""
+
+from __future__ import annotations
+
+import re
+from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
+
+from .model import Family, SourceRange
+
+UNSPECIFIED = {Family.IPV4: bytes(4), Family.IPV6: bytes(16)}
+
+_LEADING_ZEROS = re.compile(r"(?<![0-9A-Fa-f:])0+(?=[0-9])")
+_MAPPED = bytes(10) + b"\xff\xff"
+_LOOPBACK6 = bytes(15) + b"\x01"
+
+
+def parse_address(text: str) -> bytes | None:
+    """The packed address (4 or 16 bytes), or None. IPv4-mapped IPv6 addresses are IPv4, as in Go."""
+    if ":" not in text:
+        try:
+            return inet_pton(AF_INET, text)
+        except (OSError, ValueError):
+            pass
+        try:
+            return inet_pton(AF_INET, _LEADING_ZEROS.sub("", text))
+        except (OSError, ValueError):
+            return None
+    try:
+        packed = inet_pton(AF_INET6, _LEADING_ZEROS.sub("", text) if "." in text else text)
+    except (OSError, ValueError):
+        return None
+    return packed[12:] if packed.startswith(_MAPPED) else packed
+
+
+def family_of(packed: bytes) -> Family:
+    """The family of a packed address."""
+    return Family.IPV4 if len(packed) == 4 else Family.IPV6
+
+
+def format_address(packed: bytes) -> str:
+    """The canonical text of a packed address."""
+    return inet_ntop(AF_INET if len(packed) == 4 else AF_INET6, packed)
+
+
+def format_address_port(packed: bytes, port: int) -> str:
+    """``address:port``, an IPv6 address in brackets."""
+    text = format_address(packed)
+    return f"{text}:{port}" if len(packed) == 4 else f"[{text}]:{port}"
+
+
+def parse_prefix(text: str) -> SourceRange | None:
+    """``address/length`` trimmed of white space, leading zeros decimal, host bits cut off; None if it is none."""
+    address, slash, length = text.strip().partition("/")
+    packed = parse_address(address)
+    if packed is None or not slash or not (length.isascii() and length.isdigit()):
+        return None
+    if ":" in address and len(packed) == 4:  # a mapped address: the length would count other bits
+        return None
+    bits = len(packed) * 8
+    prefix_length = int(length)
+    if prefix_length > bits:
+        return None
+    host_bits = bits - prefix_length
+    network = int.from_bytes(packed, "big") >> host_bits << host_bits
+    return SourceRange(network.to_bytes(len(packed), "big"), prefix_length)
+
+
+def format_prefix(prefix: SourceRange) -> str:
+    """``address/length``."""
+    return f"{format_address(prefix.address)}/{prefix.prefix_length}"
+
+
+def contains(prefix: SourceRange, packed: bytes) -> bool:
+    """Whether the address is inside the prefix; never across families."""
+    if len(prefix.address) != len(packed):
+        return False
+    host_bits = len(packed) * 8 - prefix.prefix_length
+    return int.from_bytes(packed, "big") >> host_bits == int.from_bytes(prefix.address, "big") >> host_bits
+
+
+def unusable_reason(packed: bytes, *, link_local: bool = False) -> str | None:
+    """Why nothing can be served at (or sent to) this address, as a noun phrase; None for a good address.
+
+    These are the addresses that the API server refuses too (spec/service-semantics §1.4). A zero address would
+    moreover be taken for a NodePort in the maps, and loopback or link-local endpoints would let whoever writes
+    an EndpointSlice reach services that are meant for the node alone (its own daemons, a cloud's metadata).
+
+    :param link_local: whether link-local addresses are good (they are as a service's address, not as an endpoint's).
+    """
+    first = packed[0]
+    if len(packed) == 4:
+        if first == 0:
+            return "an unspecified address"
+        if first == 127:
+            return "a loopback address"
+        if first == 169 and packed[1] == 254 and not link_local:
+            return "a link-local address"
+        if 224 <= first <= 239:
+            return "a multicast address"
+        if packed == b"\xff\xff\xff\xff":
+            return "the broadcast address"
+        return None
+    if first == 0:
+        if packed == UNSPECIFIED[Family.IPV6]:
+            return "an unspecified address"
+        if packed == _LOOPBACK6:
+            return "a loopback address"
+        return None
+    if first == 0xFF:
+        return "a multicast address"
+    if first == 0xFE and packed[1] & 0xC0 == 0x80 and not link_local:
+        return "a link-local address"
+    return None

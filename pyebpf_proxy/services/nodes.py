@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from Nodes: our zone and IPs, everybody's pod CIDRs and addresses (spec/configuration §5.3)."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from typing import TYPE_CHECKING, NamedTuple
+
+from .addresses import family_of, format_prefix, parse_address, parse_prefix
+from .model import Family
+
+if TYPE_CHECKING:
+    from ..kube import objects
+
+ZONE_LABEL = "topology.kubernetes.io/zone"
+
+Network = IPv4Network | IPv6Network
+
+
+class NodeView(NamedTuple):
+    """The used part of one Node.
+
+    ``ips``: at most one address per family, InternalIP before ExternalIP; the first key is the primary family.
+    ``addresses``: every InternalIP and ExternalIP. ``pod_cidrs``: in the Node's order.
+    """
+
+    zone: str
+    ips: dict[Family, bytes]
+    addresses: frozenset[bytes]
+    pod_cidrs: tuple[Network, ...]
+
+
+def view_node(node: objects.Node) -> NodeView:
+    """Read a Node; what cannot be read is left out."""
+    addresses = (node.status.addresses if node.status else None) or ()
+    ips: dict[Family, bytes] = {}
+    all_addresses = set()
+    for wanted in ("InternalIP", "ExternalIP"):
+        for entry in addresses:
+            if entry.type == wanted and (packed := parse_address(entry.address or "")) is not None:
+                ips.setdefault(family_of(packed), packed)
+                all_addresses.add(packed)
+    spec = node.spec
+    texts: tuple[str, ...] = ()
+    if spec is not None:
+        texts = spec.pod_cidrs or ((spec.pod_cidr,) if spec.pod_cidr else ())
+    return NodeView(
+        zone=(node.metadata.labels or {}).get(ZONE_LABEL, ""),
+        ips=ips,
+        addresses=frozenset(all_addresses),
+        pod_cidrs=tuple(ip_network(format_prefix(prefix)) for text in texts if (prefix := parse_prefix(text))),
+    )
+
+
+NO_NODE = NodeView("", {}, frozenset(), ())
