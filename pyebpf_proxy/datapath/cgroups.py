@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs for the node's own sockets, on the root of the cgroup2 hierarchy, by pinned links.
+
+Pins keep the programs attached when the agent is gone; :meth:`Link.update` replaces a program with no moment
+in between. A program filters by its network namespace's cookie, so instances of several namespaces live side
+by side on one cgroup.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pyebpf_proxy.datapath.libbpf import BpfError, Link, Program
+
+# The names of the programs in bpf/sock.bpf.c; their ELF sections say where each is attached.
+PROGRAMS = (
+    "connect4",
+    "connect6",
+    "sendmsg4",
+    "sendmsg6",
+    "recvmsg4",
+    "recvmsg6",
+    "getpeername4",
+    "getpeername6",
+)
+
+
+def attach(programs: Mapping[str, Program], cgroup_fd: int, folder: Path) -> None:
+    """Attaches every one of :data:`PROGRAMS` and pins its link in ``folder``; replaces those of a former run.
+
+    Raises BpfError; what was attached before that stays.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    hierarchy = os.fstat(cgroup_fd).st_ino
+    for name in PROGRAMS:
+        _attach(programs[name], cgroup_fd, hierarchy, folder / name)
+
+
+def _attach(program: Program, cgroup_fd: int, hierarchy: int, pin: Path) -> None:
+    if pin.exists():
+        link = Link.open_pinned(pin)
+        try:
+            if _cgroup_of(link) == hierarchy:
+                link.update(program)
+                return
+        except BpfError:
+            pass  # its cgroup was removed, or the program is of another kind: a new link does it
+        finally:
+            link.close()
+    link = program.attach_cgroup(cgroup_fd)
+    try:
+        pin.unlink(missing_ok=True)
+        link.pin(pin)
+    finally:
+        link.close()
+
+
+def _cgroup_of(link: Link) -> int:
+    """Id of the cgroup a link is attached to, 0 if that is gone (it is the inode number of its folder)."""
+    for line in Path(f"/proc/self/fdinfo/{link.fd}").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == "cgroup_id":
+            return int(value)
+    return 0
+
+
+def attached(folder: Path) -> list[str]:
+    """Names of the programs that have a pinned link."""
+    return [name for name in PROGRAMS if (folder / name).exists()]
+
+
+def detach(folder: Path) -> list[str]:
+    """Removes the pins, and with the last reference the links; needs no libbpf. Returns the names that were there."""
+    found = attached(folder)
+    for name in found:
+        (folder / name).unlink(missing_ok=True)
+    return found

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taking everything of one instance away: filters, socket programs, nftables table, pins, run directory.
+
+Works without the agent and without loading anything, also when half of it is missing; each step is tried whatever
+became of the others. Nothing is removed that is not ours:
+
+* filters by name, priority and handle, on every device of this network namespace; a clsact qdisc if it is in our record
+  and empty (``tc``);
+* the table by its name; other tables, and the conntrack entries of flows that go on, stay;
+* pins in our folder only; the bpffs is unmounted only if we mounted it and it is empty (``mounts``);
+* of the run directory only what its owners name, and the directory itself if that leaves it empty.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pyebpf_proxy.datapath.mounts import release_bpffs, table_name
+from pyebpf_proxy.datapath.nft import Table
+from pyebpf_proxy.datapath.tc import Filters
+
+
+@dataclass
+class Report:
+    """What was removed, and what could not be, one line each."""
+
+    removed: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def cleanup(directory: Path, own_files: Iterable[str] = ()) -> Report:
+    """Removes the instance of this directory. ``own_files``: files in the directory, by name, that the caller made."""
+    report = Report()
+    for step in (_filters, _table, _pins):
+        try:
+            report.removed += step(directory)
+        except OSError as error:
+            report.problems.append(str(error))
+    _run_directory(directory, own_files, report)
+    return report
+
+
+def _filters(directory: Path) -> list[str]:
+    removed = []
+    filters = Filters(directory)
+    try:
+        for index in sorted({*filters.attached(), *(index for index, _ in filters.recorded())}):
+            try:
+                device = socket.if_indextoname(index)
+            except OSError:
+                filters.forget(index)
+                continue
+            if filters.detach(index, device):
+                removed.append(f"tc filter on {device}")
+    finally:
+        filters.close()
+    return removed
+
+
+def _table(directory: Path) -> list[str]:
+    name = table_name(directory)
+    return [f"nftables table inet {name}"] if Table(name).remove() else []
+
+
+def _pins(directory: Path) -> list[str]:
+    return release_bpffs(directory)
+
+
+def _run_directory(directory: Path, own_files: Iterable[str], report: Report) -> None:
+    for name in own_files:
+        (directory / name).unlink(missing_ok=True)
+    for folder in (directory / "clsact", directory / "bpf", directory):
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            continue  # not empty, so not only ours; or a mount that is not ours
+        report.removed.append(str(folder))

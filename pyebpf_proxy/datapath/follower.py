@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links and addresses of this network namespace, followed through netlink without polling."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyroute2.netlink.rtnl import (
+    RTM_DELADDR,
+    RTM_DELLINK,
+    RTM_DELQDISC,
+    RTM_DELTFILTER,
+    RTM_GETADDR,
+    RTM_GETLINK,
+    RTM_NEWADDR,
+    RTM_NEWLINK,
+)
+from pyroute2.netlink.rtnl.ifaddrmsg import ifaddrmsg
+from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
+
+from pyebpf_proxy.datapath.netlink import Netlink, attribute
+from pyebpf_proxy.datapath.node import IFA_F_SECONDARY, InterfaceAddress, Link, State
+
+GROUPS = 0x1 | 0x8 | 0x10 | 0x100  # RTMGRP_LINK, RTMGRP_TC, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR
+AF_BRIDGE = 7
+SKIP_STATISTICS = 8  # RTEXT_FILTER_SKIP_STATS
+
+
+@dataclass
+class Events:
+    """What one reading of the socket brought."""
+
+    changed: bool = False  # links or addresses
+    gone: set[int] = field(default_factory=set)  # devices that left
+    filters: set[int] = field(default_factory=set)  # devices that lost a tc filter or qdisc, anybody's
+
+
+class Follower:
+    """Keeps ``state`` like the kernel's. Subscribes first and lists afterwards, so that nothing falls between."""
+
+    def __init__(self) -> None:
+        self.state = State()
+        self._requests = Netlink()
+        try:
+            self._events = Netlink(GROUPS)
+        except BaseException:
+            self._requests.close()
+            raise
+        self.refresh()
+
+    def fileno(self) -> int:
+        """For ``loop.add_reader``; call :meth:`read` when it is readable."""
+        return self._events.fileno()
+
+    def close(self) -> None:
+        self._events.close()
+        self._requests.close()
+
+    def refresh(self) -> None:
+        """Lists everything again."""
+        fresh = State()
+        message = ifinfmsg()
+        message["family"] = socket.AF_UNSPEC
+        message["attrs"] = [("IFLA_EXT_MASK", SKIP_STATISTICS)]
+        for found in self._requests.dump(message, RTM_GETLINK, "list of links"):
+            link = _link(found)
+            fresh.links[link.ifindex] = link
+        message = ifaddrmsg()
+        message["family"] = socket.AF_UNSPEC
+        for found in self._requests.dump(message, RTM_GETADDR, "list of addresses"):
+            entry = _address(found)
+            if entry is not None:
+                fresh.addresses[_key(entry)] = entry
+        self.state.links, self.state.addresses = fresh.links, fresh.addresses
+
+    def read(self) -> Events:
+        """Takes in what has arrived. Lost messages are made up for by listing everything again."""
+        messages, lost = self._events.events()
+        seen = Events()
+        if lost:
+            before = set(self.state.links)
+            self.refresh()
+            seen.changed = True
+            seen.gone = before - set(self.state.links)
+            seen.filters = set(self.state.links)
+            return seen
+        for message in messages:
+            kind = message["header"]["type"]
+            if kind in (RTM_NEWLINK, RTM_DELLINK):
+                self._take_link(message, kind, seen)
+            elif kind in (RTM_NEWADDR, RTM_DELADDR):
+                self._take_address(message, kind, seen)
+            elif kind in (RTM_DELTFILTER, RTM_DELQDISC):
+                seen.filters.add(message["index"])
+        return seen
+
+    def _take_link(self, message: Any, kind: int, seen: Events) -> None:
+        if message["family"] == AF_BRIDGE:
+            return  # about its place in the bridge; a RTM_DELLINK of this family is a port that leaves, not a device
+        index = message["index"]
+        if kind == RTM_DELLINK:
+            seen.gone.add(index)
+            seen.changed = True
+            self.state.links.pop(index, None)
+            for key in [key for key in self.state.addresses if key[0] == index]:
+                del self.state.addresses[key]
+            return
+        link = _link(message)
+        if self.state.links.get(index) != link:
+            self.state.links[index] = link
+            seen.changed = True
+
+    def _take_address(self, message: Any, kind: int, seen: Events) -> None:
+        entry = _address(message)
+        if entry is None:
+            return
+        addresses = self.state.addresses
+        key = _key(entry)
+        if kind == RTM_DELADDR:
+            seen.changed |= addresses.pop(key, None) is not None
+            return
+        before = addresses.get(key)
+        if before == entry:
+            return
+        seen.changed = True
+        if before is None and entry.address.version == 6:
+            # The kernel keeps the newest first, and so does its choice among equals.
+            self.state.addresses = {key: entry, **addresses}
+            return
+        if before is not None and before.flags & IFA_F_SECONDARY and entry.address.version == 4:
+            addresses.pop(key)  # a promoted secondary address goes behind the other primary ones
+        addresses[key] = entry
+
+
+def _key(entry: InterfaceAddress) -> tuple[int, ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
+    return entry.device, entry.address, entry.prefix_length
+
+
+def _link(message: Any) -> Link:
+    info = attribute(message, "IFLA_LINKINFO")
+    mac = attribute(message, "IFLA_ADDRESS") or ""
+    octets = mac.split(":") if isinstance(mac, str) else []
+    return Link(
+        ifindex=message["index"],
+        name=attribute(message, "IFLA_IFNAME"),
+        type=message["ifi_type"],
+        kind=(attribute(info, "IFLA_INFO_KIND") if info is not None else None) or "",
+        master=attribute(message, "IFLA_MASTER") or 0,
+        mac=bytes(int(octet, 16) for octet in octets) if len(octets) == 6 else bytes(6),
+    )
+
+
+def _address(message: Any) -> InterfaceAddress | None:
+    peer = attribute(message, "IFA_ADDRESS")
+    local = attribute(message, "IFA_LOCAL") or peer
+    if local is None:
+        return None
+    flags = attribute(message, "IFA_FLAGS")
+    return InterfaceAddress(
+        device=message["index"],
+        address=ipaddress.ip_address(local),
+        peer=ipaddress.ip_address(peer or local),
+        prefix_length=message["prefixlen"],
+        scope=message["scope"],
+        flags=message["flags"] if flags is None else flags,
+    )

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where pins live and where sockets are hooked: bpffs and cgroup2, found, or made where they are missing.
+
+A process started by ``ip netns exec`` has a mount namespace of its own, whose /sys has neither of the two and
+which dies with the process. Pins must outlive the agent, so there the mounts of process 1 are used, through
+/proc/1/root, and a missing bpffs is mounted in process 1's mount namespace.
+
+Who mounts a bpffs leaves a folder ``pyebpf-proxy/mounted_by_pyebpf_proxy`` in it (in the file system itself, since
+several instances share it). Clean-up unmounts a bpffs only if it has that mark and nothing else is left in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pyebpf_proxy.datapath.refused import RefusedError
+
+DEFAULT_DIRECTORY = Path("/run/pyebpf-proxy")
+FOLDER = "pyebpf-proxy"
+MARK = "mounted_by_pyebpf_proxy"
+SYSTEM_BPFFS = Path("/sys/fs/bpf")
+ROOT_OF_INIT = Path("/proc/1/root")
+BPF_FS_MAGIC = 0xCAFE4A11
+CGROUP2_SUPER_MAGIC = 0x63677270
+CLONE_NEWNS = 0x00020000
+MNT_DETACH = 2
+SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT = 430, 431, 432  # the same on every architecture
+FSCONFIG_CMD_CREATE = 6
+FSOPEN_CLOEXEC = FSMOUNT_CLOEXEC = 1
+# The kernel's own files in the root of a bpffs (bpf_preload).
+KERNELS_OWN = frozenset({"maps.debug", "progs.debug"})
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class MountError(RefusedError):
+    """A file system that is neither there nor can be mounted."""
+
+
+class Bpffs(NamedTuple):
+    """``warning``: what somebody should know about this place, empty if all is well."""
+
+    path: Path
+    warning: str = ""
+
+
+def instance_name(directory: Path) -> str:
+    """A short name, unique per directory setting, good for bpffs and nftables: "default" for the default."""
+    absolute = Path(os.path.abspath(directory))
+    if absolute == DEFAULT_DIRECTORY:
+        return "default"
+    readable = re.sub(r"[^A-Za-z0-9_-]", "_", absolute.name)[:40].lstrip("-")
+    return f"{readable or 'root'}-{hashlib.sha256(os.fsencode(absolute)).hexdigest()[:8]}"
+
+
+def table_name(directory: Path) -> str:
+    """Name of the instance's nftables table."""
+    name = instance_name(directory)
+    return FOLDER if name == "default" else f"{FOLDER}-{name}"
+
+
+def pin_directory(bpffs: Path, directory: Path, version: int) -> Path:
+    """Folder of the instance's pins for a layout version; maps and links are in sub-folders of these names."""
+    return bpffs / FOLDER / instance_name(directory) / f"v{version}"
+
+
+def file_system_type(path: Path) -> int:
+    """Magic number of the file system at ``path``, 0 if there is none (statfs(2))."""
+    buffer = (ctypes.c_long * 64)()
+    if _libc.statfs(os.fsencode(path), buffer) != 0:
+        return 0
+    return int(buffer[0]) & 0xFFFFFFFF
+
+
+def is_bpffs(path: Path) -> bool:
+    return file_system_type(path) == BPF_FS_MAGIC
+
+
+def bpffs_candidates(directory: Path) -> list[Path]:
+    """Where a bpffs of ours may be, in the order of preference."""
+    return [directory / "bpf", SYSTEM_BPFFS, ROOT_OF_INIT / SYSTEM_BPFFS.relative_to("/")]
+
+
+def ensure_bpffs(directory: Path) -> Bpffs:
+    """The bpffs to pin in; mounted if there is none. MountError says what was tried and what to do."""
+    candidates = bpffs_candidates(directory)
+    for candidate in candidates:
+        if is_bpffs(candidate):
+            return Bpffs(candidate)
+    reasons = []
+    try:
+        in_mount_namespace_of_init(lambda: _mount_bpffs(SYSTEM_BPFFS))
+        place = SYSTEM_BPFFS if is_bpffs(SYSTEM_BPFFS) else candidates[-1]
+        if is_bpffs(place):
+            _mark(place)
+            return Bpffs(place)
+        reasons.append(f"{candidates[-1]}: mounted, but not visible from here")
+    except OSError as error:
+        reasons.append(f"{candidates[-1]}: {error.strerror}")
+    place = candidates[0]
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        _mount_bpffs(place)
+        _mark(place)
+    except OSError as error:
+        reasons.append(f"{place}: {error.strerror}")
+        raise MountError(
+            error.errno,
+            f"no bpffs, and mounting one failed ({'; '.join(reasons)}); mount it with: mount -t bpf bpf {SYSTEM_BPFFS}",
+        ) from error
+    private = not in_namespace_of_init("mnt")
+    return Bpffs(
+        place,
+        f"{SYSTEM_BPFFS} of the host is out of reach ({reasons[0]}); pins are in {place} and end with this "
+        "process's mount namespace: services stop when the agent does"
+        if private
+        else "",
+    )
+
+
+def release_bpffs(directory: Path) -> list[str]:
+    """Removes the instance's pins, and the bpffs itself if we mounted it and nothing is left. Returns what went."""
+    gone: list[str] = []
+    seen: set[tuple[int, int]] = set()
+    for bpffs in bpffs_candidates(directory):
+        if not is_bpffs(bpffs):
+            continue
+        identity = (os.stat(bpffs).st_dev, os.stat(bpffs).st_ino)
+        if identity in seen:
+            continue
+        seen.add(identity)
+        instance = bpffs / FOLDER / instance_name(directory)
+        if instance.is_dir():
+            _remove_tree(instance)
+            gone.append(f"pins in {instance}")
+        gone += _release_mount(bpffs)
+    return gone
+
+
+def open_cgroup2() -> tuple[int, str]:
+    """File descriptor of the root of the cgroup2 hierarchy, and where it was found (for messages).
+
+    Where it is mounted nowhere a detached mount is made, that nobody sees and that ends with the descriptor.
+    """
+    for candidate in _cgroup2_candidates():
+        if file_system_type(candidate) == CGROUP2_SUPER_MAGIC:
+            return os.open(candidate, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), str(candidate)
+    try:
+        mount = _detached_cgroup2()
+    except OSError as error:
+        raise MountError(
+            error.errno,
+            f"no cgroup2 file system, and mounting one failed: {error.strerror}; it is needed for the node's own "
+            "connections to services (CONFIG_CGROUPS, mount -t cgroup2 none /sys/fs/cgroup/unified)",
+        ) from error
+    try:
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mount), "a mount of our own"
+    finally:
+        os.close(mount)
+
+
+def _cgroup2_candidates() -> Iterator[Path]:
+    usual = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
+    mounted = list(_mounted_cgroup2(Path("/proc/self/mountinfo")))
+    of_init = [ROOT_OF_INIT / p.relative_to("/") for p in _mounted_cgroup2(Path("/proc/1/mountinfo"))]
+    # In a cgroup namespace of its own a process sees its own subtree as the root; init's view has all of it.
+    own = [*usual, *mounted]
+    yield from [*own, *of_init] if in_namespace_of_init("cgroup") else [*of_init, *own]
+
+
+def _mounted_cgroup2(table: Path) -> Iterator[Path]:
+    try:
+        lines = table.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        if after.startswith("cgroup2 ") and fields[3] == "/":
+            yield Path(fields[4].encode().decode("unicode_escape"))
+
+
+def _detached_cgroup2() -> int:
+    context = _checked(_libc.syscall(SYS_FSOPEN, b"cgroup2", FSOPEN_CLOEXEC))
+    try:
+        _checked(_libc.syscall(SYS_FSCONFIG, context, FSCONFIG_CMD_CREATE, None, None, 0))
+        return _checked(_libc.syscall(SYS_FSMOUNT, context, FSMOUNT_CLOEXEC, 0))
+    finally:
+        os.close(context)
+
+
+def _mount_bpffs(path: Path) -> None:
+    _checked(_libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, b"mode=0700"))
+
+
+def _mark(bpffs: Path) -> None:
+    (bpffs / FOLDER / MARK).mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+def _release_mount(bpffs: Path) -> list[str]:
+    """Removes our folder if no instance is left in it, and the mount if it is ours and empty."""
+    folder = bpffs / FOLDER
+    if not folder.is_dir() or {entry.name for entry in folder.iterdir()} - {MARK}:
+        return []
+    marked = (folder / MARK).is_dir()
+    others = {entry.name for entry in bpffs.iterdir()} - KERNELS_OWN - {FOLDER}
+    _remove_tree(folder)
+    if not marked or others:
+        return []
+    try:
+        if bpffs.is_relative_to(ROOT_OF_INIT):
+            target = Path("/") / bpffs.relative_to(ROOT_OF_INIT)
+            in_mount_namespace_of_init(lambda: _checked(_libc.umount2(os.fsencode(target), 0)))
+        else:
+            _checked(_libc.umount2(os.fsencode(bpffs), 0))
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            return []  # somebody works in it just now
+        raise MountError(error.errno, f"cannot unmount {bpffs}: {error.strerror}") from error
+    return [f"bpffs at {bpffs}"]
+
+
+def _remove_tree(folder: Path) -> None:
+    """Removes a folder of a bpffs. Never leaves that file system; links go before maps."""
+    if not is_bpffs(folder):
+        raise MountError(errno.EINVAL, f"{folder} is not in a bpffs, it is left alone")
+    for entry in sorted(folder.iterdir(), key=lambda entry: (entry.name != "links", entry.name)):
+        if stat.S_ISDIR(entry.lstat().st_mode):
+            _remove_tree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def in_namespace_of_init(kind: str) -> bool:
+    """Whether this process shares process 1's namespace of that kind ("mnt", "cgroup")."""
+    try:
+        theirs = os.stat(f"/proc/1/ns/{kind}")
+    except OSError:
+        return True
+    ours = os.stat(f"/proc/self/ns/{kind}")
+    return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
+
+
+def in_mount_namespace_of_init(work: Callable[[], object]) -> None:
+    """Runs ``work`` in process 1's mount namespace: in a child, as one cannot always come back. OSError as in work."""
+    if in_namespace_of_init("mnt"):
+        work()
+        return
+    namespace = os.open("/proc/1/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        child = os.fork()
+        if child == 0:
+            code = errno.EIO
+            try:
+                _checked(_libc.setns(namespace, CLONE_NEWNS))
+                work()
+                code = 0
+            except OSError as error:
+                code = error.errno or errno.EIO
+            finally:
+                os._exit(min(code, 255))
+    finally:
+        os.close(namespace)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code:
+        number = code if code > 0 else errno.EIO
+        raise OSError(number, os.strerror(number))
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
