@@ -58,7 +58,7 @@ def contents(wanted: Wanted, layouts: Layouts) -> dict[str, Contents]:
             prefix_length=32 + prefix.prefix_length, device=prefix.device, address=prefix.address
         )
         maps[f"masquerade{suffixes[len(address)]}"][key] = address_layouts[len(address)].pack(address=address)
-    layout = layouts.struct("device")
+    layout = layouts.struct("node_device")
     for index, device in wanted.devices.items():
         value = layout.pack(bridge=device.bridge, bridge_mac=device.bridge_mac, pod_source=int(device.pod_source))
         maps["devices"][struct.pack("=I", index)] = value
