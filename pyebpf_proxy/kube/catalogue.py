@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which object is in which file, and which of two wins. No I/O: texts go in, changes come out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from . import decode
+from .decode import Decoded, ObjectKey
+from .source import Change, Object
+
+
+class _File(NamedTuple):
+    digest: bytes
+    objects: dict[ObjectKey, Object]
+
+
+class Catalogue:
+    """The objects of a folder of files, by file.
+
+    An object that goes bad keeps its last good state; in two files, the last in the order of file names counts.
+
+    :param report: is given one line for everything that somebody should mend.
+    :param note: is given one line for what is left aside on purpose.
+    """
+
+    def __init__(self, report: Callable[[str], None], note: Callable[[str], None]) -> None:
+        self._report = report
+        self._note = note
+        self._files: dict[str, _File] = {}
+        self._holders: dict[ObjectKey, list[str]] = {}
+        self._delivered: dict[ObjectKey, Object] = {}
+        self._duplicates: dict[ObjectKey, tuple[str, ...]] = {}
+        self._ignored: set[tuple[str, str]] = set()
+        self._touched: set[ObjectKey] = set()
+
+    def __len__(self) -> int:
+        return len(self._delivered)
+
+    @property
+    def files(self) -> Iterable[str]:
+        """Names of the files that have been read (whatever was in them)."""
+        return self._files.keys()
+
+    def read(self, name: str, data: bytes) -> None:
+        """A file's text now. One that was not changed costs a hash."""
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        before = self._files.get(name)
+        if before is not None and before.digest == digest:
+            return
+        old = before.objects if before is not None else {}
+        objects, complete = self._decode(name, data, old)
+        if not complete:
+            # Something in the file could not be told: whatever is missing now may be just that.
+            objects = {**old, **objects}
+        for key in old.keys() - objects.keys():
+            self._release(key, name)
+        for key in objects.keys() - old.keys():
+            self._holders.setdefault(key, []).append(name)
+        self._touched |= {key for key in old.keys() | objects.keys() if old.get(key) != objects.get(key)}
+        self._files[name] = _File(digest, objects)
+
+    def remove(self, name: str) -> None:
+        """A file that is gone, and its objects with it."""
+        file = self._files.pop(name, None)
+        if file is None:
+            return
+        for key in file.objects:
+            self._release(key, name)
+        self._touched |= file.objects.keys()
+
+    def changes(self, leaving: Iterable[str] = ()) -> list[Change]:
+        """What differs from the last time this was asked.
+
+        :param leaving: files that are gone, but perhaps only for a moment: they count no more than any other file.
+        """
+        touched, self._touched = self._touched, set()
+        changes = []
+        for key in sorted(touched):
+            holders = self._holders.get(key, ())
+            winner = max(holders, key=lambda name: (name not in leaving, name), default=None)
+            self._report_duplicate(key, tuple(sorted(name for name in holders if name not in leaving)))
+            now = self._files[winner].objects[key] if winner is not None else None
+            if now == self._delivered.get(key):
+                continue
+            if now is None:
+                del self._delivered[key]
+            else:
+                self._delivered[key] = now
+            changes.append(Change(key.kind, key.namespace, key.name, now))
+        return changes
+
+    def _decode(self, name: str, data: bytes, old: dict[ObjectKey, Object]) -> tuple[dict[ObjectKey, Object], bool]:
+        """The file's objects, bad ones in their old state; and whether everything in it could be told apart."""
+        objects: dict[ObjectKey, Object] = {}
+        complete = True
+        for decoded in self._documents(name, data):
+            if decoded is None:
+                complete = False
+                continue
+            key, value, messages, ignored = decoded
+            for message in messages:
+                kept = key is not None and value is None and key in old
+                self._report(f"{name}: {message}" + ("; its last good state stays" if kept else ""))
+            if ignored is not None:
+                if (name, ignored) not in self._ignored:
+                    self._ignored.add((name, ignored))
+                    self._note(f"{name}: objects of kind {ignored} are not used")
+            elif key is None:
+                complete = False
+            elif value is not None or key in old:
+                if key in objects:
+                    self._report(f"{name}: {key}: is in this file more than once, the last one counts")
+                objects[key] = value if value is not None else old[key]
+        return objects, complete
+
+    def _documents(self, name: str, data: bytes) -> Iterator[Decoded | None]:
+        """Every document; None for the rest of a text that cannot be read."""
+        try:
+            yield from decode.decode_json(data) if name.endswith(".json") else decode.decode_yaml(data)
+        except decode.UnreadableError as error:
+            self._report(f"{name}: {error}; the objects that were in the file stay")
+            yield None
+
+    def _release(self, key: ObjectKey, name: str) -> None:
+        holders = self._holders[key]
+        holders.remove(name)
+        if not holders:
+            del self._holders[key]
+
+    def _report_duplicate(self, key: ObjectKey, holders: tuple[str, ...]) -> None:
+        if len(holders) < 2:
+            self._duplicates.pop(key, None)
+        elif self._duplicates.get(key) != holders:
+            self._duplicates[key] = holders
+            self._report(f"{key}: is in {', '.join(holders)}; {holders[-1]} counts")

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of Kubernetes manifests as a source of objects, followed by inotify.
+
+Files are ``*.yaml``, ``*.yml`` and ``*.json`` of the folder itself; hidden ones and sub-folders are not looked at.
+An event costs the file that it names and nothing else. Only a swap of ``..data`` (how a ConfigMap volume replaces all
+files at once), a folder that was replaced, and an overflow of the kernel's queue make us look at every file, and then
+only those are read that have another inode, time or size.
+
+Not seen: writes to the target of a symbolic link that leads out of the folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from inotify_simple import INotify, flags
+
+from ..log import Logger
+from .catalogue import Catalogue
+from .source import Batch, Change
+
+#: A file that disappears counts as deleted only after this time: editors rename the old one away before they write
+#: the new one, and no service may blink because of that.
+DELETION_DELAY = 0.2
+
+#: A timestamp this young may not change although the content does (the kernel's clock for files has ticks): seconds.
+_TOO_YOUNG = 0.1
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+_FILES_PER_TURN = 20
+
+_FOLDER_EVENTS = (
+    flags.CLOSE_WRITE
+    | flags.MOVED_TO
+    | flags.MOVED_FROM
+    | flags.CREATE
+    | flags.DELETE
+    | flags.ATTRIB
+    | flags.DELETE_SELF
+    | flags.MOVE_SELF
+    | flags.ONLYDIR
+    | flags.MASK_ADD
+)
+_PARENT_EVENTS = (
+    flags.CREATE
+    | flags.MOVED_TO
+    | flags.MOVED_FROM
+    | flags.DELETE
+    | flags.DELETE_SELF
+    | flags.MOVE_SELF
+    | flags.ONLYDIR
+    | flags.MASK_ADD
+)
+
+
+class _Stamp(NamedTuple):
+    device: int
+    inode: int
+    modified: int
+    changed: int
+    size: int
+
+
+class _Events(NamedTuple):
+    """What happened since the last look: files to read, files that may be gone, or everything is to be looked at."""
+
+    written: set[str]
+    gone: set[str]
+    everything: bool
+
+
+def is_manifest(name: str) -> bool:
+    """Whether a file of this name is read."""
+    return name.endswith(_SUFFIXES) and not name.startswith(".")
+
+
+class ManifestSource:
+    """``report`` is given one line for everything that somebody should mend, ``note`` for what is left aside."""
+
+    def __init__(
+        self, directory: Path, report: Callable[[str], None], note: Callable[[str], None] | None = None
+    ) -> None:
+        self._directory = Path(os.path.abspath(directory))
+        self._report = report
+        self._catalogue = Catalogue(report, note or Logger("manifests").info)
+        self._stamps: dict[str, _Stamp] = {}
+        self._unreadable: dict[str, str] = {}
+        self._leaving: dict[str, float] = {}  # files that disappeared, and when that becomes final
+        self._inotify: INotify
+        self._folder_watch: int | None = None
+        self._parent_watch: int | None = None
+        self._missing = False
+
+    async def run(self, deliver: Callable[[Batch], None]) -> None:
+        """Deliver the folder's objects, then every change, until cancelled."""
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        with INotify(nonblocking=True) as self._inotify:
+            loop.add_reader(self._inotify.fileno(), readable.set)
+            try:
+                self._watch()
+                # Nothing may be pruned on the word of a folder that is not there.
+                complete = self._folder_watch is not None
+                await self._look_at_everything()
+                deliver(Batch(self._changes(), complete))
+                while True:
+                    await self._wait(readable)
+                    readable.clear()
+                    events = self._read_events()
+                    if events.everything:
+                        self._watch()
+                        await self._look_at_everything()
+                    for names in _portions(events.written):
+                        for name in names:
+                            self._read(name)
+                        await asyncio.sleep(0)
+                    self._miss(events.gone)
+                    self._bury()
+                    changes = self._changes()
+                    first_complete = not complete and self._folder_watch is not None
+                    complete |= first_complete
+                    if changes or first_complete:
+                        deliver(Batch(changes, complete))
+            finally:
+                loop.remove_reader(self._inotify.fileno())
+
+    def _changes(self) -> list[Change]:
+        return self._catalogue.changes(self._leaving)
+
+    async def _wait(self, readable: asyncio.Event) -> None:
+        """Until there are events, or a deletion becomes final."""
+        if not self._leaving:
+            await readable.wait()
+            return
+        delay = min(self._leaving.values()) - time.monotonic()
+        try:
+            await asyncio.wait_for(readable.wait(), max(delay, 0))
+        except TimeoutError:
+            pass
+
+    # ---- events ------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Watch the folder, and above it the nearest folder that exists, to see it come, go and be replaced."""
+        watches = self._add_watches()
+        # Until nothing appears any more between looking for it and watching for it.
+        while (again := self._add_watches()) != watches:
+            watches = again
+        for old in {self._folder_watch, self._parent_watch} - {*watches, None}:
+            try:
+                self._inotify.rm_watch(old)
+            except OSError:
+                pass  # the kernel removed it together with the folder
+        self._folder_watch, self._parent_watch = watches
+        if self._folder_watch is None and not self._missing:
+            self._report(f"{self._directory}: the manifests folder is not there; what was in it stays until it is back")
+        self._missing = self._folder_watch is None
+
+    def _add_watches(self) -> tuple[int | None, int | None]:
+        folder = self._add_watch(self._directory, _FOLDER_EVENTS)
+        above = self._directory.parent
+        parent = self._add_watch(above, _PARENT_EVENTS)
+        while parent is None and above != above.parent:
+            above = above.parent
+            parent = self._add_watch(above, _PARENT_EVENTS)
+        return folder, parent
+
+    def _add_watch(self, path: Path, mask: int) -> int | None:
+        try:
+            return int(self._inotify.add_watch(path, mask))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                self._cannot(str(path), "watched", error)
+            return None
+
+    def _read_events(self) -> _Events:
+        written: set[str] = set()
+        gone: set[str] = set()
+        everything = False
+        for watch, mask, _, name in self._inotify.read(timeout=0):
+            if mask & (flags.Q_OVERFLOW | flags.DELETE_SELF | flags.MOVE_SELF | flags.UNMOUNT):
+                everything = True
+            elif watch == self._parent_watch and watch != self._folder_watch:
+                # While the folder is missing, anything above may be a part of its path.
+                everything |= self._folder_watch is None or name == self._directory.name
+            elif watch != self._folder_watch:
+                continue
+            elif name == "..data":
+                everything |= bool(mask & (flags.MOVED_TO | flags.CREATE))
+            elif is_manifest(name):
+                if mask & (flags.DELETE | flags.MOVED_FROM):
+                    gone.add(name)
+                    written.discard(name)
+                elif mask & flags.ATTRIB:
+                    if name in self._unreadable:  # perhaps it was only the permissions
+                        written.add(name)
+                elif not mask & flags.CREATE or self._is_complete(name):
+                    written.add(name)
+        return _Events(written, gone - written, everything)
+
+    def _is_complete(self, name: str) -> bool:
+        """Whether a file that was just created has its content: links have, others come again when they are closed."""
+        try:
+            status = os.lstat(self._directory / name)
+        except OSError:
+            return False
+        return stat.S_ISLNK(status.st_mode) or status.st_nlink > 1
+
+    # ---- files -------------------------------------------------------------------------------------------------
+
+    async def _look_at_everything(self) -> None:
+        """Read every file that has changed by its stamp; what is not there any more is missing."""
+        if self._folder_watch is None:
+            return
+        try:
+            names = sorted(name for name in os.listdir(self._directory) if is_manifest(name))
+        except OSError as error:
+            self._cannot(str(self._directory), "listed", error)
+            return
+        for portion in _portions(names):
+            for name in portion:
+                if not self._is_unchanged(name):
+                    self._read(name)
+            await asyncio.sleep(0)
+        self._miss(set(self._catalogue.files) - set(names))
+
+    def _is_unchanged(self, name: str) -> bool:
+        stamp = self._stamps.get(name)
+        if stamp is None:
+            return False
+        try:
+            return stamp == _stamp(os.stat(self._directory / name))
+        except OSError:
+            return False
+
+    def _read(self, name: str) -> None:
+        """Read one file and hand its text on. One that is no file, or cannot be read, is reported once."""
+        try:
+            # A pipe must not block us, and what is no regular file is not read.
+            descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._miss({name})
+            return
+        except OSError as error:
+            self._cannot(name, "read", error)
+            return
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                self._cannot(name, "read", "not a regular file")
+                return
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read()
+        except OSError as error:
+            self._cannot(name, "read", error)
+            return
+        finally:
+            os.close(descriptor)
+        self._unreadable.pop(name, None)
+        self._leaving.pop(name, None)
+        if time.time() - status.st_mtime > _TOO_YOUNG:
+            self._stamps[name] = _stamp(status)
+        else:
+            self._stamps.pop(name, None)
+        self._catalogue.read(name, data)
+
+    def _cannot(self, name: str, what: str, error: OSError | str) -> None:
+        """Report, once, what cannot be read, listed or watched. What was in it stays."""
+        self._stamps.pop(name, None)
+        self._leaving.pop(name, None)
+        why = error if isinstance(error, str) else error.strerror or str(error)
+        if self._unreadable.get(name) != why:
+            self._unreadable[name] = why
+            self._report(f"{name}: cannot be {what}: {why}; the objects that were in it stay")
+
+    def _miss(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._leaving.setdefault(name, time.monotonic() + DELETION_DELAY)
+
+    def _bury(self) -> None:
+        """Forget files that have been away long enough. One that is back comes by an event of its own."""
+        now = time.monotonic()
+        for name in [name for name, final in self._leaving.items() if final <= now]:
+            del self._leaving[name]
+            if self._folder_watch is not None and self._is_gone(name):
+                self._stamps.pop(name, None)
+                self._unreadable.pop(name, None)
+                self._catalogue.remove(name)
+
+    def _is_gone(self, name: str) -> bool:
+        try:
+            os.stat(self._directory / name)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False  # there is something, though we cannot have it
+        return False
+
+
+def _stamp(status: os.stat_result) -> _Stamp:
+    return _Stamp(status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
+
+
+def _portions(names: Iterable[str]) -> Iterator[list[str]]:
+    """In order, in portions between which others may run."""
+    ordered = sorted(names)
+    for start in range(0, len(ordered), _FILES_PER_TURN):
+        yield ordered[start : start + _FILES_PER_TURN]
