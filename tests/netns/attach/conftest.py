@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of attachment: each in a fresh network namespace that this process enters and leaves again."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.datapath.libbpf import Object
+
+CLONE_NEWNET = 0x40000000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check(result: int) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+Shell = Callable[[str], str]
+
+
+@pytest.fixture
+def shell() -> Shell:
+    """Runs a script and returns its output; a failing line fails the test."""
+
+    def run(script: str) -> str:
+        done = subprocess.run(["sh", "-ec", script], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{script}: {done.stderr}"
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def namespace(shell: Shell) -> Iterator[None]:
+    """A nameless network namespace; it ends with the last descriptor, also when the test is killed."""
+    before = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    check(_libc.unshare(CLONE_NEWNET))
+    try:
+        shell("ip link set lo up")
+        yield
+    finally:
+        check(_libc.setns(before, CLONE_NEWNET))
+        os.close(before)
+
+
+@pytest.fixture(scope="session")
+def programs(bpf_objects: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Object]:
+    """The tc object, loaded, with maps of its own that are pinned nowhere."""
+    with Object.open(bpf_objects / "tc.bpf.o") as opened:
+        yield opened.load()

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our filter on a device: beside others, replaced in place, and gone without a trace."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyebpf_proxy.datapath.libbpf import Object
+from pyebpf_proxy.datapath.netlink import NetlinkError
+from pyebpf_proxy.datapath.tc import NAME, Filters
+
+from .conftest import Shell
+
+# A classic program: every kernel with cls_bpf has it.
+OTHERS = "bpf bytecode '1,6 0 0 4294967295' flowid 1:1"
+
+pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
+
+
+@pytest.fixture
+def filters(tmp_path: Path, namespace: None) -> Iterator[Filters]:
+    made = Filters(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def device(namespace: None, shell: Shell) -> int:
+    shell("ip link add v0 type veth peer name v1")
+    return socket.if_nametoindex("v0")
+
+
+@pytest.fixture
+def fds(programs: Object) -> tuple[int, int]:
+    return programs.programs["tc_ethernet"].fd, programs.programs["tc_l3"].fd
+
+
+def everything(shell: Shell) -> str:
+    """Every qdisc and filter of the namespace, without counters."""
+    found = [shell("tc qdisc show")]
+    for name in shell("ls /proc/sys/net/ipv4/conf").split():
+        if name not in ("all", "default"):
+            found += [shell(f"tc filter show dev {name} {hook}") for hook in ("ingress", "egress")]
+    return "\n".join(found)
+
+
+def ours(shell: Shell, name: str = "v0") -> list[dict[str, Any]]:
+    listed = json.loads(shell(f"tc -j filter show dev {name} ingress") or "[]")
+    options = [entry["options"] for entry in listed if "options" in entry]
+    return [entry for entry in options if entry.get("bpf_name") == NAME]
+
+
+def test_the_program_is_at_ingress_in_direct_action_mode(
+    filters: Filters, device: int, fds: tuple[int, int], shell: Shell
+) -> None:
+    assert filters.attach(device, "v0", fds[0])
+    (found,) = ours(shell)
+    assert found["handle"] == "0xeb"
+    assert found["direct-action"]
+    assert found["prog"]["name"] == "tc_ethernet"
+    assert filters.attached() == [device]
+
+
+def test_detach_leaves_nothing(filters: Filters, device: int, fds: tuple[int, int], shell: Shell) -> None:
+    before = everything(shell)
+    filters.attach(device, "v0", fds[0])
+    assert everything(shell) != before
+    assert filters.detach(device, "v0")
+    assert everything(shell) == before
+    assert filters.recorded() == []
+    assert not filters.detach(device, "v0")
+
+
+def test_a_second_attach_replaces_the_program_in_place(
+    filters: Filters, device: int, fds: tuple[int, int], shell: Shell
+) -> None:
+    filters.attach(device, "v0", fds[0])
+    filters.attach(device, "v0", fds[1])
+    (found,) = ours(shell)
+    assert found["prog"]["name"] == "tc_l3"
+
+
+def test_another_run_replaces_the_program_and_still_knows_whose_the_clsact_is(
+    filters: Filters, device: int, fds: tuple[int, int], shell: Shell, tmp_path: Path
+) -> None:
+    before = everything(shell)
+    filters.attach(device, "v0", fds[0])
+    again = Filters(tmp_path)
+    again.attach(device, "v0", fds[1])
+    assert len(ours(shell)) == 1
+    again.detach(device, "v0")
+    again.close()
+    assert everything(shell) == before
+
+
+@pytest.mark.parametrize("qdisc", ["clsact", "ingress"])
+def test_a_qdisc_that_was_there_stays(
+    qdisc: str, filters: Filters, device: int, fds: tuple[int, int], shell: Shell
+) -> None:
+    shell(f"tc qdisc add dev v0 {qdisc}")
+    before = everything(shell)
+    filters.attach(device, "v0", fds[0])
+    assert len(ours(shell)) == 1
+    filters.detach(device, "v0")
+    assert everything(shell) == before
+
+
+def test_others_filters_stay_and_run_on_both_sides_of_ours(
+    filters: Filters, device: int, fds: tuple[int, int], shell: Shell
+) -> None:
+    shell("tc qdisc add dev v0 clsact")
+    for hook in ("ingress", "egress"):
+        shell(f"tc filter add dev v0 {hook} pref 1 {OTHERS}")
+        shell(f"tc filter add dev v0 {hook} pref 60000 {OTHERS}")
+    before = everything(shell)
+    filters.attach(device, "v0", fds[0])
+    assert len(ours(shell)) == 1
+    filters.detach(device, "v0")
+    assert everything(shell) == before
+
+
+@pytest.mark.parametrize("hook", ["ingress", "egress"])
+def test_our_clsact_stays_while_others_have_a_filter_on_it(
+    hook: str, filters: Filters, device: int, fds: tuple[int, int], shell: Shell
+) -> None:
+    filters.attach(device, "v0", fds[0])
+    shell(f"tc filter add dev v0 {hook} pref 9 {OTHERS}")
+    filters.detach(device, "v0")
+    assert ours(shell) == []
+    assert "bytecode" in shell(f"tc filter show dev v0 {hook}")
+
+
+def test_a_filter_of_others_at_our_priority_is_not_touched(
+    filters: Filters, device: int, fds: tuple[int, int], shell: Shell
+) -> None:
+    shell("tc qdisc add dev v0 clsact")
+    shell(f"tc filter add dev v0 ingress pref 235 handle 0xeb {OTHERS}")
+    before = everything(shell)
+    with pytest.raises(NetlinkError, match="tc filter on v0: priority 235 .* is taken"):
+        filters.attach(device, "v0", fds[0])
+    assert not filters.detach(device, "v0")
+    assert everything(shell) == before
+
+
+def test_a_program_that_the_kernel_refuses_leaves_no_qdisc(filters: Filters, device: int, shell: Shell) -> None:
+    before = everything(shell)
+    with pytest.raises(NetlinkError, match="tc filter on v0: attach: Invalid argument"):
+        filters.attach(device, "v0", 0)
+    assert everything(shell) == before
+    assert filters.recorded() == []
+
+
+def test_a_device_that_is_gone_is_no_error(
+    filters: Filters, device: int, fds: tuple[int, int], shell: Shell
+) -> None:
+    filters.attach(device, "v0", fds[0])
+    shell("ip link del v0")
+    assert not filters.attach(device, "v0", fds[0])
+    assert not filters.detach(device, "v0")
+    assert filters.recorded() == []
+
+
+def test_a_renamed_device_keeps_its_record(
+    filters: Filters, device: int, fds: tuple[int, int], shell: Shell
+) -> None:
+    filters.attach(device, "v0", fds[0])
+    shell("ip link set v0 name pod0")
+    before = shell("tc qdisc show dev pod0")
+    filters.attach(device, "pod0", fds[0])
+    filters.detach(device, "pod0")
+    assert "clsact" in before
+    assert "clsact" not in shell("tc qdisc show dev pod0")
