@@ -6,7 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.synchronize
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .client import ANSWERED, ask
 from .namespace import Namespace, Task
@@ -26,9 +26,18 @@ class Load:
     """Requests from one namespace to one address, in a process of their own, from ``start`` to ``stop``."""
 
     def __init__(self, namespace: Namespace, address: str, port: int, protocol: str = "tcp", timeout: float = 4.0):
-        self._stop = multiprocessing.get_context("fork").Event()
-        self._task: Task[list[Sample]] = namespace.start(_ask_until, self._stop, address, port, protocol, timeout)
+        context = multiprocessing.get_context("fork")
+        self._stop = context.Event()
+        self._made = context.RawValue("L", 0)
+        self._task: Task[list[Sample]] = namespace.start(
+            _ask_until, self._stop, self._made, address, port, protocol, timeout
+        )
         self.name = f"{protocol} to [{address}]:{port}"
+
+    @property
+    def made(self) -> int:
+        """How many requests are through by now, answered or not."""
+        return int(self._made.value)
 
     def stop(self) -> list[Sample]:
         """End the load; everything it saw."""
@@ -37,13 +46,14 @@ class Load:
 
 
 def _ask_until(
-    stop: multiprocessing.synchronize.Event, address: str, port: int, protocol: str, timeout: float
+    stop: multiprocessing.synchronize.Event, made: Any, address: str, port: int, protocol: str, timeout: float
 ) -> list[Sample]:
     samples: list[Sample] = []
     while not stop.is_set():
         outcome = ask(address, port, protocol, timeout=timeout)
         pod = outcome.answer.pod if outcome.answer else ""
         samples.append(Sample(outcome.begun, outcome.took, outcome.kind, pod, outcome.error))
+        made.value += 1
     return samples
 
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from pyebpf_proxy.lab.addresses import CLIENT, SERVICE_CIDR
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
+from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.scenario import Client
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,3 +75,36 @@ def outside_client(lab: Lab) -> Client:
 def route_cluster_ips(lab: Lab, node: Node) -> None:
     """Let the outside client reach ClusterIPs through ``node``, as some on-premises networks do."""
     lab.core.ip(*(f"route replace {cidr} via {node.address.of(4 + 2 * i)}" for i, cidr in enumerate(SERVICE_CIDR)))
+
+
+class Capture:
+    """Frames that a device receives or sends, from now on, until one satisfies ``match``."""
+
+    def __init__(
+        self, namespace: Namespace, device: str, match: Callable[[bytes], bool], deadline: float = 10.0
+    ) -> None:
+        wait, ready = multiprocessing.Pipe(duplex=False)
+        self._task = namespace.start(_capture, device, match, deadline, ready)
+        ready.close()
+        wait.recv()  # from here on nothing is missed
+        wait.close()
+
+    def frame(self) -> bytes | None:
+        """The frame (with its Ethernet header); None if none came in time."""
+        return self._task.result()
+
+
+def _capture(device: str, match: Callable[[bytes], bool], deadline: float, ready: Any) -> bytes | None:
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as sock:
+        sock.bind((device, 3))
+        ready.send("ready")
+        end = time.monotonic() + deadline
+        while (left := end - time.monotonic()) > 0:
+            sock.settimeout(left)
+            try:
+                frame = sock.recv(65536)
+            except TimeoutError:
+                break
+            if match(frame):
+                return frame
+    return None

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pods on a bridge, with bridge-nf-call-iptables on and off (design of the bridged reply: docs/data-plane.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import agent_lane, moved, node_client, outside_client, pod_client, reasons
+
+from pyebpf_proxy.lab.client import ask, ask_many
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.rules import decide
+from pyebpf_proxy.lab.scenario import observe
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+NEAR = Kind("near", 10)
+BOTH = Kind("both", 11)
+LOCAL = Kind("local", 12, externalTrafficPolicy="Local")
+
+
+@pytest.fixture(scope="module", params=(0, 1), ids=("call-iptables-0", "call-iptables-1"))
+def bridged(request: pytest.FixtureRequest, lane: str) -> Iterator[tuple[Lab, int, str]]:
+    with Lab(pod_network="bridge") as lab:
+        first, second = lab.nodes
+        call: int = request.param
+        for node in lab.nodes:
+            node.namespace.sysctl({f"net.bridge.bridge-nf-call-{name}": call for name in ("iptables", "ip6tables")})
+        near = lab.add_pod("near-1", first)
+        far = lab.add_pod("far-1", second)
+        lab.add_pod("toolbox", first)
+        NEAR.endpoints, BOTH.endpoints, LOCAL.endpoints = (near,), (near, far), (near, far)
+        write_nodes(lab)
+        write_services(lab, NEAR, BOTH, LOCAL)
+        lab.start_agents(None, agent_lane(lane))
+        yield lab, call, lane
+
+
+@pytest.mark.parametrize("kind", ["ClusterIP", "LoadBalancer", "NodePort"])
+@pytest.mark.parametrize(("who", "about"), [
+    ("toolbox", NEAR),  # client and endpoint are ports of one bridge
+    ("toolbox", BOTH),
+    ("toolbox", LOCAL),  # the source is kept: the reply wants to be bridged straight back
+    ("near-1", NEAR),  # itself
+    ("far-1", BOTH),
+    ("client", BOTH),
+    ("client", LOCAL),
+    ("node1", BOTH),
+], ids=lambda value: getattr(value, "name", value))  # fmt: skip
+def test_services_of_pods_on_a_bridge(
+    bridged: tuple[Lab, int, str], who: str, about: Kind, kind: Any, family: int, protocol: str
+) -> None:
+    lab, _, _ = bridged
+    if who == "client":
+        if kind == "ClusterIP":
+            kind = "ExternalIP"
+        client = outside_client(lab)
+    elif who.startswith("node"):
+        client = node_client(lab.node(who))
+    else:
+        client = pod_client(lab.pods[who])
+    target = about.target(kind, client.node or lab.nodes[0])
+    decision = decide(kind, client.kind, external_local=target.external_local)
+    observed = observe(client, target, family, protocol, decision)
+    assert not observed.problem, observed.problem
+
+
+def test_large_transfers_between_pods_of_one_bridge(bridged: tuple[Lab, int, str], family: int) -> None:
+    lab, call, _ = bridged
+    toolbox = lab.pods["toolbox"].namespace
+    address = NEAR.target("ClusterIP", lab.nodes[0]).address.of(family)
+    before = reasons(lab.nodes[0])
+    outcome = toolbox.call(ask, address, 80, size=20_000, reply_size=3_000_000)
+    assert outcome.answer is not None, outcome
+    assert outcome.size == 3_000_000
+    outcome = toolbox.call(ask, address, 53, "udp", size=5_000, reply_size=9_000, fragment=True)
+    assert outcome.answer is not None, outcome
+    assert (outcome.answer.received, outcome.size) == (5_000, 9_000)
+    lifted = moved(before, reasons(lab.nodes[0])).get("bridged_reply_lifted", 0)
+    if call == 0:
+        assert lifted > 0  # without bridge netfilter the reply reaches the node only because it is lifted
+
+
+def test_pods_of_one_bridge_talk_to_each_other_as_before(bridged: tuple[Lab, int, str], family: int) -> None:
+    lab, _, _ = bridged
+    near, toolbox = lab.pods["near-1"], lab.pods["toolbox"]
+    for protocol, port in (("tcp", 8080), ("udp", 5353)):
+        outcomes = toolbox.namespace.call(ask_many, 5, near.address.of(family), port, protocol)
+        for outcome in outcomes:
+            assert outcome.answer is not None, outcome
+            assert outcome.answer.peer[0] == toolbox.address.of(family)
+            assert outcome.peer == (near.address.of(family), port)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--cleanup`` leaves the node as it was, also where others have filters and tables of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import agent_lane
+
+from pyebpf_proxy.lab.client import ANSWERED, TIMED_OUT, UNREACHABLE, ask
+from pyebpf_proxy.lab.cluster import Lab, Node
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 10)
+
+# What the kernel itself changes all the time.
+RESTLESS = ("nf_conntrack_count", "/stat/", "nf_conntrack_buckets", "random", "stable_secret", "base_reachable")
+
+FOREIGN_NFT = """
+table inet foreign {
+    map numbers { type inet_service : ipv4_addr; elements = { 80 : 10.1.1.1, 443 : 10.1.1.2 }; }
+    chain forward { type filter hook forward priority 0; policy accept; tcp dport 4444 drop; }
+    chain prerouting { type nat hook prerouting priority -100; ip daddr 192.0.2.250 dnat ip to tcp dport map @numbers; }
+}
+"""
+
+
+def snapshot(node: Node) -> dict[str, Any]:
+    """Everything of a node that could be different afterwards, in a form that compares and reads."""
+    run = node.namespace.run
+    links = json.loads(run("ip", "-j", "-d", "link"))
+    devices = [link["ifname"] for link in links]
+    state: dict[str, Any] = {
+        "links": links,
+        "addresses": _without(json.loads(run("ip", "-j", "addr")), "valid_life_time", "preferred_life_time"),
+        "routes": [run("ip", f"-{family}", "route", "show", "table", "all") for family in (4, 6)],
+        "rules": [run("ip", f"-{family}", "rule") for family in (4, 6)],
+        "qdiscs": json.loads(run("tc", "-j", "qdisc", "show")),
+        "filters": {
+            f"{device} {hook}": json.loads(run("tc", "-j", "filter", "show", "dev", device, hook) or "[]")
+            for device in devices
+            for hook in ("ingress", "egress")
+        },
+        "nft": [
+            entry for entry in json.loads(run("nft", "-j", "list", "ruleset"))["nftables"] if "metainfo" not in entry
+        ],
+        "sysctls": node.namespace.call(_sysctls),
+        "mounts": _mounts(),
+        "directory": sorted(str(path) for path in node.agent.directory.rglob("*")),
+    }
+    return state
+
+
+def _without(value: Any, *keys: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _without(each, *keys) for key, each in value.items() if key not in keys}
+    if isinstance(value, list):
+        return [_without(each, *keys) for each in value]
+    return value
+
+
+def _sysctls() -> dict[str, str]:
+    found = {}
+    for folder, _, names in os.walk("/proc/sys/net"):
+        for name in names:
+            path = f"{folder}/{name}"
+            if any(part in path for part in RESTLESS):
+                continue
+            try:
+                found[path] = Path(path).read_text()
+            except OSError:  # write-only
+                continue
+    return found
+
+
+def _mounts() -> list[str]:
+    """Mount points of this and of the first process, without those of other labs that may run beside this one."""
+    points = []
+    for pid in ("self", "1"):
+        with open(f"/proc/{pid}/mountinfo") as file:
+            points += [f"{pid} {line.split()[4]} {line.split(' - ')[1].split()[0]}" for line in file]
+    mine = f"/pep-{os.getpid()}-"
+    return sorted(point for point in points if "/pep-" not in point or mine in point)
+
+
+def cgroup_programs() -> set[int]:
+    """Ids of all programs attached to cgroups."""
+    root = "/sys/fs/cgroup/unified" if os.path.isdir("/sys/fs/cgroup/unified") else "/sys/fs/cgroup"
+    text = subprocess.run(["bpftool", "-j", "cgroup", "tree", root], capture_output=True, text=True, check=True).stdout
+    return {program["id"] for group in json.loads(text or "[]") for program in group.get("programs", [])}
+
+
+def our_cgroup_programs(before: set[int], node: Node) -> set[int]:
+    """Those of ``node``: other agents may come and go meanwhile, but only ours has these maps."""
+    shown = node.namespace.run("bpftool", "-j", "map", "show", "pinned", str(node.agent.pin("services")))
+    maps = {json.loads(shown)["id"]}
+    programs = json.loads(node.namespace.run("bpftool", "-j", "prog", "show"))
+    ours = {program["id"] for program in programs if maps & set(program.get("map_ids", []))}
+    return ours & (cgroup_programs() - before)
+
+
+@pytest.fixture(params=["alone", "with others"])
+def node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    with Lab() as lab:
+        first = lab.nodes[0]
+        WEB.endpoints = (lab.add_pod("web-1", first), lab.add_pod("web-2", lab.nodes[1]))
+        write_nodes(lab)
+        write_services(lab, WEB)
+        if request.param == "with others":
+            first.namespace.run("nft", "-f", "-", stdin=FOREIGN_NFT)
+            first.namespace.run("tc", "qdisc", "add", "dev", "eth0", "clsact")
+            for hook in ("ingress", "egress"):
+                first.namespace.run(
+                    "tc", "filter", "add", "dev", "eth0", hook, "protocol", "ip", "pref", "7", "u32",
+                    "match", "ip", "dport", "4445", "0xffff", "action", "drop",
+                )  # fmt: skip
+        yield first
+
+
+def test_cleanup_leaves_the_node_as_before(node: Node, lane: str, family: int) -> None:
+    lab = node.lab
+    web = WEB.target("LoadBalancer", node).address.of(family)
+    # The traffic of plain routing first, so that neighbours and caches are as they will be.
+    assert lab.client.call(ask, WEB.endpoints[0].address.of(family), 8080).kind == ANSWERED
+    cgroups_before = cgroup_programs()
+    before = snapshot(node)
+
+    node.agent.start(None, agent_lane(lane))
+    node.agent.wait_synced()
+    assert lab.client.call(ask, web, 80).kind == ANSWERED
+    assert node.namespace.call(ask, web, 80).kind == ANSWERED
+    during = snapshot(node)
+    for part in ("qdiscs", "filters", "nft", "directory"):
+        assert during[part] != before[part], part  # or this test sees nothing
+    mine = our_cgroup_programs(cgroups_before, node)
+    assert len(mine) == 8, mine
+    node.agent.stop()
+    assert snapshot(node)["filters"] == during["filters"]  # SIGTERM leaves everything
+
+    node.agent.cleanup()
+    after = snapshot(node)
+    for part, value in before.items():
+        assert after[part] == value, part
+    assert not mine & cgroup_programs()
+    assert lab.client.call(ask, web, 80, timeout=0.3).kind in (TIMED_OUT, UNREACHABLE)
+    node.agent.cleanup()  # a second time: nothing to do, and no error
+    assert snapshot(node)["filters"] == before["filters"]
+
+
+def test_where_no_bpffs_is_prepared() -> None:
+    """As after a plain ``ip netns exec``: the agent finds or mounts bpffs and cgroup2, and cleans both up."""
+    with Lab(nodes=1, own_bpffs=False) as lab:
+        node = lab.nodes[0]
+        WEB.endpoints = (lab.add_pod("web-1", node),)
+        write_nodes(lab)
+        write_services(lab, WEB)
+        mounts, directory = _mounts(), node.agent.directory
+        before = cgroup_programs()
+        node.agent.start()
+        node.agent.wait_synced()
+        address = WEB.target("LoadBalancer", node).address
+        assert lab.client.call(ask, address.v4, 80).kind == ANSWERED
+        assert node.namespace.call(ask, address.v6, 80).kind == ANSWERED
+        added = cgroup_programs() - before
+        assert added
+        node.agent.kill()
+        assert lab.client.call(ask, address.v4, 80).kind == ANSWERED
+        assert node.namespace.call(ask, address.v6, 80).kind == ANSWERED
+        node.agent.start()  # adopts what it pinned, wherever that was
+        node.agent.wait_synced()
+        assert lab.client.call(ask, address.v6, 80).kind == ANSWERED
+        node.agent.stop()
+        node.agent.cleanup()
+        assert _mounts() == mounts
+        assert not directory.exists() or not list(directory.rglob("*"))
+        assert lab.client.call(ask, address.v4, 80, timeout=0.3).answer is None
+        assert node.namespace.call(ask, address.v6, 80, timeout=0.3).answer is None
+
+
+def test_nodes_on_one_kernel_do_not_disturb_each_other(lane: str) -> None:
+    """--cleanup of one leaves the other's programs, pins and table alone."""
+    with Lab() as lab:
+        first, second = lab.nodes
+        WEB.endpoints = (lab.add_pod("web-1", first), lab.add_pod("web-2", second))
+        write_nodes(lab)
+        write_services(lab, WEB)
+        lab.start_agents(None, agent_lane(lane))
+        first.agent.stop()
+        first.agent.cleanup()
+        port = WEB.target("NodePort", second).ports["tcp"]
+        for address in second.address:
+            assert lab.client.call(ask, address, port).kind == ANSWERED
+            assert second.namespace.call(ask, address, port).kind == ANSWERED
+        for address in first.address:
+            assert lab.client.call(ask, address, port, timeout=0.3).answer is None

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's life and death under traffic: nothing that runs may notice it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import selectors
+import signal
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import agent_lane, moved, reasons, wait_until
+
+from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
+from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.lab.load import Load, failed
+from pyebpf_proxy.lab.manifests import Port
+from pyebpf_proxy.lab.namespace import Namespace, Task
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 10)
+ECHO = Kind("echo", 11)
+ECHO.ports = [Port("echo", 7, 7007, "TCP", 30011)]
+
+
+@pytest.fixture(scope="module")
+def living(lane: str) -> Iterator[Lab]:
+    with Lab() as lab:
+        first, second = lab.nodes
+        pods = (lab.add_pod("web-1", first), lab.add_pod("web-2", second))
+        lab.add_pod("toolbox", first)
+        WEB.endpoints = ECHO.endpoints = pods
+        write_nodes(lab)
+        write_services(lab, WEB, ECHO)
+        lab.start_agents(None, agent_lane(lane))
+        yield lab
+
+
+# ---- ports used again ------------------------------------------------------------
+
+
+def _reuse_ports(address: str, port: int, first: int, ports: int, count: int, reset: bool) -> tuple[int, float]:
+    """``count`` connections over few client ports; how many were answered, and the longest time one took."""
+    answered, slowest = 0, 0.0
+    for index in range(count):
+        begun = time.monotonic()
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
+            sock.settimeout(5)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("", first + index % ports))
+            try:
+                sock.connect((address, port))
+                sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                if reset:
+                    answered += sock.recv(4096).startswith(b"HTTP/1.1 200")
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                else:
+                    while data := sock.recv(4096):
+                        answered += data.startswith(b"HTTP/1.1 200")
+            except TimeoutError:
+                pass
+        slowest = max(slowest, time.monotonic() - begun)
+    return answered, slowest
+
+
+@pytest.mark.parametrize("ending", ["fin", "rst"])
+@pytest.mark.parametrize("who", ["toolbox", "client"])
+def test_client_ports_are_used_again_at_once(living: Lab, who: str, ending: str, family: int) -> None:
+    """2000 connections over 50 ports, as fast as they go: none may wait for a retransmitted SYN (one second)."""
+    node = living.nodes[0]
+    namespace = living.client if who == "client" else living.pods[who].namespace
+    target = WEB.target("LoadBalancer" if who == "client" else "ClusterIP", node)
+    before = reasons(node)
+    begun = time.monotonic()
+    first = 20_000 + family * 100 + (1000 if ending == "rst" else 0)
+    answered, slowest = namespace.call(
+        _reuse_ports, target.address.of(family), 80, first, 50, 2000, ending == "rst"
+    )
+    rate = 2000 / (time.monotonic() - begun)
+    assert answered == 2000
+    assert slowest < 0.9, f"one took {slowest:.2f} s at {rate:.0f} a second"
+    assert moved(before, reasons(node)).get("closing_flow_replaced", 0) > 0
+
+
+# ---- the agent ends and comes back --------------------------------------------------
+
+
+class Transfers:
+    """Connections that carry numbered data back and forth all the time; every byte is compared."""
+
+    def __init__(self, namespace: Namespace, address: str, port: int, count: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self._stop = context.Event()
+        self._rounds = context.RawArray("L", count)
+        self._task: Task[str] = namespace.start(_transfer, self._stop, self._rounds, address, port, count)
+
+    def least(self) -> int:
+        """Rounds of the connection that is furthest behind."""
+        return min(self._rounds)
+
+    def done(self) -> bool:
+        return self._task.done()
+
+    def stop(self) -> str:
+        """End them; what went wrong, empty if nothing."""
+        self._stop.set()
+        return self._task.result(30)
+
+
+def _transfer(stop: Any, rounds: Any, address: str, port: int, count: int) -> str:
+    selector = selectors.DefaultSelector()
+    block = 8192
+    for index in range(count):
+        sock = socket.create_connection((address, port), timeout=10)
+        sock.setblocking(False)
+        state = {"index": index, "sent": b"", "got": bytearray()}
+        selector.register(sock, selectors.EVENT_WRITE | selectors.EVENT_READ, state)
+    last = time.monotonic()
+    while not stop.is_set():
+        for key, events in selector.select(1):
+            sock, state = key.fileobj, key.data
+            try:
+                if events & selectors.EVENT_WRITE and not state["sent"]:
+                    number = rounds[state["index"]]
+                    state["sent"] = struct.pack("!Q", number * 1000 + state["index"]) * (block // 8)
+                    state["sent"] = state["sent"][: sock.send(state["sent"])]
+                    selector.modify(sock, selectors.EVENT_READ, state)
+                if events & selectors.EVENT_READ:
+                    data = sock.recv(block)
+                    if not data:
+                        return f"transfer {state['index']}: ended by the other side"
+                    state["got"] += data
+                    if len(state["got"]) >= len(state["sent"]) > 0:
+                        if bytes(state["got"]) != state["sent"]:
+                            return f"transfer {state['index']}: other bytes came back"
+                        state["sent"], state["got"] = b"", bytearray()
+                        rounds[state["index"]] += 1
+                        selector.modify(sock, selectors.EVENT_WRITE | selectors.EVENT_READ, state)
+                last = time.monotonic()
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                return f"transfer {state['index']}: {error}"
+        if time.monotonic() - last > 10:
+            return "nothing moves"
+    return ""
+
+
+class Traffic:
+    """20 transfers and as many new connections as the machine makes, both families, from outside and from a pod."""
+
+    def __init__(self, lab: Lab) -> None:
+        node = lab.nodes[0]
+        toolbox = lab.pods["toolbox"].namespace
+        vip, cluster_ip = ECHO.target("LoadBalancer", node).address, ECHO.target("ClusterIP", node).address
+        self.transfers = [
+            Transfers(namespace, address, 7, 5)
+            for namespace, address in (
+                (lab.client, vip.v4), (lab.client, vip.v6), (toolbox, cluster_ip.v4), (toolbox, cluster_ip.v6),
+            )
+        ]  # fmt: skip
+        web_vip, web_ip = WEB.target("LoadBalancer", node).address, WEB.target("ClusterIP", node).address
+        self.loads = [Load(lab.client, web_vip.v4, 80), Load(toolbox, web_ip.v6, 80)]
+        self.begun = time.monotonic()
+        self.more()
+
+    def more(self, connections: int = 400, rounds: int = 20) -> None:
+        """Wait until each load and each transfer has got on by so much since now."""
+        start = [load.made for load in self.loads]
+        least = [each.least() for each in self.transfers]
+        wait_until(
+            lambda: any(each.done() for each in self.transfers)
+            or (
+                all(load.made >= was + connections for load, was in zip(self.loads, start, strict=True))
+                and all(each.least() >= was + rounds for each, was in zip(self.transfers, least, strict=True))
+            ),
+            "transfers and new connections go on",
+            40,
+        )
+
+    def stop(self) -> float:
+        """End it all; nothing may have failed. New connections a second."""
+        took = time.monotonic() - self.begun
+        results = [load.stop() for load in self.loads]
+        problems = [text for each in self.transfers if (text := each.stop())]
+        assert not problems, problems
+        for load, samples in zip(self.loads, results, strict=True):
+            assert not failed(samples), (load.name, len(failed(samples)), failed(samples)[:3])
+        return sum(map(len, results)) / took
+
+
+def test_kill_9_in_the_middle_of_it_all(living: Lab, lane: str) -> None:
+    """20 transfers and 1000 new connections a second: the agents are killed, and started again; none fails."""
+    traffic = Traffic(living)
+    for node in living.nodes:
+        node.agent.kill()
+    traffic.more()
+    living.start_agents(None, agent_lane(lane))
+    traffic.more()
+    rate = traffic.stop()
+    assert rate > 500, f"only {rate:.0f} new connections a second: says little"
+
+
+def test_sigterm_leaves_everything_working(living: Lab, lane: str, family: int) -> None:
+    node = living.nodes[0]
+    traffic = Traffic(living)
+    try:
+        for each in living.nodes:
+            assert each.agent.stop() == 0
+        traffic.more()
+        for name in ("LoadBalancer", "NodePort"):
+            target = WEB.target(name, node)  # type: ignore[arg-type]
+            for protocol, port in target.ports.items():
+                outcomes = living.client.call(ask_many, 5, target.address.of(family), port, protocol)
+                assert {outcome.kind for outcome in outcomes} == {ANSWERED}
+        own = node.namespace.call(ask, WEB.target("ClusterIP", node).address.of(family), 80)
+        assert own.kind == ANSWERED
+    finally:
+        living.start_agents(None, agent_lane(lane))
+    traffic.more()
+    traffic.stop()
+
+
+def test_restart_with_the_same_objects_changes_no_map(living: Lab, lane: str) -> None:
+    node = living.nodes[0]
+    names = ("frontends4", "frontends6", "service_names", "tables", "backends4", "backends6", "endpoints4")
+    before = {name: _dump(node, name) for name in names}
+    assert all(before.values())
+    node.agent.signal(signal.SIGKILL)
+    node.agent.wait_ended()
+    node.agent.start(None, agent_lane(lane))
+    node.agent.wait_synced()
+    for name in names:
+        assert _dump(node, name) == before[name], name
+
+
+def _dump(node: Node, name: str) -> list[str]:
+    """The entries of a map that hold anything, as sorted text."""
+    dump = json.loads(node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin(name))))
+    entries = [entry["formatted"] for entry in dump]
+    return sorted(json.dumps(entry) for entry in entries if any(entry["value"].values()))
+
+
+def test_start_after_changes_prunes_and_applies(living: Lab, lane: str, family: int) -> None:
+    """While the agent is dead a service goes and another changes: both are so after its start, and not before."""
+    node = living.nodes[0]
+    gone = Kind("gone", 12)
+    gone.endpoints = WEB.endpoints
+    living.wait_synced(write_services(living, gone))
+    address = gone.target("LoadBalancer", node).address.of(family)
+    web = WEB.target("LoadBalancer", node).address.of(family)
+    assert living.client.call(ask, address, 80).kind == ANSWERED
+    frontends = len(_dump(node, "frontends4"))
+    both = WEB.endpoints
+    node.agent.kill()
+    try:
+        (living.manifests / "gone.yaml").unlink()
+        WEB.endpoints = both[1:]
+        write_services(living, WEB)
+        assert living.client.call(ask, address, 80).kind == ANSWERED
+        node.agent.start(None, agent_lane(lane))
+        node.agent.wait_synced()
+        assert living.client.call(ask, address, 80, timeout=0.3).answer is None
+        pods = {outcome.answer.pod for outcome in living.client.call(ask_many, 20, web, 80) if outcome.answer}
+        assert pods == {"web-2"}
+        assert len(_dump(node, "frontends4")) == frontends - 8  # ClusterIP, externalIP, VIP, NodePort × TCP, UDP
+    finally:
+        WEB.endpoints = both
+        if node.agent.process is None:
+            node.agent.start(None, agent_lane(lane))
+        living.wait_synced(write_services(living, WEB))
+
+
+def test_a_pod_that_comes_later_is_served(living: Lab, family: int) -> None:
+    """New interfaces are followed: a pod made while the agent runs reaches services, and not by luck of the order."""
+    node = living.nodes[0]
+    pod = living.add_pod(f"late-{family}", node, serve=False)
+    filters = ("tc", "filter", "show", "dev", pod.device, "ingress")
+    wait_until(lambda: "bpf" in node.namespace.run(*filters), "our program is on the new pod's device")
+    target = WEB.target("ClusterIP", node)
+    for protocol, port in target.ports.items():
+        outcome = pod.namespace.call(ask, target.address.of(family), port, protocol)
+        assert outcome.answer is not None, outcome
+        assert outcome.answer.peer[0] == pod.address.of(family)
+
+
+def test_an_address_that_comes_later_serves_node_ports(living: Lab, family: int, protocol: str) -> None:
+    node = living.nodes[0]
+    address = {4: "192.0.2.200", 6: "2001:db8:1::200"}[family]
+    length = {4: "/24", 6: "/64 nodad"}[family].split()
+    port = WEB.target("NodePort", node).ports[protocol]
+    assert living.client.call(ask, address, port, protocol, timeout=0.3).answer is None
+    node.namespace.ip(" ".join([f"addr add {address}{length[0]} dev eth0", *length[1:]]))
+    try:
+        wait_until(
+            lambda: living.client.call(ask, address, port, protocol, timeout=0.5).kind == ANSWERED,
+            "the new address serves NodePorts",
+        )
+    finally:
+        node.namespace.ip(f"addr del {address}{length[0]} dev eth0")

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node's own processes: served at connect and sendmsg, without NAT (spec/service-semantics §§5, 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import agent_lane, moved, reasons
+
+from pyebpf_proxy.lab.addresses import Dual
+from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask, ask_many
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.load import Load, failed
+from pyebpf_proxy.lab.servers import Ports
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 10)
+EMPTY = Kind("empty", 11)
+HOST = Kind("host", 12)
+LOOPBACK = Dual("127.0.0.1", "::1")
+
+
+@pytest.fixture(scope="module")
+def node_lab() -> Iterator[Lab]:
+    """Both lanes share this path, so one lab with the agent's own choice is enough."""
+    with Lab() as lab:
+        first, second = lab.nodes
+        WEB.endpoints = (lab.add_pod("web-1", first), lab.add_pod("web-2", second))
+        write_nodes(lab)
+        write_services(lab, WEB, EMPTY)
+        lab.start_agents(None, agent_lane("direct"))
+        yield lab
+
+
+@pytest.fixture(autouse=True)
+def usual_configuration(node_lab: Lab) -> Iterator[None]:
+    """A test that restarts the agents otherwise says so; the next one finds them as usual."""
+    yield
+    for node in node_lab.nodes:
+        if node.agent.process is None:
+            node.agent.start(None, agent_lane("direct"))
+            node.agent.wait_synced()
+
+
+def test_tcp_is_connected_straight_to_the_endpoint(node_lab: Lab, family: int) -> None:
+    node = node_lab.nodes[0]
+    before = reasons(node)
+    address = WEB.target("ClusterIP", node).address.of(family)
+    outcomes = node.namespace.call(ask_many, 20, address, 80)
+    assert {outcome.kind for outcome in outcomes} == {ANSWERED}
+    counted = moved(before, reasons(node))
+    assert counted == {"new_flow_socket": 20}, counted  # no packet of it was translated
+    for outcome in outcomes:
+        assert outcome.answer is not None
+        # No NAT on the way: the endpoint sees the very address and port that the socket has.
+        assert outcome.answer.peer == outcome.local
+
+
+def test_getpeername_shows_the_service(node_lab: Lab, family: int, protocol: str) -> None:
+    node = node_lab.nodes[0]
+    for kind in ("ClusterIP", "LoadBalancer", "NodePort"):
+        target = WEB.target(kind, node)  # type: ignore[arg-type]
+        asked = (target.address.of(family), target.ports[protocol])
+        outcome = node.namespace.call(ask, *asked, protocol)
+        assert outcome.kind == ANSWERED, outcome
+        assert outcome.peer == asked
+
+
+def test_unconnected_udp_answers_seem_to_come_from_the_service(node_lab: Lab, family: int) -> None:
+    node = node_lab.nodes[0]
+    for kind in ("ClusterIP", "LoadBalancer", "NodePort"):
+        target = WEB.target(kind, node)  # type: ignore[arg-type]
+        asked = (target.address.of(family), target.ports["udp"])
+        for outcome in node.namespace.call(ask_many, 8, *asked, "udp", connected=False):
+            assert outcome.kind == ANSWERED, outcome
+            assert outcome.peer == asked
+
+
+def test_unconnected_udp_to_a_pod_itself_keeps_the_pods_address(node_lab: Lab, family: int) -> None:
+    pod = WEB.endpoints[1]
+    asked = (pod.address.of(family), 5353)
+    outcome = node_lab.nodes[0].namespace.call(ask, *asked, "udp", connected=False)
+    assert outcome.peer == asked, outcome
+
+
+def test_no_endpoints_is_econnrefused(node_lab: Lab, family: int, protocol: str) -> None:
+    node = node_lab.nodes[0]
+    for kind in ("ClusterIP", "LoadBalancer", "NodePort"):
+        target = EMPTY.target(kind, node)  # type: ignore[arg-type]
+        asked = (target.address.of(family), target.ports[protocol])
+        outcome = node.namespace.call(ask, *asked, protocol)
+        assert outcome.kind == REFUSED, outcome
+        assert outcome.took < 0.5, outcome
+    if protocol == "udp":
+        assert node.namespace.call(ask, *asked, "udp", connected=False).kind == REFUSED
+
+
+def test_only_sockets_of_the_agents_own_namespace(node_lab: Lab, family: int) -> None:
+    """All these processes are in one cgroup. The core has no agent and no route to ClusterIPs: nobody may answer."""
+    address = WEB.target("ClusterIP", node_lab.nodes[0]).address.of(family)
+    before = [reasons(node) for node in node_lab.nodes]
+    outcome = node_lab.core.call(ask, address, 80, timeout=0.5)
+    assert outcome.answer is None, outcome
+    assert [reasons(node) for node in node_lab.nodes] == before
+    # and each node's programs serve their own node only
+    for index, node in enumerate(node_lab.nodes):
+        assert node.namespace.call(ask, address, 80).kind == ANSWERED
+        counted = [moved(old, reasons(each)) for old, each in zip(before, node_lab.nodes, strict=True)]
+        assert counted[index] == {"new_flow_socket": 1}
+        before = [reasons(each) for each in node_lab.nodes]
+
+
+def test_node_port_on_every_address_of_the_node(node_lab: Lab, family: int, protocol: str) -> None:
+    node = node_lab.nodes[0]
+    for address in (node.address.of(family), node.gateway.of(family)):
+        port = WEB.target("NodePort", node).ports[protocol]
+        outcome = node.namespace.call(ask, address, port, protocol)
+        assert outcome.kind == ANSWERED, (address, outcome)
+        assert outcome.peer == (address, port)
+
+
+def test_node_port_on_loopback_is_for_ipv4_in_iptables_mode(node_lab: Lab, family: int, protocol: str) -> None:
+    node = node_lab.nodes[0]
+    port = WEB.target("NodePort", node).ports[protocol]
+    outcome = node.namespace.call(ask, LOOPBACK.of(family), port, protocol)
+    assert outcome.kind == (ANSWERED if family == 4 else REFUSED), outcome
+    if family == 4:
+        assert outcome.peer == ("127.0.0.1", port)
+        other = node.namespace.call(ask, "127.1.2.3", port, protocol)
+        assert other.kind == ANSWERED, other
+
+
+@pytest.mark.parametrize("config", [
+    {"iptables": {"localhostNodePorts": False, "minSyncPeriod": "10ms"}},
+    {"mode": "nftables", "nftables": {"minSyncPeriod": "10ms"}},
+], ids=["switched off", "nftables"])  # fmt: skip
+def test_node_port_on_loopback_switched_off(node_lab: Lab, config: dict[str, object]) -> None:
+    node = node_lab.nodes[0]
+    node.agent.stop()
+    node.agent.start(config)
+    node.agent.wait_synced()
+    for protocol, port in WEB.target("NodePort", node).ports.items():
+        assert node.namespace.call(ask, "127.0.0.1", port, protocol).kind == REFUSED
+        assert node.namespace.call(ask, node.address.v4, port, protocol).kind == ANSWERED
+    node.agent.stop()
+
+
+def test_node_port_addresses_select_where_node_ports_are_served(node_lab: Lab, family: int, protocol: str) -> None:
+    node = node_lab.nodes[0]
+    node.agent.stop()
+    node.agent.start({"nodePortAddresses": ["192.0.2.0/24", "2001:db8:1::/64"]})
+    node.agent.wait_synced()
+    port = WEB.target("NodePort", node).ports[protocol]
+    for namespace in (node.namespace, node_lab.client):
+        assert namespace.call(ask, node.address.of(family), port, protocol).kind == ANSWERED
+        assert namespace.call(ask, node.gateway.of(family), port, protocol).kind == REFUSED
+    node.agent.stop()
+
+
+def test_endpoint_in_the_nodes_own_network(node_lab: Lab, family: int, protocol: str) -> None:
+    """A pod with hostNetwork: its address is the node's own, outside the pod network."""
+    first, second = node_lab.nodes
+    first.serve(Ports(http=(9080,), echo=(), udp=(9053,)))
+    target_port = {"tcp": 9080, "udp": 9053}[protocol]
+    port = next(each for each in HOST.ports if each.protocol == protocol.upper())
+    port.target = target_port
+    HOST.endpoints = ()
+    objects = HOST.objects()
+    for index, made in enumerate(objects[1:]):
+        made["endpoints"] = [{"addresses": [first.address[index]], "nodeName": first.name}]
+    try:
+        node_lab.wait_synced(node_lab.write("host.yaml", objects))
+        asked = (HOST.target("ClusterIP", first).address.of(family), port.port, protocol)
+        outside = HOST.target("LoadBalancer", first)
+        namespaces = [first.namespace, second.namespace, WEB.endpoints[0].namespace, WEB.endpoints[1].namespace]
+        outcomes = [namespace.call(ask, *asked) for namespace in namespaces]
+        outcomes.append(node_lab.client.call(ask, outside.address.of(family), port.port, protocol))
+        for outcome in outcomes:
+            assert outcome.answer is not None, outcome
+            assert outcome.answer.pod == "host-node1"
+        # pod sources are kept towards the ClusterIP
+        for pod, outcome in zip(WEB.endpoints, outcomes[2:4], strict=True):
+            assert outcome.answer is not None
+            assert outcome.answer.peer[0] == pod.address.of(family)
+    finally:
+        first.stop_servers()
+        first._servers.clear()
+
+
+def test_sockets_survive_the_agent(node_lab: Lab) -> None:
+    """connect goes on while the agent is stopped and started."""
+    node = node_lab.nodes[0]
+    target = WEB.target("ClusterIP", node)
+    loads = [Load(node.namespace, target.address.v4, 80), Load(node.namespace, target.address.v6, 53, "udp")]
+    node.agent.kill()
+    node.agent.start()
+    node.agent.wait_synced()
+    for load in loads:
+        samples = load.stop()
+        assert samples
+        assert not failed(samples)

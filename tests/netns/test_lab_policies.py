@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Affinity, source ranges, and what becomes of flows when endpoints change (spec/service-semantics §§4, 7, 10)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import agent_lane, moved, reasons, wait_until
+
+from pyebpf_proxy.lab.addresses import CLIENT
+from pyebpf_proxy.lab.client import ANSWERED, REFUSED, TIMED_OUT, ask, ask_many
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.load import Load, failed, first_answer, last_answer
+from pyebpf_proxy.lab.manifests import Port
+from pyebpf_proxy.lab.scenario import DROPPED_AFTER
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+STICKY = Kind("sticky", 10, sessionAffinity="ClientIP", sessionAffinityConfig={"clientIP": {"timeoutSeconds": 600}})
+CLIENT_ONLY = Kind("client-only", 11, loadBalancerSourceRanges=[f"{CLIENT.v4}/32", f"{CLIENT.v6}/128"])
+CHANGING = Kind("changing", 12)
+SECOND_ADDRESS = {4: "198.51.100.77", 6: "2001:db8:2::77"}
+
+
+@pytest.fixture(scope="module")
+def policies(lane: str) -> Iterator[Lab]:
+    with Lab() as lab:
+        first, second = lab.nodes
+        pods = [lab.add_pod("web-1", first), lab.add_pod("web-2", second), lab.add_pod("web-3", first)]
+        lab.add_pod("toolbox", first)
+        STICKY.endpoints = tuple(pods)
+        CLIENT_ONLY.endpoints = tuple(pods[:2])
+        CHANGING.endpoints = tuple(pods[:2])
+        write_nodes(lab)
+        write_services(lab, STICKY, CLIENT_ONLY, CHANGING)
+        lab.client.ip(f"addr add {SECOND_ADDRESS[4]}/24 dev eth0", f"addr add {SECOND_ADDRESS[6]}/64 dev eth0 nodad")
+        lab.start_agents(None, agent_lane(lane))
+        yield lab
+
+
+def test_a_client_stays_with_its_endpoint_on_every_address(policies: Lab, family: int, protocol: str) -> None:
+    node = policies.nodes[0]
+    seen = set()
+    for name in ("ExternalIP", "LoadBalancer", "NodePort"):
+        target = STICKY.target(name, node)  # type: ignore[arg-type]
+        asked = (target.address.of(family), target.ports[protocol], protocol)
+        outcomes = policies.client.call(ask_many, 8, *asked, source=CLIENT.of(family))
+        seen |= {outcome.answer.pod if outcome.answer else outcome.kind for outcome in outcomes}
+    assert len(seen) == 1, seen
+    assert seen < {"web-1", "web-2", "web-3"}
+
+
+def test_affinity_ends_with_the_endpoint(policies: Lab, family: int) -> None:
+    target = STICKY.target("LoadBalancer", policies.nodes[0])
+    asked = (target.address.of(family), 80)
+    answer = policies.client.call(ask, *asked).answer
+    assert answer is not None
+    everybody = STICKY.endpoints
+    try:
+        STICKY.endpoints = tuple(pod for pod in everybody if pod.name != answer.pod)
+        policies.wait_synced(write_services(policies, STICKY))
+        outcomes = policies.client.call(ask_many, 10, *asked)
+        assert all(outcome.kind == ANSWERED for outcome in outcomes)
+        others = {outcome.answer.pod for outcome in outcomes if outcome.answer}
+        assert len(others) == 1
+        assert answer.pod not in others
+    finally:
+        STICKY.endpoints = everybody
+        policies.wait_synced(write_services(policies, STICKY))
+
+
+def test_source_ranges_guard_the_vip_only(policies: Lab, family: int, protocol: str) -> None:
+    node = policies.nodes[0]
+    vip = CLIENT_ONLY.target("LoadBalancer", node)
+    port = vip.ports[protocol]
+    allowed, other = CLIENT.of(family), SECOND_ADDRESS[family]
+    assert policies.client.call(ask, vip.address.of(family), port, protocol, source=allowed).kind == ANSWERED
+    before = reasons(node)
+    for namespace, source in ((policies.client, other), (policies.pods["toolbox"].namespace, None)):
+        outcome = namespace.call(ask, vip.address.of(family), port, protocol, source=source, timeout=DROPPED_AFTER)
+        assert outcome.kind == TIMED_OUT, outcome
+    assert moved(before, reasons(node)).get("drop_source_range", 0) >= 2
+    for name in ("ExternalIP", "NodePort"):
+        target = CLIENT_ONLY.target(name, node)  # type: ignore[arg-type]
+        asked = (target.address.of(family), target.ports[protocol], protocol)
+        assert policies.client.call(ask, *asked, source=other).kind == ANSWERED
+
+
+def test_endpoints_come_and_go_under_load_without_a_failure(policies: Lab, family: int, protocol: str) -> None:
+    node = policies.nodes[0]
+    vip, cluster_ip = CHANGING.target("LoadBalancer", node), CHANGING.target("ClusterIP", node)
+    loads = [
+        Load(policies.client, vip.address.of(family), vip.ports[protocol], protocol),
+        Load(policies.pods["toolbox"].namespace, cluster_ip.address.of(family), vip.ports[protocol], protocol),
+        Load(node.namespace, cluster_ip.address.of(family), vip.ports[protocol], protocol),
+    ]
+    all_three = tuple(policies.pods[name] for name in ("web-1", "web-2", "web-3"))
+    moments = []
+    try:
+        for endpoints in (all_three, all_three[:2], all_three, all_three[:2]):
+            CHANGING.endpoints = endpoints
+            moments.append(time.monotonic())
+            policies.wait_synced(write_services(policies, CHANGING))
+            start = [load.made for load in loads]
+            wait_until(
+                lambda start=start: all(load.made >= was + 60 for load, was in zip(loads, start, strict=True)),
+                "60 more requests of each load",
+            )
+    finally:
+        CHANGING.endpoints = all_three[:2]
+        results = [load.stop() for load in loads]
+    for load, samples in zip(loads, results, strict=True):
+        assert not failed(samples), (load.name, failed(samples)[:3])
+        arrived = first_answer(samples, "web-3", moments[2])
+        assert arrived is not None, load.name
+        assert moments[2] + arrived < moments[3]
+        assert last_answer(samples, "web-3", moments[3]) < 2.0
+        assert samples[-1].pod != "web-3"
+
+
+def test_a_udp_flow_leaves_an_endpoint_that_is_gone(policies: Lab, family: int) -> None:
+    """Same client port, so the same flow: the next datagram finds a living endpoint."""
+    node = policies.nodes[0]
+    vip = CHANGING.target("LoadBalancer", node)
+    asked = (vip.address.of(family), 53, "udp")
+    old, new = policies.pods["web-1"], policies.pods["web-2"]
+    pods = []
+    try:
+        for endpoints in ((old,), (new,)):
+            CHANGING.endpoints = endpoints
+            policies.wait_synced(write_services(policies, CHANGING))
+            for _ in range(3):
+                outcome = policies.client.call(ask, *asked, source_port=20_000 + family)
+                assert outcome.answer is not None, outcome
+                pods.append(outcome.answer.pod)
+    finally:
+        CHANGING.endpoints = (old, new)
+        policies.wait_synced(write_services(policies, CHANGING))
+    assert pods == ["web-1"] * 3 + ["web-2"] * 3
+
+
+def test_a_udp_flow_made_before_there_were_endpoints_heals(policies: Lab, family: int) -> None:
+    vip = CHANGING.target("LoadBalancer", policies.nodes[0])
+    asked = (vip.address.of(family), 53, "udp")
+    both = CHANGING.endpoints
+    try:
+        CHANGING.endpoints = ()
+        policies.wait_synced(write_services(policies, CHANGING))
+        assert policies.client.call(ask, *asked, source_port=20_100 + family).kind == REFUSED
+    finally:
+        CHANGING.endpoints = both
+        policies.wait_synced(write_services(policies, CHANGING))
+    assert policies.client.call(ask, *asked, source_port=20_100 + family).kind == ANSWERED
+
+
+def _echo(address: str, port: int, rounds: object) -> int:
+    """A connection that lives as long as the other end of the pipe says so; how many echoes came back."""
+    done = 0
+    with socket.create_connection((address, port), timeout=10) as sock:
+        rounds.send("up")  # type: ignore[attr-defined]
+        while rounds.recv():  # type: ignore[attr-defined]
+            sock.sendall(b"x" * 1000)
+            got = 0
+            while got < 1000:
+                got += len(sock.recv(1000 - got))
+            done += 1
+            rounds.send("echoed")  # type: ignore[attr-defined]
+    return done
+
+
+def test_a_tcp_connection_outlives_its_endpoints_and_its_service(policies: Lab, family: int) -> None:
+    """Whatever happens to the service, connections that exist go on (§10)."""
+    echo = Kind("echo", 13)
+    echo.ports = [Port("echo", 7, 7007, "TCP", 30013)]
+    echo.endpoints = (policies.pods["web-2"],)
+    policies.wait_synced(write_services(policies, echo))
+    target = echo.target("LoadBalancer", policies.nodes[0])
+    here, there = multiprocessing.Pipe()
+    task = policies.client.start(_echo, target.address.of(family), 7, there)
+
+    def one_more() -> None:
+        here.send(True)
+        assert here.poll(10)
+        assert here.recv() == "echoed"
+
+    assert here.recv() == "up"
+    one_more()
+    echo.endpoints = (policies.pods["web-1"],)
+    policies.wait_synced(write_services(policies, echo))
+    one_more()
+    echo.endpoints = ()
+    policies.wait_synced(write_services(policies, echo))
+    one_more()
+    (policies.manifests / "echo.yaml").unlink()
+    answer = lambda: policies.client.call(ask, target.address.of(family), 7, timeout=0.3).kind  # noqa: E731
+    wait_until(lambda: answer() != REFUSED, "the service is gone")
+    one_more()
+    here.send(False)
+    assert task.result() == 4
