@@ -268,7 +268,9 @@ def test_a_device_without_an_address_borrows_the_first_device_s() -> None:
     found = masquerade(LO, ETH0, ETH1, Link(4, "veth4", ARPHRD_ETHER, "veth"), addresses=addresses)
     assert masquerade_lookup(found, 4, "10.244.0.5") == "192.0.2.10"
     found = masquerade(LO, ETH0, ETH1, addresses=(on(1, "192.0.2.99/32"), *addresses[:1]))
-    assert masquerade_lookup(found, 2, "8.8.8.8") == "192.0.2.99", "a global address on lo comes first, as in the kernel"
+    assert masquerade_lookup(found, 2, "8.8.8.8") == "192.0.2.99", (
+        "a global address on lo comes first, as in the kernel"
+    )
 
 
 def test_the_loopback_address_is_not_borrowed() -> None:

@@ -156,9 +156,7 @@ def test_a_program_that_the_kernel_refuses_leaves_no_qdisc(filters: Filters, dev
     assert filters.recorded() == []
 
 
-def test_a_device_that_is_gone_is_no_error(
-    filters: Filters, device: int, fds: tuple[int, int], shell: Shell
-) -> None:
+def test_a_device_that_is_gone_is_no_error(filters: Filters, device: int, fds: tuple[int, int], shell: Shell) -> None:
     filters.attach(device, "v0", fds[0])
     shell("ip link del v0")
     assert not filters.attach(device, "v0", fds[0])
@@ -166,9 +164,7 @@ def test_a_device_that_is_gone_is_no_error(
     assert filters.recorded() == []
 
 
-def test_a_renamed_device_keeps_its_record(
-    filters: Filters, device: int, fds: tuple[int, int], shell: Shell
-) -> None:
+def test_a_renamed_device_keeps_its_record(filters: Filters, device: int, fds: tuple[int, int], shell: Shell) -> None:
     filters.attach(device, "v0", fds[0])
     shell("ip link set v0 name pod0")
     before = shell("tc qdisc show dev pod0")

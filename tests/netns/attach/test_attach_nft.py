@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our nftables table: what it does to packets that carry a program's decision, and what it leaves alone.
+
+In place of the program a chain of the test's own sets the packet's priority and mark, early in prerouting.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import re
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from pyebpf_proxy.datapath import nft
+from pyebpf_proxy.datapath.nft import NftError, Table, Target
+
+from .conftest import Router, Shell
+
+pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
+
+MARK = 0x4000
+BACKEND = 0x123456
+SECONDS = 5.0
+SCTP = 132
+
+
+@pytest.fixture
+def table(namespace: None) -> Table:
+    return Table()
+
+
+@pytest.fixture(params=(4, 6), ids=("ipv4", "ipv6"))
+def family(request: pytest.FixtureRequest) -> int:
+    value: int = request.param
+    return value
+
+
+def packed(text: str) -> bytes:
+    return ipaddress.ip_address(text).packed
+
+
+def af(family: int) -> int:
+    return socket.AF_INET if family == 4 else socket.AF_INET6
+
+
+def decide(shell: Shell, statement: str, match: str = "meta mark 0") -> None:
+    """What the program would have decided for packets from the client that match. The mark 8 is somebody else's."""
+    shell(f"""nft -f - <<'END'
+        table inet decision {{
+            chain early {{
+                type filter hook prerouting priority -300
+                iifname c0 {match} {statement}
+            }}
+            chain late {{
+                type filter hook postrouting priority 102
+                oifname s0 meta mark & {MARK:#x} != 0 counter comment "ours left"
+                oifname s0 meta mark 8 counter comment "others kept"
+            }}
+        }}
+END""")
+
+
+def counted(shell: Shell, comment: str) -> int:
+    found = re.search(rf'packets (\d+) bytes \d+ comment "{comment}"', shell("nft list chain inet decision late"))
+    assert found
+    return int(found[1])
+
+
+def exchange(router: Router, family: int, protocol: str, destination: tuple[str, int]) -> tuple[str, str]:
+    """One request from the client and an answer. Returns the source the server saw and the one the client saw."""
+    kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
+    with router.inside("server"):
+        server = socket.socket(af(family), kind)
+    with router.inside("client"):
+        client = socket.socket(af(family), kind)
+    with closing(server), closing(client):
+        server.settimeout(SECONDS)
+        client.settimeout(SECONDS)
+        server.bind((router.SERVER[family], 8080))
+        if protocol == "udp":
+            client.sendto(b"question", destination)
+            _, source = server.recvfrom(100)
+            server.sendto(b"answer", source)
+            _, answered = client.recvfrom(100)
+            return source[0], answered[0]
+        server.listen()
+        client.connect(destination)
+        connection, source = server.accept()
+        with closing(connection):
+            return source[0], client.getpeername()[0]
+
+
+# ---- translating ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_the_chosen_backend_is_reached_with_the_client_s_address(
+    protocol: str, family: int, router: Router, table: Table, shell: Shell
+) -> None:
+    table.ensure(MARK)
+    table.update({BACKEND: (packed(router.SERVER[family]), 8080)})
+    decide(shell, "meta priority set eb12:3456")
+    seen, answered = exchange(router, family, protocol, (router.VIP[family], 80))
+    assert seen == router.CLIENT[family]
+    assert answered == router.VIP[family]
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_the_masquerade_bit_hides_the_client_and_only_that_bit_is_cleared(
+    protocol: str, family: int, router: Router, table: Table, shell: Shell
+) -> None:
+    table.ensure(MARK)
+    table.update({BACKEND: (packed(router.SERVER[family]), 8080)})
+    decide(shell, f"meta priority set eb12:3456 meta mark set {MARK | 8:#x}")
+    seen, answered = exchange(router, family, protocol, (router.VIP[family], 80))
+    assert seen == router.TOWARDS_SERVER[family]
+    assert answered == router.VIP[family]
+    assert counted(shell, "ours left") == 0
+    assert counted(shell, "others kept") > 0
+
+
+def test_sctp_is_translated(family: int, router: Router, table: Table, shell: Shell) -> None:
+    table.ensure(MARK)
+    table.update({BACKEND: (packed(router.SERVER[family]), 9999)})
+    decide(shell, "meta priority set eb12:3456")
+    with router.inside("server"):
+        server = socket.socket(af(family), socket.SOCK_RAW, SCTP)
+    with router.inside("client"):
+        client = socket.socket(af(family), socket.SOCK_RAW, SCTP)
+    with closing(server), closing(client):
+        server.settimeout(SECONDS)
+        client.sendto(sctp_init(40000, 7), (router.VIP[family], 0))
+        data = server.recv(2000)
+    offset = 20 if family == 4 else 0
+    assert struct.unpack_from("!HH", data, offset) == (40000, 9999)
+
+
+def sctp_init(source: int, destination: int) -> bytes:
+    chunk = struct.pack("!BBHIIHHI", 1, 0, 20, 0xABCD, 65536, 1, 1, 1)
+    head = struct.pack("!HHI", source, destination, 0)
+    return head + struct.pack("<I", crc32c(head + bytes(4) + chunk)) + chunk
+
+
+def crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def test_other_packets_are_left_alone(family: int, router: Router, table: Table, shell: Shell) -> None:
+    table.ensure(MARK)
+    table.update({BACKEND: (packed(router.VIP[family]), 1)})
+    decide(shell, "meta priority set eb12:3457 meta mark set 8")
+    seen, _ = exchange(router, family, "udp", (router.SERVER[family], 8080))
+    assert seen == router.CLIENT[family]
+    assert counted(shell, "others kept") > 0
+
+
+# ---- the hooks that entries made directly in conntrack need ----------------------
+
+
+def test_an_entry_written_into_conntrack_is_translated_and_its_bit_cleared(
+    family: int, router: Router, table: Table, shell: Shell
+) -> None:
+    """Such a flow meets no nat chain: this is how the direct lane's flows look to the kernel."""
+    table.ensure(MARK)
+    decide(shell, f"meta mark set {MARK | 8:#x}")
+    with router.inside("server"):
+        server = socket.socket(af(family), socket.SOCK_DGRAM)
+    with router.inside("client"):
+        client = socket.socket(af(family), socket.SOCK_DGRAM)
+    with closing(server), closing(client):
+        server.bind((router.SERVER[family], 8080))
+        client.bind((router.CLIENT[family], 40001))
+        backend = router.SERVER[family] if family == 4 else f"[{router.SERVER[family]}]"
+        shell(
+            f"conntrack -I -p udp -t 60 -s {router.CLIENT[family]} -d {router.VIP[family]} "
+            f"--sport 40001 --dport 80 --dst-nat {backend}:8080"
+        )
+        server.settimeout(SECONDS)
+        client.settimeout(SECONDS)
+        client.sendto(b"question", (router.VIP[family], 80))
+        _, source = server.recvfrom(100)
+        assert source[:2] == (router.CLIENT[family], 40001)
+        server.sendto(b"answer", source)
+        assert client.recvfrom(100)[1][:2] == (router.VIP[family], 80)
+    assert counted(shell, "ours left") == 0
+    assert counted(shell, "others kept") > 0
+
+
+def test_conntrack_is_live_only_with_the_table(family: int, router: Router, table: Table, shell: Shell) -> None:
+    def tracked() -> bool:
+        exchange(router, family, "udp", (router.SERVER[family], 8080))
+        return router.CLIENT[family] in shell(f"conntrack -L -f ipv{family} 2>/dev/null")
+
+    assert not tracked()
+    table.ensure(MARK)
+    assert tracked()
+
+
+# ---- rejecting ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("local", [False, True], ids=["forwarded", "local"])
+def test_reject_is_a_port_unreachable_from_the_node(
+    local: bool, protocol: str, family: int, router: Router, table: Table, shell: Shell
+) -> None:
+    table.ensure(MARK)
+    decide(shell, "meta priority set ec00:1", match="meta l4proto { tcp, udp }")
+    target = router.TOWARDS_SERVER[family] if local else router.VIP[family]
+    kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
+    icmp = socket.IPPROTO_ICMP if family == 4 else socket.IPPROTO_ICMPV6
+    with closing(socket.socket(af(family), kind)) as listener:
+        # A listener on the node must not see it: else a closed port would explain the refusal.
+        listener.bind((router.TOWARDS_SERVER[family], 9090))
+        if protocol == "tcp":
+            listener.listen()
+        with router.inside("client"):
+            client = socket.socket(af(family), kind)
+            watcher = socket.socket(af(family), socket.SOCK_RAW, icmp)
+        with closing(client), closing(watcher):
+            client.settimeout(SECONDS)
+            watcher.settimeout(SECONDS)
+            with pytest.raises(ConnectionRefusedError):
+                client.connect((target, 9090))
+                client.send(b"question")
+                client.recv(100)
+            unreachable = (3, 3) if family == 4 else (1, 4)
+            while True:
+                data, source = watcher.recvfrom(2000)
+                if struct.unpack_from("BB", data, 20 if family == 4 else 0) == unreachable:
+                    break
+            assert source[0] == (target if local else router.TOWARDS_CLIENT[family])
+
+
+# ---- the table itself ----------------------------------------------------------------
+
+TARGETS = {1: Target(packed("10.0.0.1"), 80), 0xFFFFFF: Target(packed("fd00::1"), 65535)}
+
+
+def test_a_restart_keeps_elements_and_renews_rules(table: Table, shell: Shell) -> None:
+    table.ensure(MARK)
+    table.update(TARGETS)
+    shell(f"nft flush chain inet {table.name} translate")
+    again = Table()
+    again.ensure(0x8000)
+    assert again.elements == TARGETS
+    rules = shell(f"nft list table inet {table.name}")
+    assert rules.count("dnat ip") == 2
+    assert "0x00008000" in rules
+    assert "0x00004000" not in rules
+
+
+def test_ensure_twice_changes_nothing(table: Table, shell: Shell) -> None:
+    table.ensure(MARK)
+    table.update(TARGETS)
+    before = shell("nft list ruleset")
+    table.ensure(MARK)
+    Table().ensure(MARK)
+    assert shell("nft list ruleset") == before
+
+
+def test_a_table_of_another_shape_is_replaced_with_its_elements(table: Table, shell: Shell) -> None:
+    table.ensure(MARK)
+    table.update(TARGETS)
+    wanted = shell("nft list ruleset")
+    shell(f"nft add chain inet {table.name} left_over")
+    shell(f"nft delete chain inet {table.name} reject_local")
+    again = Table()
+    again.ensure(MARK)
+    assert sorted(shell("nft list ruleset").splitlines()) == sorted(wanted.splitlines())
+
+
+def test_update_changes_adds_and_removes(table: Table, shell: Shell) -> None:
+    table.ensure(MARK)
+    table.update(TARGETS)
+    table.update({1: (packed("10.0.0.2"), 81), 2: (packed("10.0.0.3"), 82)}, [0xFFFFFF, 77])
+    expected = {1: Target(packed("10.0.0.2"), 81), 2: Target(packed("10.0.0.3"), 82)}
+    again = Table()
+    again.ensure(MARK)
+    assert table.elements == again.elements == expected
+    again.replace(TARGETS)
+    third = Table()
+    third.ensure(MARK)
+    assert third.elements == TARGETS
+
+
+@pytest.mark.parametrize("how", ["nft flush ruleset", f"nft flush table inet {nft.TABLE}"])
+def test_a_table_that_others_flushed_is_made_again_whole(how: str, table: Table, shell: Shell) -> None:
+    table.ensure(MARK)
+    table.update(TARGETS)
+    wanted = shell("nft list ruleset")
+    shell(how)
+    table.ensure(MARK)
+    assert sorted(shell("nft list ruleset").splitlines()) == sorted(wanted.splitlines())
+    shell("nft flush ruleset")
+    table.update({}, [1])
+    assert "dnat ip6" in shell("nft list ruleset")
+    again = Table()
+    again.ensure(MARK)
+    assert again.elements == {0xFFFFFF: TARGETS[0xFFFFFF]}
+
+
+def test_remove_leaves_other_tables(table: Table, shell: Shell) -> None:
+    shell("nft add table inet pyebpf-proxy-other; nft add chain inet pyebpf-proxy-other x")
+    before = shell("nft list ruleset")
+    table.ensure(MARK)
+    assert table.remove()
+    assert shell("nft list ruleset") == before
+    assert not table.remove()
+
+
+def test_without_permission_the_error_says_so() -> None:
+    child = os.fork()
+    if child == 0:
+        os.setresuid(65534, 65534, 65534)
+        try:
+            Table().ensure(MARK)
+        except NftError as error:
+            os._exit(0 if error.errno == errno.EPERM and "not permitted" in str(error) else 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_hundred_thousand_backends_fit(table: Table) -> None:
+    many: Iterator[tuple[int, Target]] = (
+        (i, Target((0x0A000000 + i).to_bytes(4, "big"), 80)) for i in range(1, 100_001)
+    )
+    wanted = dict(many)
+    table.ensure(MARK)
+    table.replace(wanted)
+    again = Table()
+    again.ensure(MARK)
+    assert again.elements == wanted
