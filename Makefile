@@ -32,8 +32,8 @@ BPF_SOURCES := $(wildcard bpf/*.bpf.c)
 BPF_OBJECTS := $(BPF_SOURCES:bpf/%.c=pyebpf_proxy/bpf/%.o)
 
 ## ---- C tools of the benchmarks -----------------------------------------------------------------------------
-BENCH_SOURCES := $(wildcard bench/*.c)
-BENCH_TOOLS := $(BENCH_SOURCES:bench/%.c=build/bench/%)
+BENCH_SOURCES := $(filter-out %.bpf.c,$(wildcard bench/*.c))
+BENCH_TOOLS := $(BENCH_SOURCES:bench/%.c=build/bench/%) $(patsubst bench/%.c,build/bench/%.o,$(wildcard bench/*.bpf.c))
 
 # $(call need,program,Debian package): one line that says what is missing and what to do.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
@@ -72,6 +72,12 @@ pyebpf_proxy/bpf/%.bpf.o: bpf/%.bpf.c $(VMLINUX) Makefile
 		$(LLVM_STRIP) -g "$$temporary"; \
 		mv "$${temporary%.o}.d" build/bpf/$*.d; mv "$$temporary" $@
 
+build/bench/%.bpf.o: bench/%.bpf.c $(VMLINUX) Makefile
+	@$(call need,$(CLANG),clang)
+	@mkdir -p $(@D)
+	@echo "  CLANG  $@"
+	@$(CLANG) $(BPF_CFLAGS) -c $< -o $@.$$$$ && mv $@.$$$$ $@
+
 build/bench/%: bench/%.c Makefile
 	@$(call need,gcc,gcc)
 	@mkdir -p $(@D)
@@ -100,8 +106,8 @@ lint: setup ## ruff, mypy --strict, C warnings as errors, shellcheck where insta
 		set -x; shellcheck .ci/run $$(git ls-files '*.sh' 2>/dev/null || echo tools/*.sh); \
 	else echo "shellcheck is not installed: shell scripts were not checked"; fi
 
-bench: setup ## measure, each figure beside what it is compared with; results and plots in bench/results/
-	@$(SUDO) $(PYTHON) -m bench $(ARGS)
+bench: setup ## measure, each figure beside what it is compared with; results and plots in bench/results/; QUICK=1 for a look
+	@$(SUDO) $(PYTHON) -m bench $(if $(QUICK),--quick) $(ARGS)
 
 clean: ## remove what was built and what tools cached
 	@rm -rf build dist pyebpf_proxy/bpf *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,247 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Short connections, as many as there can be: connect, one byte there, one byte
+ * back, reset.
+ *
+ *	connections serve PORT
+ *	connections load ADDRESS PORT IN_FLIGHT WARM_UP_SECONDS SECONDS
+ *
+ * Both sides are one thread on epoll.  `serve` prints a line when it listens and
+ * ends when its standard input does.  `load` prints one line of JSON.  Every
+ * connection that fails, or that takes longer than SLOW_NS, is counted: a rate
+ * that hides stalls is worth nothing.
+ */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#define EVENTS 256
+#define FILES 65536
+#define SECOND 1000000000ULL
+#define SLOW_NS (SECOND / 5)
+
+static void die(const char *what)
+{
+	fprintf(stderr, "connections: %s: %s\n", what, strerror(errno));
+	exit(1);
+}
+
+static uint64_t now(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (uint64_t)t.tv_sec * SECOND + t.tv_nsec;
+}
+
+static double cpu_seconds(void)
+{
+	struct rusage r;
+
+	getrusage(RUSAGE_SELF, &r);
+	return r.ru_utime.tv_sec + r.ru_stime.tv_sec + (r.ru_utime.tv_usec + r.ru_stime.tv_usec) / 1e6;
+}
+
+static void watch(int poll, int fd, uint32_t events)
+{
+	struct epoll_event e = { .events = events, .data.fd = fd };
+
+	if (epoll_ctl(poll, EPOLL_CTL_ADD, fd, &e))
+		die("epoll_ctl");
+}
+
+/* ---- the server ----------------------------------------------------------- */
+
+static int listening(uint16_t port)
+{
+	struct sockaddr_in6 any = { .sin6_family = AF_INET6, .sin6_port = htons(port) };
+	int fd = socket(AF_INET6, SOCK_STREAM | SOCK_NONBLOCK, 0), on = 1;
+
+	if (fd < 0)
+		die("socket");
+	setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+	if (bind(fd, (struct sockaddr *)&any, sizeof(any)) || listen(fd, 4096))
+		die("listen");
+	return fd;
+}
+
+static void answer(int fd)
+{
+	char byte;
+
+	/* The answer is sent at once; the next event is the client's reset. */
+	if (recv(fd, &byte, 1, 0) == 1 && send(fd, &byte, 1, MSG_NOSIGNAL) == 1)
+		return;
+	if (errno != EAGAIN)
+		close(fd);
+}
+
+static int serve(uint16_t port)
+{
+	struct epoll_event events[EVENTS];
+	int poll = epoll_create1(0), listener = listening(port);
+
+	watch(poll, listener, EPOLLIN);
+	watch(poll, STDIN_FILENO, EPOLLIN);
+	printf("listening\n");
+	fflush(stdout);
+	for (;;) {
+		int n = epoll_wait(poll, events, EVENTS, -1);
+
+		for (int i = 0; i < n; i++) {
+			int fd = events[i].data.fd;
+
+			if (fd == STDIN_FILENO)
+				return 0;
+			if (fd != listener) {
+				answer(fd);
+				continue;
+			}
+			while ((fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK)) >= 0)
+				watch(poll, fd, EPOLLIN);
+		}
+	}
+}
+
+/* ---- the load -------------------------------------------------------------- */
+
+static struct {
+	struct sockaddr_storage to;
+	socklen_t to_length;
+	uint64_t begun[FILES];
+	bool sent[FILES];
+	bool counting;
+	uint64_t connections, failed, slow, slowest;
+	int poll;
+} load;
+
+static void begin(void)
+{
+	struct linger reset = { .l_onoff = 1, .l_linger = 0 };
+	int fd = socket(load.to.ss_family, SOCK_STREAM | SOCK_NONBLOCK, 0);
+
+	if (fd < 0 || fd >= FILES)
+		die("socket");
+	setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof(reset));
+	load.begun[fd] = now();
+	load.sent[fd] = false;
+	if (connect(fd, (struct sockaddr *)&load.to, load.to_length) && errno != EINPROGRESS)
+		die("connect");
+	watch(load.poll, fd, EPOLLIN | EPOLLOUT | EPOLLET);
+}
+
+static void end(int fd, bool good)
+{
+	uint64_t took = now() - load.begun[fd];
+
+	close(fd);
+	if (!load.counting)
+		return;
+	load.connections += good;
+	load.failed += !good;
+	load.slow += took > SLOW_NS;
+	if (took > load.slowest)
+		load.slowest = took;
+}
+
+/* True: this connection is over. */
+static bool go_on(int fd, uint32_t events)
+{
+	char byte = 'x';
+	ssize_t n;
+
+	if (events & (EPOLLERR | EPOLLHUP)) {
+		end(fd, false);
+		return true;
+	}
+	if (!load.sent[fd] && events & EPOLLOUT) {
+		if (send(fd, &byte, 1, MSG_NOSIGNAL) != 1) {
+			end(fd, false);
+			return true;
+		}
+		load.sent[fd] = true;
+	}
+	if (!(events & EPOLLIN))
+		return false;
+	n = recv(fd, &byte, 1, 0);
+	if (n < 0 && errno == EAGAIN)
+		return false;
+	end(fd, n == 1);
+	return true;
+}
+
+static void run_until(uint64_t deadline)
+{
+	struct epoll_event events[EVENTS];
+
+	while (now() < deadline) {
+		int n = epoll_wait(load.poll, events, EVENTS, 100);
+
+		for (int i = 0; i < n; i++)
+			if (go_on(events[i].data.fd, events[i].events))
+				begin();
+	}
+}
+
+static void parse_address(const char *text, uint16_t port)
+{
+	struct sockaddr_in *v4 = (struct sockaddr_in *)&load.to;
+	struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)&load.to;
+
+	if (inet_pton(AF_INET, text, &v4->sin_addr) == 1) {
+		v4->sin_family = AF_INET;
+		v4->sin_port = htons(port);
+		load.to_length = sizeof(*v4);
+	} else if (inet_pton(AF_INET6, text, &v6->sin6_addr) == 1) {
+		v6->sin6_family = AF_INET6;
+		v6->sin6_port = htons(port);
+		load.to_length = sizeof(*v6);
+	} else {
+		errno = EINVAL;
+		die(text);
+	}
+}
+
+static int put_under_load(char **arguments)
+{
+	int in_flight = atoi(arguments[2]);
+	uint64_t warm_up = atof(arguments[3]) * SECOND, length = atof(arguments[4]) * SECOND, start;
+	double cpu, seconds;
+
+	parse_address(arguments[0], atoi(arguments[1]));
+	load.poll = epoll_create1(0);
+	for (int i = 0; i < in_flight; i++)
+		begin();
+	run_until(now() + warm_up);
+	load.counting = true;
+	cpu = cpu_seconds();
+	start = now();
+	run_until(start + length);
+	seconds = (now() - start) / 1e9;
+	printf("{\"connections\": %lu, \"seconds\": %.6f, \"per_second\": %.1f, \"failed\": %lu, "
+	       "\"slow\": %lu, \"slowest_ms\": %.3f, \"cpu_seconds\": %.3f}\n",
+	       load.connections, seconds, load.connections / seconds, load.failed, load.slow,
+	       load.slowest / 1e6, cpu_seconds() - cpu);
+	return 0;
+}
+
+int main(int count, char **arguments)
+{
+	if (count == 3 && !strcmp(arguments[1], "serve"))
+		return serve(atoi(arguments[2]));
+	if (count == 7 && !strcmp(arguments[1], "load"))
+		return put_under_load(arguments + 2);
+	fprintf(stderr, "usage: connections serve PORT | load ADDRESS PORT IN_FLIGHT WARM_UP_SECONDS SECONDS\n");
+	return 2;
+}

@@ -1,0 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a packet costs that meets a program which does nothing: the measure for those that do something. */
+#include "vmlinux.h"
+#include <bpf/bpf_helpers.h>
+
+#define TC_ACT_UNSPEC (-1)
+
+SEC("tc")
+int empty(struct __sk_buff *skb)
+{
+	return TC_ACT_UNSPEC;
+}
+
+char LICENSE[] SEC("license") = "Apache-2.0";
