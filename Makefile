@@ -106,7 +106,7 @@ lint: setup ## ruff, mypy --strict, C warnings as errors, shellcheck where insta
 		set -x; shellcheck .ci/run $$(git ls-files '*.sh' 2>/dev/null || echo tools/*.sh); \
 	else echo "shellcheck is not installed: shell scripts were not checked"; fi
 
-bench: setup ## measure, each figure beside what it is compared with; results and plots in bench/results/; QUICK=1 for a look
+bench: setup ## measure, each figure beside what it is compared with; results and plots in bench/results/; QUICK=1: shorter
 	@$(SUDO) $(PYTHON) -m bench $(if $(QUICK),--quick) $(ARGS)
 
 clean: ## remove what was built and what tools cached

@@ -6,7 +6,7 @@
 #define TC_ACT_UNSPEC (-1)
 
 SEC("tc")
-int empty(struct __sk_buff *skb)
+int empty(struct __sk_buff *skb __attribute__((unused)))
 {
 	return TC_ACT_UNSPEC;
 }
