@@ -89,9 +89,11 @@ def _source(settings: Effective) -> Source:
 
 
 def _agent(settings: Effective) -> None:
+    # First what may be wrong with the command line, then the slow import.
+    source = _source(settings)
     from pyebpf_proxy.agent import run
 
-    run(settings, _source(settings))
+    run(settings, source)
 
 
 def _cleanup(settings: Effective) -> None:

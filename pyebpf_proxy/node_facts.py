@@ -15,8 +15,6 @@ class NodeFacts:
 
     #: Addresses of this Node, at most one of each family (spec/configuration §5.3).
     node_ips: dict[Family, bytes] = field(default_factory=dict)
-    #: This Node's own pod CIDRs, the first of each family (detectLocalMode NodeCIDR).
-    node_cidrs: dict[Family, Network] = field(default_factory=dict)
     #: The pod CIDRs of every Node.
     pod_cidrs: frozenset[Network] = frozenset()
     #: The addresses of every Node.

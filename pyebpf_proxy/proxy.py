@@ -33,6 +33,16 @@ _log = Logger("proxy")
 class Planner(Protocol):
     """What is used of ``services.planner.Planner``."""
 
+    @property
+    def conflicts(self) -> Collection[object]:
+        """Addresses that several service ports name; each says so in words by ``str``."""
+
+    @property
+    def names(self) -> Iterable[ServicePortName]:
+        """Every service port that exists now."""
+
+    def get(self, name: ServicePortName) -> ServicePort | None: ...
+
     def update(self, changes: Iterable[Change]) -> Delta: ...
 
 
@@ -42,8 +52,8 @@ class Datapath(Protocol):
     def start(self, facts: NodeFacts, wanted: Delta) -> Collection[str]:
         """Load, adopt what is there, write ``wanted``, remove everything else, attach; problems in words."""
 
-    def apply(self, delta: Delta) -> Collection[str]:
-        """Write the difference; problems in words: what could not be written, everything else is served."""
+    def apply(self, delta: Delta, complete: bool = False) -> Collection[str]:
+        """Write the difference, or everything there is; problems in words: what could not be written."""
 
     def node_changed(self, facts: NodeFacts) -> None:
         """The Nodes are others than before."""
@@ -83,7 +93,7 @@ class Proxy:
         self._read_facts = facts
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
         self._changes: list[Change] = []
-        self._delta: dict[ServicePortName, ServicePort | None] = {}
+        self._failed = False
         self._facts: NodeFacts | None = None
         self._complete = False
         self._running = False
@@ -151,7 +161,8 @@ class Proxy:
             ok = False
             _log.error("sync failed, tried again", error=str(error))
         else:
-            self._tell(problems)
+            self._tell([*problems, *map(str, self._planner.conflicts)])
+        self._failed = not ok
         end = time.monotonic()
         self._metrics.synced(end - begin, ok)
         self._schedule.finished(end, ok)
@@ -160,36 +171,35 @@ class Proxy:
 
     def _program(self, full: bool) -> Collection[str]:
         changes, self._changes = self._changes, []
-        # A failed sync leaves its part here: the repetition writes it together with what is new.
-        self._delta.update(self._planner.update(changes))
+        delta = self._planner.update(changes)
         facts = self._read_facts()
         if not self._running:
-            return self._begin(facts, len(changes))
+            return self._begin(facts, delta, len(changes))
         if facts != self._facts:
             self._datapath.node_changed(facts)
             self._facts = facts
         if full:
             self._datapath.refresh()
-        changed = len(self._delta)
-        problems = self._datapath.apply(self._delta) if changed else self._told
-        self._delta.clear()
-        if changed:
-            _log.info("synced", service_ports=changed, problems=len(problems) or None)
+        if full or self._failed:
+            # What a failed sync has written is not known: everything is compared again.
+            delta = {name: self._planner.get(name) for name in self._planner.names}
+        problems = self._datapath.apply(delta, full or self._failed)
+        if delta:
+            _log.info("synced", service_ports=len(delta), problems=len(problems) or None)
         return problems
 
-    def _begin(self, facts: NodeFacts, objects: int) -> Collection[str]:
+    def _begin(self, facts: NodeFacts, wanted: Delta, objects: int) -> Collection[str]:
         begin = time.monotonic()
-        problems = self._datapath.start(facts, self._delta)
+        problems = self._datapath.start(facts, wanted)
         self._running = True
         self._facts = facts
         _log.info(
             "ready",
             objects=objects,
-            service_ports=len(self._delta),
+            service_ports=len(wanted),
             problems=len(problems) or None,
             seconds=round(time.monotonic() - begin, 3),
         )
-        self._delta.clear()
         # What exists now mostly stays: the collector need not walk 100 000 endpoints again and again.
         gc.freeze()
         return problems

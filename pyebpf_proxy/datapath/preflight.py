@@ -20,9 +20,7 @@ OLDEST_KERNEL = (6, 1)
 
 def check() -> None:
     """FatalError for the first thing that is missing."""
-    missing = [name for name, bit in _CAPABILITIES.items() if not effective_capabilities() >> bit & 1]
-    if missing:
-        raise FatalError(f"not allowed: {' and '.join(missing)} missing; run as root (sudo), in a pod: privileged")
+    check_rights()
     if not _BTF.exists():
         raise FatalError(
             f"the kernel has no BTF ({_BTF} does not exist){old_kernel()};"
@@ -35,6 +33,13 @@ def check() -> None:
     for name in ("tc.bpf.o", "sock.bpf.o"):
         if not (_OBJECTS / name).is_file():
             raise FatalError(f"the BPF object {_OBJECTS / name} is missing; build it with `make setup` (needs clang)")
+
+
+def check_rights() -> None:
+    """FatalError if this process may not do what must be done."""
+    missing = [name for name, bit in _CAPABILITIES.items() if not effective_capabilities() >> bit & 1]
+    if missing:
+        raise FatalError(f"not allowed: {' and '.join(missing)} missing; run as root (sudo), in a pod: privileged")
 
 
 def effective_capabilities() -> int:

@@ -43,10 +43,26 @@ class Script:
 class Names:
     """A planner that makes one service port of every change."""
 
+    conflicts: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._ports: dict[ServicePortName, ServicePort] = {}
+
+    @property
+    def names(self) -> Iterable[ServicePortName]:
+        return self._ports.keys()
+
+    def get(self, name: ServicePortName) -> ServicePort | None:
+        return self._ports.get(name)
+
     def update(self, changes: Iterable[Change]) -> Delta:
-        return {
+        delta = {
             name(c.name): None if c.object is None else ServicePort(name=name(c.name), frontends=()) for c in changes
         }
+        self._ports.update({key: port for key, port in delta.items() if port is not None})
+        for key in [key for key, port in delta.items() if port is None]:
+            self._ports.pop(key, None)
+        return delta
 
 
 class Recorder:
@@ -64,11 +80,12 @@ class Recorder:
         self.calls.append(("start", sorted(n.name for n in wanted)))
         return self.problems
 
-    def apply(self, delta: Delta) -> Collection[str]:
+    def apply(self, delta: Delta, complete: bool = False) -> Collection[str]:
         if self.failures:
             self.failures -= 1
             raise DatapathError("refused")
-        self.calls.append(("apply", sorted(n.name if p else f"-{n.name}" for n, p in delta.items())))
+        call = "apply all" if complete else "apply"
+        self.calls.append((call, sorted(n.name if p else f"-{n.name}" for n, p in delta.items())))
         return self.problems
 
     def node_changed(self, facts: NodeFacts) -> None:
@@ -131,7 +148,7 @@ class World:
         asyncio.run(main())
 
     def applied(self) -> list[list[str]]:
-        return [what for call, what in self.datapath.calls if call == "apply"]
+        return [what for call, what in self.datapath.calls if call.startswith("apply")]
 
 
 @pytest.fixture
@@ -177,17 +194,20 @@ def test_changes_inside_the_minimum_period_are_one_sync(world: World) -> None:
     assert world.applied() == [["-b", "c", "d"]]
 
 
-def test_a_failed_sync_keeps_its_changes_and_is_repeated(world: World) -> None:
+def test_after_a_failed_sync_everything_is_compared_again(world: World) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([change("a")], complete=True))
         await until(lambda: bool(world.datapath.calls))
         world.datapath.failures = 2
         deliver(Batch([change("b")], complete=True))
         await until(lambda: bool(world.applied()))
+        deliver(Batch([change("c")], complete=True))
+        await until(lambda: len(world.applied()) == 2)
 
     world.run(play, settings())
-    assert world.applied() == [["b"]]
-    assert world.metrics.syncs == [True, False, False, True]
+    calls = [call for call in world.datapath.calls if call[0].startswith("apply")]
+    assert calls == [("apply all", ["a", "b"]), ("apply", ["c"])]
+    assert world.metrics.syncs == [True, False, False, True, True]
 
 
 def test_what_fails_at_the_start_ends_the_agent_with_the_reason(world: World) -> None:

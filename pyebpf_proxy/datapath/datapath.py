@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door of the data plane: loads, writes, attaches, follows the node, and leaves or removes it all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyebpf_proxy.config.addresses import Network
+from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.datapath import cgroups, mounts
+from pyebpf_proxy.datapath.cleanup import cleanup
+from pyebpf_proxy.datapath.libbpf import Map
+from pyebpf_proxy.datapath.links import MAPS, Node
+from pyebpf_proxy.datapath.maps import Writer
+from pyebpf_proxy.datapath.nft import Table
+from pyebpf_proxy.datapath.pod_network import PodNetwork
+from pyebpf_proxy.datapath.programs import LAYOUT_VERSION, Loaded, load
+from pyebpf_proxy.datapath.settings import node_config, settings
+from pyebpf_proxy.errors import DatapathError
+from pyebpf_proxy.log import Logger
+from pyebpf_proxy.node_facts import NodeFacts
+from pyebpf_proxy.services.model import Family, ServicePort, ServicePortName
+
+Delta = Mapping[ServicePortName, ServicePort | None]
+
+_log = Logger("datapath")
+
+
+@dataclass
+class _Parts:
+    """What there is while the data plane runs. ``writer`` is None after the kernel refused it something."""
+
+    loaded: Loaded
+    table: Table
+    node: Node
+    writer: Writer | None
+
+
+class Datapath:
+    """One instance in the kernel. Making it does nothing; ``start`` does everything, ``close`` leaves everything."""
+
+    def __init__(self, effective: Effective) -> None:
+        self._effective = effective
+        self._pods = PodNetwork()
+        self._node_ips: Mapping[Family, Sequence[bytes]] = {}
+        self._stack = ExitStack()
+        self._parts: _Parts | None = None
+        self._counters: tuple[Mapping[str, bytes], Map] | None = None
+
+    # ---- start and end -----------------------------------------------------------------------------------------
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> Collection[str]:
+        """Load, adopt what a former run left, make the maps complete, then attach. Returns problems in words.
+
+        Raises DatapathError. Then a node that carried nothing of ours carries nothing; one that did goes on as it was.
+        """
+        fresh = not self.present()
+        try:
+            with _in_words():
+                self._parts = parts = self._start(facts, wanted)
+                self._follow(asyncio.get_running_loop(), parts.node)
+                return _problems(parts)
+        except BaseException:
+            self.close()
+            if fresh:
+                for problem in cleanup(self._effective.directory).problems:
+                    _log.error("a failed start could not be undone", error=problem)
+            raise
+
+    def close(self) -> None:
+        """Let go of everything. What is attached stays and works."""
+        self._counters = None
+        self._parts = None
+        self._stack.close()
+
+    def present(self) -> bool:
+        """Whether this instance has anything in the kernel that works without the agent."""
+        directory = self._effective.directory
+        instance = mounts.instance_name(directory)
+        places = (path for path in mounts.bpffs_candidates(directory) if mounts.is_bpffs(path))
+        return any((place / mounts.FOLDER / instance).is_dir() for place in places)
+
+    def _start(self, facts: NodeFacts, wanted: Delta) -> _Parts:
+        effective = self._effective
+        directory = effective.directory
+        bpffs = mounts.ensure_bpffs(directory)
+        if bpffs.warning:
+            _log.warning(bpffs.warning)
+        pins = mounts.pin_directory(bpffs.path, directory, LAYOUT_VERSION)
+        # Before the programs: it brings conntrack and NAT, whose functions they call.
+        table = Table(mounts.table_name(directory))
+        table.ensure(effective.masquerade_mark)
+        loaded = load(settings(effective, facts), pins / "maps", lane=effective.lane)
+        self._stack.callback(loaded.close)
+        self._counters = _counters(loaded), loaded.maps["reasons"]
+        self._learn(facts)
+        self._say_lane(loaded)
+        writer = self._new_writer(loaded, table)
+        writer.apply(wanted)
+        writer.prune(wanted)
+        # Once more and whole: what the nft table has from before, and what the writer has adopted.
+        table.replace(writer.netfilter_backends)
+        nodes_maps = {name: loaded.maps[name] for name in MAPS}
+        node = Node(directory, node_config(effective, facts), nodes_maps, loaded.tc.btf, _log.error)
+        self._stack.callback(node.close)
+        # The maps are complete: what is attached from here on finds everything.
+        self._attach(loaded, node, pins)
+        return _Parts(loaded, table, node, writer)
+
+    def _attach(self, loaded: Loaded, node: Node, pins: Path) -> None:
+        cgroup, found = mounts.open_cgroup2()
+        try:
+            cgroups.attach(loaded.sock.programs, cgroup, pins / "links")
+        finally:
+            os.close(cgroup)
+        node.attach({name: program.fd for name, program in loaded.tc.programs.items()})
+        _log.info("attached", devices=len(node.attached), cgroup=found, pins=pins)
+
+    def _follow(self, loop: asyncio.AbstractEventLoop, node: Node) -> None:
+        descriptor = node.fileno()
+
+        def read() -> None:
+            try:
+                node.read()
+            except OSError as error:
+                _log.error("a change of devices could not be followed", error=str(error))
+
+        loop.add_reader(descriptor, read)
+        self._stack.callback(loop.remove_reader, descriptor)
+
+    # ---- while it runs -----------------------------------------------------------------------------------------
+
+    def apply(self, delta: Delta, complete: bool = False) -> Collection[str]:
+        """Write the service ports that differ; ``complete``: there are no others. Returns all problems, in words.
+
+        After a DatapathError the next delta must be complete: what the maps hold is read anew.
+        """
+        parts = self._running()
+        with _in_words():
+            if parts.writer is None:
+                parts.writer = self._new_writer(parts.loaded, parts.table)
+            try:
+                parts.writer.apply(delta)
+                if complete:
+                    parts.writer.prune(delta)
+                    parts.table.replace(parts.writer.netfilter_backends)
+            except OSError:
+                parts.writer = None
+                raise
+        return _problems(parts)
+
+    def node_changed(self, facts: NodeFacts) -> None:
+        """Other Nodes: which addresses are pods', and which of ours serve NodePorts. New flows go by it."""
+        parts = self._running()
+        with _in_words():
+            parts.node.configure(node_config(self._effective, facts))
+            if not self._learn(facts):
+                return
+            self._say_lane(parts.loaded)
+            if parts.writer is not None:
+                parts.writer.set_node_ips(self._node_ips)
+                parts.writer.refresh()
+
+    def refresh(self) -> None:
+        """Mend what others may have changed: the nft table. Devices are followed at all times."""
+        with _in_words():
+            self._running().table.ensure(self._effective.masquerade_mark)
+
+    async def collect(self) -> None:
+        """Remove old versions once no program can be reading them."""
+        writer = self._running().writer
+        if writer is not None:
+            with _in_words():
+                writer.collect()
+
+    def reasons(self) -> Mapping[str, int]:
+        """How many packets and socket calls by reason, all CPUs together. Safe in any thread."""
+        if self._counters is None:
+            return {}
+        keys, counters = self._counters
+        return {
+            name: sum(int.from_bytes(value, sys.byteorder) for value in counters.lookup_cpus(key) or ())
+            for name, key in keys.items()
+        }
+
+    # ---- parts -------------------------------------------------------------------------------------------------
+
+    def _running(self) -> _Parts:
+        if self._parts is None:
+            raise RuntimeError("the data plane was not started")
+        return self._parts
+
+    def _new_writer(self, loaded: Loaded, table: Table) -> Writer:
+        return Writer(
+            loaded.maps,
+            loaded.tc.btf,
+            self._pods,
+            node_ips=self._node_ips,
+            all_netfilter=loaded.lane != "direct",
+            on_netfilter_backends=table.update,
+        )
+
+    def _learn(self, facts: NodeFacts) -> bool:
+        """Take in what the Nodes say; True if that concerns service ports."""
+        node_ips = {family: [address] for family, address in facts.node_ips.items()}
+        moved, self._node_ips = node_ips != self._node_ips, node_ips
+        ranges: Iterable[Network] = self._effective.pod_cidrs.values() or facts.pod_cidrs
+        return self._pods.update(ranges, facts.node_addresses) or moved
+
+    def _say_lane(self, loaded: Loaded) -> None:
+        if loaded.lane != "direct":
+            _log.warning("every flow takes the netfilter lane", why=loaded.why)
+        elif not self._pods.families:
+            _log.warning(
+                "the pod network is not known, every flow takes the netfilter lane;"
+                " set clusterCIDR, or give Nodes with podCIDRs, for the direct lane"
+            )
+        else:
+            families = ",".join(family.name for family in sorted(self._pods.families))
+            _log.info("flows to pods take the direct lane", families=families)
+
+
+def _problems(parts: _Parts) -> list[str]:
+    return [str(problem) for problem in parts.writer.problems.values()] if parts.writer is not None else []
+
+
+def _counters(loaded: Loaded) -> dict[str, bytes]:
+    """Keys of the reasons' counters, by the reasons' names."""
+    hidden = ("REASON_UNSPECIFIED", "REASON_COUNT")
+    numbers = loaded.tc.btf.enum("reason")
+    return {name.lower(): struct.pack("=I", number) for name, number in numbers.items() if name not in hidden}
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """What the kernel refuses, as the one error that the loop knows."""
+    try:
+        yield
+    except OSError as error:
+        raise DatapathError(str(error)) from error

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the settings in force and the Nodes to what the programs are told before they are loaded."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from pyebpf_proxy.config.addresses import Network
+from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.datapath.node import NodeConfig
+from pyebpf_proxy.datapath.programs import Settings
+from pyebpf_proxy.node_facts import NodeFacts
+from pyebpf_proxy.services.model import Family
+
+# enum detector of bpf/settings.h
+DETECT_NOTHING, DETECT_CIDR, DETECT_DEVICE = range(3)
+
+# include/uapi/asm-generic/socket.h
+_SO_NETNS_COOKIE = 71
+_TIMEOUTS = Path("/proc/sys/net/netfilter")
+
+
+def settings(effective: Effective, facts: NodeFacts) -> Settings:
+    """``struct settings`` of this network namespace. conntrack must be loaded: its timeouts are read."""
+    by_device = effective.detect_local_mode in ("BridgeInterface", "InterfaceNamePrefix")
+    cidrs = effective.pod_cidrs if effective.detect_local_mode == "ClusterCIDR" else {}
+    cidr4, mask4 = _packed(cidrs, Family.IPV4)
+    cidr6, mask6 = _packed(cidrs, Family.IPV6)
+    return Settings(
+        netns_cookie=netns_cookie(),
+        masquerade_mark=effective.masquerade_mark,
+        masquerade_all=effective.masquerade_all,
+        tcp_timeout_ms=_timeout("nf_conntrack_tcp_timeout_syn_sent", 120),
+        udp_timeout_ms=_timeout("nf_conntrack_udp_timeout", 30),
+        pod_cidr4=cidr4,
+        pod_mask4=mask4,
+        pod_cidr6=cidr6,
+        pod_mask6=mask6,
+        node_address4=facts.node_ips.get(Family.IPV4, bytes(4)),
+        node_address6=facts.node_ips.get(Family.IPV6, bytes(16)),
+        detector4=_detector(by_device, cidrs, Family.IPV4),
+        detector6=_detector(by_device, cidrs, Family.IPV6),
+        nft_mode=effective.nft_mode,
+        localhost_node_ports=effective.localhost_node_ports,
+    )
+
+
+def node_config(effective: Effective, facts: NodeFacts) -> NodeConfig:
+    """What decides which addresses serve NodePorts and which devices are pods'."""
+    mode = effective.detect_local_mode
+    return NodeConfig(
+        node_port_addresses=effective.node_port_addresses,
+        node_ips=tuple(ipaddress.ip_address(packed) for packed in facts.node_ips.values()),
+        bridge_interface=effective.bridge_interface if mode == "BridgeInterface" else "",
+        interface_name_prefix=effective.interface_name_prefix if mode == "InterfaceNamePrefix" else "",
+    )
+
+
+def netns_cookie() -> int:
+    """The kernel's number of the network namespace this process is in."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        cookie: int = struct.unpack("=Q", probe.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8))[0]
+    return cookie
+
+
+def _packed(cidrs: Mapping[Family, Network], family: Family) -> tuple[bytes, bytes]:
+    network = cidrs.get(family)
+    if network is None:
+        size = 4 if family is Family.IPV4 else 16
+        return bytes(size), bytes(size)
+    return network.network_address.packed, network.netmask.packed
+
+
+def _detector(by_device: bool, cidrs: Mapping[Family, Network], family: Family) -> int:
+    if by_device:
+        return DETECT_DEVICE
+    return DETECT_CIDR if family in cidrs else DETECT_NOTHING
+
+
+def _timeout(name: str, default: int) -> int:
+    """Milliseconds of a conntrack timeout; the kernel's default where /proc/sys is not readable."""
+    try:
+        return int((_TIMEOUTS / name).read_text()) * 1000
+    except (OSError, ValueError):
+        return default * 1000
