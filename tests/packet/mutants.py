@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Breaks the data plane, one handling at a time, and shows which packet tests notice.
+
+    .venv/bin/python tests/packet/mutants.py [NAME…]
+
+Not part of `make test` (it compiles and runs the suite once per mutant). Exit status 1 if a mutant lives.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# name → (file, what is there, what stands there instead)
+MUTANTS: dict[str, tuple[str, str, str]] = {
+    "source NAT not always set": (
+        "conntrack.h",
+        "failed |= bpf_ct_set_nat_info(ct, &to, port, MANIP_SRC);",
+        "if (c->masquerade_wanted) failed |= bpf_ct_set_nat_info(ct, &to, port, MANIP_SRC);",
+    ),
+    "closing TCP entry kept": ("conntrack.h", "if (state >= TCP_STATE_TIME_WAIT)", "if (state >= 100)"),
+    "no look after a failed insert": ("conntrack.h", "if (exists(skb, p))", "if (false)"),
+    "entries for any TCP segment": ("packet.h", "== TCP_SYN;\n", ">= 0;\n"),
+    "alloc's own timeout": (
+        "conntrack.h",
+        "bpf_ct_set_timeout(ct, p->protocol == TCP ? settings.tcp_timeout_ms : settings.udp_timeout_ms);",
+        "",
+    ),
+    "full table not told apart": ("conntrack.h", "return CONNTRACK_FULL;", "return INSERT_FAILED;"),
+    "masqueraded with the client's port": (
+        "conntrack.h",
+        "if (c->masquerade_wanted && i < INSERT_TRIES - 1)",
+        "if (false)",
+    ),
+    "one try to insert": ("conntrack.h", "#define INSERT_TRIES 4", "#define INSERT_TRIES 1"),
+    "SCTP in the direct lane": ("lanes.h", "return LANE_SCTP;", "return REASON_UNSPECIFIED;"),
+    "outside endpoints in the direct lane": ("lanes.h", "return LANE_BACKEND_OUTSIDE;", "return REASON_UNSPECIFIED;"),
+    "stale UDP kept": (
+        "conntrack.h",
+        "REASON_UNSPECIFIED : STALE_UDP_REPLACED",
+        "REASON_UNSPECIFIED : REASON_UNSPECIFIED",
+    ),
+    "UDP expired without endpoints": ("conntrack.h", "if (!any_endpoints)\n\t\treturn REASON_UNSPECIFIED;", ""),
+    "hairpin not masqueraded": ("tc.bpf.c", "e.masquerade = true;", ""),
+    "the whole mark overwritten": (
+        "lanes.h",
+        "skb->mark |= settings.masquerade_mark;",
+        "skb->mark = settings.masquerade_mark;",
+    ),
+    "later fragments parsed": ("packet.h", "|| (ip->frag_off & bpf_htons(0x1fff))", ""),
+    "affinity by no client": ("backend.h", "affinity_client(p, &key);", ""),
+    "affinity without a list check": (
+        "backend.h",
+        "position = position_in_list(e, last->backend, last->position);",
+        "position = last->position + 1;",
+    ),
+    "affinity for ever": ("backend.h", "next.last_used - last->last_used < e->affinity_seconds * NANOSECONDS", "true"),
+    "always the first endpoint": (
+        "backend.h",
+        "position = ((__u64)bpf_get_prandom_u32() * e->count) >> 32;",
+        "position = 0;",
+    ),
+    "ranges for every kind": ("policy.h", "f->kind != LOAD_BALANCER || ", ""),
+    "NodePorts on every address": ("frontend.h", "return node && node->node_ports ? f : NULL;", "return f;"),
+    "every bridged packet lifted": ("bridge.h", "if (i == 6 || !is_translated_reply(skb, p))", "if (i == 6)"),
+}
+
+
+def main() -> int:
+    wanted = sys.argv[1:] or list(MUTANTS)
+    alive = []
+    includes = next((ROOT / "build" / "vmlinux").iterdir())
+    triplet = subprocess.run(["gcc", "-print-multiarch"], capture_output=True, text=True, check=True).stdout.strip()
+    for name in wanted:
+        file, old, new = MUTANTS[name]
+        with tempfile.TemporaryDirectory() as scratch:
+            shutil.copytree(ROOT / "bpf", f"{scratch}/bpf")
+            source = Path(scratch, "bpf", file)
+            text = source.read_text()
+            if old not in text:
+                raise SystemExit(f"mutant {name!r}: {old!r} is not in {file} any more")
+            source.write_text(text.replace(old, new))
+            built = f"{scratch}/tc.bpf.o"
+            clang = ["clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3", "-I", str(includes)]
+            subprocess.run(
+                [*clang, "-I", f"/usr/include/{triplet}", "-c", f"{scratch}/bpf/tc.bpf.c", "-o", built], check=True
+            )
+            tests = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-x",
+                "-p",
+                "no:cacheprovider",
+                str(ROOT / "tests" / "packet"),
+            ]
+            tests += ["--ignore-glob=*test_maps*", "-W", "ignore"]
+            done = subprocess.run(tests, env={**os.environ, "PEP_TC_OBJECT": built}, capture_output=True, text=True)
+        noticed = re.findall(r"^(?:FAILED|ERROR) \S*?::(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+        print(f"{'dead ' if done.returncode else 'ALIVE'}  {name:40} {noticed[0] if noticed else ''}", flush=True)
+        if not done.returncode:
+            alive.append(name)
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

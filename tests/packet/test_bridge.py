@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replies between two ports of one bridge: lifted to the IP layer, which alone can translate them."""
+
+from __future__ import annotations
+
+import pytest
+from scapy.packet import Packet
+from test_flows import insert_entry
+from world import GO_ON, World
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+BRIDGE_MAC = "02:00:00:00:00:be"
+
+
+@pytest.fixture
+def bridged(world: World) -> World:
+    """A service whose endpoint sits behind a bridge port, and a flow of a pod of the same bridge to it."""
+    world.service(["local"])
+    layout = world.object.btf.struct("node_device")
+    world.object.maps["devices"].update(
+        world.devices["pods"].to_bytes(4, "little"),
+        layout.pack(bridge=world.devices["nic"], bridge_mac=bytes.fromhex(BRIDGE_MAC.replace(":", ""))),
+    )
+    insert_entry(world, "tcp", "pod", "cluster_ip", 40000, 80, "--state", "ESTABLISHED", target="local")
+    return world
+
+
+def reply(world: World, flags: str = "SA", sport: int = 8080, dport: int = 40000) -> Packet:
+    return world.tcp("local", "pod", dport, sport=sport, flags=flags)
+
+
+@pytest.mark.parametrize("flags", ["SA", "A", "PA", "FA", "R"])
+def test_a_reply_of_a_service_flow_is_lifted(bridged: World, flags: str) -> None:
+    frame = reply(bridged, flags)
+    result = bridged.run("tc_bridge_port", frame, device="pods")
+    assert result.retval == GO_ON
+    assert result.data[:6].hex(":") == BRIDGE_MAC
+    assert result.data[6:] == bytes(frame)[6:]
+    assert bridged.reasons() == {"BRIDGED_REPLY_LIFTED": 1}
+
+
+@pytest.mark.parametrize(("sport", "dport"), [(8080, 40001), (8081, 40000)], ids=["no such flow", "no endpoint's port"])
+def test_other_traffic_of_the_endpoint_is_switched(bridged: World, sport: int, dport: int) -> None:
+    frame = reply(bridged, sport=sport, dport=dport)
+    result = bridged.run("tc_bridge_port", frame, device="pods")
+    assert result.data == bytes(frame)
+    assert not bridged.reasons()
+
+
+def test_a_direct_flow_to_the_endpoint_is_switched(bridged: World) -> None:
+    insert_entry(bridged, "tcp", "pod", "local", 41000, 8080, "--state", "ESTABLISHED")
+    frame = reply(bridged, dport=41000)
+    assert bridged.run("tc_bridge_port", frame, device="pods").data == bytes(frame)
+
+
+def test_a_reply_that_is_for_the_bridge_already(bridged: World) -> None:
+    frame = reply(bridged)
+    frame.dst = BRIDGE_MAC
+    assert bridged.run("tc_bridge_port", frame, device="pods").data == bytes(frame)
+    assert not bridged.reasons()
+
+
+def test_only_on_ports(bridged: World) -> None:
+    frame = reply(bridged)
+    assert bridged.run("tc_ethernet", frame, device="pods").data == bytes(frame)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which endpoint: uniform at random, session affinity and its scope (spec/service-semantics §4)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+from world import World
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+
+def chosen(world: World, frame: object) -> str:
+    """Runs one first packet; the endpoint's name. Its flow is forgotten, so that the next is a first one again."""
+    world.run("tc_ethernet", frame)  # type: ignore[arg-type]
+    (flow,) = world.flows()
+    world.forget_flows()
+    return next(name for name, _ in world.backend_ids if world.address(name) == flow.reply[0])
+
+
+def test_the_choice_is_uniform(node: World) -> None:
+    """Chi-square over the netfilter lane's tags, which cost no conntrack entry: 3 endpoints, 3 000 packets."""
+    node.load(direct_lane=0)
+    node.service(["remote", "local", "outside"])
+    frame = bytes(node.tcp("pod", "cluster_ip", 80))
+    tags: Counter[int] = Counter()
+    for _ in range(3000):
+        result = node.run("tc_ethernet", frame)
+        assert result.skb is not None
+        tags[result.skb.priority] += 1
+    assert len(tags) == 3
+    chi_square = sum((n - 1000) ** 2 / 1000 for n in tags.values())
+    assert chi_square < 18.4, tags  # 2 degrees of freedom: one in 10 000
+
+
+ENDPOINTS = ["remote", "local", "outside"]
+
+
+def test_affinity_holds_for_every_address_of_the_service_port(world: World) -> None:
+    world.load(direct_lane=0)
+    world.service(ENDPOINTS, affinity_seconds=100)
+    tags = set()
+    for name, port in [("cluster_ip", 80), ("vip", 80), ("external_ip", 80), ("node", 30080)] * 5:
+        result = world.run("tc_ethernet", world.tcp("client", name, port))
+        assert result.skb is not None
+        tags.add(result.skb.priority)
+    assert len(tags) == 1
+
+
+def test_affinity_is_by_client_and_by_service(world: World) -> None:
+    world.load(direct_lane=0)
+    world.service(ENDPOINTS, affinity_seconds=100)
+    tags = set()
+    for i in range(40):
+        frame = bytearray(bytes(world.tcp("client", "vip", 80)))
+        frame[14 + (15 if world.family == 4 else 23)] = i
+        result = world.run("tc_ethernet", bytes(frame))
+        assert result.skb is not None
+        tags.add(result.skb.priority)
+    assert len(tags) == 3
+    assert len(list(world.object.maps["affinities"].items())) == 40
+
+
+def test_affinity_ends_after_its_time_and_is_refreshed_by_new_connections(world: World) -> None:
+    world.service(ENDPOINTS[:2], affinity_seconds=60)
+    first = chosen(world, world.tcp("pod", "cluster_ip", 80))
+    affinities = world.object.maps["affinities"]
+    layout = world.object.btf.struct("affinity")
+    ((key, value),) = affinities.items()
+    fields = layout.unpack(value)
+    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+
+    # Almost over: the choice stays, and the clock starts anew.
+    affinities.update(key, layout.pack(**{**fields, "last_used": now - 55 * 10**9}))
+    assert chosen(world, world.tcp("pod", "cluster_ip", 80)) == first
+    ((_, value),) = affinities.items()
+    assert layout.unpack(value)["last_used"] >= now
+
+    # Over: anything may come, and within 64 tries the other one does.
+    seen = set()
+    for _ in range(64):
+        affinities.update(key, layout.pack(**{**fields, "last_used": now - 61 * 10**9}))
+        seen.add(chosen(world, world.tcp("pod", "cluster_ip", 80)))
+    assert seen == set(ENDPOINTS[:2])
+
+
+def test_affinity_only_counts_within_the_list_that_the_packet_is_entitled_to(world: World) -> None:
+    """A pod's connection chose a remote endpoint; the same client as outsider must get a local one."""
+    world.load(direct_lane=0, detector4=0, detector6=0)
+    world.service(["remote"], ["local"], affinity_seconds=100, external_local=1)
+    tags = []
+    for name in ("cluster_ip", "vip", "vip", "cluster_ip"):
+        result = world.run("tc_ethernet", world.tcp("client", name, 80))
+        assert result.skb is not None
+        tags.append(result.skb.priority & 0xFFFFFF)
+    remote, local = world.backend_ids["remote", 1], world.backend_ids["local", 1]
+    assert tags == [remote, local, local, remote]
+
+
+def test_affinity_to_an_endpoint_that_moved_within_its_list(world: World) -> None:
+    """The remembered position is a hint; the list has changed since."""
+    world.load(direct_lane=0)
+    world.service(ENDPOINTS, affinity_seconds=100)
+    first = world.run("tc_ethernet", world.tcp("client", "vip", 80)).skb
+    affinities = world.object.maps["affinities"]
+    layout = world.object.btf.struct("affinity")
+    ((key, value),) = affinities.items()
+    for position in (0, 1, 2, 3, 4_000_000_000):
+        affinities.update(key, layout.pack(**{**layout.unpack(value), "position": position}))
+        again = world.run("tc_ethernet", world.tcp("client", "vip", 80)).skb
+        assert first is not None
+        assert again is not None
+        assert again.priority == first.priority

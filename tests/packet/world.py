@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node for the packet tests: one namespace with real routes, the real programs, and maps written by hand.
+
+Names stand for addresses of both families, so that a case is written once:
+
+    world.run("tc_ethernet", world.tcp("pod", "cluster_ip", 80))
+
+Nothing here goes through the control plane: what is tested is what the programs do with given maps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import Any
+
+from scapy.layers.inet import IP, TCP, UDP
+from scapy.layers.inet6 import IPv6
+from scapy.layers.l2 import Ether
+from scapy.layers.sctp import SCTP, SCTPChunkInit
+from scapy.packet import Packet, Raw
+
+import pyebpf_proxy
+from pyebpf_proxy.datapath.libbpf import Object, RunResult, SkBuff
+from pyebpf_proxy.services.model import FrontendKind
+
+# Another object can be named, to see that the tests fail for a program that is wrong (tests/packet/mutants.py).
+OBJECT = Path(os.environ.get("PEP_TC_OBJECT") or Path(pyebpf_proxy.__file__).parent / "bpf" / "tc.bpf.o")
+GO_ON, SHOT = -1, 2
+MARK = 0x4000
+PRIORITY_BACKEND, PRIORITY_REJECT = 0xEB000000, 0xEC000001
+PROTOCOLS = {"tcp": 6, "udp": 17, "sctp": 132}
+ADDRESSES: dict[str, tuple[str, str]] = {
+    "client": ("192.0.2.9", "2001:db8::9"),
+    "blocked": ("198.51.100.7", "2001:db8:bad::7"),
+    "pod": ("10.244.1.9", "fd00:10:244:1::9"),
+    "node": ("10.0.0.1", "fd00:10::1"),
+    "gateway": ("10.0.0.2", "fd00:10::2"),
+    "pod_gateway": ("10.244.1.1", "fd00:10:244:1::1"),
+    "unserved_node": ("10.0.1.1", "fd00:10:1::1"),
+    "cluster_ip": ("10.96.0.10", "fd00:10:96::10"),
+    "external_ip": ("203.0.113.10", "2001:db8:1::10"),
+    "vip": ("203.0.113.20", "2001:db8:1::20"),
+    "elsewhere": ("203.0.113.99", "2001:db8:1::99"),
+    "remote": ("10.244.2.5", "fd00:10:244:2::5"),
+    "local": ("10.244.1.5", "fd00:10:244:1::5"),
+    "outside": ("172.16.0.10", "fd00:ac::10"),
+    "nowhere": ("100.64.0.9", "fd99::9"),
+}
+KINDS = {
+    "cluster_ip": FrontendKind.CLUSTER_IP,
+    "external_ip": FrontendKind.EXTERNAL_IP,
+    "vip": FrontendKind.LOAD_BALANCER,
+    "node_port": FrontendKind.NODE_PORT,
+}
+SIZES = dict.fromkeys(
+    ("frontends4", "frontends6", "backends4", "backends6", "endpoints4", "endpoints6", "tables", "affinities"), 128
+) | {"services": 64, "slots": 64, "socket_peers4": 64, "socket_peers6": 64, "socket_flows": 64}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _u32(number: int) -> bytes:
+    return number.to_bytes(4, sys.byteorder)
+
+
+def enter_namespace(fd: int) -> None:
+    if _libc.setns(fd, 0x40000000):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+@dataclass
+class Flow:
+    """One conntrack entry, as `conntrack -L` prints it."""
+
+    protocol: str
+    state: str
+    original: tuple[str, str, int, int]
+    reply: tuple[str, str, int, int]
+    timeout: int
+
+
+@dataclass
+class World:
+    """One namespace, one family at a time, one loaded object."""
+
+    family: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._index = 0 if self.family == 4 else 1
+        self._home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        if _libc.unshare(0x40000000):
+            raise OSError(ctypes.get_errno(), "unshare")
+        self._make_devices()
+        self._loaded: dict[bytes, Object] = {}
+        self.load()
+
+    def load(self, **settings: Any) -> Object:
+        """Load the programs with these settings over the world's own; maps start empty but for the node's."""
+        probe = Object.open(OBJECT)
+        layout = probe.btf.struct("settings")
+        probe.close()
+        values: dict[str, Any] = {
+            "masquerade_mark": MARK,
+            "tcp_timeout_ms": 120_000,
+            "udp_timeout_ms": 30_000,
+            "detector4": 1,
+            "detector6": 1,
+            "conntrack_lookup": 1,
+            "direct_lane": 1,
+            "pod_cidr4": ip_network("10.244.0.0/16").network_address.packed,
+            "pod_mask4": ip_network("10.244.0.0/16").netmask.packed,
+            "pod_cidr6": ip_network("fd00:10:244::/48").network_address.packed,
+            "pod_mask6": ip_network("fd00:10:244::/48").netmask.packed,
+            "node_address4": ip_address(ADDRESSES["node"][0]).packed,
+            "node_address6": ip_address(ADDRESSES["node"][1]).packed,
+            **self.settings,
+            **settings,
+        }
+        self.direct = values["direct_lane"]
+        rodata = layout.pack(**values)
+        if rodata not in self._loaded:
+            self._loaded[rodata] = Object.open(OBJECT, rodata={"settings": rodata}, max_entries=SIZES).load()
+        self.object = self._loaded[rodata]
+        self._wipe()
+        self._next_slot, self._next_id = 1, 1
+        self.backend_ids: dict[tuple[str, int], int] = {}
+        self._write_node()
+        return self.object
+
+    def _wipe(self) -> None:
+        """Loading takes long (the verifier); tests share objects and begin with empty maps."""
+        for name, of in self.object.maps.items():
+            if name in ("services", "slots"):
+                of.update_batch(b"".join(_u32(i) for i in range(64)), bytes(64 * 8))
+            elif name == "reasons":
+                size = len(of.lookup(bytes(4)) or b"")
+                for number in range(of.max_entries):
+                    of.update(_u32(number), bytes(size))
+            elif "." not in name:
+                for key, _ in list(of.items()):
+                    of.delete(key)
+
+    def close(self) -> None:
+        for o in self._loaded.values():
+            o.close()
+        enter_namespace(self._home)
+        os.close(self._home)
+
+    # ---- the node ---------------------------------------------------------------------------------
+
+    def _make_devices(self) -> None:
+        v4, v6 = ({name: pair[i] for name, pair in ADDRESSES.items()} for i in (0, 1))
+        lines = ["link set lo up"]
+        for device in ("pods", "nic"):
+            lines += [f"link add dev {device} type veth peer name {device}-far", f"link set dev {device}-far up"]
+            lines += [f"link set dev {device} up"]
+        lines += [
+            f"addr add {v4['pod_gateway']}/24 dev pods",
+            f"addr add {v6['pod_gateway']}/64 dev pods nodad",
+            f"addr add {v4['node']}/24 dev nic",
+            f"addr add {v6['node']}/64 dev nic nodad",
+            f"route add default via {v4['gateway']}",
+            f"route add default via {v6['gateway']}",
+            "route add unreachable 100.64.0.0/16",
+            "route add unreachable fd99::/16",
+        ]
+        subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), text=True, check=True, capture_output=True)
+        for sysctl in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
+            Path("/proc/sys/net", sysctl).write_text("1")
+        # sysfs shows the namespace that it was mounted in; the socket call asks this one.
+        self.devices = {name: socket.if_nametoindex(name) for name in ("pods", "nic")}
+
+    def _write_node(self) -> None:
+        maps = self.object.maps
+        layout = self.object.btf.struct("node_address")
+        for name in ("node", "pod_gateway"):
+            maps[f"node_addresses{self.family}"].update(self.packed(name), layout.pack(node_ports=1))
+        maps[f"node_addresses{self.family}"].update(self.packed("unserved_node"), layout.pack(node_ports=0))
+        key = self.object.btf.struct(f"masquerade{self.family}_key")
+        for device, address in (("nic", "node"), ("pods", "pod_gateway")):
+            maps[f"masquerade{self.family}"].update(
+                key.pack(prefix_length=32, device=self.devices[device]), self.packed(address)
+            )
+
+    # ---- names ------------------------------------------------------------------------------------
+
+    def address(self, name: str) -> str:
+        return ADDRESSES[name][self._index]
+
+    def packed(self, name: str) -> bytes:
+        return ip_address(self.address(name)).packed
+
+    # ---- services ---------------------------------------------------------------------------------
+
+    def service(
+        self,
+        cluster: list[str],
+        local: list[str] | None = None,
+        protocol: str = "tcp",
+        port: int = 80,
+        node_port: int = 30080,
+        service: int = 1,
+        target_port: int = 8080,
+        ranges: list[str] | None = None,
+        **table: int,
+    ) -> None:
+        """One service at every kind of frontend, with these endpoints (names), as the control plane would write it."""
+        maps, btf, number = self.object.maps, self.object.btf, PROTOCOLS[protocol]
+        for name in dict.fromkeys([*cluster, *(local or [])]):
+            self.backend_ids[name, service] = self._next_id
+            backend = btf.struct(f"backend{self.family}").pack(
+                address=self.packed(name),
+                port=target_port,
+                protocol=number,
+                lane=int(name == "outside"),
+                service=service,
+                local=int(name == "local"),
+            )
+            maps[f"backends{self.family}"].update(_u32(self._next_id), backend)
+            for of in (0, service):
+                self.endpoint(name, of, target_port, protocol)
+            self._next_id += 1
+        first = self._next_slot
+        for name in [*cluster, *(local or [])]:
+            maps["slots"].update(_u32(self._next_slot), _u32(self.backend_ids[name, service]) + bytes(4))
+            self._next_slot += 1
+        table_id = self._next_id
+        self._next_id += 1
+        values = {"any_endpoints": int(bool(cluster or local)), "source_ranges": int(bool(ranges)), **table}
+        maps["tables"].update(
+            _u32(table_id),
+            btf.struct("table").pack(
+                service=service,
+                first_slot=first,
+                cluster_count=len(cluster),
+                local_count=len(local or []),
+                **values,
+            ),
+        )
+        for text in ranges or []:
+            network = ip_network(text)
+            key = btf.struct(f"source_range{self.family}_key").pack(
+                prefix_length=32 + network.prefixlen, table=table_id, address=network.network_address.packed
+            )
+            maps[f"source_ranges{self.family}"].update(key, b"\1\0\0\0")
+        maps["services"].update(_u32(service), _u32(table_id) + bytes(4))
+        for name, kind in KINDS.items():
+            address = bytes(4 if self.family == 4 else 16) if name == "node_port" else self.packed(name)
+            key = btf.struct(f"frontend{self.family}_key").pack(
+                address=address, port=node_port if name == "node_port" else port, protocol=number
+            )
+            maps[f"frontends{self.family}"].update(key, btf.struct("frontend").pack(service=service, kind=int(kind)))
+
+    def endpoint(self, name: str, service: int, port: int = 8080, protocol: str = "udp", present: bool = True) -> None:
+        key = self.object.btf.struct(f"endpoint{self.family}_key").pack(
+            service=service, address=self.packed(name), port=port, protocol=PROTOCOLS[protocol]
+        )
+        where = self.object.maps[f"endpoints{self.family}"]
+        if present:
+            where.update(key, b"\1\0\0\0")
+        else:
+            where.delete(key)
+
+    # ---- packets ----------------------------------------------------------------------------------
+
+    def ip(self, source: str, destination: str) -> Packet:
+        layer = IP if self.family == 4 else IPv6
+        return layer(src=self.address(source), dst=self.address(destination))
+
+    def frame(self, source: str, destination: str, *rest: Packet) -> Packet:
+        made = Ether(src="02:00:00:00:00:01", dst="02:00:00:00:00:02") / self.ip(source, destination)
+        for layer in rest:
+            made = made / layer
+        return made
+
+    def tcp(self, source: str, destination: str, port: int, sport: int = 40000, flags: str = "S") -> Packet:
+        return self.frame(source, destination, TCP(sport=sport, dport=port, flags=flags), Raw(b"x" * 20))
+
+    def udp(self, source: str, destination: str, port: int, sport: int = 40000) -> Packet:
+        return self.frame(source, destination, UDP(sport=sport, dport=port), Raw(b"hello"))
+
+    def sctp(self, source: str, destination: str, port: int, sport: int = 40000) -> Packet:
+        return self.frame(source, destination, SCTP(sport=sport, dport=port), SCTPChunkInit())
+
+    def run(
+        self, program: str, frame: Packet | bytes, device: str = "nic", mark: int = 0, priority: int = 0
+    ) -> RunResult:
+        skb = SkBuff(ifindex=self.devices[device], mark=mark, priority=priority)
+        return self.object.programs[program].test_run(bytes(frame), skb)
+
+    # ---- what came of it --------------------------------------------------------------------------
+
+    def reasons(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for name, number in self.object.btf.enum("reason").items():
+            values = self.object.maps["reasons"].lookup_cpus(_u32(number))
+            total = sum(int.from_bytes(v, "little") for v in values or [])
+            if total:
+                found[name] = total
+        return found
+
+    def flows(self) -> list[Flow]:
+        text = subprocess.run(
+            ["conntrack", "-L", "-f", f"ipv{self.family}"], capture_output=True, text=True, check=True
+        ).stdout
+        found = []
+        for line in text.splitlines():
+            tuples = re.findall(r"src=(\S+) dst=(\S+) sport=(\d+) dport=(\d+)", line)
+            words = line.split()
+            (a, b) = [(s, d, int(sp), int(dp)) for s, d, sp, dp in tuples]
+            state = words[3] if words[0] == "tcp" else ""
+            found.append(Flow(words[0], state, a, b, int(words[2])))
+        return found
+
+    def forget_flows(self) -> None:
+        subprocess.run(["conntrack", "-F"], capture_output=True, check=True)
