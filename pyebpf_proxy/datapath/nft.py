@@ -32,6 +32,7 @@ import errno
 import ipaddress
 import json
 import socket
+import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -40,6 +41,11 @@ import nftables
 from pyebpf_proxy.datapath.refused import RefusedError
 
 NETLINK_NETFILTER = 12
+NLM_F_REQUEST = 1
+# include/uapi/linux/netfilter/nf_tables.h, in the subsystem NFNL_SUBSYS_NFTABLES
+NFT_MSG_NEWGEN = 10 << 8 | 15
+NFT_MSG_GETGEN = 10 << 8 | 16
+NFTA_GEN_ID = 1
 TABLE = "pyebpf-proxy"
 BACKEND_TAG = 0xEB000000
 REJECT_CLASS = "ec00:0001"
@@ -88,14 +94,15 @@ class Table:
 
     def __init__(self, name: str = TABLE) -> None:
         self.name = name
-        # libnftables ends the process if it cannot open its socket; ask first.
+        # Before libnftables, which ends the process if it cannot open its socket.
         try:
-            socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER).close()
+            self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETLINK_NETFILTER)
         except OSError as error:
             raise NftError(error.errno, "nftables: this kernel has no nfnetlink (CONFIG_NF_TABLES)") from error
         self._nft: Any = nftables.Nftables()
         self._elements: dict[int, Target] = {}
         self._mark: int | None = None
+        self._known: int | None = None
 
     @property
     def elements(self) -> Mapping[int, Target]:
@@ -106,10 +113,15 @@ class Table:
         """Makes the table, or puts its rules right and keeps the elements of its maps.
 
         Chains of another shape (another version of us) are replaced, elements included, in the same transaction.
-        Also heals a table that was flushed while we ran. NftError with clear text.
+        Also heals a table that was flushed while we ran; costs next to nothing if nobody has changed any
+        nftables rule since our own last change. NftError with clear text.
         """
+        if masquerade_mark == self._mark and self._known is not None and self._generation() == self._known:
+            return
+        seen = self._generation()
         chains = self._chains()
         kept = {} if chains is None else self._read_back()
+        self._known = seen
         if self._mark is None:
             self._elements = kept
         self._mark = masquerade_mark
@@ -224,7 +236,27 @@ class Table:
         return list(json.loads(output)["nftables"]) if output else []
 
     def _run(self, commands: list[str], what: str) -> None:
+        before = self._generation()
+        # A change of somebody else's between the last check and this one must still be noticed.
+        undisturbed = self._known in (None, before)
+        self._known = None
         self._call("\n".join(commands) + "\n", what)
+        after = self._generation()
+        if before is not None and after == before + 1 and undisturbed:
+            self._known = after
+
+    def _generation(self) -> int | None:
+        """Number of the ruleset's present version: the kernel counts every committed transaction of the namespace."""
+        self._socket.send(struct.pack("=IHHIIBBH", 20, NFT_MSG_GETGEN, NLM_F_REQUEST, 1, 0, 0, 0, 0))
+        answer = self._socket.recv(4096)
+        kind = struct.unpack_from("=H", answer, 4)[0]
+        offset = 20
+        while kind == NFT_MSG_NEWGEN and offset + 8 <= len(answer):
+            length, attribute = struct.unpack_from("=HH", answer, offset)
+            if attribute == NFTA_GEN_ID:
+                return int(struct.unpack_from(">I", answer, offset + 4)[0])
+            offset += max(4, (length + 3) & ~3)
+        return None
 
     def _call(self, text: str, what: str) -> str:
         status, output, error = self._nft.cmd(text)

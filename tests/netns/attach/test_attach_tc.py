@@ -142,7 +142,7 @@ def test_a_filter_of_others_at_our_priority_is_not_touched(
     shell("tc qdisc add dev v0 clsact")
     shell(f"tc filter add dev v0 ingress pref 235 handle 0xeb {OTHERS}")
     before = everything(shell)
-    with pytest.raises(NetlinkError, match="tc filter on v0: priority 235 .* is taken"):
+    with pytest.raises(NetlinkError, match=r"tc filter on v0: priority 235 .* is taken"):
         filters.attach(device, "v0", fds[0])
     assert not filters.detach(device, "v0")
     assert everything(shell) == before
