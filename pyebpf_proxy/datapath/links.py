@@ -165,20 +165,25 @@ class Node:
             self._say(f"device {name}: its link layer is not supported, services are not served to packets from it")
         for name, entries in contents(self._wanted, self._layouts).items():
             written = self._written[name]
-            for key, value in entries.items():
-                if written.get(key) != value:
-                    self._try(name, key, value)
-            for key in [key for key in written if key not in entries]:
+            self._add(name, entries)
+            stale = [key for key in written if key not in entries]
+            for key in stale:
                 self._maps[name].delete(key)
                 del written[key]
+            if stale:
+                self._add(name, entries)  # what found the map full before
 
-    def _try(self, name: str, key: bytes, value: bytes) -> None:
-        try:
-            self._maps[name].update(key, value)
-        except OSError as error:
-            self._say(f"map {name}: {error}")
-        else:
-            self._written[name][key] = value
+    def _add(self, name: str, entries: Contents) -> None:
+        written = self._written[name]
+        for key, value in entries.items():
+            if written.get(key) == value:
+                continue
+            try:
+                self._maps[name].update(key, value)
+            except OSError as error:
+                self._say(f"map {name}: {error}")
+            else:
+                written[key] = value
 
     def _attach(self, index: int, name: str) -> None:
         device = self._name(index)

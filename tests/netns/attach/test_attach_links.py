@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node followed through netlink: maps and devices come right after every kind of change, without polling."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import random
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.datapath import netlink
+from pyebpf_proxy.datapath.follower import Follower
+from pyebpf_proxy.datapath.libbpf import Object
+from pyebpf_proxy.datapath.links import MAPS, Node, contents
+from pyebpf_proxy.datapath.node import NodeConfig, plan
+from pyebpf_proxy.datapath.tc import Filters
+
+from .conftest import Shell
+
+pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
+
+DEADLINE = 10.0
+
+
+def follow(node: Node | Follower, until: Callable[[], bool]) -> None:
+    """Reads events until the condition holds; looks again only when one has come. Fails after a deadline."""
+    node.read()
+    end = time.monotonic() + DEADLINE
+    while not until():
+        left = end - time.monotonic()
+        assert left > 0, "the awaited change did not come"
+        if select.select([node.fileno()], [], [], left)[0]:
+            node.read()
+
+
+class Harness:
+    """A Node with the maps of the real object, and what it reported."""
+
+    def __init__(self, directory: Path, programs: Object) -> None:
+        self.directory = directory
+        self.programs = programs
+        self.reports: list[str] = []
+        self.node = self.start()
+
+    def start(self, config: NodeConfig = NodeConfig()) -> Node:  # noqa: B008 - frozen
+        maps = {name: self.programs.maps[name] for name in MAPS}
+        self.node = Node(self.directory, config, maps, self.programs.btf, self.reports.append)
+        return self.node
+
+    def attach(self, swap: bool = False) -> None:
+        fds = {name: program.fd for name, program in self.programs.programs.items()}
+        if swap:
+            fds = {"tc_ethernet": fds["tc_l3"], "tc_l3": fds["tc_ethernet"]}
+        self.node.attach(fds)
+
+    def in_kernel(self) -> dict[str, dict[bytes, bytes]]:
+        return {name: dict(self.programs.maps[name].items()) for name in MAPS}
+
+    def node_addresses(self) -> set[str]:
+        found = self.in_kernel()
+        keys = [*found["node_addresses4"], *found["node_addresses6"]]
+        return {str(ipaddress.ip_address(key)) for key in keys}
+
+    def right(self) -> bool:
+        """Whether the maps hold exactly what a fresh look at the kernel asks for."""
+        fresh = Follower()
+        try:
+            return self.in_kernel() == contents(plan(fresh.state, NodeConfig()), self.programs.btf)
+        finally:
+            fresh.close()
+
+
+@pytest.fixture
+def harness(namespace: None, tmp_path: Path, bpf_objects: Path) -> Iterator[Harness]:
+    with Object.open(bpf_objects / "tc.bpf.o") as opened:
+        made = Harness(tmp_path, opened.load())
+        yield made
+        made.node.close()
+
+
+def test_what_is_there_at_the_start_is_in_the_maps(
+    namespace: None, tmp_path: Path, programs: Object, shell: Shell
+) -> None:
+    shell("ip link add v0 type veth peer name v1; ip addr add 10.1.0.1/24 dev v0; ip link set v0 up")
+    harness = Harness(tmp_path, programs)
+    try:
+        assert "10.1.0.1" in harness.node_addresses()
+        assert harness.right()
+    finally:
+        harness.node.close()
+
+
+def test_addresses_come_and_go(harness: Harness, shell: Shell) -> None:
+    shell("ip link add v0 type veth peer name v1; ip link set v0 up")
+    shell("ip addr add 10.1.0.1/24 dev v0; ip addr add fd00::1/64 dev v0 nodad")
+    follow(harness.node, lambda: {"10.1.0.1", "fd00::1"} <= harness.node_addresses())
+    shell("ip addr del 10.1.0.1/24 dev v0; ip addr del fd00::1/64 dev v0")
+    follow(harness.node, lambda: not {"10.1.0.1", "fd00::1"} & harness.node_addresses())
+    shell("ip addr add 10.1.0.1/24 dev v0")
+    follow(harness.node, lambda: "10.1.0.1" in harness.node_addresses())
+    shell("ip link del v0")
+    follow(harness.node, lambda: "10.1.0.1" not in harness.node_addresses())
+    assert harness.right()
+
+
+def test_a_new_device_gets_its_program(harness: Harness, shell: Shell) -> None:
+    harness.attach()
+    shell("ip link add v0 type veth peer name v1")
+    index = socket.if_nametoindex("v0")
+    follow(harness.node, lambda: index in harness.node.attached)
+    assert "tc_ethernet" in shell("tc filter show dev v0 ingress")
+
+
+def test_a_device_without_ethernet_header_gets_the_other_program(harness: Harness, shell: Shell) -> None:
+    shell("ip tuntap add t0 mode tun; ip tuntap add t1 mode tap")
+    follow(harness.node, lambda: len(harness.node.wanted.programs) == 2)
+    harness.attach()
+    assert "tc_l3" in shell("tc filter show dev t0 ingress")
+    assert "tc_ethernet" in shell("tc filter show dev t1 ingress")
+
+
+def test_a_bridge_s_ports_carry_programs_and_the_bridge_does_not(harness: Harness, shell: Shell) -> None:
+    harness.attach()
+    shell("ip link add v0 type veth peer name v1; ip link add br0 type bridge; ip link set v0 master br0")
+    port, bridge = socket.if_nametoindex("v0"), socket.if_nametoindex("br0")
+    follow(harness.node, lambda: port in harness.node.attached and harness.right())
+    assert bridge not in harness.node.attached
+    value = harness.in_kernel()["devices"][struct.pack("=I", port)]
+    mac = bytes.fromhex(json.loads(shell("ip -j link show br0"))[0]["address"].replace(":", ""))
+    assert struct.unpack("=I6s2x", value) == (bridge, mac)
+    shell("ip link set br0 address 02:00:00:00:00:07")
+    follow(
+        harness.node,
+        lambda: harness.in_kernel()["devices"][struct.pack("=I", port)][4:10] == bytes([2, 0, 0, 0, 0, 7]),
+    )
+    shell("ip link set v0 nomaster")
+    follow(harness.node, lambda: harness.in_kernel()["devices"][struct.pack("=I", port)] == bytes(12))
+    assert port in harness.node.attached, "leaving a bridge is not leaving the node"
+
+
+def test_a_device_that_stops_being_an_entrance_loses_its_filter(harness: Harness, shell: Shell) -> None:
+    shell("ip link add v0 type veth peer name v1")
+    follow(harness.node, harness.right)
+    harness.attach()
+    harness.node.close()
+    # While no agent runs: an entrance becomes none. (A rename cannot do that; a filter on a bridge stands for it.)
+    shell("ip link add br0 type bridge")
+    filters = Filters(harness.directory)
+    bridge = socket.if_nametoindex("br0")
+    filters.attach(bridge, "br0", harness.programs.programs["tc_ethernet"].fd)
+    harness.start()
+    harness.attach()
+    assert filters.attached() == sorted(harness.node.attached)
+    assert bridge not in filters.attached()
+    assert "clsact" not in shell("tc qdisc show dev br0")
+    filters.close()
+
+
+def test_a_restart_replaces_programs_and_writes_nothing_that_is_right(harness: Harness, shell: Shell) -> None:
+    shell("ip link add v0 type veth peer name v1; ip addr add 10.1.0.1/24 dev v0; ip link set v0 up; ip link set v1 up")
+    follow(harness.node, lambda: harness.right() and len(harness.node.wanted.programs) == 2)
+    harness.attach()
+    harness.node.close()
+    # Left over from a former run: gone after the start. An entry that is right: not written again.
+    harness.programs.maps["node_addresses4"].update(bytes([9, 9, 9, 9]), struct.pack("=I", 1))
+    written = []
+    for name in MAPS:
+        harness.programs.maps[name] = Recording(harness.programs.maps[name], written)
+    harness.start()
+    harness.attach(swap=True)
+    assert written == [("delete", "node_addresses4", bytes([9, 9, 9, 9]))]
+    listed = shell("tc filter show dev v0 ingress")
+    assert listed.count("direct-action") == 1
+    assert "tc_l3" in listed
+
+
+class Recording:
+    """A map that notes what is written to it."""
+
+    def __init__(self, real: object, written: list[tuple[str, str, bytes]]) -> None:
+        self._real = real
+        self._written = written
+
+    def update(self, key: bytes, value: bytes, flags: int = 0) -> None:
+        self._written.append(("update", self._real.name, key))
+        self._real.update(key, value, flags)
+
+    def delete(self, key: bytes) -> bool:
+        self._written.append(("delete", self._real.name, key))
+        return self._real.delete(key)
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        return self._real.items()
+
+
+def test_another_configuration_is_taken_in(harness: Harness, shell: Shell) -> None:
+    shell("ip link add v0 type veth peer name v1; ip addr add 10.1.0.1/24 dev v0; ip addr add 10.2.0.1/24 dev v0")
+    follow(harness.node, harness.right)
+    harness.node.configure(NodeConfig(("primary",), (ipaddress.ip_address("10.2.0.1"),)))
+    found = harness.in_kernel()["node_addresses4"]
+    assert found[bytes([10, 1, 0, 1])] == struct.pack("=I", 0)
+    assert found[bytes([10, 2, 0, 1])] == struct.pack("=I", 1)
+
+
+@pytest.mark.parametrize("how", ["tc filter del dev v0 ingress pref 235", "tc qdisc del dev v0 clsact"])
+def test_a_filter_that_somebody_removed_comes_back(how: str, harness: Harness, shell: Shell) -> None:
+    harness.attach()
+    shell("ip link add v0 type veth peer name v1")
+    index = socket.if_nametoindex("v0")
+    follow(harness.node, lambda: index in harness.node.attached)
+    shell(how)
+    assert "tc_ethernet" not in shell("tc filter show dev v0 ingress")
+    follow(harness.node, lambda: "tc_ethernet" in shell("tc filter show dev v0 ingress"))
+    assert any("somebody removed our tc filter" in report for report in harness.reports)
+
+
+def test_a_device_whose_priority_is_taken_costs_the_others_nothing(harness: Harness, shell: Shell) -> None:
+    shell("""ip link add v0 type veth peer name v1; tc qdisc add dev v0 clsact
+        tc filter add dev v0 ingress pref 235 handle 0xeb bpf bytecode '1,6 0 0 4294967295' flowid 1:1""")
+    follow(harness.node, harness.right)
+    harness.attach()
+    assert set(harness.node.attached) == {socket.if_nametoindex("v1")}
+    assert [report for report in harness.reports if "v0: priority 235" in report]
+
+
+def test_a_full_map_is_said_once_and_the_rest_is_served(
+    namespace: None, tmp_path: Path, bpf_objects: Path, shell: Shell
+) -> None:
+    shell("ip link add v0 type veth peer name v1")
+    for number in range(1, 7):
+        shell(f"ip addr add 10.{number}.0.1/24 dev v0")
+    with Object.open(bpf_objects / "tc.bpf.o", max_entries={"node_addresses4": 4}) as opened:
+        harness = Harness(tmp_path, opened.load())
+        harness.attach()
+        assert len(harness.in_kernel()["node_addresses4"]) == 4
+        assert len([report for report in harness.reports if "node_addresses4" in report]) == 1
+        assert len(harness.node.attached) == 2
+        shell("ip addr del 10.1.0.1/24 dev v0; ip addr del 10.2.0.1/24 dev v0")
+        follow(harness.node, lambda: harness.node_addresses() - {"::1"} == {f"10.{n}.0.1" for n in range(3, 7)})
+        harness.node.close()
+
+
+def test_lost_messages_are_made_up_for(
+    namespace: None, tmp_path: Path, programs: Object, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More events, unread, than the socket's buffer holds."""
+    monkeypatch.setattr(netlink, "EVENT_BUFFER_BYTES", 4096)
+    harness = Harness(tmp_path, programs)
+    shell("ip link add v0 type veth peer name v1")
+    batch = "".join(f"addr add 10.0.{i}.1/32 dev v0\n" for i in range(100))
+    (tmp_path / "batch").write_text(batch)
+    shell(f"ip -batch {tmp_path / 'batch'}")
+    lost = []
+    read = harness.node._follower._events.events
+    monkeypatch.setattr(harness.node._follower._events, "events", lambda: lost.append(read()) or lost[-1])
+    follow(harness.node, lambda: "10.0.99.1" in harness.node_addresses())
+    assert any(overrun for _, overrun in lost), "the buffer held everything: the test proves nothing"
+    assert harness.right()
+    harness.node.close()
+
+
+def test_following_and_listing_agree_after_any_sequence_of_changes(namespace: None, shell: Shell) -> None:
+    """Promotion of secondary addresses, order among equals, ports that move: the plan depends on all of it."""
+    shell("sysctl -qw net.ipv4.conf.all.promote_secondaries=1 net.ipv6.conf.default.addr_gen_mode=1")
+    shell("ip link add br0 type bridge; ip link add v0 type veth peer name v1; ip link add v2 type veth peer name v3")
+    devices = ["br0", "v0", "v1", "v2", "v3"]
+    for device in devices:  # an IPv6 address on a device that is down is announced when it comes up
+        shell(f"ip link set {device} up")
+    follower, fresh = Follower(), Follower()
+    chance = random.Random(7)
+
+    def agree() -> bool:
+        fresh.refresh()
+        return plan(follower.state, NodeConfig()) == plan(fresh.state, NodeConfig())
+
+    seen = set()
+    for _ in range(300):
+        device = chance.choice(devices)
+        subnet, host = chance.randrange(3), chance.randrange(1, 5)
+        line = chance.choice(
+            [
+                f"ip addr add 10.{subnet}.0.{host}/24 dev {device}",
+                f"ip addr del 10.{subnet}.0.{host}/24 dev {device}",
+                f"ip addr add fd0{subnet}::{host}/64 dev {device} nodad",
+                f"ip addr del fd0{subnet}::{host}/64 dev {device}",
+                f"ip addr change fd0{subnet}::{host}/64 dev {device} preferred_lft 0",
+                f"ip link set {device} down; ip link set {device} up",
+                f"ip link set {device} {chance.choice(['master br0', 'nomaster'])}",
+            ]
+        )
+        shell(f"{line} 2>/dev/null || true")
+        follow(follower, agree)
+        seen |= {entry.flags & 1 for entry in follower.state.addresses.values()}
+    assert seen == {0, 1}, "secondary addresses must occur"
+    follower.close()
+    fresh.close()
