@@ -84,7 +84,7 @@ class Map:
         checked(result, f"delete from map {self.name}")
         return True
 
-    def update_batch(self, keys: bytes | bytearray, values: bytes | bytearray) -> None:
+    def update_batch(self, keys: bytes | memoryview, values: bytes | memoryview) -> None:
         """Write many entries, given one after the other. On failure ``BpfError.done`` says how many were written."""
         total, rest = divmod(len(keys), self.key_size)
         if rest or len(values) != total * self._stored:
@@ -100,7 +100,7 @@ class Map:
             done = 0 if result == -errors.EFAULT else count[0]
             raise BpfError(f"write {total} entries to map {self.name}", -result, done=done if done < total else 0)
 
-    def delete_batch(self, keys: bytes | bytearray) -> int:
+    def delete_batch(self, keys: bytes) -> int:
         """Delete many keys, given one after the other; how many were there. Missing keys are passed over."""
         total, rest = divmod(len(keys), self.key_size)
         if rest:

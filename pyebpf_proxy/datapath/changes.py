@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a service port in the maps, one change of it, and what changes leave behind. Only data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pyebpf_proxy.services.model import Endpoint, Family, ServicePort, ServicePortName
+
+
+class NoRoomError(Exception):
+    """A change does not fit. The text says what is full; nothing was changed."""
+
+
+class Record:
+    """A service port that is in the maps. ``plan`` holds only the frontends that are really its own."""
+
+    __slots__ = ("backends", "dirty", "first_slot", "id", "length", "plan", "table", "vip_source_allowed")
+
+    def __init__(self, number: int, plan: ServicePort) -> None:
+        self.id = number
+        self.plan = plan
+        self.table = 0
+        self.first_slot = 0
+        self.length = 0
+        self.backends: dict[Endpoint, int] = {}
+        self.vip_source_allowed = False
+        #: Adopted from maps that do not fit together: written anew with the next change.
+        self.dirty = False
+
+
+@dataclass
+class Garbage:
+    """What nothing refers to any more; it may be taken away when no packet can be looking at it."""
+
+    tables: list[int] = field(default_factory=list)
+    services: list[int] = field(default_factory=list)
+    slots: list[tuple[int, int]] = field(default_factory=list)
+    # By family: keys one after the other; backends with the key of their service-0 endpoint entry.
+    source_ranges: dict[Family, list[bytes]] = field(default_factory=lambda: {f: [] for f in Family})
+    serving: dict[Family, list[bytes]] = field(default_factory=lambda: {f: [] for f in Family})
+    backends: dict[Family, list[tuple[int, bytes]]] = field(default_factory=lambda: {f: [] for f in Family})
+
+    def __bool__(self) -> bool:
+        lists = [self.tables, self.services, self.slots]
+        lists += [*self.source_ranges.values(), *self.serving.values(), *self.backends.values()]
+        return any(lists)
+
+
+class Change:
+    """One service port from what it is to what it shall be."""
+
+    __slots__ = (
+        "claims",
+        "conflicts",
+        "failed",
+        "fresh",
+        "frontend_deletes",
+        "frontend_puts",
+        "gone",
+        "name",
+        "netfilter",
+        "new",
+        "old",
+        "puts",
+        "serving_deletes",
+        "serving_new",
+        "slots",
+        "table_changed",
+    )
+
+    def __init__(self, name: ServicePortName, old: Record | None, new: Record | None) -> None:
+        self.name = name
+        self.old = old
+        self.new = new
+        self.table_changed = False
+        #: By map: keys and values, to be written before the flip.
+        self.puts: dict[str, tuple[bytes, bytes]] = {}
+        self.slots: list[int] = []
+        self.frontend_puts: list[tuple[bytes, bytes]] = []
+        self.frontend_deletes: list[bytes] = []
+        self.claims: list[tuple[bytes, int | None]] = []
+        #: Frontends that another service port has: what to say about them.
+        self.conflicts: list[str] = []
+        self.serving_new: list[bytes] = []
+        self.serving_deletes: list[bytes] = []
+        self.fresh: list[tuple[int, bytes]] = []
+        self.gone: list[tuple[int, bytes]] = []
+        self.netfilter: dict[int, tuple[bytes, int]] = {}
+        self.failed: str | None = None

@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The writer: service ports into maps, so that no packet ever sees half a change.
+
+Order of a round (everything in batches, each over all service ports of the round):
+
+1. names, backends, endpoints, slots, source ranges, tables: nothing refers to them yet;
+2. ``services[id]`` = the new table's id, one aligned store each;
+3. new frontends, then old frontends off (a port that moves to another service never blinks), gone services to 0;
+4. later, after a grace period: what is no longer referred to.
+
+Killed at any point, the next start finds what was written and not referred to (``maps_adopt.py``).
+"""
+
+from __future__ import annotations
+
+import errno as errors
+import gc
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from pyebpf_proxy.datapath import grace
+from pyebpf_proxy.datapath.changes import Change, Garbage, NoRoomError
+from pyebpf_proxy.datapath.layouts import Layouts
+from pyebpf_proxy.datapath.libbpf import BpfError
+from pyebpf_proxy.datapath.maps_adopt import adopt
+from pyebpf_proxy.datapath.mirror import Mirror
+from pyebpf_proxy.datapath.programs import Loaded
+from pyebpf_proxy.services.model import Family, ServicePort, ServicePortName
+
+MAPS = (
+    *("service_names", "backends4", "backends6", "endpoints4", "endpoints6", "source_ranges4", "source_ranges6"),
+    *("tables", "frontends4", "frontends6"),
+)
+_BEFORE_FLIP = MAPS[:8]
+_NO_ROOM = {errors.E2BIG, errors.ENOSPC, errors.ENOMEM}
+
+NetfilterCallback = Callable[[Mapping[int, tuple[bytes, int]], Iterable[int]], None]
+
+
+@contextmanager
+def _without_cycle_search(work: int) -> Iterator[None]:
+    """A hundred thousand new objects that all stay: looking for cycles among them costs as much as making them."""
+    if work < 1000 or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Problem(NamedTuple):
+    """A service port that is not in the maps as it should be. Its last good state is."""
+
+    name: ServicePortName
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
+
+
+class Writer:
+    """Owns the service maps of ``loaded``.
+
+    ``in_pod_network`` says which endpoints may take the direct lane; ``node_ips`` are this node's own
+    (spec/service-semantics §7). Backends of the netfilter lane (all of them, if there is no other lane) are told to
+    ``on_netfilter_backends`` (added: id → packed address, port; removed: ids), the added ones before packets can
+    choose them; :attr:`netfilter_backends` has all of them, to begin with.
+
+    Made by adopting what the maps hold. A BpfError from any call means that the kernel refused what should always
+    work; what was to be done is remembered, and the next call begins by adopting anew.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        in_pod_network: Callable[[Family, bytes], bool],
+        on_netfilter_backends: NetfilterCallback | None = None,
+        *,
+        node_ips: Mapping[Family, bytes] | None = None,
+    ) -> None:
+        maps = self._maps = loaded.maps
+        self._layouts = Layouts(loaded.tc.btf)
+        self._in_pod_network = in_pod_network
+        self._on_netfilter = on_netfilter_backends
+        self._node_ips = dict(node_ips or {})
+        self._all_netfilter = loaded.lane != "direct"
+        self._services = maps["services"].mmap().cast("Q")
+        self._slots = maps["slots"].mmap().cast("Q")
+        #: Service ports that are not as they should be.
+        self.problems: dict[ServicePortName, Problem] = {}
+        self._pending: dict[ServicePortName, ServicePort | None] = {}
+        self._freed = False
+        self._adopt()
+
+    def _adopt(self) -> None:
+        maps = self._maps
+        room = {name: maps[name].max_entries for name in (*MAPS, "services", "slots")}
+        self._mirror = Mirror(self._layouts, room, self._in_pod_network, self._node_ips, self._all_netfilter)
+        with _without_cycle_search(room["services"]):
+            repairs = adopt(self._mirror, maps, self._services, self._slots)
+            # The pod network, or this node's addresses, may have changed while nobody looked.
+            self._renew = dict(self._mirror.lanes_changed())
+        self._garbage = repairs.garbage
+        for name, keys in repairs.deletes.items():
+            maps[name].delete_batch(keys)
+        for number in repairs.dead_services:
+            self._flip(number, 0)
+        for name, (keys, values) in repairs.puts.items():
+            maps[name].update_batch(keys, values)
+        self._broken = False
+
+    @contextmanager
+    def _whole(self, todo: Mapping[ServicePortName, ServicePort | None]) -> Iterator[None]:
+        """What breaks off in the middle leaves a mirror that is not to be believed, and work to be done again."""
+        if self._broken:
+            self._adopt()
+            self._freed = True
+        self._broken = True
+        try:
+            yield
+        except BaseException:
+            self._pending.update(todo)
+            raise
+        self._broken = False
+
+    # ---- what the control plane calls ----------------------------------------------------------------------
+
+    @property
+    def netfilter_backends(self) -> Mapping[int, tuple[bytes, int]]:
+        """Every backend that our nft table must know: id → packed address, port."""
+        return self._mirror.netfilter
+
+    @property
+    def names(self) -> Iterable[ServicePortName]:
+        """The service ports in the maps."""
+        return self._mirror.records.keys()
+
+    def __getitem__(self, name: ServicePortName) -> ServicePort:
+        """What the maps hold of a service port. Raises KeyError."""
+        return self._mirror.records[name].plan
+
+    def service_id(self, name: ServicePortName) -> int:
+        """The number of a service port in all maps. Raises KeyError."""
+        return self._mirror.records[name].id
+
+    @property
+    def room(self) -> dict[str, tuple[int, int]]:
+        """How full the maps are: name → entries used, entries that fit."""
+        mirror = self._mirror
+        used = {name: (mirror.used[name], mirror.room[name]) for name in MAPS}
+        used["slots"] = mirror.room["slots"] - mirror.slot_ranges.available, mirror.room["slots"]
+        used["services"] = mirror.room["services"] - 1 - mirror.service_ids.available, mirror.room["services"]
+        return used
+
+    @property
+    def has_garbage(self) -> bool:
+        """Whether :meth:`collect` has anything to do."""
+        return bool(self._garbage)
+
+    def apply(self, delta: Mapping[ServicePortName, ServicePort | None]) -> list[Problem]:
+        """Write what changed; None takes a service port away. Returns the problems that are new or say something new.
+
+        A service port that does not fit keeps its last good state, and is tried again when room was made.
+        """
+        before = dict(self.problems)
+        with self._whole(delta), _without_cycle_search(len(delta)):
+            self._apply(dict(delta))
+        return [p for name, p in self.problems.items() if before.get(name) != p]
+
+    def _apply(self, todo: dict[ServicePortName, ServicePort | None]) -> None:
+        if self._freed:
+            for name in sorted(self._pending):
+                todo.setdefault(name, self._pending[name])
+        self._freed = False
+        failed = self._round(todo)
+        if failed and (self._garbage or self._freed):
+            # What this very round has made superfluous may be the room that it lacked.
+            self._free_garbage()
+            self._freed = False
+            self._round({name: todo[name] for name in failed})
+
+    def prune(self, wanted: Container[ServicePortName]) -> None:
+        """Take away every service port that is not ``wanted``: for after the first complete batch of a source."""
+        self.apply({name: None for name in [*self._mirror.records, *self._pending] if name not in wanted})
+
+    def relane(self, node_ips: Mapping[Family, bytes] | None = None) -> list[Problem]:
+        """``in_pod_network`` answers differently now, or this node's addresses are others: adjust what follows.
+
+        A backend that changes its lane becomes another backend (its clients' affinity is lost); flows go on.
+        """
+        if node_ips is not None:
+            self._node_ips = self._mirror.node_ips = dict(node_ips)
+        self._renew.update(self._mirror.lanes_changed())
+        records = self._mirror.records
+        return self.apply(
+            {name: self._pending.get(name, records[name].plan) for name in self._renew if name in records}
+        )
+
+    def collect(self) -> None:
+        """Wait for a grace period and take away what nothing refers to; then what lacked room is tried again.
+
+        Blocks for some 10 ms, longer for much garbage: not for the way of a change, but soon after it.
+        """
+        if self._garbage:
+            with self._whole({}):
+                self._free_garbage()
+        if self._freed and self._pending:
+            self.apply({})
+
+    # ---- a round -------------------------------------------------------------------------------------------
+
+    def _round(
+        self,
+        todo: Mapping[ServicePortName, ServicePort | None],
+    ) -> list[ServicePortName]:
+        """One pass through all steps. The names that lacked room; ``problems`` and ``_pending`` are up to date."""
+        changes, failed = self._plan(todo)
+        for name in _BEFORE_FLIP:
+            self._put(name, changes)
+            if name.startswith("backends"):
+                self._tell_netfilter(changes, 4 if name.endswith("4") else 6)
+        for change in changes:
+            if change.slots and change.failed is None and change.new is not None:
+                self._fill(change.new.first_slot, change.slots)
+        for change in changes:
+            if change.table_changed and change.failed is None and change.new is not None:
+                self._flip(change.new.id, change.new.table)
+        reverted = [change for change in changes if change.failed is not None]
+        for change in reverted:
+            self._mirror.revert(change, self._garbage)
+        done = [change for change in changes if change.failed is None]
+        for family in Family:
+            self._put_frontends([c for c in done if c.name.family is family], family)
+        for family in Family:
+            self._delete_frontends([c for c in done if c.name.family is family], family)
+        for change in done:
+            if change.new is None and change.old is not None:
+                self._flip(change.old.id, 0)
+            self._mirror.commit(change, self._garbage)
+            if change.failed is None and not change.conflicts:
+                self._settled(change.name)
+            else:
+                self._unsettled(change.name, todo, change.failed or "; ".join(change.conflicts))
+        self._delete_orphans(reverted)
+        for change in reverted:
+            self._unsettled(change.name, todo, change.failed or "")
+        return failed + [change.name for change in reverted]
+
+    def _settled(self, name: ServicePortName) -> None:
+        self._renew.pop(name, None)
+        self._pending.pop(name, None)
+        self.problems.pop(name, None)
+
+    def _unsettled(self, name: ServicePortName, todo: Mapping[ServicePortName, ServicePort | None], text: str) -> None:
+        self._pending[name] = todo[name]
+        self.problems[name] = Problem(name, text)
+
+    def _plan(
+        self,
+        todo: Mapping[ServicePortName, ServicePort | None],
+    ) -> tuple[list[Change], list[ServicePortName]]:
+        mirror = self._mirror
+        released: set[bytes] = set()
+        for name, wanted in todo.items():
+            released |= mirror.released_by(name, wanted)
+        changes: list[Change] = []
+        failed = []
+        for name, wanted in todo.items():
+            try:
+                if wanted is None:
+                    change = mirror.plan_removal(name)
+                else:
+                    change = mirror.plan(name, wanted, released, self._renew.get(name, frozenset()))
+            except NoRoomError as error:
+                failed.append(name)
+                self._unsettled(name, todo, str(error))
+                continue
+            if change is None:
+                self._settled(name)
+            else:
+                changes.append(change)
+        return changes, failed
+
+    def _put(self, name: str, changes: list[Change]) -> None:
+        """One map's entries of all changes. A change whose entries do not fit is marked as failed."""
+        rows = [(c, c.puts[name]) for c in changes if c.failed is None and name in c.puts]
+        for change, _, error in self._update(name, [(c, keys, values) for c, (keys, values) in rows]):
+            change.failed = _refusal(name, error)
+
+    def _update(self, name: str, rows: list[tuple[Change, bytes, bytes]]) -> list[tuple[Change, int, BpfError]]:
+        """Write batches of entries; which changes' failed, after how many of their own entries, and why."""
+        if not rows:
+            return []
+        table = self._maps[name]
+        keys = memoryview(b"".join([row[1] for row in rows]))
+        values = memoryview(b"".join([row[2] for row in rows]))
+        ends = []
+        at = 0
+        for _, row_keys, _ in rows:
+            at += len(row_keys) // table.key_size
+            ends.append(at)
+        failures = []
+        start, total = 0, at
+        while start < total:
+            try:
+                table.update_batch(keys[start * table.key_size :], values[start * table.value_size :])
+                break
+            except BpfError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                stopped = start + error.done
+                which = bisect_right(ends, stopped)
+                failures.append((rows[which][0], stopped - (ends[which - 1] if which else 0), error))
+                start = ends[which]
+        return failures
+
+    def _put_frontends(self, changes: list[Change], family: Family) -> None:
+        """Entries that the kernel refuses are missing from then on; the rest of the change stands."""
+        name = f"frontends{family.value}"
+        rows = [
+            (c, b"".join([key for key, _ in c.frontend_puts]), b"".join([value for _, value in c.frontend_puts]))
+            for c in changes
+            if c.frontend_puts
+        ]
+        for change, written, error in self._update(name, rows):
+            change.failed = _refusal(name, error)
+            self._mirror.frontends_missing(change, [key for key, _ in change.frontend_puts[written:]])
+
+    def _delete_frontends(self, changes: list[Change], family: Family) -> None:
+        mirror = self._mirror
+        gone = [
+            key
+            for change in changes
+            if change.old is not None
+            for key in change.frontend_deletes
+            if mirror.owners.get(key) == change.old.id
+        ]
+        if gone:
+            self._maps[f"frontends{family.value}"].delete_batch(b"".join(gone))
+            self._freed = True
+        for key in gone:
+            mirror.frontend_deleted(key, family)
+        serving = [key for change in changes for key in change.serving_deletes]
+        if serving:
+            self._maps[f"endpoints{family.value}"].delete_batch(b"".join(serving))
+            mirror.used[f"endpoints{family.value}"] -= len(serving)
+            self._freed = True
+
+    def _delete_orphans(self, reverted: list[Change]) -> None:
+        for change in reverted:
+            family = change.name.family
+            for key in self._mirror.orphans(change):
+                self._maps[f"frontends{family.value}"].delete(key)
+                self._mirror.frontend_deleted(key, family)
+
+    def _tell_netfilter(self, changes: list[Change], family: int) -> None:
+        """Our nft table learns of backends before a packet can choose them."""
+        concerned = [c for c in changes if c.netfilter and c.failed is None and c.name.family.value == family]
+        if not concerned:
+            return
+        added: dict[int, tuple[bytes, int]] = {}
+        for change in concerned:
+            added.update(change.netfilter)
+        if self._on_netfilter is not None:
+            try:
+                self._on_netfilter(added, ())
+            except OSError as error:
+                for change in concerned:
+                    change.failed = f"netfilter lane: {error}"
+                return
+        self._mirror.netfilter.update(added)
+
+    def _fill(self, first: int, backends: list[int]) -> None:
+        shift = self._layouts.word_shift
+        self._slots[first : first + len(backends)] = array("Q", [number << shift for number in backends])
+
+    def _flip(self, service: int, table: int) -> None:
+        self._services[service] = table << self._layouts.word_shift
+
+    # ---- garbage -------------------------------------------------------------------------------------------
+
+    def _free_garbage(self) -> None:
+        garbage, self._garbage = self._garbage, Garbage()
+        if not garbage:
+            return
+        grace.wait()
+        u32 = self._layouts.u32.pack
+        mirror = self._mirror
+        self._delete("tables", [u32(number) for number in garbage.tables])
+        for family in Family:
+            self._delete(f"source_ranges{family.value}", garbage.source_ranges[family])
+            backends = garbage.backends[family]
+            self._delete(f"backends{family.value}", [u32(number) for number, _ in backends])
+            counts, ended = mirror.discount_endpoints(backends, family)
+            name = f"endpoints{family.value}"
+            self._delete(name, garbage.serving[family] + [key for key, count in counts.items() if not count])
+            if len(counts) > ended:
+                shared = [(key, count) for key, count in counts.items() if count]
+                self._maps[name].update_batch(
+                    b"".join([key for key, _ in shared]), b"".join([mirror.pack_count(count) for _, count in shared])
+                )
+            removed = [number for number, _ in backends if mirror.netfilter.pop(number, None) is not None]
+            if removed and self._on_netfilter is not None:
+                self._on_netfilter({}, removed)
+        self._delete("service_names", [u32(number) for number in garbage.services])
+        mirror.freed(garbage)
+        self._freed = True
+
+    def _delete(self, name: str, keys: list[bytes]) -> None:
+        if keys:
+            self._maps[name].delete_batch(b"".join(keys))
+
+
+def _refusal(name: str, error: BpfError) -> str:
+    return f"map {name} is full" if error.errno != errors.ENOMEM else f"no memory for map {name}"

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the pinned maps back: what is served stays as it is, what an interrupted write left is found.
+
+Nothing is trusted that does not fit together. The chain is service_names → services → tables → slots → backends;
+what the chain does not reach is garbage. A service port whose chain is broken is marked and written anew when the
+source names it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from struct import Struct
+from typing import NamedTuple
+
+from pyebpf_proxy.datapath.changes import Garbage, Record
+from pyebpf_proxy.datapath.ids import Ids
+from pyebpf_proxy.datapath.libbpf import Map
+from pyebpf_proxy.datapath.mirror import BACKEND_IDS, TABLE_IDS, Mirror
+from pyebpf_proxy.datapath.ranges import Ranges
+from pyebpf_proxy.services.model import Endpoint, Family, Frontend, Protocol, ServicePort, ServicePortName, SourceRange
+
+
+class Repairs(NamedTuple):
+    """What must be written at once so that the maps are what the mirror says. Keys and values by map."""
+
+    garbage: Garbage
+    puts: dict[str, tuple[bytes, bytes]]
+    deletes: dict[str, bytes]
+    dead_services: list[int]
+
+
+class _Backend(NamedTuple):
+    endpoint: Endpoint
+    protocol: int
+    service: int
+    netfilter: bool
+    family: Family
+
+
+class _Adoption:
+    def __init__(self, mirror: Mirror, maps: Mapping[str, Map], services: memoryview, slots: memoryview) -> None:
+        self.mirror = mirror
+        self.layouts = mirror.layouts
+        self.maps = maps
+        self.slots = slots
+        shift = self.layouts.word_shift
+        self.in_force = {i: word >> shift & 0xFFFFFFFF for i, word in enumerate(services.tolist()) if word}
+        self.garbage = Garbage()
+        self.puts: dict[str, tuple[bytes, bytes]] = {}
+        self.deletes: dict[str, list[bytes]] = {}
+        self.records: dict[int, Record] = {}
+        self.fields: dict[int, tuple[int, ...]] = {}  # by service id: its table's row
+        self.frontends: dict[int, list[Frontend]] = {}
+        self.ranges: dict[int, list[SourceRange]] = {}
+        self.serving: dict[int, list[Endpoint]] = {}
+        self.backends: dict[int, _Backend] = {}
+
+    def run(self) -> Repairs:
+        names = self._names()
+        self._tables(names)
+        self._source_ranges()
+        self._backends()
+        self._endpoints()
+        self._frontends(names)
+        self._finish(names)
+        dead = [number for number in self.in_force if number not in self.records]
+        return Repairs(self.garbage, self.puts, {name: b"".join(keys) for name, keys in self.deletes.items()}, dead)
+
+    def _rows(self, name: str, key: Struct, value: Struct) -> list[tuple[tuple[int, ...], tuple[int, ...], bytes]]:
+        keys, values = self.maps[name].dump()
+        size = key.size
+        raw = [keys[i : i + size] for i in range(0, len(keys), size)]
+        return list(zip(key.iter_unpack(keys), value.iter_unpack(values), raw, strict=True))
+
+    def _delete(self, name: str, key: bytes) -> None:
+        self.deletes.setdefault(name, []).append(key)
+
+    def _names(self) -> dict[int, ServicePortName]:
+        """Ids that may be live. Of two ids with one name (deleted and made again) the one in force is it."""
+        names: dict[int, ServicePortName] = {}
+        by_name: dict[ServicePortName, int] = {}
+        count = 0
+        for key, value in self.maps["service_names"].items():
+            (number,) = self.layouts.u32.unpack(key)
+            count += 1
+            try:
+                name = self.layouts.unpack_name(value)
+            except ValueError:
+                name = None
+            twin = by_name.get(name) if name is not None else None
+            if name is None or number not in self.in_force or (twin is not None and twin > number):
+                self.garbage.services.append(number)
+                continue
+            if twin is not None:
+                del names[twin]
+                self.garbage.services.append(twin)
+            names[number], by_name[name] = name, number
+        self.mirror.used["service_names"] = count
+        self.mirror.service_ids = Ids(self.mirror.room["services"], {*names, *self.garbage.services})
+        return names
+
+    def _tables(self, names: dict[int, ServicePortName]) -> None:
+        live: list[tuple[int, int]] = []
+        other: list[tuple[int, int]] = []
+        taken = []
+        for (number,), row, _ in self._rows("tables", self.layouts.u32, self.layouts.table):
+            service, first, cluster, local = row[:4]
+            taken.append(number)
+            if service in names and self.in_force.get(service) == number:
+                record = Record(service, ServicePort(names[service], ()))
+                record.table, record.first_slot, record.length = number, first, cluster + local
+                self.records[service] = record
+                self.fields[service] = row
+                live.append((first, cluster + local))
+            else:
+                self.garbage.tables.append(number)
+                other.append((first, cluster + local))
+        self.mirror.used["tables"] = len(taken)
+        self.mirror.table_ids = Ids(TABLE_IDS, taken)
+        self.mirror.slot_ranges, fits = Ranges.without(self.mirror.room["slots"], live + other)
+        for record, fit in zip(self.records.values(), fits, strict=False):
+            if not fit:
+                record.dirty = True
+                record.length = 0
+        self.garbage.slots = [r for r, fit in zip(other, fits[len(live) :], strict=True) if fit]
+        # Named and in force, but its table is gone: nothing to serve from.
+        self.garbage.services += [number for number in names if number not in self.records]
+
+    def _source_ranges(self) -> None:
+        tables = {record.table for record in self.records.values()}
+        for family in Family:
+            name = f"source_ranges{family.value}"
+            rows = self._rows(name, self.layouts.source_range_key[family], self.layouts.u32)
+            self.mirror.used[name] = len(rows)
+            for (length, table, address), _, raw in rows:
+                if table in tables:
+                    self.ranges.setdefault(table, []).append(SourceRange(address, length - 32))  # type: ignore[arg-type]
+                else:
+                    self.garbage.source_ranges[family].append(raw)
+
+    def _backends(self) -> None:
+        mirror = self.mirror
+        for family in Family:
+            name = f"backends{family.value}"
+            rows = self._rows(name, self.layouts.u32, self.layouts.backend[family])
+            mirror.used[name] = len(rows)
+            for (number,), (address, port, protocol, lane, service, local), _ in rows:
+                endpoint = Endpoint(address, port, bool(local))  # type: ignore[arg-type]
+                self.backends[number] = _Backend(endpoint, protocol, service, bool(lane), family)
+        shift = self.layouts.word_shift
+        reached: set[int] = set()
+        for service, record in self.records.items():
+            cluster_count = self.fields[service][2]
+            words = self.slots[record.first_slot : record.first_slot + record.length].tolist()
+            found = []
+            for word in words:
+                number = word >> shift & 0xFFFFFFFF
+                backend = self.backends.get(number)
+                if backend is None or backend.service != service:
+                    record.dirty = True
+                    continue
+                reached.add(number)
+                record.backends[backend.endpoint] = number
+                found.append(backend.endpoint)
+            split = cluster_count if not record.dirty else len(found)
+            record.plan = ServicePort(record.plan.name, (), tuple(found[:split]), tuple(found[split:]))
+        for number, backend in self.backends.items():
+            if backend.netfilter:
+                mirror.outside.add(number)
+            if backend.netfilter or mirror.all_netfilter:
+                mirror.netfilter[number] = (backend.endpoint.address, backend.endpoint.port)
+            key = self._endpoint_key(backend)
+            mirror.endpoint_counts[key] = mirror.endpoint_counts.get(key, 0) + 1
+            if number not in reached:
+                self.garbage.backends[backend.family].append((number, key))
+        # Ids that a client or a socket remembers must not come back as something else.
+        remembered = max(self.backends, default=0)
+        for name in ("affinities", "socket_flows"):
+            _, values = self.maps[name].dump()
+            remembered = max(remembered, max((row[1] for row in self.layouts.affinity.iter_unpack(values)), default=0))
+        mirror.backend_ids = Ids(BACKEND_IDS, self.backends, remembered + 1)
+
+    def _endpoint_key(self, backend: _Backend) -> bytes:
+        e = backend.endpoint
+        return self.layouts.endpoint_key[backend.family].pack(0, e.address, e.port, backend.protocol)
+
+    def _endpoints(self) -> None:
+        wanted = self.mirror.endpoint_counts
+        for family in Family:
+            name = f"endpoints{family.value}"
+            rows = self._rows(name, self.layouts.endpoint_key[family], self.layouts.endpoint)
+            right = serving = 0
+            seen: set[bytes] = set()
+            for (service, address, port, protocol), (count,), raw in rows:
+                if service == 0:
+                    if raw not in wanted:
+                        self._delete(name, raw)
+                    elif wanted[raw] == count:
+                        seen.add(raw)
+                elif protocol == Protocol.UDP and service in self.records:
+                    serving += 1
+                    self.serving.setdefault(service, []).append(Endpoint(address, port, False))  # type: ignore[arg-type]
+                else:
+                    self._delete(name, raw)
+            size = self.layouts.endpoint_key[family].size
+            missing = [key for key in wanted if len(key) == size and key not in seen]
+            right = sum(1 for key in wanted if len(key) == size)
+            if missing:
+                pack = self.mirror.pack_count
+                self.puts[name] = (b"".join(missing), b"".join(pack(wanted[key]) for key in missing))
+            self.mirror.used[name] = right + serving
+
+    def _frontends(self, names: dict[int, ServicePortName]) -> None:
+        for family in Family:
+            name = f"frontends{family.value}"
+            rows = self._rows(name, self.layouts.frontend_key[family], self.layouts.frontend)
+            for (_, _, protocol), (service, kind), raw in rows:
+                owner = names.get(service)
+                if service not in self.records or owner is None or (family, protocol) != (owner.family, owner.protocol):
+                    self._delete(name, raw)
+                    continue
+                try:
+                    frontend = self.layouts.unpack_frontend(family, raw, kind)
+                except ValueError:
+                    self._delete(name, raw)
+                    continue
+                self.mirror.owners[raw] = service
+                self.mirror.used[name] += 1
+                self.frontends.setdefault(service, []).append(frontend)
+
+    def _finish(self, names: dict[int, ServicePortName]) -> None:
+        for service, record in self.records.items():
+            row = self.fields[service]
+            record.vip_source_allowed = bool(row[9])
+            record.plan = ServicePort(
+                name=names[service],
+                frontends=tuple(self.frontends.get(service, ())),
+                cluster=record.plan.cluster,
+                local=record.plan.local,
+                serving=tuple(self.serving.get(service, ())),
+                any_endpoints=bool(row[5]),
+                internal_local=bool(row[6]),
+                external_local=bool(row[7]),
+                affinity_seconds=row[4],
+                source_ranges=tuple(self.ranges.get(record.table, ())),
+            )
+            # The flag and the ranges must agree, or the table lets through what it should not.
+            record.dirty |= bool(row[8]) != bool(record.plan.source_ranges)
+            self.mirror.records[names[service]] = record
+            self.mirror.names[service] = names[service]
+
+
+def adopt(mirror: Mirror, maps: Mapping[str, Map], services: memoryview, slots: memoryview) -> Repairs:
+    """Fill an empty mirror from the maps; what must be written, and what is garbage."""
+    return _Adoption(mirror, maps, services, slots).run()

@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the service maps hold, as the control plane knows it, and what must be written for a change. No kernel here.
+
+The order in which a :class:`Change` is carried out is the writer's business (``maps.py``): first ``puts`` and the
+slots, then the flip of ``services[id]``, then frontends, and what is no longer referred to only after a grace period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from pyebpf_proxy.datapath.changes import Change, Garbage, NoRoomError, Record
+from pyebpf_proxy.datapath.ids import Ids
+from pyebpf_proxy.datapath.layouts import Layouts
+from pyebpf_proxy.datapath.ranges import Ranges
+from pyebpf_proxy.services.addresses import format_address_port
+from pyebpf_proxy.services.model import Endpoint, Family, Protocol, ServicePort, ServicePortName, SourceRange
+
+#: Ids of backends travel in 24 bits of skb->priority.
+BACKEND_IDS = 1 << 24
+TABLE_IDS = 1 << 32
+
+_DIRECT, _NETFILTER = 0, 1
+
+
+class Mirror:
+    """The state of the maps, and the planning of changes to it. ``room``: max_entries by map."""
+
+    def __init__(
+        self,
+        layouts: Layouts,
+        room: Mapping[str, int],
+        in_pod_network: Callable[[Family, bytes], bool],
+        node_ips: Mapping[Family, bytes],
+        all_netfilter: bool = False,
+    ) -> None:
+        self.layouts = layouts
+        self.room = dict(room)
+        self.used = dict.fromkeys(room, 0)
+        self.in_pod_network = in_pod_network
+        self.node_ips = node_ips
+        self.all_netfilter = all_netfilter
+        self.records: dict[ServicePortName, Record] = {}
+        self.owners: dict[bytes, int] = {}
+        self.names: dict[int, ServicePortName] = {}
+        self.endpoint_counts: dict[bytes, int] = {}
+        #: Backends whose entry says NETFILTER.
+        self.outside: set[int] = set()
+        #: Backends that the nft table must know: id -> address, port.
+        self.netfilter: dict[int, tuple[bytes, int]] = {}
+        self.service_ids = Ids(min(room["services"], 1 << 32))
+        self.table_ids = Ids(TABLE_IDS)
+        self.backend_ids = Ids(BACKEND_IDS)
+        self.slot_ranges = Ranges(room["slots"])
+        self._inside: dict[bytes, bool] = {}
+        self._counts = [layouts.endpoint.pack(i) for i in range(64)]
+
+    # ---- planning ------------------------------------------------------------------------------------------
+
+    def released_by(self, name: ServicePortName, new: ServicePort | None) -> set[bytes]:
+        """Keys of frontends that this change gives up, so that another one of the same round may have them."""
+        old = self.records.get(name)
+        if old is None or (new is not None and new.frontends == old.plan.frontends):
+            return set()
+        keep = set() if new is None else {self.layouts.pack_frontend(name, f) for f in new.frontends}
+        return {key for key in self._own_frontends(old) if key not in keep}
+
+    def plan_removal(self, name: ServicePortName) -> Change | None:
+        """What takes a service port away; None if there is none."""
+        old = self.records.get(name)
+        if old is None:
+            return None
+        change = Change(name, old, None)
+        change.table_changed = True
+        change.frontend_deletes = self._own_frontends(old)
+        change.serving_deletes = self._serving(name, old.id, old.plan)
+        change.gone = [(number, self._endpoint_key(name, e)) for e, number in old.backends.items()]
+        return change
+
+    def plan(
+        self,
+        name: ServicePortName,
+        wanted: ServicePort,
+        released: set[bytes],
+        renew: frozenset[Endpoint] = frozenset(),
+    ) -> Change | None:
+        """What makes the maps say ``wanted``; None if they do. Endpoints in ``renew`` get a new backend id.
+
+        Takes ids, slots and frontends at once: :meth:`commit` or :meth:`revert` must follow. Raises NoRoomError.
+        """
+        old = self.records.get(name)
+        vip = self._vip_source_allowed(name.family, wanted.source_ranges)
+        table_changed = (
+            old is None
+            or old.dirty
+            or bool(renew)
+            or vip != old.vip_source_allowed
+            or _table_fields(old.plan) != _table_fields(wanted)
+        )
+        serving = self._serving_pairs(wanted)
+        serving_changed = old is None or serving != self._serving_pairs(old.plan)
+        if not table_changed and not serving_changed and old is not None and old.plan.frontends == wanted.frontends:
+            return None
+
+        packed_name = b""
+        if old is None:
+            try:
+                packed_name = self.layouts.pack_name(name)
+            except ValueError as error:
+                raise NoRoomError(str(error)) from None
+            self._check("service_names", 1)
+            if not self.service_ids.available:
+                raise NoRoomError(f"map services is full ({self.room['services']} entries)")
+        fresh = self._fresh_endpoints(old, wanted, renew) if table_changed else []
+        fresh_keys = [self._endpoint_key(name, e) for e in fresh]
+        old_serving = self._serving_pairs(old.plan) if old is not None else frozenset()
+        self._check_room(name, wanted, table_changed, fresh_keys, len(serving - old_serving))
+        grants, conflicts = self._grants(name, old, wanted, released)
+        slot_count = len(wanted.cluster) + len(wanted.local)
+        first_slot = self.slot_ranges.take(slot_count) if table_changed else 0
+        if first_slot is None:
+            raise NoRoomError(
+                f"map slots has no free range of {slot_count} entries"
+                f" ({self.slot_ranges.available} of {self.room['slots']} are free)"
+            )
+
+        # Nothing below fails.
+        new = Record(old.id if old is not None else self.service_ids.take(1)[0], wanted)
+        change = Change(name, old, new)
+        change.conflicts = conflicts
+        change.table_changed = table_changed
+        if old is None:
+            change.puts["service_names"] = (self.layouts.u32.pack(new.id), packed_name)
+            self.names[new.id] = name
+            self.used["service_names"] += 1
+        if table_changed:
+            new.first_slot, new.length, new.vip_source_allowed = first_slot, slot_count, vip
+            self._plan_backends(change, new, fresh, fresh_keys)
+            self._plan_table(change, new)
+        elif old is not None:
+            new.table, new.first_slot, new.length = old.table, old.first_slot, old.length
+            new.backends, new.vip_source_allowed = old.backends, old.vip_source_allowed
+        if serving_changed:
+            self._plan_serving(change, new)
+        self._plan_frontends(change, new, grants)
+        released.difference_update(grants)
+        return change
+
+    def _check(self, name: str, more: int) -> None:
+        if self.used[name] + more > self.room[name]:
+            raise NoRoomError(
+                f"map {name} is full ({self.used[name]} of {self.room[name]} entries used, {more} needed)"
+            )
+
+    def _check_room(
+        self, name: ServicePortName, wanted: ServicePort, table_changed: bool, fresh_keys: list[bytes], serving: int
+    ) -> None:
+        family = name.family.value
+        counts = self.endpoint_counts
+        unseen = sum(1 for key in fresh_keys if key not in counts)
+        self._check(f"endpoints{family}", unseen + serving)
+        if not table_changed:
+            return
+        self._check("tables", 1)
+        self._check(f"backends{family}", len(fresh_keys))
+        self._check(f"source_ranges{family}", len(wanted.source_ranges))
+        if len(fresh_keys) > self.backend_ids.available:
+            raise NoRoomError(f"no ids for {len(fresh_keys)} more backends")
+
+    def _grants(
+        self, name: ServicePortName, old: Record | None, wanted: ServicePort, released: set[bytes]
+    ) -> tuple[dict[bytes, int], list[str]]:
+        """Which frontends the service port gets (key -> kind), and words about those that others have."""
+        grants: dict[bytes, int] = {}
+        conflicts = []
+        new = 0
+        own = old.id if old is not None else 0
+        for frontend in wanted.frontends:
+            key = self.layouts.pack_frontend(name, frontend)
+            owner = self.owners.get(key)
+            if owner is not None and owner != own and key not in released:
+                where = format_address_port(frontend.address, frontend.port)
+                conflicts.append(f"{where}/{name.protocol.name} belongs to {self.names[owner]}")
+                continue
+            new += owner is None and key not in grants
+            grants.setdefault(key, frontend.kind)
+        self._check(f"frontends{name.family.value}", new)
+        return grants, conflicts
+
+    @staticmethod
+    def _fresh_endpoints(old: Record | None, wanted: ServicePort, renew: frozenset[Endpoint]) -> list[Endpoint]:
+        endpoints = dict.fromkeys(wanted.cluster)
+        endpoints.update(dict.fromkeys(wanted.local))
+        if old is None or not old.backends:
+            return list(endpoints)
+        return [e for e in endpoints if e not in old.backends or e in renew]
+
+    def _plan_backends(self, change: Change, new: Record, fresh: list[Endpoint], fresh_keys: list[bytes]) -> None:
+        name, wanted, old = change.name, new.plan, change.old
+        family, protocol = name.family, name.protocol
+        ids = self.backend_ids.take(len(fresh))
+        change.fresh = list(zip(ids, fresh_keys, strict=True))
+        backends = dict(zip(fresh, ids, strict=True))
+        if old is not None and old.backends:
+            kept = old.backends
+            for e in (*wanted.cluster, *wanted.local):
+                if e not in backends:
+                    backends[e] = kept[e]
+            change.gone = [
+                (number, self._endpoint_key(name, e)) for e, number in kept.items() if backends.get(e) != number
+            ]
+        new.backends = backends
+        change.slots = [backends[e] for e in wanted.cluster]
+        change.slots += [backends[e] for e in wanted.local]
+        if not fresh:
+            return
+        pack = self.layouts.backend[family].pack
+        service = new.id
+        inside = self._inside
+        values = []
+        for (number, _), (address, port, local) in zip(change.fresh, fresh, strict=True):
+            pod = inside.get(address)
+            if pod is None:
+                pod = self._is_inside(family, address)
+            lane = _DIRECT if pod and protocol is not Protocol.SCTP else _NETFILTER
+            if lane:
+                self.outside.add(number)
+            if lane or self.all_netfilter:
+                change.netfilter[number] = (address, port)
+            values.append(pack(address, port, protocol, lane, service, local))
+        u32 = self.layouts.u32.pack
+        change.puts[f"backends{family.value}"] = (b"".join(map(u32, ids)), b"".join(values))
+        self.used[f"backends{family.value}"] += len(fresh)
+        counts = self.endpoint_counts
+        before = len(counts)
+        put_counts = []
+        for key in fresh_keys:
+            count = counts[key] = counts.get(key, 0) + 1
+            put_counts.append(self.pack_count(count))
+        change.puts[f"endpoints{family.value}"] = (b"".join(fresh_keys), b"".join(put_counts))
+        self.used[f"endpoints{family.value}"] += len(counts) - before
+
+    def _plan_table(self, change: Change, new: Record) -> None:
+        wanted, family = new.plan, change.name.family
+        new.table = self.table_ids.take(1)[0]
+        row = self.layouts.table.pack(
+            new.id,
+            new.first_slot,
+            len(wanted.cluster),
+            len(wanted.local),
+            wanted.affinity_seconds,
+            wanted.any_endpoints,
+            wanted.internal_local,
+            wanted.external_local,
+            bool(wanted.source_ranges),
+            new.vip_source_allowed,
+        )
+        change.puts["tables"] = (self.layouts.u32.pack(new.table), row)
+        self.used["tables"] += 1
+        if wanted.source_ranges:
+            keys = self._range_keys(family, new)
+            change.puts[f"source_ranges{family.value}"] = (b"".join(keys), self.layouts.u32.pack(1) * len(keys))
+            self.used[f"source_ranges{family.value}"] += len(keys)
+
+    def _plan_serving(self, change: Change, new: Record) -> None:
+        name = change.name
+        before = set(self._serving(name, new.id, change.old.plan)) if change.old is not None else set()
+        now = self._serving(name, new.id, new.plan)
+        change.serving_new = [key for key in now if key not in before]
+        change.serving_deletes = list(before.difference(now))
+        table = f"endpoints{name.family.value}"
+        keys, values = change.puts.get(table, (b"", b""))
+        if change.serving_new:
+            added = b"".join(change.serving_new)
+            change.puts[table] = keys + added, values + self.pack_count(1) * len(change.serving_new)
+            self.used[table] += len(change.serving_new)
+
+    def _plan_frontends(self, change: Change, new: Record, grants: dict[bytes, int]) -> None:
+        name, old = change.name, change.old
+        pack = self.layouts.frontend.pack
+        had = (
+            {}
+            if old is None
+            else {
+                key: f.kind
+                for f in old.plan.frontends
+                if self.owners.get(key := self.layouts.pack_frontend(name, f)) == new.id
+            }
+        )
+        for key, kind in grants.items():
+            if had.get(key) != kind:
+                change.frontend_puts.append((key, pack(new.id, kind)))
+            owner = self.owners.get(key)
+            if owner != new.id:
+                change.claims.append((key, owner))
+                self.owners[key] = new.id
+                self.used[f"frontends{name.family.value}"] += owner is None
+        change.frontend_deletes = [key for key in had if key not in grants]
+        if change.conflicts:
+            kept = tuple(f for f in new.plan.frontends if self.layouts.pack_frontend(name, f) in grants)
+            new.plan = msgspec.structs.replace(new.plan, frontends=kept)
+
+    # ---- after the maps were written -----------------------------------------------------------------------
+
+    def commit(self, change: Change, garbage: Garbage) -> None:
+        """The change is in the maps. What it made superfluous goes to ``garbage``."""
+        name, old, new = change.name, change.old, change.new
+        family = name.family
+        if new is not None:
+            self.records[name] = new
+        else:
+            del self.records[name]
+        if old is None:
+            return
+        garbage.backends[family] += change.gone
+        if change.table_changed:
+            garbage.tables.append(old.table)
+            garbage.slots.append((old.first_slot, old.length))
+            garbage.source_ranges[family] += self._range_keys(family, old)
+        if new is None:
+            garbage.services.append(old.id)
+
+    def revert(self, change: Change, garbage: Garbage) -> None:
+        """The change could not be written, or only in part. What there may be of it goes to ``garbage``."""
+        name, new = change.name, change.new
+        if new is None:
+            return
+        family = name.family
+        for key, owner in change.claims:
+            if owner is None:
+                self.frontend_deleted(key, family)
+            else:
+                self.owners[key] = owner
+        garbage.backends[family] += change.fresh
+        garbage.serving[family] += change.serving_new
+        if change.table_changed:
+            garbage.tables.append(new.table)
+            garbage.slots.append((new.first_slot, new.length))
+            garbage.source_ranges[family] += self._range_keys(family, new)
+        if change.old is None:
+            garbage.services.append(new.id)
+
+    def orphans(self, change: Change) -> list[bytes]:
+        """Keys that a reverted change was to take over from a service port that has meanwhile given them up."""
+        result = []
+        for key, owner in change.claims:
+            if owner is not None and self.owners.get(key) == owner:
+                record = self.records.get(self.names[owner])
+                if record is None or record.id != owner or key not in self._own_frontends(record):
+                    result.append(key)
+        return result
+
+    def frontends_missing(self, change: Change, keys: list[bytes]) -> None:
+        """These frontends of a change that is carried out could not be written."""
+        new, name = change.new, change.name
+        if new is None:
+            return
+        missing = set(keys)
+        for key in missing:
+            if self.owners.get(key) == new.id:
+                self.frontend_deleted(key, name.family)
+        kept = tuple(f for f in new.plan.frontends if self.layouts.pack_frontend(name, f) not in missing)
+        new.plan = msgspec.structs.replace(new.plan, frontends=kept)
+
+    def frontend_deleted(self, key: bytes, family: Family) -> None:
+        del self.owners[key]
+        self.used[f"frontends{family.value}"] -= 1
+
+    def freed(self, garbage: Garbage) -> None:
+        """The garbage is out of the maps: its room, slots and ids may be used again."""
+        used = self.used
+        used["tables"] -= len(garbage.tables)
+        used["service_names"] -= len(garbage.services)
+        self.table_ids.free(garbage.tables)
+        self.service_ids.free(garbage.services)
+        for number in garbage.services:
+            self.names.pop(number, None)
+        for first, length in garbage.slots:
+            self.slot_ranges.free(first, length)
+        for family in Family:
+            used[f"source_ranges{family.value}"] -= len(garbage.source_ranges[family])
+            used[f"endpoints{family.value}"] -= len(garbage.serving[family])
+            used[f"backends{family.value}"] -= len(garbage.backends[family])
+            ids = [number for number, _ in garbage.backends[family]]
+            self.backend_ids.free(ids)
+            self.outside.difference_update(ids)
+
+    def discount_endpoints(self, backends: list[tuple[int, bytes]], family: Family) -> tuple[dict[bytes, int], int]:
+        """Backends are gone: new counts of their service-0 endpoint entries (0: delete), and how many are 0."""
+        counts = self.endpoint_counts
+        changed: dict[bytes, int] = {}
+        for _, key in backends:
+            counts[key] -= 1
+            changed[key] = counts[key]
+        ended = [key for key, count in changed.items() if count == 0]
+        for key in ended:
+            del counts[key]
+        self.used[f"endpoints{family.value}"] -= len(ended)
+        return changed, len(ended)
+
+    def lanes_changed(self) -> list[tuple[ServicePortName, frozenset[Endpoint]]]:
+        """Which endpoints' lane is no longer what ``in_pod_network`` says, after that has changed."""
+        self._inside.clear()
+        result = []
+        for name, record in self.records.items():
+            if name.protocol is Protocol.SCTP:
+                continue
+            moved = frozenset(
+                e
+                for e, number in record.backends.items()
+                if self._is_inside(name.family, e.address) == (number in self.outside)
+            )
+            if moved or self._vip_source_allowed(name.family, record.plan.source_ranges) != record.vip_source_allowed:
+                result.append((name, moved))
+        return result
+
+    # ---- small things --------------------------------------------------------------------------------------
+
+    def pack_count(self, count: int) -> bytes:
+        return self._counts[count] if count < len(self._counts) else self.layouts.endpoint.pack(count)
+
+    def _is_inside(self, family: Family, address: bytes) -> bool:
+        inside = self._inside.get(address)
+        if inside is None:
+            inside = self._inside[address] = self.in_pod_network(family, address)
+        return inside
+
+    def _endpoint_key(self, name: ServicePortName, e: Endpoint) -> bytes:
+        return self.layouts.endpoint_key[name.family].pack(0, e.address, e.port, name.protocol)
+
+    def _own_frontends(self, record: Record) -> list[bytes]:
+        keys = dict.fromkeys(self.layouts.pack_frontend(record.plan.name, f) for f in record.plan.frontends)
+        return [key for key in keys if self.owners.get(key) == record.id]
+
+    @staticmethod
+    def _serving_pairs(plan: ServicePort) -> frozenset[tuple[bytes, int]]:
+        if plan.name.protocol is not Protocol.UDP:
+            return frozenset()
+        return frozenset((e.address, e.port) for e in plan.serving)
+
+    def _serving(self, name: ServicePortName, service: int, plan: ServicePort) -> list[bytes]:
+        pack = self.layouts.endpoint_key[name.family].pack
+        return sorted(pack(service, address, port, name.protocol) for address, port in self._serving_pairs(plan))
+
+    def _range_keys(self, family: Family, record: Record) -> list[bytes]:
+        pack = self.layouts.source_range_key[family].pack
+        # 32: the table's id is part of the prefix.
+        return list(
+            dict.fromkeys(pack(32 + r.prefix_length, record.table, r.address) for r in record.plan.source_ranges)
+        )
+
+    def _vip_source_allowed(self, family: Family, ranges: tuple[SourceRange, ...]) -> bool:
+        if not ranges:
+            return False
+        ip = self.node_ips.get(family)
+        if ip is None:
+            return False
+        bits, number = len(ip) * 8, int.from_bytes(ip)
+        return any((number ^ int.from_bytes(r.address)) >> (bits - r.prefix_length) == 0 for r in ranges)
+
+
+def _table_fields(plan: ServicePort) -> tuple[object, ...]:
+    return (
+        plan.cluster,
+        plan.local,
+        plan.any_endpoints,
+        plan.internal_local,
+        plan.external_local,
+        plan.affinity_seconds,
+        frozenset(plan.source_ranges),
+    )
