@@ -72,6 +72,10 @@ _KINDS: dict[str, _Group] = {
 # YAML's anchors can make a list its own item.
 _DEEPEST_LIST = 3
 
+_DEEPEST_YAML = 100
+_MANY_BRACKETS = 1000
+_FAR_INDENTATION = re.compile(rb"(?:^|[\r\n])[ ?:\t\0-]{200}")
+
 _read_any = msgspec.json.Decoder()
 _READERS = {kind: msgspec.json.Decoder(group.type) for kind, group in _KINDS.items()}
 
@@ -121,6 +125,7 @@ def decode_json(data: bytes) -> Iterator[Decoded]:
 def decode_yaml(data: bytes) -> Iterator[Decoded]:
     """Every object of a YAML text (several documents, Lists). Raises UnreadableError, after the documents before it."""
     try:
+        _check_depth(data)
         loader = _Loader(data)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UnreadableError(_yaml_message(data, error)) from None
@@ -136,6 +141,24 @@ def decode_yaml(data: bytes) -> Iterator[Decoded]:
                 yield from decode_document(document)
     finally:
         loader.dispose()
+
+
+def _check_depth(data: bytes) -> None:
+    """Refuse a text that is nested so deeply that composing it, in C and recursively, could overflow the stack.
+
+    A text without many brackets and far indentation cannot be; any other is measured by its events.
+    """
+    if data.count(b"[") + data.count(b"{") <= _MANY_BRACKETS and _FAR_INDENTATION.search(data) is None:
+        return
+    depth = 0
+    for event in yaml.parse(data, Loader=yaml.CSafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > _DEEPEST_YAML:
+                where = f"line {event.start_mark.line + 1}: " if event.start_mark is not None else ""
+                raise UnreadableError(f"{where}bad YAML: more than {_DEEPEST_YAML} levels of nesting")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
 
 
 def decode_document(
@@ -155,8 +178,10 @@ def decode_document(
         if depth == _DEEPEST_LIST:
             yield Decoded(messages=(f"{kind}: more than {_DEEPEST_LIST} lists inside each other",))
             return
+        # Items of a typed list may be bare, as the API server writes them; those of a List say what they are.
+        item_version = version if item_kind and isinstance(version, str) else ""
         for item in document["items"] or ():
-            yield from decode_document(item, item_kind, version if isinstance(version, str) else "", depth + 1)
+            yield from decode_document(item, item_kind, item_version, depth + 1)
         return
     group = _KINDS.get(kind)
     if group is None or not _same_group(group, version):
@@ -271,9 +296,17 @@ def _json_message(data: bytes, error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "bad JSON: nested too deeply"
     if isinstance(error, UnicodeDecodeError):
-        return f"line {data[: error.start].count(10) + 1}: bad JSON: not UTF-8"
+        return f"line {_line_of_bad_utf8(data)}: bad JSON: not UTF-8"
     text = str(error).removeprefix("JSON is malformed: ")
     if found := re.search(r" \(byte (\d+)\)$", text):
         line = data[: int(found[1])].count(b"\n") + 1
         return f"line {line}: bad JSON: {text[: found.start()]}"
     return f"bad JSON: {text}"
+
+
+def _line_of_bad_utf8(data: bytes) -> int:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return data[: error.start].count(b"\n") + 1
+    return 1

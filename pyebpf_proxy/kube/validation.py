@@ -91,7 +91,7 @@ def _check_cluster_ips(service: Service) -> Iterator[Finding]:
     texts = [("spec.clusterIP", spec.cluster_ip)]
     texts += [(f"spec.clusterIPs[{i}]", text) for i, text in enumerate(spec.cluster_ips or ())]
     for path, text in texts:
-        if not text or text == "None":
+        if not text or text == "None" or (path == "spec.clusterIPs[0]" and text == spec.cluster_ip):
             continue
         packed = parse_address(text)
         if packed is None:
