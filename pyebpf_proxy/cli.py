@@ -57,6 +57,9 @@ def _run(flags: Flags) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except Exception:
+        logger.internal_error()
+        return 1
     return 0
 
 

@@ -44,6 +44,10 @@ class Logger:
     def error(self, message: str, /, **fields: object) -> None:
         self._log(logging.ERROR, message, fields)
 
+    def internal_error(self) -> None:
+        """The exception being handled is a mistake of ours: with where it happened."""
+        self._logger.exception("internal error, please report it", extra={"fields": {}})
+
     def _log(self, level: int, message: str, fields: dict[str, object]) -> None:
         if self._logger.isEnabledFor(level):
             self._logger.log(level, "%s", message, extra={"fields": fields})

@@ -59,7 +59,7 @@ class Datapath(Protocol):
         """The Nodes are others than before."""
 
     def refresh(self) -> None:
-        """Compare with the kernel what others may have changed, and mend it."""
+        """Mend what others may have changed."""
 
     async def collect(self) -> None:
         """Wait for the grace period and remove what nobody reads any more."""
@@ -91,6 +91,7 @@ class Proxy:
         self._datapath = datapath
         self._metrics = metrics
         self._read_facts = facts
+        self._mend_seconds = effective.sync_period
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
         self._changes: list[Change] = []
         self._failed = False
@@ -109,14 +110,15 @@ class Proxy:
             loop.add_signal_handler(number, self._signalled, number)
         source = asyncio.create_task(self._source.run(self.deliver), name="source")
         follow = asyncio.create_task(self._follow(), name="sync")
+        mend = asyncio.create_task(self._mend(), name="mend")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         try:
-            done, _ = await asyncio.wait({source, follow, stop}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({source, follow, mend, stop}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stop}:
                 task.result()
                 raise FatalError(f"internal error: the {task.get_name()} task ended by itself")
         finally:
-            tasks = [task for task in (source, follow, stop, self._collecting) if task is not None]
+            tasks = [task for task in (source, follow, mend, stop, self._collecting) if task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -210,6 +212,16 @@ class Proxy:
             if problem not in self._told:
                 _log.error(problem)
         self._told = frozenset(problems)
+
+    async def _mend(self) -> None:
+        """A firewall that is loaded anew takes our nft table away: look as often as kube-proxy looks for that."""
+        while True:
+            await asyncio.sleep(self._mend_seconds)
+            if self._running:
+                try:
+                    self._datapath.refresh()
+                except DatapathError as error:
+                    _log.error("what others have changed could not be mended", error=str(error))
 
     async def _collect(self) -> None:
         try:

@@ -7,7 +7,7 @@ import asyncio
 import os
 import struct
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +35,12 @@ _log = Logger("datapath")
 
 @dataclass
 class _Parts:
-    """What there is while the data plane runs. ``writer`` is None after the kernel refused it something."""
+    """What there is while the data plane runs."""
 
     loaded: Loaded
     table: Table
     node: Node
-    writer: Writer | None
+    writer: Writer
 
 
 class Datapath:
@@ -49,7 +49,7 @@ class Datapath:
     def __init__(self, effective: Effective) -> None:
         self._effective = effective
         self._pods = PodNetwork()
-        self._node_ips: Mapping[Family, Sequence[bytes]] = {}
+        self._node_ips: Mapping[Family, bytes] = {}
         self._stack = ExitStack()
         self._parts: _Parts | None = None
         self._counters: tuple[Mapping[str, bytes], Map] | None = None
@@ -102,7 +102,7 @@ class Datapath:
         self._counters = _counters(loaded), loaded.maps["reasons"]
         self._learn(facts)
         self._say_lane(loaded)
-        writer = self._new_writer(loaded, table)
+        writer = Writer(loaded, self._pods, table.update, node_ips=self._node_ips)
         writer.apply(wanted)
         writer.prune(wanted)
         # Once more and whole: what the nft table has from before, and what the writer has adopted.
@@ -138,22 +138,13 @@ class Datapath:
     # ---- while it runs -----------------------------------------------------------------------------------------
 
     def apply(self, delta: Delta, complete: bool = False) -> Collection[str]:
-        """Write the service ports that differ; ``complete``: there are no others. Returns all problems, in words.
-
-        After a DatapathError the next delta must be complete: what the maps hold is read anew.
-        """
+        """Write the service ports that differ; ``complete``: there are no others. Returns all problems, in words."""
         parts = self._running()
         with _in_words():
-            if parts.writer is None:
-                parts.writer = self._new_writer(parts.loaded, parts.table)
-            try:
-                parts.writer.apply(delta)
-                if complete:
-                    parts.writer.prune(delta)
-                    parts.table.replace(parts.writer.netfilter_backends)
-            except OSError:
-                parts.writer = None
-                raise
+            parts.writer.apply(delta)
+            if complete:
+                parts.writer.prune(delta)
+                parts.table.replace(parts.writer.netfilter_backends)
         return _problems(parts)
 
     def node_changed(self, facts: NodeFacts) -> None:
@@ -164,21 +155,17 @@ class Datapath:
             if not self._learn(facts):
                 return
             self._say_lane(parts.loaded)
-            if parts.writer is not None:
-                parts.writer.set_node_ips(self._node_ips)
-                parts.writer.refresh()
+            parts.writer.relane(self._node_ips)
 
     def refresh(self) -> None:
-        """Mend what others may have changed: the nft table. Devices are followed at all times."""
+        """Mend what others may have changed: the nft table. Costs little when nobody has. Devices are followed."""
         with _in_words():
             self._running().table.ensure(self._effective.masquerade_mark)
 
     async def collect(self) -> None:
         """Remove old versions once no program can be reading them."""
-        writer = self._running().writer
-        if writer is not None:
-            with _in_words():
-                writer.collect()
+        with _in_words():
+            self._running().writer.collect()
 
     def reasons(self) -> Mapping[str, int]:
         """How many packets and socket calls by reason, all CPUs together. Safe in any thread."""
@@ -197,20 +184,9 @@ class Datapath:
             raise RuntimeError("the data plane was not started")
         return self._parts
 
-    def _new_writer(self, loaded: Loaded, table: Table) -> Writer:
-        return Writer(
-            loaded.maps,
-            loaded.tc.btf,
-            self._pods,
-            node_ips=self._node_ips,
-            all_netfilter=loaded.lane != "direct",
-            on_netfilter_backends=table.update,
-        )
-
     def _learn(self, facts: NodeFacts) -> bool:
         """Take in what the Nodes say; True if that concerns service ports."""
-        node_ips = {family: [address] for family, address in facts.node_ips.items()}
-        moved, self._node_ips = node_ips != self._node_ips, node_ips
+        moved, self._node_ips = facts.node_ips != self._node_ips, facts.node_ips
         ranges: Iterable[Network] = self._effective.pod_cidrs.values() or facts.pod_cidrs
         return self._pods.update(ranges, facts.node_addresses) or moved
 
@@ -228,7 +204,7 @@ class Datapath:
 
 
 def _problems(parts: _Parts) -> list[str]:
-    return [str(problem) for problem in parts.writer.problems.values()] if parts.writer is not None else []
+    return [str(problem) for problem in parts.writer.problems.values()]
 
 
 def _counters(loaded: Loaded) -> dict[str, bytes]:

@@ -114,7 +114,7 @@ class Counter:
         self.syncs.append(ok)
 
 
-def settings(minimum: str = "1ms", retry: str = "20ms") -> Effective:
+def settings(minimum: str = "1ms", retry: str = "1000ms") -> Effective:
     config = load(None).config
     section = config.iptables.model_copy(
         update={"min_sync_period": int(float(minimum[:-2]) * 1e6), "sync_period": int(float(retry[:-2]) * 1e6)}
@@ -204,7 +204,7 @@ def test_after_a_failed_sync_everything_is_compared_again(world: World) -> None:
         deliver(Batch([change("c")], complete=True))
         await until(lambda: len(world.applied()) == 2)
 
-    world.run(play, settings())
+    world.run(play, settings(retry="20ms"))
     calls = [call for call in world.datapath.calls if call[0].startswith("apply")]
     assert calls == [("apply all", ["a", "b"]), ("apply", ["c"])]
     assert world.metrics.syncs == [True, False, False, True, True]
@@ -261,6 +261,17 @@ def test_a_problem_is_told_once(world: World, caplog: pytest.LogCaptureFixture) 
     world.run(play, settings())
     told = [record for record in caplog.records if "is full" in record.getMessage()]
     assert len(told) == 2
+
+
+def test_what_others_change_is_mended_every_sync_period(world: World) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        await asyncio.sleep(0.05)
+        assert world.datapath.calls == []
+        deliver(Batch([], complete=True))
+        await until(lambda: world.datapath.calls.count(("refresh", [])) == 2)
+
+    world.run(play, settings(retry="20ms"))
+    assert world.datapath.calls[0][0] == "start"
 
 
 def test_a_source_that_breaks_ends_the_agent(world: World) -> None:
