@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real maps, not pinned anywhere, filled the way the agent fills them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from ipaddress import ip_network
+from typing import NamedTuple
+
+from pyebpf_proxy.datapath.maps import Writer
+from pyebpf_proxy.datapath.pod_network import PodNetwork
+from pyebpf_proxy.datapath.programs import Loaded, Settings, load
+from pyebpf_proxy.datapath.settings import netns_cookie
+from pyebpf_proxy.kube.source import Change
+from pyebpf_proxy.services.planner import Planner, PlanSettings
+
+from . import workload
+
+
+class Filled(NamedTuple):
+    """Maps with a cluster in them, and how long it took: seconds of planning, of writing."""
+
+    loaded: Loaded
+    writer: Writer
+    planning: float
+    writing: float
+
+
+def load_programs() -> Loaded:
+    """The programs, with maps of their own, as on node1 of the workload."""
+    network = ip_network(workload.POD_CIDR)
+    cidr, mask = network.network_address.packed, network.netmask.packed
+    return load(Settings(netns_cookie=netns_cookie(), pod_cidr4=cidr, pod_mask4=mask, detector4=1))
+
+
+def fill(changes: Sequence[Change]) -> Filled:
+    """Parsed objects → plan → maps; the programs are loaded before the clock starts."""
+    loaded = load_programs()
+    planner = Planner(PlanSettings(node_name="node1"))
+    pods = PodNetwork()
+    pods.update([ip_network(workload.POD_CIDR)], [])
+    writer = Writer(loaded, pods)
+    begin = time.perf_counter()
+    delta = planner.update(changes)
+    planned = time.perf_counter()
+    problems = writer.apply(delta)
+    written = time.perf_counter()
+    if problems:
+        raise RuntimeError(f"{len(problems)} service ports could not be written, first: {problems[0]}")
+    return Filled(loaded, writer, planned - begin, written - planned)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every figure needs: samples and their spread, the machine, the form in which results are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / "build" / "bench"
+
+#: How fast this machine runs Python; goals are given for a machine that takes NORMAL_SECONDS.
+SPEED_COMMAND = "import time;t=time.time();x=0;[x:=x+i for i in range(3000000)];print(time.time()-t)"
+NORMAL_SECONDS = 0.2
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Samples in short: the median, the quartiles around it, the extremes."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    minimum: float
+    maximum: float
+    samples: int
+
+
+def summary(samples: Sequence[float]) -> Summary:
+    quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
+    rounded = [round(value, 6) for value in (quartiles[1], quartiles[0], quartiles[2], min(samples), max(samples))]
+    return Summary(*rounded, len(samples))
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One line of the table in docs/performance.md.
+
+    ``judged`` is what the goal is about, on this machine; ``at_normal_speed`` the same on a machine of NORMAL_SECONDS
+    (equal to ``judged`` for ratios). Rows without a goal are there to be compared with.
+    """
+
+    what: str
+    unit: str
+    measured: Summary
+    compared_with: str = ""
+    compared: Summary | None = None
+    judged: Summary
+    judged_unit: str
+    at_normal_speed: float
+    goal: str = ""
+    met: bool | None = None
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """A figure: ``samples`` holds everything that was measured, for other evaluations and the plot."""
+
+    figure: str
+    title: str
+    quick: bool
+    machine: dict[str, Any]
+    rows: list[Row]
+    samples: dict[str, Any]
+
+
+def speed(times: int = 3) -> list[float]:
+    """Seconds that SPEED_COMMAND takes, several times."""
+    run = ["/usr/bin/python3", "-c", SPEED_COMMAND]
+    return [float(subprocess.run(run, check=True, capture_output=True, text=True).stdout) for _ in range(times)]
+
+
+def slowness(speeds: Sequence[float]) -> float:
+    """How many times slower than normal."""
+    return statistics.median(speeds) / NORMAL_SECONDS
+
+
+def machine(speeds: Sequence[float]) -> dict[str, Any]:
+    """Where and when this was measured."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "architecture": platform.machine(),
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+        "virtual": _is_virtual(),
+        "python": platform.python_version(),
+        "load_average": [round(value, 2) for value in os.getloadavg()],
+        "speed_command": f"python3 -c '{SPEED_COMMAND}'",
+        "speed_seconds": summary(speeds),
+    }
+
+
+def _commit() -> str:
+    # Under sudo the checkout belongs to somebody else.
+    git = ["git", "-c", "safe.directory=*", "-C", str(ROOT)]
+
+    def ask(*what: str) -> str:
+        return subprocess.run([*git, *what], capture_output=True, text=True, check=False).stdout.strip()
+
+    sources = ["bpf", "pyebpf_proxy", "bench/*.py", "bench/*.c"]
+    return ask("rev-parse", "--short=12", "HEAD") + ("+changes" if ask("status", "--porcelain", *sources) else "")
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _is_virtual() -> bool:
+    return " hypervisor" in Path("/proc/cpuinfo").read_text()
+
+
+def save(result: Result, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result.figure}.json"
+    text = json.dumps(msgspec.to_builtins(result), indent=1)
+    path.write_text(_join_numbers(text) + "\n")
+    return path
+
+
+def _join_numbers(text: str) -> str:
+    """Lists of numbers on one line: a diff of results is then readable."""
+    lines: list[str] = []
+    within = False
+    for line in text.splitlines():
+        bare = line.strip()
+        number = bare.rstrip(",").lstrip("-").replace(".", "", 1).replace("e-", "", 1).isdigit()
+        if within and (number or bare.startswith("]")):
+            lines[-1] += bare if bare.startswith("]") or lines[-1].endswith("[") else f" {bare}"
+            within = not bare.startswith("]")
+            continue
+        lines.append(line)
+        within = line.endswith("[")
+    return "\n".join(lines)
+
+
+def load_result(path: Path) -> Result:
+    return msgspec.json.decode(path.read_bytes(), type=Result)
+
+
+def say(text: str) -> None:
+    """Progress, for the person who waits."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figure 1: a whole cluster from parsed objects into maps, beside the same entries written one by one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pyebpf_proxy.datapath.libbpf import Map
+
+from . import workload
+from .filled import fill, load_programs
+from .measure import NORMAL_SECONDS, ROOT, Result, Row, machine, say, slowness, speed, summary
+
+SERVICES = 10_000
+GOAL_SECONDS = 1.5
+GOAL_SYSCALL_SECONDS = 0.1
+
+_WRITES = ("update", "update_batch", "delete", "delete_batch")
+
+
+def once() -> dict[str, float]:
+    """One fill in this process, as fresh as an agent that was just started."""
+    changes = workload.parsed(SERVICES)
+    clock = _Clock()
+    for name in _WRITES:
+        setattr(Map, name, clock.around(getattr(Map, name)))
+    filled = fill(changes)
+    in_batches, calls = clock.seconds, clock.calls
+    entries = {name: used for name, (used, _) in filled.writer.room.items()}
+    if entries["slots"] < SERVICES * workload.ENDPOINTS:
+        raise RuntimeError(f"only {entries['slots']} slots were written")
+
+    # The same entries, one call each, into maps that are as empty as those were.
+    other = load_programs()
+    clock.seconds = 0.0
+    for name, source in filled.loaded.maps.items():
+        if entries.get(name) and name not in ("services", "slots"):
+            for key, value in source.items():
+                other.maps[name].update(key, value)
+    return {
+        "planning": filled.planning,
+        "writing": filled.writing,
+        "total": filled.planning + filled.writing,
+        "map_writes": in_batches,
+        "map_write_calls": calls,
+        "map_entries": sum(entries.values()) - entries["slots"] - entries["services"],
+        "map_writes_one_by_one": clock.seconds,
+    }
+
+
+class _Clock:
+    """Time spent in calls; a microsecond or so of Python around each system call is in it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.calls = 0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                self.seconds += time.perf_counter() - begin
+                self.calls += 1
+
+        return timed
+
+
+def run(quick: bool) -> Result:
+    runs: list[dict[str, float]] = []
+    speeds: list[float] = []
+    for number in range(2 if quick else 7):
+        speeds += speed(1)
+        command = [sys.executable, "-c", "import json; from bench.write import once; print(json.dumps(once()))"]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        runs.append(json.loads(done.stdout))
+        say(f"write {number + 1}: {runs[-1]['total']:.2f} s, of it {runs[-1]['map_writes']:.3f} s in map writes")
+    speeds += speed(1)
+    # Each run is set against the machine's speed just before and after it: others may be at work, too.
+    local = [(before + after) / 2 / NORMAL_SECONDS for before, after in zip(speeds, speeds[1:], strict=False)]
+
+    def column(name: str) -> list[float]:
+        return [one[name] for one in runs]
+
+    def normal(name: str) -> float:
+        return summary([one[name] / slow for one, slow in zip(runs, local, strict=True)]).median
+
+    total, writes, singly = (summary(column(n)) for n in ("total", "map_writes", "map_writes_one_by_one"))
+    what = f"{SERVICES} services, {SERVICES * workload.ENDPOINTS} endpoints"
+    return Result(
+        figure="write",
+        title=f"{what}: from parsed objects into maps",
+        quick=quick,
+        machine=machine(speeds),
+        rows=[
+            Row(
+                what=f"{what}: parsed objects → maps",
+                unit="s",
+                measured=total,
+                judged=total,
+                judged_unit="s",
+                at_normal_speed=normal("total"),
+                goal=f"< {GOAL_SECONDS} s",
+                met=normal("total") < GOAL_SECONDS,
+            ),
+            Row(
+                what="of it in map writes (batches)",
+                unit="s",
+                measured=writes,
+                compared_with="the same entries one by one",
+                compared=singly,
+                judged=writes,
+                judged_unit="s",
+                at_normal_speed=normal("map_writes"),
+                goal=f"< {GOAL_SYSCALL_SECONDS} s",
+                met=normal("map_writes") < GOAL_SYSCALL_SECONDS,
+            ),
+        ],
+        samples={"runs": runs, "speed_seconds": speeds, "slowness": slowness(speeds)},
+    )
