@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figure 2: one EndpointSlice file changes, with agents that hold clusters of three sizes.
+
+The agents are real processes, each on a folder with one file per object, each in a lab of its own. They take turns: a
+change here, a change there, so that whatever else the machine does falls on all sizes alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from pyebpf_proxy.datapath.btf import Btf
+from pyebpf_proxy.datapath.layouts import Layouts
+from pyebpf_proxy.datapath.libbpf import Map, Object
+from pyebpf_proxy.datapath.programs import OBJECTS
+from pyebpf_proxy.lab.cluster import Lab
+
+from . import workload
+from .measure import Result, Row, Summary, machine, say, slowness, speed, summary
+
+SIZES = (100, 1_000, 10_000)
+#: One more service in every cluster, to change something large.
+LARGE = 65_000
+LARGE_ENDPOINTS = 1_000
+GOAL_MS = 10.0
+#: The agent removes what is old when nothing has happened for 0.2 s; that is part of a change's work.
+SETTLE_SECONDS = 0.35
+DEADLINE_SECONDS = 10.0
+
+
+class Change(NamedTuple):
+    """One change: milliseconds from just before the rename until the map was flipped, and the agent's CPU time."""
+
+    latency_ms: float
+    cpu_ms: float
+
+
+class Cluster:
+    """A lab with one node, its agent, and ``services`` services."""
+
+    def __init__(self, lab: Lab, services: int, layouts: Layouts) -> None:
+        self.services = services
+        self._lab = lab
+        self._layouts = layouts
+        self._agent = lab.nodes[0].agent
+        self._turn = 0
+
+    def start(self) -> float:
+        """Write the folder, start the agent, wait until it has programmed everything: seconds from its start."""
+        folder = self._lab.manifests
+        for name, document in workload.everything(self.services):
+            (folder / name).write_text(json.dumps(document))
+        (folder / "large.json").write_text(json.dumps(workload.service(LARGE)))
+        (folder / workload.slice_file(LARGE)).write_text(json.dumps(self._slice(LARGE, LARGE_ENDPOINTS)))
+        begin = time.monotonic()
+        self._agent.start({"clusterCIDR": workload.POD_CIDR, "iptables": {"minSyncPeriod": "1ms"}})
+        self._agent.wait_synced(deadline=240)
+        took = time.monotonic() - begin
+        names = Map.open_pinned(self._agent.pin("service_names"))
+        self._ids = {self._layouts.unpack_name(value).name: struct.unpack("=I", key)[0] for key, value in names.items()}
+        names.close()
+        if len(self._ids) != self.services + 1:
+            raise RuntimeError(f"{len(self._ids)} service ports in the maps instead of {self.services + 1}")
+        services = Map.open_pinned(self._agent.pin("services"))
+        self._words = services.mmap().cast("Q")
+        services.close()
+        return took
+
+    def _slice(self, number: int, endpoints: int) -> workload.Object:
+        """The service's slice; in every turn its first endpoint is another."""
+        document = workload.endpoint_slice(number, number * workload.ENDPOINTS, endpoints)
+        document["endpoints"][0]["addresses"] = [workload.pod_ip(1_200_000 + self._turn)]
+        return document
+
+    def change(self, large: bool) -> Change:
+        """Change one slice by a rename into its place, as an editor would, and wait for the flip."""
+        self._turn += 1
+        # All over the table: no two changes in a row near each other.
+        number = LARGE if large else self._turn * 7919 % self.services
+        document = self._slice(number, LARGE_ENDPOINTS if large else workload.ENDPOINTS)
+        path = self._lab.manifests / workload.slice_file(number)
+        temporary = path.with_name(f".{path.name}.new")
+        temporary.write_text(json.dumps(document))
+        service = self._ids[workload.name_of(number)]
+        before = self._words[service]
+        cpu = self._cpu_ns()
+        begin = time.monotonic_ns()
+        os.rename(temporary, path)
+        # Not a busy loop: the agent may need this CPU. The kernel wakes us about 60 µs later than asked.
+        while self._words[service] == before:
+            time.sleep(0.00005)
+            if time.monotonic_ns() - begin > DEADLINE_SECONDS * 1e9:
+                raise RuntimeError(f"no flip within {DEADLINE_SECONDS} s:\n{self._agent.log()[-2000:]}")
+        latency = time.monotonic_ns() - begin
+        time.sleep(SETTLE_SECONDS)
+        return Change(latency / 1e6, (self._cpu_ns() - cpu) / 1e6)
+
+    def _cpu_ns(self) -> int:
+        """What all threads of the agent have used, by the scheduler's own count in nanoseconds."""
+        process = self._agent.process
+        assert process is not None
+        tasks = Path(f"/proc/{process.pid}/task")
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir())
+
+    def idle_cpu(self, seconds: float) -> float:
+        """CPU milliseconds per second of an agent that has nothing to do."""
+        before = self._cpu_ns()
+        time.sleep(seconds)
+        return (self._cpu_ns() - before) / 1e6 / seconds
+
+
+@contextmanager
+def _clusters(sizes: tuple[int, ...]) -> Iterator[list[Cluster]]:
+    with Object.open(OBJECTS / "tc.bpf.o") as unloaded:
+        btf: Btf = unloaded.btf
+        layouts = Layouts(btf)
+    with ExitStack() as stack:
+        yield [Cluster(stack.enter_context(Lab(nodes=1)), size, layouts) for size in sizes]
+
+
+def run(quick: bool) -> Result:
+    speeds = speed()
+    rounds, large_rounds = (8, 3) if quick else (45, 15)
+    latency: dict[str, dict[int, list[float]]] = {"small": {}, "large": {}}
+    cpu: dict[str, dict[int, list[float]]] = {"small": {}, "large": {}}
+    starts: dict[int, float] = {}
+    with _clusters(SIZES) as clusters:
+        for cluster in clusters:
+            starts[cluster.services] = cluster.start()
+            say(f"change: agent with {cluster.services} services ready after {starts[cluster.services]:.1f} s")
+        idle = {cluster.services: cluster.idle_cpu(2) for cluster in clusters}
+        for kind, times in (("small", rounds), ("large", large_rounds)):
+            for cluster in clusters:
+                latency[kind][cluster.services], cpu[kind][cluster.services] = [], []
+                cluster.change(kind == "large")  # the first one warms up
+            for _ in range(times):
+                for cluster in clusters:
+                    change = cluster.change(kind == "large")
+                    latency[kind][cluster.services].append(change.latency_ms)
+                    cpu[kind][cluster.services].append(change.cpu_ms)
+            for size, values in latency[kind].items():
+                say(f"change: {kind}, {size} services: {summary(values).median:.2f} ms")
+    speeds += speed()
+    slow = slowness(speeds)
+    return Result(
+        figure="change",
+        title="One EndpointSlice file changed → map flipped",
+        quick=quick,
+        machine=machine(speeds),
+        rows=_rows(latency, cpu, slow),
+        samples={
+            "latency_ms": latency,
+            "cpu_ms": cpu,
+            "idle_cpu_ms_per_second": idle,
+            "start_seconds": starts,
+            "speed_seconds": speeds,
+        },
+    )
+
+
+def _rows(
+    latency: dict[str, dict[int, list[float]]], cpu: dict[str, dict[int, list[float]]], slow: float
+) -> list[Row]:
+    largest, smallest = max(SIZES), min(SIZES)
+    flipped = summary(latency["small"][largest])
+    growth = {kind: _ratio(cpu[kind][largest], cpu[kind][smallest]) for kind in cpu}
+    names = {"small": f"{workload.ENDPOINTS} endpoints", "large": f"{LARGE_ENDPOINTS} endpoints"}
+    rows = [
+        Row(
+            what=f"slice of {names['small']} changed, {largest} services: file event → map flipped",
+            unit="ms",
+            measured=flipped,
+            compared_with=f"{smallest} services",
+            compared=summary(latency["small"][smallest]),
+            judged=flipped,
+            judged_unit="ms",
+            at_normal_speed=flipped.median / slow,
+            goal=f"median < {GOAL_MS:.0f} ms",
+            met=flipped.median / slow < GOAL_MS,
+        )
+    ]
+    for kind, name in names.items():
+        rows.append(
+            Row(
+                what=f"the agent's CPU time for a change of a slice of {name}, {largest} services",
+                unit="ms",
+                measured=summary(cpu[kind][largest]),
+                compared_with=f"{smallest} services",
+                compared=summary(cpu[kind][smallest]),
+                judged=growth[kind],
+                judged_unit="times",
+                at_normal_speed=growth[kind].median,
+                goal="does not grow with the table" if kind == "small" else "",
+                # A hundred times the table: work that grew with it would be far outside; caches are not.
+                met=growth[kind].median < 2 if kind == "small" else None,
+            )
+        )
+    return rows
+
+
+def _ratio(large: list[float], small: list[float]) -> Summary:
+    return summary([a / b for a, b in zip(large, small, strict=True)])
