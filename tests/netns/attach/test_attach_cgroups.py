@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The socket programs on a cgroup: pinned, replaced in place, gone with their pins. In a cgroup of the test's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.datapath import cgroups, mounts
+from pyebpf_proxy.datapath.libbpf import Object
+
+from .conftest import Shell
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf]
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    fd, _ = mounts.open_cgroup2()
+    path = Path(os.readlink(f"/proc/self/fd/{fd}")) / f"pep-test-{os.getpid()}"
+    os.close(fd)
+    path.mkdir()
+    yield path
+    path.rmdir()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in a bpffs of the test's own."""
+    place = tmp_path / "bpf"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "bpf", "bpf", place], check=True)
+    yield place / "links"
+    subprocess.run(["umount", place], check=True)
+
+
+@pytest.fixture
+def sock(bpf_objects: Path) -> Iterator[Object]:
+    with Object.open(bpf_objects / "sock.bpf.o") as opened:
+        yield opened.load()
+
+
+def attach(sock: Object, cgroup: Path, folder: Path) -> None:
+    fd = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        cgroups.attach(sock.programs, fd, folder)
+    finally:
+        os.close(fd)
+
+
+def ids(shell: Shell, cgroup: Path) -> dict[str, int]:
+    """Names and ids of the programs attached to a cgroup, as bpftool sees them."""
+    lines = [line.split() for line in shell(f"bpftool cgroup show {cgroup}").splitlines()]
+    return {fields[-1]: int(fields[0]) for fields in lines if fields and fields[0].isdigit()}
+
+
+def test_all_eight_are_attached_and_pinned(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+    attach(sock, cgroup, folder)
+    assert sorted(ids(shell, cgroup)) == sorted(cgroups.PROGRAMS)
+    assert cgroups.attached(folder) == list(cgroups.PROGRAMS)
+    cgroups.detach(folder)
+
+
+def test_they_outlive_the_loader_and_end_with_their_pins(
+    bpf_objects: Path, cgroup: Path, folder: Path, shell: Shell
+) -> None:
+    with Object.open(bpf_objects / "sock.bpf.o") as opened:
+        attach(opened.load(), cgroup, folder)
+    assert len(ids(shell, cgroup)) == 8
+    assert cgroups.detach(folder) == list(cgroups.PROGRAMS)
+    assert ids(shell, cgroup) == {}
+    assert cgroups.detach(folder) == []
+
+
+def test_another_run_replaces_the_programs_in_the_same_links(
+    sock: Object, bpf_objects: Path, cgroup: Path, folder: Path, shell: Shell
+) -> None:
+    attach(sock, cgroup, folder)
+    before = ids(shell, cgroup)
+    link = shell(f"bpftool -j link show pinned {folder}/connect4")
+    with Object.open(bpf_objects / "sock.bpf.o") as opened:
+        attach(opened.load(), cgroup, folder)
+        after = ids(shell, cgroup)
+    assert after.keys() == before.keys()
+    assert not set(after.values()) & set(before.values())
+    link_after = shell(f"bpftool -j link show pinned {folder}/connect4")
+    assert link.split(",")[0] == link_after.split(",")[0], "the link is the same one"
+    cgroups.detach(folder)
+
+
+def test_a_link_to_a_cgroup_that_is_gone_is_made_again(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+    gone = cgroup.with_name(cgroup.name + "-gone")
+    gone.mkdir()
+    attach(sock, gone, folder)
+    gone.rmdir()
+    attach(sock, cgroup, folder)
+    assert len(ids(shell, cgroup)) == 8
+    cgroups.detach(folder)
+
+
+def test_links_to_another_cgroup_are_made_again(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+    other = cgroup.with_name(cgroup.name + "-other")
+    other.mkdir()
+    try:
+        attach(sock, other, folder)
+        attach(sock, cgroup, folder)
+        assert len(ids(shell, cgroup)) == 8
+        assert ids(shell, other) == {}
+        cgroups.detach(folder)
+    finally:
+        other.rmdir()
+
+
+def test_what_is_missing_is_added(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
+    attach(sock, cgroup, folder)
+    (folder / "sendmsg6").unlink()
+    assert len(ids(shell, cgroup)) == 7
+    attach(sock, cgroup, folder)
+    assert len(ids(shell, cgroup)) == 8
+    cgroups.detach(folder)
+    shutil.rmtree(folder)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clean-up leaves a namespace, a cgroup and a bpffs as they were, whatever of it is still there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.datapath import cgroups, mounts
+from pyebpf_proxy.datapath.cleanup import cleanup
+from pyebpf_proxy.datapath.libbpf import Object
+from pyebpf_proxy.datapath.links import MAPS, Node
+from pyebpf_proxy.datapath.nft import Table
+from pyebpf_proxy.datapath.node import NodeConfig
+
+from .conftest import Shell
+
+pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
+
+
+class Instance:
+    """Everything of an instance, attached for real; the bpffs is in its run directory, the cgroup the test's own."""
+
+    def __init__(self, directory: Path, cgroup: Path, objects: Path) -> None:
+        self.directory = directory
+        self.cgroup = cgroup
+        self._objects = objects
+
+    @property
+    def pins(self) -> Path:
+        return mounts.pin_directory(self.directory / "bpf", self.directory, 1)
+
+    def start(self) -> None:
+        table = Table(mounts.table_name(self.directory))
+        table.ensure(0x4000)
+        (self.pins / "maps").mkdir(parents=True)
+        with (
+            Object.open(self._objects / "tc.bpf.o", self.pins / "maps") as tc,
+            Object.open(self._objects / "sock.bpf.o", self.pins / "maps") as sock,
+        ):
+            tc.load()
+            sock.load()
+            fd = os.open(self.cgroup, os.O_RDONLY)
+            cgroups.attach(sock.programs, fd, self.pins / "links")
+            os.close(fd)
+            node = Node(self.directory, NodeConfig(), {name: tc.maps[name] for name in MAPS}, tc.btf, print)
+            node.attach({name: program.fd for name, program in tc.programs.items()})
+            assert len(node.attached) >= 2
+            node.close()
+        (self.directory / "lock").touch()
+
+
+@pytest.fixture
+def instance(namespace: None, tmp_path: Path, bpf_objects: Path, shell: Shell) -> Iterator[Instance]:
+    fd, _ = mounts.open_cgroup2()
+    cgroup = Path(os.readlink(f"/proc/self/fd/{fd}")) / f"pep-test-{os.getpid()}"
+    os.close(fd)
+    cgroup.mkdir()
+    directory = tmp_path / "run"
+    (directory / "bpf").mkdir(parents=True)
+    subprocess.run(["mount", "-t", "bpf", "bpf", directory / "bpf"], check=True)
+    shell("ip link add v0 type veth peer name v1; ip link add v2 type veth peer name v3")
+    try:
+        yield Instance(directory, cgroup, bpf_objects)
+    finally:
+        subprocess.run(["umount", "-q", directory / "bpf"], check=False)
+        cgroup.rmdir()
+
+
+def machine(shell: Shell, instance: Instance) -> dict[str, str]:
+    """Everything that we could leave behind or take away."""
+    devices = [name for _, name in socket.if_nameindex()]
+    filters = [shell(f"tc filter show dev {d} {hook}") for d in devices for hook in ("ingress", "egress")]
+    bpffs = shell(f"find {instance.directory / 'bpf'} -mindepth 1 2>/dev/null | sort || true")
+    return {
+        "links": shell("ip -o link | sed 's/state.*mode/mode/'"),
+        "qdiscs": shell("tc qdisc show"),
+        "filters": "\n".join(filters),
+        "nft": shell("nft list ruleset"),
+        "cgroup": shell(f"bpftool cgroup show {instance.cgroup}"),
+        "sysctls": shell(
+            "sysctl -a 2>/dev/null | grep -E '^net' | grep -vE 'nf_conntrack_(count|buckets)|pktgen|random'"
+        ),
+        "mounts": shell("mount | grep -E 'type (bpf|cgroup2)'"),
+        "bpffs": "\n".join(line for line in bpffs.splitlines() if not line.endswith(".debug")),
+    }
+
+
+def test_everything_is_as_before(instance: Instance, shell: Shell) -> None:
+    # What others had before us: a clsact without filters, one with a filter, a table, a pin folder of their own.
+    shell(f"""
+        tc qdisc add dev v0 clsact
+        tc qdisc add dev v1 clsact
+        tc filter add dev v1 ingress pref 3 bpf bytecode '1,6 0 0 4294967295' flowid 1:1
+        tc filter add dev v1 egress pref 3 bpf bytecode '1,6 0 0 4294967295' flowid 1:1
+        tc qdisc add dev v2 ingress
+        nft add table inet somebody
+        mkdir {instance.directory}/bpf/somebody
+    """)
+    before = machine(shell, instance)
+    instance.start()
+    during = machine(shell, instance)
+    assert [key for key in before if before[key] != during[key]] == ["qdiscs", "filters", "nft", "cgroup", "bpffs"]
+    report = cleanup(instance.directory, ["lock"])
+    assert report.problems == []
+    assert machine(shell, instance) == before
+    assert {"tc filter on v0", "tc filter on v3"} <= set(report.removed)
+    assert os.listdir(instance.directory) == ["bpf"], "the mount of others stays, and with it its folder"
+
+
+def test_a_second_clean_up_finds_nothing(instance: Instance, shell: Shell) -> None:
+    instance.start()
+    cleanup(instance.directory, ["lock"])
+    again = cleanup(instance.directory, ["lock"])
+    assert (again.removed, again.problems) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "nft delete table inet {table}",
+        "tc qdisc del dev v0 clsact",
+        "ip link del v0",
+        "rm -r {pins}/links",
+        "rm -r {pins}/maps",
+        "rm -r {directory}/clsact",
+        "umount {directory}/bpf",
+    ],
+)
+def test_half_of_it_is_missing(damage: str, instance: Instance, shell: Shell) -> None:
+    instance.start()
+    shell(damage.format(table=mounts.table_name(instance.directory), pins=instance.pins, directory=instance.directory))
+    report = cleanup(instance.directory, ["lock"])
+    assert report.problems == []
+    after = machine(shell, instance)
+    assert "pyebpf" not in "".join(after[key] for key in ("filters", "nft", "cgroup", "bpffs"))
+    assert after["cgroup"].strip().count("\n") == 0
+    if "clsact" not in damage or "del" in damage:
+        assert "clsact" not in after["qdiscs"]
+
+
+def test_one_failing_step_does_not_stop_the_others(
+    instance: Instance, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance.start()
+
+    def refuses(*_: object) -> bool:
+        raise PermissionError(1, "no")
+
+    monkeypatch.setattr(Table, "remove", refuses)
+    report = cleanup(instance.directory, ["lock"])
+    assert len(report.problems) == 1
+    after = machine(shell, instance)
+    assert "pyebpf" not in after["filters"] + after["bpffs"]
+    assert "pyebpf" in after["nft"]
+
+
+def test_files_of_others_in_the_run_directory_stay(instance: Instance, tmp_path: Path) -> None:
+    instance.start()
+    (instance.directory / "notes").write_text("mine")
+    cleanup(instance.directory, ["lock"])
+    assert sorted(os.listdir(instance.directory)) == ["bpf", "notes"]
+
+
+def test_another_instance_in_the_same_bpffs_stays(instance: Instance, shell: Shell) -> None:
+    other = instance.directory.with_name("other")
+    kept = mounts.pin_directory(instance.directory / "bpf", other, 1)
+    kept.mkdir(parents=True)
+    instance.start()
+    cleanup(instance.directory, ["lock"])
+    assert kept.is_dir()
+    assert not instance.pins.exists()

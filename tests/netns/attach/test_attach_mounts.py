@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bpffs and cgroup2, found or mounted, from inside and outside of a mount namespace of one's own.
+
+Each test runs in a child with private mounts and a process namespace of its own, so that "process 1" is the
+test's and nothing of the machine's mounts is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.datapath import mounts
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf]
+
+ROOT = Path(__file__).resolve().parents[3]
+
+PRELUDE = f"""
+import ctypes, os, subprocess, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from pyebpf_proxy.datapath import mounts
+libc = ctypes.CDLL(None, use_errno=True)
+directory = Path(sys.argv[1]) / "run"
+
+def sh(line):
+    subprocess.run(["sh", "-ec", line], check=True)
+
+def bpffs_of(process):
+    return [l.split()[4] for l in Path(f"/proc/{{process}}/mountinfo").read_text().splitlines() if " - bpf " in l]
+
+BEFORE = set(bpffs_of("self"))  # the machine's own, elsewhere
+
+def mounted(process="self"):
+    return [path for path in bpffs_of(process) if path not in BEFORE]
+
+def contents():
+    "Of the usual bpffs, without the kernel's own files."
+    return sorted(set(os.listdir("/sys/fs/bpf")) - {{"maps.debug", "progs.debug"}})
+
+def leave_init():
+    "As ip netns exec does: mounts of one's own, and a fresh /sys."
+    assert libc.unshare(0x20000) == 0
+    sh("mount --make-rslave /; umount -l /sys; mount -t sysfs none /sys")
+
+def as_process_1(work):
+    "Runs work in a child; process 1 of the namespace only waits."
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
+"""
+
+
+def in_machine_of_its_own(script: str, tmp_path: Path) -> str:
+    """Runs a script as process 1 of new process and mount namespaces, /sys without bpffs and cgroup2."""
+    path = tmp_path / "script.py"
+    path.write_text(PRELUDE + textwrap.dedent(script))
+    setup = 'mount --make-rprivate /; umount -l /sys; mount -t sysfs none /sys; exec "$@"'
+    done = subprocess.run(
+        [
+            "unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            "sh",
+            "-ec",
+            setup,
+            "sh",
+            sys.executable,
+            path,
+            tmp_path,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def test_a_bpffs_is_mounted_once_and_unmounted_at_the_end(tmp_path: Path) -> None:
+    in_machine_of_its_own(
+        """
+        assert mounted() == []
+        place = mounts.ensure_bpffs(directory)
+        assert place == (Path("/sys/fs/bpf"), ""), place
+        assert mounts.ensure_bpffs(directory) == place
+        assert mounted() == ["/sys/fs/bpf"]
+        mounts.pin_directory(place.path, directory, 1).mkdir(parents=True)
+        mounts.release_bpffs(directory)
+        assert mounted() == []
+        assert mounts.release_bpffs(directory) == []
+        """,
+        tmp_path,
+    )
+
+
+def test_from_a_private_mount_namespace_process_1_s_is_used_and_pins_outlive_us(tmp_path: Path) -> None:
+    in_machine_of_its_own(
+        """
+        def agent():
+            leave_init()
+            place = mounts.ensure_bpffs(directory)
+            assert place == (Path("/proc/1/root/sys/fs/bpf"), ""), place
+            mounts.pin_directory(place.path, directory, 1).mkdir(parents=True)
+            assert mounted() == []
+
+        as_process_1(agent)
+        assert mounted() == ["/sys/fs/bpf"]
+        assert mounts.pin_directory(Path("/sys/fs/bpf"), directory, 1).is_dir()
+
+        def again():
+            leave_init()
+            assert mounts.ensure_bpffs(directory).path == Path("/proc/1/root/sys/fs/bpf")
+            assert mounts.pin_directory(Path("/proc/1/root/sys/fs/bpf"), directory, 1).is_dir()
+            mounts.release_bpffs(directory)
+            assert mounted(1) == []
+
+        as_process_1(again)
+        assert mounted() == []
+        """,
+        tmp_path,
+    )
+
+
+def test_a_bpffs_that_was_there_stays_mounted(tmp_path: Path) -> None:
+    in_machine_of_its_own(
+        """
+        sh("mount -t bpf bpf /sys/fs/bpf; mkdir /sys/fs/bpf/others")
+        place = mounts.ensure_bpffs(directory)
+        mounts.pin_directory(place.path, directory, 1).mkdir(parents=True)
+        assert len(mounts.release_bpffs(directory)) == 1
+        assert contents() == ["others"]
+        sh("rmdir /sys/fs/bpf/others")
+        mounts.release_bpffs(directory)
+        assert mounted() == ["/sys/fs/bpf"]
+        """,
+        tmp_path,
+    )
+
+
+def test_our_bpffs_stays_while_others_or_other_instances_are_in_it(tmp_path: Path) -> None:
+    in_machine_of_its_own(
+        """
+        other = directory.parent / "other"
+        place = mounts.ensure_bpffs(directory).path
+        for instance in (directory, other):
+            mounts.pin_directory(place, instance, 1).mkdir(parents=True)
+        mounts.release_bpffs(directory)
+        assert mounts.pin_directory(place, other, 1).is_dir()
+        assert not mounts.pin_directory(place, directory, 1).exists()
+        mounts.release_bpffs(other)
+        assert mounted() == []
+
+        place = mounts.ensure_bpffs(directory).path
+        mounts.pin_directory(place, directory, 1).mkdir(parents=True)
+        sh("mkdir /sys/fs/bpf/others")
+        mounts.release_bpffs(directory)
+        assert contents() == ["others"], "nothing of ours is left in somebody's bpffs"
+        """,
+        tmp_path,
+    )
+
+
+def test_a_bpffs_in_the_run_directory_is_preferred(tmp_path: Path) -> None:
+    in_machine_of_its_own(
+        """
+        sh(f"mount -t bpf bpf /sys/fs/bpf; mkdir -p {directory}/bpf; mount -t bpf bpf {directory}/bpf")
+        assert mounts.ensure_bpffs(directory).path == directory / "bpf"
+        """,
+        tmp_path,
+    )
+
+
+def test_where_process_1_is_out_of_reach_ours_is_used_with_a_warning(tmp_path: Path) -> None:
+    in_machine_of_its_own(
+        """
+        def agent():
+            leave_init()
+            real = mounts.in_mount_namespace_of_init
+            def refused(work):
+                raise PermissionError(1, "Operation not permitted")
+            mounts.in_mount_namespace_of_init = refused
+            place = mounts.ensure_bpffs(directory)
+            assert place.path == directory / "bpf" and mounts.is_bpffs(place.path), place
+            assert "Operation not permitted" in place.warning and "services stop" in place.warning, place
+            mounts.release_bpffs(directory)
+            assert mounted() == []
+
+        as_process_1(agent)
+        """,
+        tmp_path,
+    )
+
+
+def test_one_clear_error_when_nothing_can_be_mounted(tmp_path: Path) -> None:
+    in_machine_of_its_own(
+        """
+        def agent():
+            os.setresuid(65534, 65534, 65534)
+            try:
+                mounts.ensure_bpffs(directory)
+            except mounts.MountError as error:
+                assert str(error).startswith("no bpffs, and mounting one failed ("), error
+                assert "mount it with: mount -t bpf" in str(error), error
+                assert "\\n" not in str(error)
+            else:
+                raise AssertionError("no error")
+
+        as_process_1(agent)
+        """,
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize("where", ["/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/mnt", ""])
+def test_cgroup2_is_found_wherever_it_is(where: str, tmp_path: Path) -> None:
+    in_machine_of_its_own(
+        f"""
+        where = {where!r}
+        sh("mount -t tmpfs none /mnt")
+        if where.endswith("unified"):
+            sh("mount -t tmpfs none /sys/fs/cgroup; mkdir /sys/fs/cgroup/unified")
+        if where:
+            sh(f"mount -t cgroup2 none {{where}}")
+        before = Path("/proc/self/mountinfo").read_text()
+        fd, found = mounts.open_cgroup2()
+        assert found == (where or "a mount of our own"), found
+        assert os.path.exists(f"/proc/self/fd/{{fd}}/cgroup.controllers")
+        assert os.path.samestat(os.fstat(fd), os.stat("/proc/self/fd/%d" % fd))
+        assert Path("/proc/self/mountinfo").read_text() == before
+        """,
+        tmp_path,
+    )
+
+
+def test_cgroup2_of_process_1_is_found_from_a_private_mount_namespace(tmp_path: Path) -> None:
+    in_machine_of_its_own(
+        """
+        sh("mount -t cgroup2 none /sys/fs/cgroup")
+
+        def agent():
+            leave_init()
+            fd, found = mounts.open_cgroup2()
+            assert found == "/proc/1/root/sys/fs/cgroup", found
+
+        as_process_1(agent)
+        """,
+        tmp_path,
+    )
+
+
+def test_instances_have_names_of_their_own() -> None:
+    names = [
+        mounts.instance_name(Path(p)) for p in ("/run/pyebpf-proxy", "/run/pyebpf-proxy/", "/a/b", "/a-b", "/c/b", "/")
+    ]
+    assert names[0] == names[1] == "default"
+    assert len(set(names)) == 5
+    assert all(name.replace("-", "").replace("_", "").isalnum() for name in names)
+    assert mounts.table_name(Path("/run/pyebpf-proxy")) == "pyebpf-proxy"
+    assert mounts.table_name(Path("/a/b")).startswith("pyebpf-proxy-b-")
+
+
+def test_the_fork_hands_back_the_error(tmp_path: Path) -> None:
+    in_machine_of_its_own(
+        """
+        def agent():
+            leave_init()
+            def fails():
+                raise FileNotFoundError(2, "")
+            try:
+                mounts.in_mount_namespace_of_init(fails)
+            except FileNotFoundError:
+                return
+            raise AssertionError("no error")
+
+        as_process_1(agent)
+        """,
+        tmp_path,
+    )
