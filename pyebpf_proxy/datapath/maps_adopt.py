@@ -51,6 +51,7 @@ class _Adoption:
         self.records: dict[int, Record] = {}
         self.fields: dict[int, tuple[int, ...]] = {}  # by service id: its table's row
         self.frontends: dict[int, list[Frontend]] = {}
+        self.table_ids: list[int] = []
         self.ranges: dict[int, list[SourceRange]] = {}
         self.serving: dict[int, list[Endpoint]] = {}
         self.backends: dict[int, _Backend] = {}
@@ -116,7 +117,7 @@ class _Adoption:
                 self.garbage.tables.append(number)
                 other.append((first, cluster + local))
         self.mirror.used["tables"] = len(taken)
-        self.mirror.table_ids = Ids(TABLE_IDS, taken)
+        self.table_ids = taken
         self.mirror.slot_ranges, fits = Ranges.without(self.mirror.room["slots"], live + other)
         for record, fit in zip(self.records.values(), fits, strict=False):
             if not fit:
@@ -128,15 +129,19 @@ class _Adoption:
 
     def _source_ranges(self) -> None:
         tables = {record.table for record in self.records.values()}
+        newest = 0
         for family in Family:
             name = f"source_ranges{family.value}"
             rows = self._rows(name, self.layouts.source_range_key[family], self.layouts.u32)
             self.mirror.used[name] = len(rows)
             for (length, table, address), _, raw in rows:
+                newest = max(newest, table)
                 if table in tables:
                     self.ranges.setdefault(table, []).append(SourceRange(address, length - 32))  # type: ignore[arg-type]
                 else:
                     self.garbage.source_ranges[family].append(raw)
+        # Ranges are written before their table: those of one that never came to be must not become another's.
+        self.mirror.table_ids = Ids(TABLE_IDS, self.table_ids, newest + 1)
 
     def _backends(self) -> None:
         mirror = self.mirror

@@ -158,16 +158,15 @@ class Mirror:
         self, name: ServicePortName, wanted: ServicePort, table_changed: bool, fresh_keys: list[bytes], serving: int
     ) -> None:
         family = name.family.value
+        if table_changed:
+            self._check("tables", 1)
+            self._check(f"backends{family}", len(fresh_keys))
+            self._check(f"source_ranges{family}", len(wanted.source_ranges))
+            if len(fresh_keys) > self.backend_ids.available:
+                raise NoRoomError(f"no ids for {len(fresh_keys)} more backends")
         counts = self.endpoint_counts
         unseen = sum(1 for key in fresh_keys if key not in counts)
         self._check(f"endpoints{family}", unseen + serving)
-        if not table_changed:
-            return
-        self._check("tables", 1)
-        self._check(f"backends{family}", len(fresh_keys))
-        self._check(f"source_ranges{family}", len(wanted.source_ranges))
-        if len(fresh_keys) > self.backend_ids.available:
-            raise NoRoomError(f"no ids for {len(fresh_keys)} more backends")
 
     def _grants(
         self, name: ServicePortName, old: Record | None, wanted: ServicePort, released: set[bytes]

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the service maps say, read straight from their bytes, with the numbers (ids, slots) taken out.
+
+Written without the writer's own code, so that it can judge it: anything that does not fit together is an assertion.
+"""
+
+from __future__ import annotations
+
+import sys
+from ipaddress import ip_address
+from typing import Any
+
+from pyebpf_proxy.datapath.programs import Loaded
+
+SIZES = {
+    **dict.fromkeys(("frontends4", "frontends6", "backends4", "backends6", "endpoints4", "endpoints6"), 512),
+    **dict.fromkeys(("service_names", "services", "tables", "source_ranges4", "source_ranges6", "affinities"), 256),
+    **dict.fromkeys(("socket_peers4", "socket_peers6", "socket_flows", "masquerade4", "masquerade6", "devices"), 64),
+    **dict.fromkeys(("node_addresses4", "node_addresses6"), 64),
+    "slots": 1024,
+}
+_KEYS = {"frontends": "frontend{}_key", "endpoints": "endpoint{}_key", "source_ranges": "source_range{}_key"}
+_VALUES = {
+    "service_names": "service_name",
+    "tables": "table",
+    "frontends": "frontend",
+    "backends": "backend{}",
+    "endpoints": "endpoint",
+}
+PROTOCOLS = {6: "TCP", 17: "UDP", 132: "SCTP"}
+
+
+def rows(loaded: Loaded, name: str) -> dict[Any, dict[str, Any]]:
+    """Entries of a map by key: a number, or a tuple of the key's fields; values as dicts of fields."""
+    family = name[-1] if name[-1] in "46" else ""
+    base = name.rstrip("46")
+    btf = loaded.tc.btf
+    result = {}
+    for raw_key, raw_value in loaded.maps[name].items():
+        key: Any = int.from_bytes(raw_key, sys.byteorder)
+        if base in _KEYS:
+            fields = btf.struct(_KEYS[base].format(family)).unpack(raw_key)
+            assert not fields.pop("zero", 0)
+            key = tuple(fields.values())
+        value = {"value": raw_value}
+        if base in _VALUES:
+            value = btf.struct(_VALUES[base].format(family)).unpack(raw_value)
+        result[key] = value
+    return result
+
+
+def word(loaded: Loaded, name: str, index: int) -> int:
+    """The number in an entry of services or slots; the rest of the entry must be zero."""
+    raw = loaded.maps[name].lookup(index.to_bytes(4, sys.byteorder))
+    assert raw is not None
+    assert raw[4:] == bytes(4)
+    return int.from_bytes(raw[:4], sys.byteorder)
+
+
+def text(value: bytes) -> str:
+    return value.rstrip(b"\0").decode()
+
+
+def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
+    """Service ports by name. ``complete``: nothing may be in any map that no service port in force needs."""
+    tables = rows(loaded, "tables")
+    names = rows(loaded, "service_names")
+    live = {number: table for number in range(1, SIZES["services"]) if (table := word(loaded, "services", number))}
+    used_tables, used_backends, used_slots = set(), set(), set()
+    result: dict[str, Any] = {}
+    by_id: dict[int, dict[str, Any]] = {}
+    for number, table_id in live.items():
+        assert number in names, f"service {number} is in force and has no name"
+        assert table_id in tables, f"service {number} names table {table_id}, which does not exist"
+        table, name = tables[table_id], names[number]
+        assert table["service"] == number
+        used_tables.add(table_id)
+        family = name["family"]
+        backends = rows(loaded, f"backends{family}")
+        first, cluster, local = table["first_slot"], table["cluster_count"], table["local_count"]
+        chosen = []
+        for slot in range(first, first + cluster + local):
+            assert slot not in used_slots, f"slot {slot} belongs to two service ports"
+            used_slots.add(slot)
+            backend_id = word(loaded, "slots", slot)
+            backend = backends[backend_id]
+            assert backend["service"] == number
+            assert backend["protocol"] == name["protocol"]
+            used_backends.add((family, backend_id))
+            lane = ("direct", "netfilter")[backend["lane"]]
+            place = "local" if backend["local"] else "remote"
+            chosen.append(f"{ip_address(backend['address'])}:{backend['port']} {place} {lane}")
+        full = f"{text(name['namespace_name'])}/{text(name['name'])}:{text(name['port'])}"
+        full += f"/{PROTOCOLS[name['protocol']]}/IPv{family}"
+        assert full not in result, f"{full} is in force twice"
+        ranges = [
+            f"{ip_address(address)}/{length - 32}"
+            for (length, of, address) in rows(loaded, f"source_ranges{family}")
+            if of == table_id
+        ]
+        flags = [flag for flag in ("any_endpoints", "internal_local", "external_local") if table[flag]]
+        flags += [flag for flag in ("source_ranges", "vip_source_allowed") if table[flag]]
+        assert bool(ranges) == bool(table["source_ranges"])
+        by_id[number] = result[full] = {
+            "cluster": chosen[:cluster],
+            "local": chosen[cluster:],
+            "flags": flags,
+            "affinity": table["affinity_seconds"],
+            "ranges": sorted(ranges),
+            "frontends": {},
+            "serving": [],
+        }
+    counts = {}
+    for family in "46":
+        for backend_id, backend in rows(loaded, f"backends{family}").items():
+            if (int(family), backend_id) in used_backends:
+                key = backend["address"], backend["port"], backend["protocol"]
+                counts[key] = counts.get(key, 0) + 1
+        for (address, port, protocol), value in rows(loaded, f"frontends{family}").items():
+            where = f"{ip_address(address)}:{port}/{PROTOCOLS[protocol]}"
+            assert value["service"] in by_id, f"{where} leads to service {value['service']}, which is not in force"
+            by_id[value["service"]]["frontends"][where] = value["kind"]
+        for (service, address, port, protocol), value in rows(loaded, f"endpoints{family}").items():
+            if service:
+                if service in by_id:
+                    by_id[service]["serving"].append(f"{ip_address(address)}:{port}")
+                else:
+                    assert not complete
+            else:
+                expected = counts.pop((address, port, protocol), 0)
+                assert value["backends"] == expected if complete else value["backends"] >= expected
+    assert not counts, "backends in force without their endpoint entry"
+    for entry in result.values():
+        entry["serving"].sort()
+        entry["frontends"] = dict(sorted(entry["frontends"].items()))
+    if complete:
+        assert set(tables) == used_tables
+        assert set(names) == set(live)
+        every = {(f, number) for f in (4, 6) for number in rows(loaded, f"backends{f}")}
+        assert every == used_backends
+        for family in "46":
+            assert {of for _, of, _ in rows(loaded, f"source_ranges{family}")} <= used_tables
+    return dict(sorted(result.items()))
+
+
+def wipe(loaded: Loaded) -> None:
+    for name, size in (("services", SIZES["services"]), ("slots", SIZES["slots"])):
+        numbers = b"".join(i.to_bytes(4, sys.byteorder) for i in range(size))
+        loaded.maps[name].update_batch(numbers, bytes(8 * size))
+    for name in SIZES:
+        if name not in ("services", "slots"):
+            loaded.maps[name].delete_batch(loaded.maps[name].dump()[0])

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts from the built objects' BTF, compared with what bpftool and the C headers say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyebpf_proxy.datapath.btf import Btf
+from pyebpf_proxy.datapath.layouts import Layouts
+from pyebpf_proxy.datapath.libbpf import Object
+from pyebpf_proxy.services.model import Family, FrontendKind, Protocol, ServicePortName
+
+
+@pytest.fixture(scope="module")
+def btf(bpf_objects: Path) -> Btf:
+    with Object.open(bpf_objects / "tc.bpf.o") as opened:
+        return opened.btf
+
+
+def test_a_struct(btf: Btf) -> None:
+    layout = btf.struct("backend6")
+    assert [(f.name, f.offset, f.size, f.code) for f in layout.fields.values()] == [
+        ("address", 0, 16, "16s"),
+        ("port", 16, 2, "H"),
+        ("protocol", 18, 1, "B"),
+        ("lane", 19, 1, "B"),
+        ("service", 20, 4, "I"),
+        ("local", 24, 4, "I"),
+    ]
+    raw = layout.pack(port=0x1234, local=1, address=bytes(range(16)))
+    assert raw == bytes(range(16)) + struct.pack("=HBBII", 0x1234, 0, 0, 0, 1)
+    assert layout.unpack(raw)["port"] == 0x1234
+
+
+def test_a_packer_leaves_out_what_is_not_named(btf: Btf) -> None:
+    packer = btf.struct("backend4").packer("port", "service")
+    assert packer.pack(80, 7) == bytes(4) + struct.pack("=HBBI", 80, 0, 0, 7) + bytes(4)
+    assert packer.unpack(packer.pack(80, 7)) == (80, 7)
+    with pytest.raises(ValueError, match="port stands before the field named before it"):
+        btf.struct("backend4").packer("service", "port")
+
+
+def test_names_that_are_not_there(btf: Btf) -> None:
+    with pytest.raises(KeyError, match="no struct nonsense"):
+        btf.struct("nonsense")
+    with pytest.raises(KeyError, match="struct table has no field nonsense"):
+        btf.struct("table").packer("nonsense")
+    with pytest.raises(KeyError, match="no enum nonsense"):
+        btf.enum("nonsense")
+    with pytest.raises(KeyError, match="no variable nonsense"):
+        btf.variable(".rodata", "nonsense")
+    with pytest.raises(ValueError, match="has 4 bytes, not 3"):
+        btf.struct("endpoint").unpack(bytes(3))
+
+
+def test_enums_are_those_of_the_model(btf: Btf) -> None:
+    assert btf.enum("protocol") == {p.name: p.value for p in Protocol}
+    assert btf.enum("frontend_kind") == {k.name: k.value for k in FrontendKind}
+
+
+def test_settings_fill_their_variable(btf: Btf) -> None:
+    offset, size = btf.variable(".rodata", "settings")
+    assert size == btf.struct("settings").size
+    assert offset % 8 == 0
+
+
+def test_not_btf() -> None:
+    for raw in (b"", b"\x7fELF" + bytes(40)):
+        with pytest.raises(ValueError, match="not BTF"):
+            Btf(raw)
+
+
+def test_every_struct_is_as_bpftool_reads_it(btf: Btf, bpf_objects: Path) -> None:
+    bpftool = shutil.which("bpftool", path="/usr/sbin:/usr/bin:/sbin")
+    assert bpftool, "make setup installs it"
+    dump = subprocess.run(
+        [bpftool, "-j", "btf", "dump", "file", bpf_objects / "tc.bpf.o"], check=True, capture_output=True
+    )
+    types: list[dict[str, Any]] = json.loads(dump.stdout)["types"]
+    compared = 0
+    for entry in types:
+        if entry["kind"] != "STRUCT" or entry["name"] in ("", "(anon)"):
+            continue
+        if any(member.get("bitfield_size") for member in entry["members"]):
+            continue
+        layout = btf.struct(entry["name"])
+        if layout.size != entry["size"]:
+            continue  # two types of one name
+        assert [(f.name, f.offset * 8) for f in layout.fields.values() if f.name] == [
+            (m["name"], m["bits_offset"]) for m in entry["members"] if m["name"] != "(anon)"
+        ]
+        compared += 1
+    assert compared > 25
+
+
+def test_names_of_service_ports_there_and_back(btf: Btf) -> None:
+    layouts = Layouts(btf)
+    for name in (
+        ServicePortName("default", "kubernetes", "", Protocol.TCP, Family.IPV4),
+        ServicePortName("n" * 63, "s" * 63, "p" * 63, Protocol.SCTP, Family.IPV6),
+    ):
+        assert layouts.unpack_name(layouts.pack_name(name)) == name
+    with pytest.raises(ValueError, match="longer than 63 bytes"):
+        layouts.pack_name(ServicePortName("default", "s" * 64, "", Protocol.TCP, Family.IPV4))
