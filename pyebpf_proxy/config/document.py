@@ -24,7 +24,7 @@ class Document(NamedTuple):
 
 def load(text: str) -> Document:
     """Read the first document of ``text``; ValueError with the place when it is not YAML."""
-    loader = _Loader(text.removeprefix("\ufeff"))
+    loader = _Loader(text)
     try:
         value = loader.get_data() if loader.check_data() else None
     except yaml.YAMLError as error:

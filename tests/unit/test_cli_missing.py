@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine that lacks something: the real command, one line, status 1, and nothing left behind.
+
+Each run has mount and network namespaces of its own, in which what shall be missing is hidden.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pyebpf_proxy
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
+
+PACKAGE = Path(pyebpf_proxy.__file__).parent
+LIBRARIES = f"/usr/lib/{os.uname().machine}-linux-gnu"
+
+
+def run(tmp_path: Path, hide: str = "", before: str = "", after: str = "") -> subprocess.CompletedProcess[str]:
+    """The agent after ``hide`` (shell commands), started through ``before``; then ``after``, whose output is kept."""
+    manifests = tmp_path / "manifests"
+    manifests.mkdir(exist_ok=True)
+    script = f"""
+        {hide or ":"}
+        timeout 60 {before} "$0" -m pyebpf_proxy --manifests "$1" --directory "$2"
+        status=$?
+        {after or ":"}
+        exit $status
+    """
+    command = ["unshare", "--mount", "--net", "sh", "-c", script]
+    return subprocess.run(
+        [*command, sys.executable, str(manifests), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(PACKAGE.parent)},
+    )
+
+
+def error(result: subprocess.CompletedProcess[str]) -> str:
+    """The error line, which must be the only one of its kind and the last."""
+    assert result.returncode == 1, result.stderr
+    lines = result.stderr.splitlines()
+    assert re.match(r"\S+Z error ", lines[-1]), result.stderr
+    assert sum(" error " in line for line in lines) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    return lines[-1].split(" error ", 1)[1]
+
+
+def file_of(library: str) -> str:
+    path = Path(LIBRARIES) / library
+    if not path.exists():
+        pytest.skip(f"{path} is not where it is on Debian")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("library", "expected"),
+    [
+        ("libbpf.so.1", r"libbpf is missing; install it \(Debian: libbpf1\)"),
+        ("libnftables.so.1", r"libnftables .* is missing; install it \(Debian: python3-nftables\)"),
+    ],
+)
+def test_a_library_is_missing(tmp_path: Path, library: str, expected: str) -> None:
+    result = run(tmp_path, hide=f"mount --bind /dev/null {file_of(library)}")
+    assert re.match(expected, error(result))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_kernel_has_no_btf(tmp_path: Path) -> None:
+    result = run(tmp_path, hide="mount -t tmpfs none /sys/kernel/btf")
+    assert re.match(r"the kernel has no BTF \(/sys/kernel/btf/vmlinux does not exist\).*; use a kernel", error(result))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_objects_were_not_built(tmp_path: Path) -> None:
+    result = run(tmp_path, hide=f"mount -t tmpfs none {PACKAGE}/bpf")
+    assert re.match(r"the BPF object .*tc\.bpf\.o is missing; build it with `make setup`", error(result))
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_rights(tmp_path: Path) -> None:
+    # Root without capabilities: files can still be read, unlike by another user.
+    result = run(tmp_path, before="setpriv --bounding-set=-all --inh-caps=-all")
+    assert re.match(r"not allowed: CAP_NET_ADMIN and CAP_SYS_ADMIN missing; run as root", error(result))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.needs_bpf
+def test_a_start_that_fails_half_way_is_undone(tmp_path: Path) -> None:
+    """The nft table is there and a bpffs is found or mounted when loading fails."""
+    result = run(
+        tmp_path,
+        hide=f"mount --bind /dev/null {PACKAGE}/bpf/sock.bpf.o; mount -t bpf bpf /sys/fs/bpf",
+        after="nft list ruleset; find /sys/fs/bpf -name pyebpf-proxy",
+    )
+    assert "sock.bpf.o" in error(result)
+    assert result.stdout == ""
+    assert not (tmp_path / "run").exists()
