@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from inotify_simple import INotify, flags
 
+from ..errors import FatalError
 from ..log import Logger
 from .catalogue import Catalogue
 from .source import Batch, Change
@@ -102,7 +103,12 @@ class ManifestSource:
         """Deliver the folder's objects, then every change, until cancelled."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
-        with INotify(nonblocking=True) as self._inotify:
+        try:
+            self._inotify = INotify(nonblocking=True)
+        except OSError as error:
+            what = f"{self._directory}: cannot be watched: {error.strerror}"
+            raise FatalError(f"{what}; raise fs.inotify.max_user_instances, or the limit of open files") from None
+        with self._inotify:
             loop.add_reader(self._inotify.fileno(), readable.set)
             try:
                 self._watch()

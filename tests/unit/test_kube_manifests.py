@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import time
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inotify_simple import INotify
 
+from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.kube import manifests
 from pyebpf_proxy.kube.manifests import ManifestSource
 from pyebpf_proxy.kube.objects import Service
@@ -452,3 +455,14 @@ def test_a_deletion_waits_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert [port for name, port in watcher.history if name == "a"] == [1, 2, None]
 
     run(tmp_path, scenario)
+
+
+def test_no_inotify_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node full of watchers: one line that says what to raise."""
+
+    def refusing(**_: object) -> INotify:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(manifests, "INotify", refusing)
+    with pytest.raises(FatalError, match=r"cannot be watched: Too many open files; raise fs\.inotify\."):
+        asyncio.run(ManifestSource(tmp_path, print).run(print))

@@ -346,7 +346,7 @@ def changes(draw: st.DrawFn) -> Change:
     return gone(change) if draw(st.integers(0, 4)) == 0 else change
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(st.lists(st.lists(changes(), min_size=1, max_size=4), min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_it_does_not_matter_how_a_state_was_reached(batches: list[list[Change]], shuffle: random.Random) -> None:
     """The deltas add up to what a planner says that is shown the last state at once, in any order."""
