@@ -123,8 +123,8 @@ _NOISE = re.compile(
 def _text(what: str, number: int, log: str) -> str:
     name = errors.errorcode.get(number, str(number))
     text = f"{what}: {os.strerror(number)} ({name})"
-    if number == errors.EPERM and not log:
-        text += "; root, or CAP_BPF with CAP_NET_ADMIN, is needed"
+    if number == errors.EPERM and (not log or "trivial BPF program" in log):
+        return text + "; root, or CAP_BPF with CAP_NET_ADMIN, is needed"
     lines = [line.strip().removeprefix("libbpf: ") for line in log.splitlines()]
     relevant = [line for line in lines if not _NOISE.search(line)][-3:]
     return text + (": " + "; ".join(relevant) if relevant else "")

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libbpf in Python: maps, programs, pins, and above all what is said when something is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.datapath import _libbpf
+from pyebpf_proxy.datapath.libbpf import BpfError, Map, Object, SkBuff
+from pyebpf_proxy.datapath.programs import Settings, load
+from pyebpf_proxy.errors import FatalError
+
+pytestmark = pytest.mark.needs_bpf
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SIZES = {"tables": 300, "reasons": 40, "slots": 1000}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def u32(number: int) -> bytes:
+    return number.to_bytes(4, sys.byteorder)
+
+
+@pytest.fixture(scope="module")
+def opened(bpf_objects: Path) -> Iterator[Object]:
+    with Object.open(bpf_objects / "tc.bpf.o", max_entries=SIZES) as o:
+        yield o.load()
+
+
+@pytest.fixture
+def bpffs(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "bpf"
+    path.mkdir()
+    if _libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, None):
+        raise OSError(ctypes.get_errno(), "mount bpffs")
+    yield path
+    _libc.umount2(os.fsencode(path), 2)
+
+
+def build(folder: Path, name: str, source: str) -> Path:
+    """Compile as the Makefile does."""
+    (vmlinux, *_) = sorted(ROOT.glob("build/vmlinux/*/vmlinux.h"), key=lambda path: path.stat().st_mtime, reverse=True)
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.bpf.c").write_text(f'#include "common.h"\n{source}\nchar LICENSE[] SEC("license") = "GPL";\n')
+    multiarch = subprocess.run(["gcc", "-print-multiarch"], check=True, capture_output=True, text=True).stdout.strip()
+    include = [f"-I{ROOT / 'bpf'}", f"-I{vmlinux.parent}", f"-I/usr/include/{multiarch}"]
+    command = [
+        "clang",
+        "-O2",
+        "-g",
+        "-target",
+        "bpf",
+        "-mcpu=v3",
+        *include,
+        "-c",
+        f"{name}.bpf.c",
+        "-o",
+        f"{name}.bpf.o",
+    ]
+    subprocess.run(command, check=True, cwd=folder)
+    return folder / f"{name}.bpf.o"
+
+
+# ---- maps ---------------------------------------------------------------------------------------------------
+
+
+def test_single_entries(opened: Object) -> None:
+    table = opened.maps["tables"]
+    value = bytes(range(table.value_size))
+    assert table.lookup(u32(7)) is None
+    assert table.delete(u32(7)) is False
+    table.update(u32(7), value)
+    assert table.lookup(u32(7)) == value
+    assert list(table.items()) == [(u32(7), value)]
+    assert table.delete(u32(7)) is True
+    assert list(table.items()) == []
+
+
+def test_sizes_are_looked_at_before_the_kernel_reads_memory(opened: Object) -> None:
+    table = opened.maps["tables"]
+    with pytest.raises(ValueError, match="map tables: key of 3 bytes instead of 4"):
+        table.lookup(bytes(3))
+    with pytest.raises(ValueError, match="map tables: value of 3 bytes instead of"):
+        table.update(u32(1), bytes(3))
+    with pytest.raises(ValueError, match="do not match"):
+        table.update_batch(u32(1) + u32(2), bytes(table.value_size))
+    with pytest.raises(ValueError, match="no whole number of keys"):
+        table.delete_batch(bytes(7))
+
+
+def test_batches(opened: Object) -> None:
+    table = opened.maps["tables"]
+    numbers = range(1, 201)
+    table.update_batch(b"".join(map(u32, numbers)), b"".join(u32(n) + bytes(table.value_size - 4) for n in numbers))
+    assert {key: value[:4] for key, value in table.items()} == {u32(n): u32(n) for n in numbers}
+    # Missing keys, also at both ends, are passed over.
+    assert table.delete_batch(b"".join(map(u32, [999, *range(1, 100), 998, 997, *range(100, 150), 996]))) == 149
+    assert sorted(int.from_bytes(key, sys.byteorder) for key, _ in table.items()) == list(range(150, 201))
+    assert table.delete_batch(table.dump()[0]) == 51
+    table.update_batch(b"", b"")
+    assert table.delete_batch(b"") == 0
+
+
+def test_a_full_map_says_how_far_it_came(opened: Object) -> None:
+    table = opened.maps["tables"]
+    with pytest.raises(BpfError) as caught:
+        table.update_batch(b"".join(map(u32, range(400))), bytes(400 * table.value_size))
+    assert (caught.value.errno, caught.value.done) == (errno.E2BIG, 300)
+    assert str(caught.value) == "write 400 entries to map tables: Argument list too long (E2BIG)"
+    table.delete_batch(table.dump()[0])
+
+
+def test_a_dump_of_more_than_one_batch(opened: Object) -> None:
+    frontends = opened.maps["frontends4"]
+    keys = b"".join(n.to_bytes(8, "little") for n in range(10_000))
+    frontends.update_batch(keys, bytes(10_000 * frontends.value_size))
+    found, values = frontends.dump()
+    assert len(values) == 10_000 * frontends.value_size
+    assert {found[i : i + 8] for i in range(0, len(found), 8)} == {keys[i : i + 8] for i in range(0, len(keys), 8)}
+    assert frontends._dump_singly()[0] == found
+    frontends.delete_batch(found)
+
+
+def test_prefixes(opened: Object) -> None:
+    ranges = opened.maps["source_ranges4"]
+    key = u32(32 + 8) + u32(1) + bytes((10, 0, 0, 0))
+    ranges.update(key, u32(1))
+    assert list(ranges.items()) == [(key, u32(1))]
+    assert ranges.lookup(u32(64) + u32(1) + bytes((10, 9, 8, 7))) == u32(1)
+    assert ranges.lookup(u32(64) + u32(2) + bytes((10, 9, 8, 7))) is None
+    assert ranges.delete_batch(key) == 1
+
+
+def test_per_cpu_counters(opened: Object) -> None:
+    counters = opened.maps["reasons"]
+    cpus = _libbpf.possible_cpus()
+    counters.update(u32(3), b"".join(n.to_bytes(8, sys.byteorder) for n in range(cpus)))
+    assert counters.lookup_cpus(u32(3)) == [n.to_bytes(8, sys.byteorder) for n in range(cpus)]
+    assert counters.lookup_cpus(u32(40)) is None
+
+
+def test_memory_mapped(opened: Object) -> None:
+    slots = opened.maps["slots"]
+    words = slots.mmap().cast("Q")
+    assert len(words) == 1000
+    words[999] = 0x0102030405060708
+    assert slots.lookup(u32(999)) == (0x0102030405060708).to_bytes(8, sys.byteorder)
+    words[999] = 0
+    with pytest.raises(BpfError, match="mmap map tables: "):
+        opened.maps["tables"].mmap()
+
+
+# ---- programs -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_its_context(tmp_path: Path) -> None:
+    source = """
+    SEC("tc") int change(struct __sk_buff *skb)
+    {
+        __u8 byte = 0xee;
+        skb->mark += 1;
+        skb->priority = skb->ifindex << 16 | skb->ingress_ifindex;
+        skb->cb[4] = skb->len;
+        bpf_skb_store_bytes(skb, 0, &byte, 1, 0);
+        return -1;
+    }"""
+    with Object.open(build(tmp_path, "context", source)) as o:
+        o.load()
+        result = o.programs["change"].test_run(bytes(60), SkBuff(mark=41, ifindex=1), repeat=1)
+        assert result.retval == -1
+        assert result.data == b"\xee" + bytes(59)
+        assert result.skb is not None
+        assert (result.skb.mark, result.skb.priority, result.skb.cb[4]) == (42, 1 << 16, 60)
+        assert o.programs["change"].test_run(bytes(60)).skb is None
+        assert o.programs["change"].test_run(bytes(60), repeat=1000).duration > 0
+        with pytest.raises(BpfError, match=r"test run of program change: Invalid argument \(EINVAL\)"):
+            o.programs["change"].test_run(bytes(3))
+
+
+def test_the_context_there_and_back() -> None:
+    skb = SkBuff(1, 2, 3, 4, (5, 6, 7, 8, 9), 10, 11, 12)
+    assert SkBuff.unpack(skb.pack()) == skb
+
+
+def test_constants_are_in_force(bpf_objects: Path) -> None:
+    loaded = load(Settings(netns_cookie=0x1122334455667788, masquerade_mark=0x8000), objects=bpf_objects)
+    for o in (loaded.tc, loaded.sock):
+        raw = next(m for name, m in o.maps.items() if name.endswith(".rodata")).lookup(u32(0))
+        assert raw is not None
+        offset, size = o.btf.variable(".rodata", "settings")
+        values = o.btf.struct("settings").unpack(raw[offset : offset + size])
+        assert (values["netns_cookie"], values["masquerade_mark"]) == (0x1122334455667788, 0x8000)
+    loaded.close()
+
+
+def test_what_the_verifier_says(tmp_path: Path) -> None:
+    source = 'SEC("tc") int wrong(struct __sk_buff *skb) { return *(volatile int *)(long)(skb->len & 4096); }'
+    with Object.open(build(tmp_path, "wrong", source)) as o, pytest.raises(BpfError) as caught:
+        o.load()
+    text = str(caught.value)
+    assert text.startswith("load wrong.bpf.o: Permission denied (EACCES): ")
+    assert "R1 invalid mem access 'scalar'" in text
+    assert "\n" not in text
+    assert "processed" not in text
+    assert "BEGIN PROG LOAD LOG" in caught.value.log
+
+
+def test_without_rights(bpf_objects: Path) -> None:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setuid(65534)
+            Object.open(bpf_objects / "tc.bpf.o").load()
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__} {error}".encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with open(reading) as pipe:
+        said = pipe.read()
+    needed = "root, or CAP_BPF with CAP_NET_ADMIN, is needed"
+    assert said == f"BpfError load tc.bpf.o: Operation not permitted (EPERM); {needed}"
+
+
+def test_no_object_and_no_libbpf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FatalError, match=r"nothing.bpf.o is missing: run make build"):
+        Object.open(tmp_path / "nothing.bpf.o")
+    (tmp_path / "text.bpf.o").write_text("no ELF file")
+    with pytest.raises(BpfError, match=r"open BPF object .*/text.bpf.o: .*ELF"):
+        Object.open(tmp_path / "text.bpf.o")
+    missing = _libbpf.ffi.dlopen
+
+    class WithoutLibbpf:
+        @staticmethod
+        def dlopen(name: str | None) -> object:
+            return missing("libbpf-is-not-here.so.1" if name else None)
+
+    monkeypatch.setattr(_libbpf, "ffi", WithoutLibbpf)
+    with pytest.raises(FatalError, match=r"libbpf 1.x is missing \(.*\): apt-get install libbpf1"):
+        _libbpf.lib.__wrapped__()
+
+
+# ---- pins ---------------------------------------------------------------------------------------------------
+
+
+def test_pinned_maps_are_shared_and_outlive_the_process(bpf_objects: Path, bpffs: Path) -> None:
+    pins = bpffs / "instance" / "maps"
+    loaded = load(Settings(netns_cookie=1), pin_dir=pins, sizes=SIZES, objects=bpf_objects)
+    value = bytes(loaded.maps["tables"].value_size)
+    loaded.maps["tables"].update(u32(5), value)
+    assert not any("." in pin.name for pin in pins.iterdir()), "constants are not pinned"
+    loaded.close()
+    again = load(Settings(netns_cookie=1), pin_dir=pins, sizes=SIZES, objects=bpf_objects)
+    assert again.maps["tables"].lookup(u32(5)) == value
+    again.close()
+    pinned = Map.open_pinned(pins / "tables")
+    assert (pinned.name, pinned.key_size, pinned.max_entries) == ("tables", 4, 300)
+    assert pinned.lookup(u32(5)) == value
+    pinned.close()
+    with pytest.raises(BpfError, match=r"open pinned map .*/nothing: No such file or directory \(ENOENT\)"):
+        Map.open_pinned(pins / "nothing")
+
+
+def test_a_pin_of_another_size_is_named(bpf_objects: Path, bpffs: Path) -> None:
+    load(Settings(netns_cookie=1), pin_dir=bpffs, sizes=SIZES, objects=bpf_objects).close()
+    before = sorted(bpffs.iterdir())
+    with pytest.raises(BpfError) as caught:
+        load(Settings(netns_cookie=1), pin_dir=bpffs, sizes={**SIZES, "tables": 301}, objects=bpf_objects)
+    assert f"pinned map tables ({bpffs}/tables) is not the one needed: max_entries 300 instead of 301" in str(
+        caught.value
+    )
+    assert sorted(bpffs.iterdir()) == before
+
+
+# ---- lanes --------------------------------------------------------------------------------------------------
+
+SOCKETS = 'SEC("cgroup/connect4") int connect4(struct bpf_sock_addr *ctx) { return 1; }'
+MAPS = "__u32 zero = 0; bpf_map_lookup_elem(&tables, &zero);"
+WRONG = "return *(volatile int *)(long)(skb->len & 4096);"
+
+
+def test_this_kernel_has_the_direct_lane_or_says_why_not(bpf_objects: Path) -> None:
+    loaded = load(Settings(netns_cookie=1), objects=bpf_objects)
+    assert (loaded.lane == "direct") == (loaded.why == "")
+    loaded.close()
+
+
+def test_the_netfilter_lane_on_request(bpf_objects: Path) -> None:
+    loaded = load(Settings(netns_cookie=1), lane="netfilter", objects=bpf_objects)
+    assert (loaded.lane, loaded.why) == ("netfilter", "the netfilter lane was asked for")
+    loaded.close()
+
+
+@pytest.mark.parametrize(("refused", "lookup"), [("direct_lane", True), ("conntrack_lookup", False)])
+def test_a_kernel_that_refuses(tmp_path: Path, refused: str, lookup: bool) -> None:
+    body = f"{MAPS} if (settings.{refused}) {{ {WRONG} }} return -1;"
+    build(tmp_path, "tc", f'SEC("tc") int tc_ethernet(struct __sk_buff *skb) {{ {body} }}')
+    build(tmp_path, "sock", SOCKETS)
+    loaded = load(Settings(netns_cookie=1), objects=tmp_path)
+    assert loaded.lane == "netfilter"
+    assert loaded.settings.conntrack_lookup is lookup
+    assert loaded.why.startswith(
+        "the kernel does not accept the direct lane: load tc.bpf.o: Permission denied (EACCES): "
+    )
+    assert loaded.tc.programs["tc_ethernet"].test_run(bytes(60)).retval == -1
+    loaded.close()
+
+
+@pytest.mark.parametrize("culprit", ["tc", "sock"])
+def test_what_no_lane_can_carry_leaves_no_pins(tmp_path: Path, bpffs: Path, culprit: str) -> None:
+    wrong = f'SEC("tc") int other(struct __sk_buff *skb) {{ {MAPS} {WRONG} }}'
+    right = f'SEC("tc") int other(struct __sk_buff *skb) {{ {MAPS} return -1; }}'
+    build(tmp_path, "tc", wrong if culprit == "tc" else right)
+    build(tmp_path, "sock", wrong if culprit == "sock" else SOCKETS)
+    with pytest.raises(BpfError, match=rf"load {culprit}.bpf.o: Permission denied"):
+        load(Settings(netns_cookie=1), pin_dir=bpffs / "maps", objects=tmp_path)
+    assert list((bpffs / "maps").iterdir()) == []
