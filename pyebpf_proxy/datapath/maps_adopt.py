@@ -15,8 +15,8 @@ from typing import NamedTuple
 from pyebpf_proxy.datapath.changes import Garbage, Record
 from pyebpf_proxy.datapath.ids import Ids
 from pyebpf_proxy.datapath.libbpf import Map
-from pyebpf_proxy.datapath.mirror import BACKEND_IDS, TABLE_IDS, Mirror
 from pyebpf_proxy.datapath.ranges import Ranges
+from pyebpf_proxy.datapath.state import BACKEND_IDS, TABLE_IDS, State
 from pyebpf_proxy.services.model import Endpoint, Family, Frontend, Protocol, ServicePort, ServicePortName, SourceRange
 
 
@@ -38,7 +38,7 @@ class _Backend(NamedTuple):
 
 
 class _Adoption:
-    def __init__(self, mirror: Mirror, maps: Mapping[str, Map], services: memoryview, slots: memoryview) -> None:
+    def __init__(self, mirror: State, maps: Mapping[str, Map], services: memoryview, slots: memoryview) -> None:
         self.mirror = mirror
         self.layouts = mirror.layouts
         self.maps = maps
@@ -255,6 +255,6 @@ class _Adoption:
             self.mirror.names[service] = names[service]
 
 
-def adopt(mirror: Mirror, maps: Mapping[str, Map], services: memoryview, slots: memoryview) -> Repairs:
+def adopt(mirror: State, maps: Mapping[str, Map], services: memoryview, slots: memoryview) -> Repairs:
     """Fill an empty mirror from the maps; what must be written, and what is garbage."""
     return _Adoption(mirror, maps, services, slots).run()

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from service_maps import SIZES, logical, rows, wipe, word
 
 from pyebpf_proxy.datapath import maps as maps_module
@@ -388,6 +391,75 @@ def test_killed_at_any_operation_the_next_start_repairs_it(loaded: Loaded) -> No
         used = {name: pair[0] for name, pair in again.room.items()}
         assert used == {name: pair[0] for name, pair in fresh.room.items()}, f"leak after operation {k}"
     assert operations > 40
+
+
+NAMES = [
+    name_of("a"),
+    name_of("b", protocol=Protocol.UDP),
+    name_of("c", Family.IPV6),
+    name_of("d", Family.IPV6, Protocol.UDP),
+    name_of("e"),
+]
+some_endpoints = st.lists(st.integers(1, 5), unique=True, max_size=4).map(sorted)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> dict[ServicePortName, ServicePort]:
+    """Any state of five service ports that share endpoints, with each of four addresses given to one of them."""
+    owners = draw(st.lists(st.sampled_from(NAMES), min_size=8, max_size=8))
+    result = {}
+    for name in draw(st.lists(st.sampled_from(NAMES), unique=True)):
+        four = name.family is Family.IPV4
+        pool = {i: Endpoint(ip_address(f"10.0.0.{i}" if four else f"fd00::{i}").packed, 80, i > 3) for i in range(1, 6)}
+        cluster, serving = draw(some_endpoints), draw(some_endpoints)
+        mine = range(4) if four else range(4, 8)
+        result[name] = ServicePort(
+            name,
+            tuple(frontend(f"10.96.0.{i}" if four else f"fd00:96::{i}") for i in mine if owners[i] == name),
+            tuple(pool[i] for i in cluster),
+            tuple(pool[i] for i in cluster if i > 3),
+            tuple(pool[i] for i in serving) if name.protocol is Protocol.UDP else (),
+            any_endpoints=bool(cluster),
+            external_local=draw(st.booleans()),
+            affinity_seconds=draw(st.sampled_from((0, 60))),
+            source_ranges=(SourceRange(bytes(4 if four else 16), 0),) if draw(st.booleans()) else (),
+        )
+    return result
+
+
+@given(steps=st.lists(st.tuples(plans(), st.integers(0, 60), st.booleans()), min_size=1, max_size=6))
+@hypothesis_settings(max_examples=60, suppress_health_check=list(HealthCheck))
+def test_whatever_happens_the_end_is_what_was_wanted(
+    kernel: Loaded, steps: list[tuple[dict[ServicePortName, ServicePort], int, bool]]
+) -> None:
+    real = dict(kernel.maps)
+    wipe(kernel)
+    Writer(kernel, in_pods).apply(steps[-1][0])
+    expected = logical(kernel, complete=True)
+    wipe(kernel)
+    try:
+        writer = Writer(kernel, in_pods)
+        have: set[ServicePortName] = set()
+        for wanted, k, collect in steps:
+            writer = kill_at(kernel, k) if k else writer
+            have |= set(wanted)
+            try:
+                writer.apply({name: wanted.get(name) for name in have})
+                if collect:
+                    writer.collect()
+            except Killed:
+                pass
+            if k:
+                kernel.maps.update(real)
+                writer = Writer(kernel, in_pods)
+            logical(kernel)
+        writer.apply(steps[-1][0])
+        writer.prune(steps[-1][0])
+        writer.collect()
+        assert logical(kernel, complete=True) == expected
+        assert writer.problems == {}
+    finally:
+        kernel.maps.update(real)
 
 
 def test_an_error_in_the_middle_is_mended_by_the_next_call(loaded: Loaded) -> None:

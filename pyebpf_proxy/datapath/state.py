@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the service maps hold, as the control plane knows it. No kernel here; planning is in ``mirror.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from pyebpf_proxy.datapath.changes import Change, Garbage, Record
+from pyebpf_proxy.datapath.ids import Ids
+from pyebpf_proxy.datapath.layouts import Layouts
+from pyebpf_proxy.datapath.ranges import Ranges
+from pyebpf_proxy.services.model import Endpoint, Family, Protocol, ServicePort, ServicePortName, SourceRange
+
+#: Ids of backends travel in 24 bits of skb->priority.
+BACKEND_IDS = 1 << 24
+TABLE_IDS = 1 << 32
+
+
+class State:
+    """Counters, allocators and records. ``room``: max_entries by map."""
+
+    def __init__(
+        self,
+        layouts: Layouts,
+        room: Mapping[str, int],
+        in_pod_network: Callable[[Family, bytes], bool],
+        node_ips: Mapping[Family, bytes],
+        all_netfilter: bool = False,
+    ) -> None:
+        self.layouts = layouts
+        self.room = dict(room)
+        self.used = dict.fromkeys(room, 0)
+        self.in_pod_network = in_pod_network
+        self.node_ips = node_ips
+        self.all_netfilter = all_netfilter
+        self.records: dict[ServicePortName, Record] = {}
+        self.owners: dict[bytes, int] = {}
+        self.names: dict[int, ServicePortName] = {}
+        self.endpoint_counts: dict[bytes, int] = {}
+        #: Backends whose entry says NETFILTER.
+        self.outside: set[int] = set()
+        #: Backends that the nft table must know: id -> address, port.
+        self.netfilter: dict[int, tuple[bytes, int]] = {}
+        self.service_ids = Ids(min(room["services"], 1 << 32))
+        self.table_ids = Ids(TABLE_IDS)
+        self.backend_ids = Ids(BACKEND_IDS)
+        self.slot_ranges = Ranges(room["slots"])
+        self._inside: dict[bytes, bool] = {}
+        self._counts = [layouts.endpoint.pack(i) for i in range(64)]
+
+    # ---- after the maps were written -----------------------------------------------------------------------
+
+    def commit(self, change: Change, garbage: Garbage) -> None:
+        """The change is in the maps. What it made superfluous goes to ``garbage``."""
+        name, old, new = change.name, change.old, change.new
+        family = name.family
+        if new is not None:
+            self.records[name] = new
+        else:
+            del self.records[name]
+        if old is None:
+            return
+        garbage.backends[family] += change.gone
+        if change.table_changed:
+            garbage.tables.append(old.table)
+            garbage.slots.append((old.first_slot, old.length))
+            garbage.source_ranges[family] += self._range_keys(family, old)
+        if new is None:
+            garbage.services.append(old.id)
+
+    def revert(self, change: Change, garbage: Garbage) -> None:
+        """The change could not be written, or only in part. What there may be of it goes to ``garbage``."""
+        name, new = change.name, change.new
+        if new is None:
+            return
+        family = name.family
+        for key, owner in change.claims:
+            if owner is None:
+                self.frontend_deleted(key, family)
+            else:
+                self.owners[key] = owner
+        garbage.backends[family] += change.fresh
+        garbage.serving[family] += change.serving_new
+        if change.table_changed:
+            garbage.tables.append(new.table)
+            garbage.slots.append((new.first_slot, new.length))
+            garbage.source_ranges[family] += self._range_keys(family, new)
+        if change.old is None:
+            garbage.services.append(new.id)
+
+    def orphans(self, change: Change) -> list[bytes]:
+        """Keys that a reverted change was to take over from a service port that has meanwhile given them up."""
+        result = []
+        for key, owner in change.claims:
+            if owner is not None and self.owners.get(key) == owner:
+                record = self.records.get(self.names[owner])
+                if record is None or record.id != owner or key not in self._own_frontends(record):
+                    result.append(key)
+        return result
+
+    def frontends_missing(self, change: Change, keys: list[bytes]) -> None:
+        """These frontends of a change that is carried out could not be written."""
+        new, name = change.new, change.name
+        if new is None:
+            return
+        missing = set(keys)
+        for key in missing:
+            if self.owners.get(key) == new.id:
+                self.frontend_deleted(key, name.family)
+        kept = tuple(f for f in new.plan.frontends if self.layouts.pack_frontend(name, f) not in missing)
+        new.plan = msgspec.structs.replace(new.plan, frontends=kept)
+
+    def frontend_deleted(self, key: bytes, family: Family) -> None:
+        del self.owners[key]
+        self.used[f"frontends{family.value}"] -= 1
+
+    def freed(self, garbage: Garbage) -> None:
+        """The garbage is out of the maps: its room, slots and ids may be used again."""
+        used = self.used
+        used["tables"] -= len(garbage.tables)
+        used["service_names"] -= len(garbage.services)
+        self.table_ids.free(garbage.tables)
+        self.service_ids.free(garbage.services)
+        for number in garbage.services:
+            self.names.pop(number, None)
+        for first, length in garbage.slots:
+            self.slot_ranges.free(first, length)
+        for family in Family:
+            used[f"source_ranges{family.value}"] -= len(garbage.source_ranges[family])
+            used[f"endpoints{family.value}"] -= len(garbage.serving[family])
+            used[f"backends{family.value}"] -= len(garbage.backends[family])
+            ids = [number for number, _ in garbage.backends[family]]
+            self.backend_ids.free(ids)
+            self.outside.difference_update(ids)
+
+    def discount_endpoints(self, backends: list[tuple[int, bytes]], family: Family) -> tuple[dict[bytes, int], int]:
+        """Backends are gone: new counts of their service-0 endpoint entries (0: delete), and how many are 0."""
+        counts = self.endpoint_counts
+        changed: dict[bytes, int] = {}
+        for _, key in backends:
+            counts[key] -= 1
+            changed[key] = counts[key]
+        ended = [key for key, count in changed.items() if count == 0]
+        for key in ended:
+            del counts[key]
+        self.used[f"endpoints{family.value}"] -= len(ended)
+        return changed, len(ended)
+
+    def lanes_changed(self) -> list[tuple[ServicePortName, frozenset[Endpoint]]]:
+        """Which endpoints' lane is no longer what ``in_pod_network`` says, after that has changed."""
+        self._inside.clear()
+        result = []
+        for name, record in self.records.items():
+            if name.protocol is Protocol.SCTP:
+                continue
+            moved = frozenset(
+                e
+                for e, number in record.backends.items()
+                if self._is_inside(name.family, e.address) == (number in self.outside)
+            )
+            if moved or self._vip_source_allowed(name.family, record.plan.source_ranges) != record.vip_source_allowed:
+                result.append((name, moved))
+        return result
+
+    # ---- small things --------------------------------------------------------------------------------------
+
+    def pack_count(self, count: int) -> bytes:
+        return self._counts[count] if count < len(self._counts) else self.layouts.endpoint.pack(count)
+
+    def _is_inside(self, family: Family, address: bytes) -> bool:
+        inside = self._inside.get(address)
+        if inside is None:
+            inside = self._inside[address] = self.in_pod_network(family, address)
+        return inside
+
+    def _endpoint_key(self, name: ServicePortName, e: Endpoint) -> bytes:
+        return self.layouts.endpoint_key[name.family].pack(0, e.address, e.port, name.protocol)
+
+    def _own_frontends(self, record: Record) -> list[bytes]:
+        keys = dict.fromkeys(self.layouts.pack_frontend(record.plan.name, f) for f in record.plan.frontends)
+        return [key for key in keys if self.owners.get(key) == record.id]
+
+    @staticmethod
+    def _serving_pairs(plan: ServicePort) -> frozenset[tuple[bytes, int]]:
+        if plan.name.protocol is not Protocol.UDP:
+            return frozenset()
+        return frozenset((e.address, e.port) for e in plan.serving)
+
+    def _serving(self, name: ServicePortName, service: int, plan: ServicePort) -> list[bytes]:
+        pack = self.layouts.endpoint_key[name.family].pack
+        return sorted(pack(service, address, port, name.protocol) for address, port in self._serving_pairs(plan))
+
+    def _range_keys(self, family: Family, record: Record) -> list[bytes]:
+        pack = self.layouts.source_range_key[family].pack
+        # 32: the table's id is part of the prefix.
+        return list(
+            dict.fromkeys(pack(32 + r.prefix_length, record.table, r.address) for r in record.plan.source_ranges)
+        )
+
+    def _vip_source_allowed(self, family: Family, ranges: tuple[SourceRange, ...]) -> bool:
+        if not ranges:
+            return False
+        ip = self.node_ips.get(family)
+        if ip is None:
+            return False
+        bits, number = len(ip) * 8, int.from_bytes(ip)
+        return any((number ^ int.from_bytes(r.address)) >> (bits - r.prefix_length) == 0 for r in ranges)
