@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two runs of the program: the agent itself, and ``--cleanup``. Puts the rooms together."""
+"""The agent: puts the rooms together and runs them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import asyncio
 from pyebpf_proxy import __version__
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath import preflight
-from pyebpf_proxy.datapath.cleanup import cleanup as remove
 from pyebpf_proxy.datapath.datapath import Datapath
-from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.kube.source import Source
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
@@ -40,22 +38,6 @@ def run(settings: Effective, source: Source) -> None:
     finally:
         # A start that came to nothing takes its folder away; an instance that serves keeps it.
         directory.release(remove=not datapath.present())
-
-
-def cleanup(settings: Effective) -> None:
-    """Take everything of this instance away; FatalError if an agent runs on it, or if something is left."""
-    preflight.check_rights()
-    directory = RunDirectory(settings.directory)
-    directory.acquire()
-    try:
-        report = remove(settings.directory)
-    finally:
-        directory.release(remove=True)
-    for thing in report.removed:
-        _log.info("removed", what=thing)
-    if report.problems:
-        raise FatalError(f"encountered an error while tearing down: {'; '.join(report.problems)}")
-    _log.info("clean", directory=settings.directory)
 
 
 async def _serve(settings: Effective, source: Source, datapath: Datapath) -> None:

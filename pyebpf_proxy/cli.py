@@ -100,6 +100,6 @@ def _agent(settings: Effective) -> None:
 
 
 def _cleanup(settings: Effective) -> None:
-    from pyebpf_proxy.agent import cleanup
+    from pyebpf_proxy.cleanup import run
 
-    cleanup(settings)
+    run(settings.directory)

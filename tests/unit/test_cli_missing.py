@@ -22,13 +22,15 @@ PACKAGE = Path(pyebpf_proxy.__file__).parent
 LIBRARIES = f"/usr/lib/{os.uname().machine}-linux-gnu"
 
 
-def run(tmp_path: Path, hide: str = "", before: str = "", after: str = "") -> subprocess.CompletedProcess[str]:
+def run(
+    tmp_path: Path, hide: str = "", before: str = "", after: str = "", arguments: str = ""
+) -> subprocess.CompletedProcess[str]:
     """The agent after ``hide`` (shell commands), started through ``before``; then ``after``, whose output is kept."""
     manifests = tmp_path / "manifests"
     manifests.mkdir(exist_ok=True)
     script = f"""
         {hide or ":"}
-        timeout 60 {before} "$0" -m pyebpf_proxy --manifests "$1" --directory "$2"
+        timeout 60 {before} "$0" -m pyebpf_proxy --manifests "$1" --directory "$2" {arguments}
         status=$?
         {after or ":"}
         exit $status
@@ -82,6 +84,14 @@ def test_the_kernel_has_no_btf(tmp_path: Path) -> None:
 def test_the_objects_were_not_built(tmp_path: Path) -> None:
     result = run(tmp_path, hide=f"mount -t tmpfs none {PACKAGE}/bpf")
     assert re.match(r"the BPF object .*tc\.bpf\.o is missing; build it with `make setup`", error(result))
+    assert not (tmp_path / "run").exists()
+
+
+def test_cleanup_needs_neither_libbpf_nor_the_objects(tmp_path: Path) -> None:
+    hide = f"mount --bind /dev/null {file_of('libbpf.so.1')}; mount -t tmpfs none {PACKAGE}/bpf"
+    result = run(tmp_path, hide=hide, arguments="--cleanup")
+    assert result.returncode == 0, result.stderr
+    assert " info clean " in result.stderr
     assert not (tmp_path / "run").exists()
 
 

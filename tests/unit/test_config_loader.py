@@ -96,6 +96,15 @@ def test_a_zero_in_the_file_becomes_the_default_where_go_cannot_tell_it_from_abs
     assert (config.client_connection.qps, config.client_connection.burst) == (5, 10)
 
 
+def test_null_is_absent(read) -> None:
+    loaded = read(
+        "clusterCIDR: null\niptables: null\nnodePortAddresses: ~\nlogging: {vmodule: }\nmasqueradeAll: null\n"
+    )
+    assert loaded.config.cluster_cidr == ""
+    assert loaded.config.iptables.masquerade_bit == 14
+    assert 'unknown field "masqueradeAll"' in loaded.warnings[0]
+
+
 def test_an_explicit_zero_of_a_pointer_field_is_honoured(read) -> None:
     config = read(
         "iptables: {masqueradeBit: 0, localhostNodePorts: false}\noomScoreAdj: 0\n"
