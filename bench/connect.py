@@ -113,20 +113,26 @@ class Pair:
         for family in families:
             yield "none", family, self.load(pod, TARGET, family)
         with self.agent():
-            for family in families:
+            for family in families * 2:
                 yield "service", family, self.load(ADDRESS, PORT, family)
+            self.forget_flows()
             for family in families:
                 yield "beside", family, self.load(pod, TARGET, family)
-            for family in families:
-                yield "service", family, self.load(ADDRESS, PORT, family)
         for family in families:
             yield "none", family, self.load(pod, TARGET, family)
+        self.forget_flows()
         with self.rules(_TRACKING):
             for family in families:
                 yield "conntrack", family, self.load(pod, TARGET, family)
+        self.forget_flows()
         with self.rules(dnat):
             for family in families:
                 yield "nft", family, self.load(ADDRESS, PORT, family)
+        self.forget_flows()
+
+    def forget_flows(self) -> None:
+        """Flows through the service and flows to the pod have the same reply; the next load must not meet them."""
+        self._node.namespace.run("conntrack", "-F")
 
 
 def run(quick: bool) -> Result:
