@@ -10,6 +10,22 @@ static __always_inline bool is_loopback4(__be32 address)
 	return (address & bpf_htonl(0xff000000)) == bpf_htonl(0x7f000000);
 }
 
+/*
+ * The node's own address.  Byte by byte: a memcpy must cast the volatile away,
+ * and the compiler would then use the zeros that stand in the object file.
+ */
+static __always_inline void own_address(union address *to, bool ipv6)
+{
+	int i;
+
+	if (ipv6)
+		for (i = 0; i < 16; i++)
+			to->bytes[i] = settings.node_address6[i];
+	else
+		for (i = 0; i < 4; i++)
+			to->bytes[i] = settings.node_address4[i];
+}
+
 /* What is known of an address if it is one of this node's (address type LOCAL), else NULL. */
 static __always_inline struct node_address *node_address(const union address *address, bool ipv6)
 {

@@ -64,10 +64,7 @@ static __noinline int masquerade_address(struct __sk_buff *skb, const struct pac
 		next_hop.v4 = fib.ipv4_dst;
 	if (masquerade_by_device(fib.ifindex, &next_hop, p->ipv6, out))
 		return 1;
-	if (p->ipv6)
-		__builtin_memcpy(out, (const void *)settings.node_address6, 16);
-	else
-		__builtin_memcpy(out, (const void *)settings.node_address4, 4);
+	own_address(out, p->ipv6);
 	return p->ipv6 ? out->words[0] || out->words[1] || out->words[2] || out->words[3] : out->v4 != 0;
 }
 

@@ -42,15 +42,6 @@ static __always_inline struct frontend *find_own_frontend(struct packet *p)
 	return node_port_frontend(p);
 }
 
-/* The source that packets of this socket would have: what it is bound to, else the node's address. */
-static __always_inline void own_source(struct packet *p)
-{
-	if (p->ipv6)
-		__builtin_memcpy(&p->source, (const void *)settings.node_address6, 16);
-	else
-		__builtin_memcpy(&p->source, (const void *)settings.node_address4, 4);
-}
-
 /* An unconnected UDP socket keeps its endpoint as long as it keeps sending and the endpoint serves. */
 static __always_inline bool recall(const struct socket_flow_key *key, const struct entitlement *e, bool ipv6,
 				   struct backend *b)
@@ -136,7 +127,7 @@ static __noinline int translate(struct packet *p, __u64 cookie, bool datagram, s
 	table = table_in_force(f->service, &table_id);
 	if (!table)
 		return ALLOW;
-	own_source(p);
+	own_address(&p->source, p->ipv6);
 	if (decide(p, f, table, table_id, 0, &e, &reason) != VERDICT_SERVE)
 		return refuse(reason, datagram);
 	if (datagram) {

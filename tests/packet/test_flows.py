@@ -308,3 +308,14 @@ def test_the_masquerade_address_is_that_of_the_way_out(world: World) -> None:
     world.run("tc_ethernet", world.tcp("client", "vip", 80))
     (flow,) = world.flows()
     assert flow.reply[1] == world.address("pod_gateway")
+
+
+def test_the_node_address_is_the_last_resort_to_masquerade_with(world: World) -> None:
+    """A device that the masquerade maps do not know."""
+    world.service(["remote"])
+    masquerade = world.object.maps[f"masquerade{world.family}"]
+    for key, _ in list(masquerade.items()):
+        masquerade.delete(key)
+    world.run("tc_ethernet", world.tcp("client", "vip", 80))
+    (flow,) = world.flows()
+    assert flow.reply[1] == world.address("node")
