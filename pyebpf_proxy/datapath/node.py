@@ -182,16 +182,13 @@ def _node_addresses(addresses: Iterable[InterfaceAddress], config: NodeConfig) -
 
 
 def _acceptance(version: int, config: NodeConfig) -> tuple[Network, ...] | None:
-    """Networks of one family whose addresses serve NodePorts; None: all addresses do (spec/service-semantics §8)."""
+    """Networks of one family whose addresses serve NodePorts, None for all addresses (spec/service-semantics §8)."""
     if config.node_port_addresses == PRIMARY:
         cidrs = [str(ip) for ip in config.node_ips if not (ip.is_unspecified or ip.is_loopback)]
     else:
         cidrs = list(config.node_port_addresses)
     networks = [ipaddress.ip_network(text, strict=False) for text in cidrs]
-    networks = [network for network in networks if network.version == version]
-    if not networks or any(network.prefixlen == 0 for network in networks):
-        return None
-    return tuple(networks)
+    return tuple(network for network in networks if network.version == version) or None
 
 
 def _masquerade4(links: Mapping[int, Link], addresses: Iterable[InterfaceAddress]) -> dict[MasqueradeKey, bytes]:

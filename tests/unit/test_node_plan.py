@@ -241,8 +241,8 @@ def test_secondary_addresses_and_narrower_scopes_are_not_taken() -> None:
         ETH0,
         addresses=(
             on(2, "169.254.0.1/16", scope=SCOPE_LINK),
-            on(2, "192.0.2.10/24"),
             on(2, "192.0.2.11/24", flags=IFA_F_SECONDARY),
+            on(2, "192.0.2.10/24"),
         ),
     )
     assert masquerade_lookup(found, 2, "169.254.3.3") == "192.0.2.10"
@@ -265,7 +265,7 @@ def test_a_point_to_point_address_matches_its_peer_s_subnet() -> None:
 
 def test_a_device_without_an_address_borrows_the_first_device_s() -> None:
     addresses = (on(3, "10.9.0.1/24"), on(2, "192.0.2.10/24"))
-    found = masquerade(LO, ETH0, ETH1, Link(4, "veth4", ARPHRD_ETHER, "veth"), addresses=addresses)
+    found = masquerade(LO, ETH1, Link(4, "veth4", ARPHRD_ETHER, "veth"), ETH0, addresses=addresses)
     assert masquerade_lookup(found, 4, "10.244.0.5") == "192.0.2.10"
     found = masquerade(LO, ETH0, ETH1, addresses=(on(1, "192.0.2.99/32"), *addresses[:1]))
     assert masquerade_lookup(found, 2, "8.8.8.8") == "192.0.2.99", (
@@ -278,12 +278,12 @@ def test_the_loopback_address_is_not_borrowed() -> None:
 
 
 def test_a_vrf_port_borrows_inside_its_vrf() -> None:
-    vrf = Link(7, "vrf7", ARPHRD_ETHER, "vrf")
-    port = Link(8, "eth8", ARPHRD_ETHER, master=7)
-    other = Link(9, "eth9", ARPHRD_ETHER, master=7)
+    vrf = Link(10, "vrf10", ARPHRD_ETHER, "vrf")
+    port = Link(8, "eth8", ARPHRD_ETHER, master=10)
+    other = Link(9, "eth9", ARPHRD_ETHER, master=10)
     addresses = (on(2, "192.0.2.10/24"), on(9, "10.7.0.9/24"))
     assert masquerade_lookup(masquerade(ETH0, vrf, port, other, addresses=addresses), 8, "8.8.8.8") == "10.7.0.9"
-    addresses += (on(7, "10.7.0.1/32"),)
+    addresses += (on(10, "10.7.0.1/32"),)
     assert masquerade_lookup(masquerade(ETH0, vrf, port, other, addresses=addresses), 8, "8.8.8.8") == "10.7.0.1"
     assert masquerade_lookup(masquerade(ETH0, vrf, port, other, addresses=addresses[1:]), 2, "8.8.8.8") is None
 

@@ -86,7 +86,7 @@ def machine(shell: Shell, instance: Instance) -> dict[str, str]:
         "sysctls": shell(
             "sysctl -a 2>/dev/null | grep -E '^net' | grep -vE 'nf_conntrack_(count|buckets)|pktgen|random'"
         ),
-        "mounts": shell("mount | grep -E 'type (bpf|cgroup2)'"),
+        "mounts": shell(f"mount | grep -E 'on (/sys|{instance.directory})'"),  # not those of labs that run beside
         "bpffs": "\n".join(line for line in bpffs.splitlines() if not line.endswith(".debug")),
     }
 
