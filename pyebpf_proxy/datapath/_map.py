@@ -124,7 +124,7 @@ class Map:
 
     def dump(self) -> tuple[bytes, bytes]:
         """All keys and all values, each one after the other. Not a snapshot if others write meanwhile."""
-        step = _BATCH
+        step = min(_BATCH, self.max_entries)
         position = ffi.NULL
         following = ffi.new("char[]", max(self.key_size, 4))
         all_keys: list[bytes] = []

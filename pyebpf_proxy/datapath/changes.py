@@ -46,6 +46,16 @@ class Garbage:
         lists += [*self.source_ranges.values(), *self.serving.values(), *self.backends.values()]
         return any(lists)
 
+    def absorb(self, other: Garbage) -> None:
+        """Take over what ``other`` holds."""
+        self.tables += other.tables
+        self.services += other.services
+        self.slots += other.slots
+        for family in Family:
+            self.source_ranges[family] += other.source_ranges[family]
+            self.serving[family] += other.serving[family]
+            self.backends[family] += other.backends[family]
+
 
 class Change:
     """One service port from what it is to what it shall be."""

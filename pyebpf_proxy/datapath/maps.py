@@ -13,6 +13,7 @@ Killed at any point, the next start finds what was written and not referred to (
 
 from __future__ import annotations
 
+import asyncio
 import errno as errors
 import gc
 from array import array
@@ -209,6 +210,27 @@ class Writer:
         if self._garbage:
             with self._whole({}):
                 self._free_garbage()
+        self._use_freed_room()
+
+    async def collect_async(self) -> None:
+        """:meth:`collect`, but other calls may be made (from the same thread) during the grace period."""
+        mirror, garbage = self._mirror, self._garbage
+        if garbage:
+            self._garbage = Garbage()
+            try:
+                await asyncio.to_thread(grace.wait)
+            except BaseException:
+                if mirror is self._mirror:
+                    self._garbage.absorb(garbage)
+                raise
+            # If the maps were adopted anew meanwhile, that has found this garbage again.
+            if mirror is self._mirror:
+                with self._whole({}):
+                    if mirror is self._mirror:
+                        self._free(garbage)
+        self._use_freed_room()
+
+    def _use_freed_room(self) -> None:
         if self._freed and self._pending:
             self.apply({})
 
@@ -386,9 +408,11 @@ class Writer:
 
     def _free_garbage(self) -> None:
         garbage, self._garbage = self._garbage, Garbage()
-        if not garbage:
-            return
-        grace.wait()
+        if garbage:
+            grace.wait()
+            self._free(garbage)
+
+    def _free(self, garbage: Garbage) -> None:
         u32 = self._layouts.u32.pack
         mirror = self._mirror
         self._delete("tables", [u32(number) for number in garbage.tables])

@@ -65,8 +65,12 @@ def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
     """Service ports by name. ``complete``: nothing may be in any map that no service port in force needs."""
     tables = rows(loaded, "tables")
     names = rows(loaded, "service_names")
-    live = {number: table for number in range(1, SIZES["services"]) if (table := word(loaded, "services", number))}
+    words = loaded.maps["services"].dump()[1]
+    in_force = {number for number in range(SIZES["services"]) if any(words[8 * number : 8 * number + 8])}
+    live = {number: word(loaded, "services", number) for number in sorted(in_force)}
     used_tables, used_backends, used_slots = set(), set(), set()
+    all_backends = {family: rows(loaded, f"backends{family}") for family in (4, 6)}
+    all_ranges = {family: rows(loaded, f"source_ranges{family}") for family in (4, 6)}
     result: dict[str, Any] = {}
     by_id: dict[int, dict[str, Any]] = {}
     for number, table_id in live.items():
@@ -76,7 +80,7 @@ def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
         assert table["service"] == number
         used_tables.add(table_id)
         family = name["family"]
-        backends = rows(loaded, f"backends{family}")
+        backends = all_backends[family]
         first, cluster, local = table["first_slot"], table["cluster_count"], table["local_count"]
         chosen = []
         for slot in range(first, first + cluster + local):
@@ -94,9 +98,7 @@ def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
         full += f"/{PROTOCOLS[name['protocol']]}/IPv{family}"
         assert full not in result, f"{full} is in force twice"
         ranges = [
-            f"{ip_address(address)}/{length - 32}"
-            for (length, of, address) in rows(loaded, f"source_ranges{family}")
-            if of == table_id
+            f"{ip_address(address)}/{length - 32}" for (length, of, address) in all_ranges[family] if of == table_id
         ]
         flags = [flag for flag in ("any_endpoints", "internal_local", "external_local") if table[flag]]
         flags += [flag for flag in ("source_ranges", "vip_source_allowed") if table[flag]]
@@ -112,7 +114,7 @@ def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
         }
     counts = {}
     for family in "46":
-        for backend_id, backend in rows(loaded, f"backends{family}").items():
+        for backend_id, backend in all_backends[int(family)].items():
             if (int(family), backend_id) in used_backends:
                 key = backend["address"], backend["port"], backend["protocol"]
                 counts[key] = counts.get(key, 0) + 1
@@ -136,10 +138,10 @@ def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
     if complete:
         assert set(tables) == used_tables
         assert set(names) == set(live)
-        every = {(f, number) for f in (4, 6) for number in rows(loaded, f"backends{f}")}
+        every = {(f, number) for f in (4, 6) for number in all_backends[f]}
         assert every == used_backends
         for family in "46":
-            assert {of for _, of, _ in rows(loaded, f"source_ranges{family}")} <= used_tables
+            assert {of for _, of, _ in all_ranges[int(family)]} <= used_tables
     return dict(sorted(result.items()))
 
 

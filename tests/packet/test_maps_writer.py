@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from service_maps import SIZES, logical, rows, wipe, word
 
+from pyebpf_proxy.datapath import grace
 from pyebpf_proxy.datapath import maps as maps_module
 from pyebpf_proxy.datapath.libbpf import BpfError
 from pyebpf_proxy.datapath.maps import Writer
@@ -213,6 +217,88 @@ def test_the_old_version_stays_whole_until_it_is_collected(loaded: Loaded, write
     writer.collect()
     assert old_id not in rows(loaded, "tables")
     logical(loaded, complete=True)
+
+
+def test_nothing_is_taken_away_before_the_grace_period(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    writer = watch(loaded, steps.append)
+    writer.apply(first_plan())
+    writer.apply(dict.fromkeys(first_plan()))
+    del steps[:]
+    monkeypatch.setattr(grace, "wait", lambda: steps.append("grace"))
+    writer.collect()
+    assert steps[0] == "grace"
+    assert {"tables", "backends4", "backends6", "endpoints4", "source_ranges6", "service_names"} <= set(steps[1:])
+
+
+def test_collecting_while_changes_go_on(loaded: Loaded, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def together(meanwhile: Any) -> None:
+        """``meanwhile`` is called in the middle of the grace period."""
+
+        async def run() -> None:
+            waiting, go = asyncio.Event(), threading.Event()
+            loop = asyncio.get_running_loop()
+
+            def wait() -> None:
+                loop.call_soon_threadsafe(waiting.set)
+                go.wait(10)
+
+            monkeypatch.setattr(grace, "wait", wait)
+            collecting = asyncio.create_task(writer.collect_async())
+            await waiting.wait()
+            monkeypatch.setattr(grace, "wait", lambda: None)
+            try:
+                meanwhile(collecting)
+            finally:
+                go.set()
+            with suppress(asyncio.CancelledError):
+                await collecting
+
+        asyncio.run(run())
+
+    writer.apply(first_plan())
+    writer.apply(second_plan())
+    together(lambda task: writer.prune(second_plan()))
+    writer.collect()
+    expected = logical(loaded, complete=True)
+    # Cancelled in the middle, it forgets nothing.
+    writer.apply(first_plan())
+    together(lambda task: task.cancel())
+    assert writer.has_garbage
+    writer.apply(second_plan())
+    writer.prune(second_plan())
+    writer.collect()
+    assert logical(loaded, complete=True) == expected
+    # An error meanwhile makes the writer adopt anew, and nothing is taken away twice.
+    writer.apply(first_plan())
+
+    def fail(_: Any) -> None:
+        real = writer._mirror.plan_removal
+        writer._mirror.plan_removal = lambda name: 1 / 0  # type: ignore[assignment, return-value]
+        with pytest.raises(ZeroDivisionError):
+            writer.prune(second_plan())
+        writer._mirror.plan_removal = real  # type: ignore[method-assign]
+        writer.apply(second_plan())
+
+    together(fail)
+    writer.prune(second_plan())
+    writer.collect()
+    assert logical(loaded, complete=True) == expected
+
+
+@pytest.mark.parametrize("memory", ["affinities", "socket_flows"])
+def test_an_id_that_a_client_remembers_does_not_come_back(loaded: Loaded, writer: Writer, memory: str) -> None:
+    web = name_of("web")
+    writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")})
+    (old, _) = slot_backends(loaded, writer, web)
+    table = loaded.maps[memory]
+    remembered = loaded.tc.btf.struct("affinity").pack(last_used=1, backend=old + 100)
+    table.update(bytes(table.key_size), remembered)
+    writer.prune(set())
+    writer.collect()
+    again = Writer(loaded, in_pods)
+    again.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
+    assert slot_backends(loaded, again, web)[0] == old + 101
 
 
 def test_two_service_ports_with_one_endpoint(loaded: Loaded, writer: Writer) -> None:
@@ -428,7 +514,7 @@ def plans(draw: st.DrawFn) -> dict[ServicePortName, ServicePort]:
 
 
 @given(steps=st.lists(st.tuples(plans(), st.integers(0, 60), st.booleans()), min_size=1, max_size=6))
-@hypothesis_settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@hypothesis_settings(max_examples=30, suppress_health_check=list(HealthCheck))
 def test_whatever_happens_the_end_is_what_was_wanted(
     kernel: Loaded, steps: list[tuple[dict[ServicePortName, ServicePort], int, bool]]
 ) -> None:
@@ -624,21 +710,24 @@ def test_a_name_that_is_too_long(loaded: Loaded, writer: Writer) -> None:
 
 
 class Netfilter:
-    def __init__(self) -> None:
+    def __init__(self, loaded: Loaded | None = None) -> None:
+        self.loaded = loaded
         self.elements: dict[int, tuple[bytes, int]] = {}
         self.refuse = False
-        self.in_force_when_told: list[bool] = []
 
     def __call__(self, added: Any, removed: Any) -> None:
         if self.refuse:
             raise OSError(errno.ENOMEM, "nft: no memory")
+        if self.loaded is not None:
+            in_use = {word(self.loaded, "slots", i) for i in range(SIZES["slots"])}
+            assert not in_use & set(added), "told before any packet can choose it"
         self.elements.update(added)
         for number in removed:
             del self.elements[number]
 
 
 def test_netfilter_backends_are_told_in_time(loaded: Loaded) -> None:
-    table = Netfilter()
+    table = Netfilter(loaded)
     writer = Writer(loaded, in_pods, table)
     web, api = name_of("web"), name_of("api")
     writer.apply(
