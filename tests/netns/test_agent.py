@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent on real packets: what it learns while it runs, what others do to it, and its end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import moved, reasons, wait_until
+
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.client import ANSWERED, ask
+from pyebpf_proxy.lab.cluster import Lab
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+WEB = Kind("web", 1)
+QUICK = {"iptables": {"minSyncPeriod": "10ms", "syncPeriod": "500ms"}}
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Lab]:
+    """One node with one pod that serves; the agent is the test's to start."""
+    with Lab(nodes=1) as lab:
+        WEB.endpoints = (lab.add_pod("web-1", lab.nodes[0]),)
+        write_services(lab, WEB)
+        yield lab
+
+
+@pytest.fixture
+def started(small: Lab) -> Iterator[Lab]:
+    agent = small.nodes[0].agent
+    agent.start(QUICK)
+    agent.wait_synced()
+    yield small
+    if agent.process is not None:
+        agent.stop()
+
+
+def test_the_lane_follows_what_is_known_of_the_pod_network(small: Lab, family: int) -> None:
+    """Without clusterCIDR and Nodes no flow is made by BPF; when the Nodes come, new flows are, without a restart."""
+    node = small.nodes[0]
+    address = WEB.target("LoadBalancer", node).address.of(family)
+    (small.manifests / "nodes.yaml").unlink(missing_ok=True)
+    node.agent.start(QUICK | {"clusterCIDR": ""})
+    try:
+        node.agent.wait_synced()
+        assert "the pod network is not known" in node.agent.log()
+        before = reasons(node)
+        assert small.client.call(ask, address, 80).kind == ANSWERED
+        seen = moved(before, reasons(node))
+        assert seen.keys() >= {"new_flow_netfilter", "lane_backend_outside"}
+        assert "new_flow_direct" not in seen
+
+        write_nodes(small)
+        wait_until(lambda: "flows to pods take the direct lane" in node.agent.log(), "the Nodes were taken in")
+        before = reasons(node)
+        assert small.client.call(ask, address, 80).kind == ANSWERED
+        assert moved(before, reasons(node)) == {"new_flow_direct": 1}
+    finally:
+        node.agent.stop()
+        node.agent.log_file.unlink()
+
+
+def test_a_firewall_that_flushes_nftables_is_survived(started: Lab, family: int) -> None:
+    node = started.nodes[0]
+    address = WEB.target("LoadBalancer", node).address.of(family)
+    node.namespace.run("nft", "flush", "ruleset")
+    wait_until(lambda: "chain translate" in node.namespace.run("nft", "list", "ruleset"), "our table is back")
+    assert started.client.call(ask, address, 80).kind == ANSWERED
+
+
+def test_a_second_agent_on_the_same_folder_goes_away_and_the_first_goes_on(started: Lab) -> None:
+    node = started.nodes[0]
+    arguments = ["--manifests", str(started.manifests), "--directory", str(node.agent.directory)]
+    second = subprocess.run(
+        ["ip", "netns", "exec", node.namespace.name, *command(), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert second.returncode == 1
+    assert second.stderr.count("\n") == 1
+    assert "another agent (process " in second.stderr
+    assert "stop it first, or give this one its own --directory" in second.stderr
+    address = WEB.target("LoadBalancer", node).address.v4
+    assert started.client.call(ask, address, 80).kind == ANSWERED
+    assert node.agent.process is not None
+    assert node.agent.process.poll() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_status_0(started: Lab, number: signal.Signals) -> None:
+    agent = started.nodes[0].agent
+    agent.signal(number)
+    assert agent.wait_ended() == 0
+    assert f"signal={number.name}" in agent.log()
+
+
+def test_another_masquerade_bit_after_a_restart(small: Lab) -> None:
+    """Settings are the programs' and the table's: both follow, and a flow from outside still comes back."""
+    node = small.nodes[0]
+    for bit in (14, 3):
+        node.agent.start(QUICK | {"iptables": QUICK["iptables"] | {"masqueradeBit": bit}})
+        try:
+            node.agent.wait_synced()
+            assert f"meta mark & 0x{1 << bit:08x}" in node.namespace.run("nft", "list", "ruleset")
+            outcome = small.client.call(ask, WEB.target("NodePort", node).address.v4, 30001)
+            assert outcome.answer is not None
+            assert outcome.answer.peer[0] == node.source_towards(WEB.endpoints[0]).v4
+        finally:
+            node.agent.stop()
