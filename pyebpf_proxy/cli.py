@@ -73,8 +73,13 @@ def _settings(flags: Flags) -> Effective:
     loaded = loader.load(Path(flags.config) if flags.config else None)
     settings = effective(loaded.config, flags)
     log.configure(settings.log_format)
+    logger = log.Logger("config")
     for warning in loaded.warnings:
-        log.Logger("config").warning(warning)
+        logger.warning(warning)
+    if loaded.config.mode == "ipvs":
+        logger.warning("mode ipvs: there is no IPVS here, services behave as in mode iptables")
+    if settings.detect_local_mode == "NodeCIDR":
+        logger.warning("detectLocalMode NodeCIDR is not there yet: no packet counts as a pod's; use ClusterCIDR")
     return settings
 
 

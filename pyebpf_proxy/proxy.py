@@ -91,6 +91,7 @@ class Proxy:
         self._datapath = datapath
         self._metrics = metrics
         self._read_facts = facts
+        self._node_name = effective.node_name
         self._mend_seconds = effective.sync_period
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
         self._changes: list[Change] = []
@@ -191,6 +192,12 @@ class Proxy:
         return problems
 
     def _begin(self, facts: NodeFacts, wanted: Delta, objects: int) -> Collection[str]:
+        if not facts.node_ips:
+            _log.warning(
+                "no address of this Node is known: there is no Node object of its name, or it has none;"
+                " set hostnameOverride if the name is another",
+                node=self._node_name,
+            )
         begin = time.monotonic()
         problems = self._datapath.start(facts, wanted)
         self._running = True

@@ -70,6 +70,26 @@ def test_the_version_waits_for_no_library() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mode: ipvs", "mode ipvs: there is no IPVS here"),
+        ("detectLocalMode: NodeCIDR", "detectLocalMode NodeCIDR is not there yet"),
+        ("mode: nftables\nmode: ''", 'key \\"mode\\" already set in map'),
+    ],
+)
+def test_what_is_accepted_but_not_as_meant_is_a_warning(
+    text: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n{text}\n")
+    assert main(["--config", str(path), "--log-format", "json"]) == 1  # there are no manifests
+    warning, error = capsys.readouterr().err.splitlines()
+    assert expected in warning
+    assert '"level": "warning"' in warning
+    assert "--manifests" in error
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["--config", "/nonexistent/c.yaml"], "/nonexistent/c.yaml: cannot open the configuration file: No such file"),

@@ -234,6 +234,19 @@ def test_other_nodes_reach_the_data_plane_before_the_changes_that_came_with_them
     assert calls == ["start", "node", "apply"]
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_node_whose_addresses_are_not_known_is_said(world: World, known: bool, caplog) -> None:
+    if known:
+        world.facts = NodeFacts(node_ips={Family.IPV4: b"\n\0\0\1"})
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: bool(world.datapath.calls))
+
+    world.run(play, settings())
+    assert ("no address of this Node is known" in caplog.text) is not known
+
+
 def test_removals_wait_until_nothing_happens(world: World) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))
