@@ -47,7 +47,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "REASON_UNSPECIFIED : REASON_UNSPECIFIED",
     ),
     "UDP expired without endpoints": ("conntrack.h", "if (!any_endpoints)\n\t\treturn REASON_UNSPECIFIED;", ""),
-    "hairpin not masqueraded": ("tc.bpf.c", "e.masquerade = true;", ""),
+    "hairpin not masqueraded": ("tc.bpf.c", "e.masquerade = true;", ";"),
     "the whole mark overwritten": (
         "lanes.h",
         "skb->mark |= settings.masquerade_mark;",
