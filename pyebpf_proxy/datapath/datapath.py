@@ -165,7 +165,7 @@ class Datapath:
     async def collect(self) -> None:
         """Remove old versions once no program can be reading them."""
         with _in_words():
-            self._running().writer.collect()
+            await self._running().writer.collect_async()
 
     def reasons(self) -> Mapping[str, int]:
         """How many packets and socket calls by reason, all CPUs together. Safe in any thread."""
