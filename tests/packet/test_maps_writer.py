@@ -7,7 +7,7 @@ import asyncio
 import errno
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -392,6 +392,18 @@ def test_a_moved_address_is_never_without_a_service(loaded: Loaded, writer: Writ
     assert list(logical(loaded, complete=True)) == ["shop/new:http/TCP/IPv4"]
 
 
+def test_a_replaced_address_is_there_before_the_old_one_goes(loaded: Loaded, writer: Writer) -> None:
+    web = name_of("web")
+    writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
+
+    def look(_: str) -> None:
+        assert rows(loaded, "frontends4")
+
+    changing = watch(loaded, look)
+    changing.apply({web: service(web, ("10.96.0.2",), "10.0.0.1:80")})
+    assert list(logical(loaded, complete=True)["shop/web:http/TCP/IPv4"]["frontends"]) == ["10.96.0.2:80/TCP"]
+
+
 def first_plan() -> dict[ServicePortName, ServicePort]:
     web, dns, six = name_of("web"), name_of("dns", protocol=Protocol.UDP), name_of("six", Family.IPV6)
     gone = name_of("gone", protocol=Protocol.UDP)
@@ -548,6 +560,67 @@ def test_whatever_happens_the_end_is_what_was_wanted(
         kernel.maps.update(real)
 
 
+def damage(loaded: Loaded, name: str, change: Callable[[bytes], bytes | None], key: bytes | None = None) -> None:
+    """Change or delete an entry (the first one, unless ``key`` says which)."""
+    table = loaded.maps[name]
+    for found, value in table.items():
+        if key in (None, found):
+            new = change(value)
+            if new is None:
+                table.delete(found)
+            else:
+                table.update(found, new)
+            return
+    raise AssertionError(f"nothing to damage in {name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("tables", None),
+        ("backends4", None),
+        ("backends6", None),
+        ("endpoints4", None),
+        ("endpoints6", None),
+        ("frontends4", None),
+        ("service_names", None),
+        ("source_ranges6", None),
+        ("service_names", lambda value: b"\xff" * len(value)),
+        ("frontends4", lambda value: b"\x07" + value[1:]),
+        ("frontends4", lambda value: value[:4] + b"\x09" + value[5:]),
+        ("endpoints4", lambda value: b"\x63" + value[1:]),
+        ("backends4", lambda value: value[:8] + b"\x63" + value[9:]),
+        ("tables", lambda value: value[:4] + b"\xff\xff\xff\x00" + value[8:]),
+        ("tables", lambda value: value[:4] + b"\x00\x00\x00\x00" + value[8:]),
+        ("tables", lambda value: value[:8] + b"\xff\xff\x00\x00" + value[12:]),
+    ],
+)
+def test_maps_that_somebody_damaged(
+    loaded: Loaded, writer: Writer, name: str, change: Callable[[bytes], bytes | None] | None
+) -> None:
+    writer.apply(second_plan())
+    expected = logical(loaded, complete=True)
+    damage(loaded, name, change or (lambda value: None))
+    again = Writer(loaded, in_pods)
+    change_everything(again)
+    assert logical(loaded, complete=True) == expected
+    assert not again.problems
+    assert {n: used for n, (used, _) in again.room.items()} == {n: used for n, (used, _) in writer.room.items()}
+
+
+@pytest.mark.parametrize("array", ["services", "slots"])
+def test_arrays_that_somebody_damaged(loaded: Loaded, writer: Writer, array: str) -> None:
+    writer.apply(second_plan())
+    expected = logical(loaded, complete=True)
+    for index in range(8):
+        for value in (0, 1, 77):
+            loaded.maps[array].update(index.to_bytes(4, sys.byteorder), value.to_bytes(8, sys.byteorder))
+            again = Writer(loaded, in_pods)
+            change_everything(again)
+            assert logical(loaded, complete=True) == expected
+            assert not again.problems
+
+
 def test_an_error_in_the_middle_is_mended_by_the_next_call(loaded: Loaded) -> None:
     real = dict(loaded.maps)
     Writer(loaded, in_pods).apply(second_plan())
@@ -700,6 +773,19 @@ def test_an_address_that_another_service_port_has(loaded: Loaded, writer: Writer
     served = logical(loaded, complete=True)
     assert list(served["shop/two:http/TCP/IPv4"]["frontends"]) == ["10.96.0.1:80/TCP", "10.96.0.2:80/TCP"]
     assert writer.problems == {}
+
+
+def test_two_that_want_an_address_in_the_round_that_frees_it(loaded: Loaded, writer: Writer) -> None:
+    old, one, two = name_of("old"), name_of("one"), name_of("two")
+    writer.apply({old: service(old, ("10.96.0.1",), "10.0.0.1:80")})
+    (problem,) = writer.apply({n: service(n, ("10.96.0.1",), "10.0.0.2:80") for n in (one, two)} | {old: None})
+    assert str(problem) == "shop/two:http/TCP/IPV4: 10.96.0.1:80/TCP belongs to shop/one:http/TCP/IPV4"
+    writer.collect()
+    served = logical(loaded, complete=True)
+    assert {name: list(entry["frontends"]) for name, entry in served.items()} == {
+        "shop/one:http/TCP/IPv4": ["10.96.0.1:80/TCP"],
+        "shop/two:http/TCP/IPv4": [],
+    }
 
 
 def test_a_name_that_is_too_long(loaded: Loaded, writer: Writer) -> None:
