@@ -86,6 +86,8 @@ def test_an_object_that_goes_bad_keeps_its_last_good_state(folder: Folder) -> No
     assert folder.said == [
         "a.yaml: Service default/x: spec.ports[0].port: 70000 is not a port (1–65535); its last good state stays"
     ]
+    folder.write("a.yaml", service("x", 70000), service("y", 81))
+    assert len(folder.said) == 1
     folder.write("a.yaml", service("x", "http"), service("y", 82), service("z", 0))
     assert folder.ports == {"x": 80, "y": 82}
     assert folder.said[1:] == [
