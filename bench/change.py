@@ -165,9 +165,7 @@ def run(quick: bool) -> Result:
     )
 
 
-def _rows(
-    latency: dict[str, dict[int, list[float]]], cpu: dict[str, dict[int, list[float]]], slow: float
-) -> list[Row]:
+def _rows(latency: dict[str, dict[int, list[float]]], cpu: dict[str, dict[int, list[float]]], slow: float) -> list[Row]:
     largest, smallest = max(SIZES), min(SIZES)
     flipped = summary(latency["small"][largest])
     growth = {kind: _ratio(cpu[kind][largest], cpu[kind][smallest]) for kind in cpu}

@@ -49,7 +49,8 @@ _DNAT = """table inet bench { chain c { type nat hook prerouting priority -100;
 def _server(namespace: Namespace) -> Iterator[None]:
     command = ["ip", "netns", "exec", namespace.name, str(TOOLS / "connections"), "serve", str(TARGET)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         if process.stdout.readline() != "listening\n":
             raise RuntimeError("the server of the load tool does not listen")
         yield
@@ -144,7 +145,7 @@ def run(quick: bool) -> Result:
         stack.enter_context(_server(pair.server.namespace))
         for number in range(rounds):
             for state, family, outcome in pair.round(families):
-                samples.append({"round": number, "state": state, "family": family} | outcome)
+                samples.append({"round": number, "state": state, "family": family, **outcome})
             speeds += speed(1)
             shown = ", ".join(f"{s} {_mean(samples, number, s, 4):.0f}" for s in WORDS)
             say(f"connect {number + 1}: IPv4 per second: {shown}")

@@ -6,10 +6,6 @@ Both programs run in the kernel by ``bpf_prog_test_run``, in turns; what counts 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from scapy.layers.inet import IP, TCP, UDP
 from scapy.layers.inet6 import IPv6
 from scapy.layers.l2 import Ether
@@ -19,7 +15,7 @@ from pyebpf_proxy.datapath.libbpf import Object, Program
 
 from . import workload
 from .filled import fill
-from .measure import NORMAL_SECONDS, TOOLS, Result, Row, machine, say, speed, summary
+from .measure import NORMAL_SECONDS, TOOLS, Result, Row, machine, say, speed, summary, undisturbed
 
 SERVICES = 10_000
 REPEAT = 1_000_000
@@ -42,19 +38,6 @@ def frames() -> dict[str, bytes]:
             for content in contents for family in addresses}  # fmt: skip
 
 
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """One CPU, and nobody preempts us there: a run is well under a second."""
-    cpus = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(cpus)})
-    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        os.sched_setaffinity(0, cpus)
-
-
 def _nanoseconds(program: Program, frame: bytes) -> int:
     result = program.test_run(frame, repeat=REPEAT)
     if result.retval != -1 or result.data != frame:
@@ -75,7 +58,7 @@ def run(quick: bool) -> Result:
         for number in range(rounds):
             if number % 10 == 0:
                 speeds += speed(1)
-            with _undisturbed():
+            with undisturbed():
                 for name, frame in packets.items():
                     # Whoever is first in odd rounds is second in even ones.
                     for first in (number % 2 == 0, number % 2 == 1):

@@ -131,6 +131,7 @@ def parsed(services: int) -> list[Change]:
     changes = []
     for _, document in everything(services):
         for found in decode_json(json.dumps(document).encode()):
-            assert found.key is not None and found.object is not None, found.messages
+            if found.key is None or found.object is None:
+                raise ValueError(f"the workload is not valid: {found.messages}")
             changes.append(Change(found.key.kind, found.key.namespace, found.key.name, found.object))
     return changes

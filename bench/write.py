@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pyebpf_proxy.datapath.libbpf import Map
 
 from . import workload
 from .filled import fill, load_programs
-from .measure import NORMAL_SECONDS, ROOT, Result, Row, machine, say, slowness, speed, summary
+from .measure import NORMAL_SECONDS, ROOT, Result, Row, machine, say, slowness, speed, summary, undisturbed
 
 SERVICES = 10_000
 GOAL_SECONDS = 1.5
@@ -29,7 +30,8 @@ def once() -> dict[str, float]:
     clock = _Clock()
     for name in _WRITES:
         setattr(Map, name, clock.around(getattr(Map, name)))
-    filled = fill(changes)
+    with undisturbed():
+        filled = fill(changes)
     in_batches, calls = clock.seconds, clock.calls
     entries = {name: used for name, (used, _) in filled.writer.room.items()}
     if entries["slots"] < SERVICES * workload.ENDPOINTS:
@@ -40,8 +42,10 @@ def once() -> dict[str, float]:
     clock.seconds = 0.0
     for name, source in filled.loaded.maps.items():
         if entries.get(name) and name not in ("services", "slots"):
-            for key, value in source.items():
-                other.maps[name].update(key, value)
+            found = list(source.items())
+            with undisturbed():
+                for key, value in found:
+                    other.maps[name].update(key, value)
     return {
         "planning": filled.planning,
         "writing": filled.writing,
@@ -83,7 +87,7 @@ def run(quick: bool) -> Result:
         say(f"write {number + 1}: {runs[-1]['total']:.2f} s, of it {runs[-1]['map_writes']:.3f} s in map writes")
     speeds += speed(1)
     # Each run is set against the machine's speed just before and after it: others may be at work, too.
-    local = [(before + after) / 2 / NORMAL_SECONDS for before, after in zip(speeds, speeds[1:], strict=False)]
+    local = [(before + after) / 2 / NORMAL_SECONDS for before, after in itertools.pairwise(speeds)]
 
     def column(name: str) -> list[float]:
         return [one[name] for one in runs]

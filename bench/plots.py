@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One picture per figure, as SVG for people and PNG for previews."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .connect import GOAL, WORDS
+from .measure import Result, Summary, summary
+
+BLUE, GREY, ORANGE = "#2a6f97", "#9aa5b1", "#d98324"
+
+
+def draw(result: Result, folder: Path) -> list[Path]:
+    """Write ``folder/FIGURE.svg`` and ``.png``."""
+    # Fixed ids and no date: the same results make the same file.
+    with mpl.rc_context({"svg.hashsalt": result.figure, "font.size": 9, "axes.spines.top": False,
+                         "axes.spines.right": False}):  # fmt: skip
+        figure = Figure(figsize=(8, 3.8), layout="constrained")
+        figure.suptitle(result.title + (" (quick run)" if result.quick else ""))
+        _DRAWERS[result.figure](result, figure)
+        figure.text(0.995, 0.005, _where(result), ha="right", va="bottom", fontsize=6, color="#666666")
+        paths = [folder / f"{result.figure}.{kind}" for kind in ("svg", "png")]
+        for path in paths:
+            figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else {})
+    return paths
+
+
+def _where(result: Result) -> str:
+    m = result.machine
+    return f"{m['processor']}, {m['cpus']} CPUs, {m['kernel']}, {m['date'][:10]}, {m['commit']}"
+
+
+def _whiskers(axes: Axes, x: Sequence[float], summaries: Sequence[Summary], **style: Any) -> None:
+    """Medians with the quartiles around them."""
+    middle = [s.median for s in summaries]
+    below = [s.median - s.lower_quartile for s in summaries]
+    above = [s.upper_quartile - s.median for s in summaries]
+    axes.errorbar(x, middle, yerr=[below, above], capsize=3, **style)
+
+
+def _write(result: Result, figure: Figure) -> None:
+    runs = result.samples["runs"]
+
+    def median(name: str) -> float:
+        return float(statistics.median(run[name] for run in runs))
+
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    writes = median("map_writes")
+    parts = [("plan", median("planning"), GREY), ("pack, keep the mirror", median("writing") - writes, BLUE),
+             ("map writes", writes, ORANGE)]  # fmt: skip
+    start = 0.0
+    for name, seconds, colour in parts:
+        left.barh(0, seconds, left=start, color=colour, label=f"{name}: {seconds:.2f} s")
+        start += seconds
+    left.set(xlabel="seconds on this machine", yticks=[], ylim=(-0.8, 1.2))
+    left.legend(frameon=False, loc="upper left")
+    values = [writes, median("map_writes_one_by_one")]
+    bars = right.bar(["in batches", "one by one"], values, color=[ORANGE, GREY])
+    right.bar_label(bars, fmt="%.2f s")
+    right.set_ylabel(f"seconds for {runs[0]['map_entries']:.0f} entries")
+
+
+def _change(result: Result, figure: Figure) -> None:
+    left, right = figure.subplots(1, 2)
+    for axes, key, label in (
+        (left, "latency_ms", "file event → map flipped, ms"),
+        (right, "cpu_ms", "the agent's CPU time per change, ms"),
+    ):
+        for kind, name, colour in (("small", "10 endpoints", BLUE), ("large", "1 000 endpoints", ORANGE)):
+            by_size = sorted((int(size), values) for size, values in result.samples[key][kind].items())
+            sizes = [float(size) for size, _ in by_size]
+            summaries = [summary(values) for _, values in by_size]
+            _whiskers(axes, sizes, summaries, color=colour, marker="o", label=f"slice of {name}")
+        axes.set(xscale="log", xlabel="services in the cluster", ylabel=label, ylim=(0, None))
+        axes.set_xticks(sizes, [f"{size:,.0f}".replace(",", " ") for size in sizes])
+        axes.minorticks_off()
+        axes.legend(frameon=False)
+
+
+def _packet(result: Result, figure: Figure) -> None:
+    axes = figure.subplots()
+    empty, ours = result.samples["empty_ns"], result.samples["tc_ethernet_ns"]
+    names = list(empty)
+    for offset, samples, name, colour in ((-0.2, empty, "empty program", GREY), (0.2, ours, "tc_ethernet", BLUE)):
+        summaries = [summary(samples[n]) for n in names]
+        at = [i + offset for i in range(len(names))]
+        axes.bar(at, [s.median for s in summaries], width=0.38, color=colour, label=name)
+        _whiskers(axes, at, summaries, fmt="none", ecolor="black")
+    for i, row in enumerate(result.rows):
+        axes.annotate(f"+{row.judged.median:.0f} ns", (i + 0.2, row.measured.upper_quartile), ha="center",
+                      xytext=(0, 4), textcoords="offset points")  # fmt: skip
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylabel("ns per run on this machine")
+    axes.margins(y=0.15)
+    axes.legend(frameon=False)
+
+
+def _connect(result: Result, figure: Figure) -> None:
+    runs = result.samples["runs"]
+    families = sorted({run["family"] for run in runs})
+    panels = figure.subplots(1, len(families), sharey=True, squeeze=False)[0]
+    order = ["none", "conntrack", "nft", "beside", "service"]
+    for axes, family in zip(panels, families, strict=True):
+        samples = {s: [r["per_second"] for r in runs if (r["state"], r["family"]) == (s, family)] for s in order}
+        middle = [statistics.median(samples[state]) for state in order]
+        axes.barh(range(len(order)), middle, color=[GREY, GREY, GREY, BLUE, ORANGE])
+        for i, state in enumerate(order):
+            axes.plot(samples[state], [i] * len(samples[state]), "|", color="black", markersize=6, alpha=0.5)
+        axes.axvline(GOAL * middle[0], color="black", linewidth=0.8, linestyle="--")
+        axes.set(title=f"IPv{family}", xlabel=f"connections per second (dashed: {GOAL} of the first)", xlim=(0, None))
+        axes.set_yticks(range(len(order)), [WORDS[state] for state in order])
+        axes.invert_yaxis()
+
+
+_DRAWERS: dict[str, Callable[[Result, Figure], None]] = {
+    "write": _write,
+    "change": _change,
+    "packet": _packet,
+    "connect": _connect,
+}
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number with so many digits that mean something."""
+    if value == 0:
+        return "0"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{places}f}" if places else f"{round(value):,}".replace(",", "\u202f")

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table in docs/performance.md, made from the results. Everything outside the two marks is written by people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from .measure import NORMAL_SECONDS, ROOT, Result, Row, Summary
+from .plots import significant
+
+PAGE = ROOT / "docs" / "performance.md"
+BEGIN = "<!-- made by `make bench` from bench/results: do not edit -->"
+END = "<!-- end of what `make bench` made -->"
+
+
+def write_page(results: Iterable[Result]) -> None:
+    """Put the results between the marks of the page."""
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    parts = [section(result) for result in results]
+    PAGE.write_text(before + BEGIN + "\n\n" + "\n".join(parts) + END + after)
+
+
+def section(result: Result) -> str:
+    """One figure: its table, its picture, where and when it was measured."""
+    m = result.machine
+    speed = m["speed_seconds"]["median"]
+    header = ("what", "measured", "compared with", "result", "at normal speed", "goal", "")
+    lines = [
+        f"### {result.title}",
+        "",
+        "| " + " | ".join(header) + " |",
+        "|" + "---|" * len(header),
+        *("| " + " | ".join(cells(row)) + " |" for row in result.rows),
+        "",
+        f"![{result.title}](../bench/results/{result.figure}.svg)",
+        "",
+        f"{m['date']}, commit {m['commit']}, {m['kernel']}, {m['processor']}, {m['cpus']} CPUs"
+        f"{' (virtual)' if m['virtual'] else ''}, load {m['load_average'][0]} at the end; the speed measure took"
+        f" {significant(speed)} s, {significant(speed / NORMAL_SECONDS, 2)} times normal."
+        + (" **A quick run.**" if result.quick else ""),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    judged = f"{spread(row.judged)} {row.judged_unit}"
+    compared = f"{row.compared_with}: {spread(row.compared)} {row.unit}" if row.compared else row.compared_with
+    normal = significant(row.at_normal_speed)
+    met = "" if row.met is None else "met" if row.met else "**missed**"
+    return row.what, f"{spread(row.measured)} {row.unit}", compared, judged, normal, row.goal, met
+
+
+def spread(s: Summary) -> str:
+    """Median and quartiles."""
+    return f"{significant(s.median)} ({significant(s.lower_quartile)} – {significant(s.upper_quartile)})"
+
+
+def lines(results: Iterable[Result]) -> Iterable[str]:
+    """The same for a terminal: one line per goal."""
+    for result in results:
+        for row in result.rows:
+            if row.met is not None:
+                verdict = "met   " if row.met else "MISSED"
+                found = f"{spread(row.judged)} {row.judged_unit}, {significant(row.at_normal_speed)} at normal speed"
+                yield f"{verdict} {row.what}: {found}; goal {row.goal}"
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
