@@ -26,6 +26,7 @@ struct packet {
 #define TCP_SYN 0x02
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
+#define VLAN_ID_MASK 0x0fff
 #define SCTP_INIT 1
 #define IPV6_EXTENSIONS_MAX 6
 
@@ -189,8 +190,11 @@ static __always_inline bool parse_ipv6(struct __sk_buff *skb, __u32 offset, stru
 /* False: not a packet that any service could be meant by. `link` is the length of the link header. */
 static __always_inline bool parse_packet(struct __sk_buff *skb, __u32 link, struct packet *p)
 {
-	/* A tagged frame belongs to the VLAN device above this one, which has a program of its own. */
-	if (skb->vlan_present)
+	/*
+	 * A tagged frame belongs to the VLAN device above this one, which has a program of its own;
+	 * VLAN 0 is a priority alone, and the frame this device's.
+	 */
+	if (skb->vlan_present && (skb->vlan_tci & VLAN_ID_MASK))
 		return false;
 	if (skb->protocol == bpf_htons(ETH_P_IP))
 		return parse_ipv4(skb, link, p);
