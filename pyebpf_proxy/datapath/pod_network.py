@@ -17,16 +17,15 @@ class PodNetwork:
     """The ranges pods have their addresses from, without the Nodes' addresses."""
 
     def __init__(self) -> None:
-        self._ranges: dict[Family, tuple[tuple[int, int], ...]] = {}
+        self._ranges: dict[Family, set[tuple[int, int]]] = {}
         self._nodes: frozenset[bytes] = frozenset()
 
     def update(self, ranges: Iterable[Network], nodes: Iterable[bytes]) -> bool:
         """Take new knowledge; True if it differs, so that endpoints may change their lane. ``nodes``: packed."""
-        by_family: dict[Family, set[tuple[int, int]]] = {}
+        new: dict[Family, set[tuple[int, int]]] = {}
         for network in ranges:
             pair = int(network.netmask), int(network.network_address)
-            by_family.setdefault(Family(network.version), set()).add(pair)
-        new = {family: tuple(sorted(pairs)) for family, pairs in by_family.items()}
+            new.setdefault(Family(network.version), set()).add(pair)
         nodes = frozenset(nodes)
         changed = new != self._ranges or nodes != self._nodes
         self._ranges, self._nodes = new, nodes
