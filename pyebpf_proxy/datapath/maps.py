@@ -223,11 +223,10 @@ class Writer:
                 if mirror is self._mirror:
                     self._garbage.absorb(garbage)
                 raise
-            # If the maps were adopted anew meanwhile, that has found this garbage again.
-            if mirror is self._mirror:
-                with self._whole({}):
-                    if mirror is self._mirror:
-                        self._free(garbage)
+            with self._whole({}):
+                # If the maps were adopted anew meanwhile, that has found this garbage again.
+                if mirror is self._mirror:
+                    self._free(garbage)
         self._use_freed_room()
 
     def _use_freed_room(self) -> None:

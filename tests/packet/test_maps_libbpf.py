@@ -201,6 +201,19 @@ def test_constants_are_in_force(bpf_objects: Path) -> None:
     loaded.close()
 
 
+def test_a_constant_behind_another(tmp_path: Path) -> None:
+    source = """
+    const volatile __u64 first SEC(".rodata") = 1;
+    const volatile __u32 second SEC(".rodata") = 2;
+    SEC("tc") int sum(struct __sk_buff *skb) { return first * 100 + second; }"""
+    path = build(tmp_path, "constants", source)
+    for rodata, expected in (({}, 102), ({"second": u32(7)}, 107), ({"first": bytes(8), "second": u32(7)}, 7)):
+        with Object.open(path, rodata=rodata) as o:
+            assert o.load().programs["sum"].test_run(bytes(60)).retval == expected
+    with pytest.raises(ValueError, match="second has 4 bytes, not 8"):
+        Object.open(path, rodata={"second": bytes(8)})
+
+
 def test_what_the_verifier_says(tmp_path: Path) -> None:
     source = 'SEC("tc") int wrong(struct __sk_buff *skb) { return *(volatile int *)(long)(skb->len & 4096); }'
     with Object.open(build(tmp_path, "wrong", source)) as o, pytest.raises(BpfError) as caught:
