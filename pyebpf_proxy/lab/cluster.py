@@ -29,15 +29,19 @@ from .servers import Ports, start_servers
 
 PodNetwork = Literal["routed", "bare", "bridge"]
 
-_ROUTER = {
+# The kernel sends one client about one ICMP error a second; a test that counts refusals would meet that limit.
+_HOST = {
+    "net.ipv6.conf.default.accept_dad": 0,
+    "net.ipv4.icmp_ratelimit": 0,
+    "net.ipv6.icmp.ratelimit": 0,
+}
+_ROUTER = _HOST | {
     "net.ipv4.ip_forward": 1,
     "net.ipv6.conf.all.forwarding": 1,
     "net.ipv6.conf.default.forwarding": 1,
-    "net.ipv6.conf.default.accept_dad": 0,
     "net.ipv4.conf.all.rp_filter": 0,
     "net.ipv4.conf.default.rp_filter": 0,
 }
-_HOST = {"net.ipv6.conf.default.accept_dad": 0}
 
 
 class Pod:

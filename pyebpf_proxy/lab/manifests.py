@@ -91,9 +91,15 @@ def node(name: str, address: Dual, pod_cidr: Dual, zone: str = "") -> Object:
 
 
 def write(path: Path, objects: Sequence[object]) -> float:
-    """Write YAML documents beside ``path`` and rename into place; returns the time just before the rename."""
+    """Write YAML documents beside ``path`` and rename into place; returns the time just before the rename.
+
+    The same text as before is not written again: nothing would be programmed, and nobody need wait (0.0).
+    """
+    text = yaml.dump_all(objects, Dumper=_DUMPER, sort_keys=False)
+    if path.exists() and path.read_text() == text:
+        return 0.0
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(yaml.dump_all(objects, Dumper=_DUMPER, sort_keys=False))
+    temporary.write_text(text)
     moment = time.time()
     os.rename(temporary, path)
     return moment

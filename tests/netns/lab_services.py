@@ -70,5 +70,5 @@ def write_services(lab: Lab, *kinds: Kind) -> float:
     """One manifest file per service; returns the time of the last write."""
     moment = 0.0
     for kind in kinds:
-        moment = lab.write(f"{kind.name}.yaml", kind.objects())
+        moment = max(moment, lab.write(f"{kind.name}.yaml", kind.objects()))
     return moment

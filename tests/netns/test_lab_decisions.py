@@ -19,6 +19,7 @@ from lab_tools import (
 
 from pyebpf_proxy.lab.client import TIMED_OUT, ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.rules import decide
 from pyebpf_proxy.lab.scenario import DROPPED_AFTER, Client, observe
 
@@ -155,8 +156,10 @@ def test_policy_local_without_a_local_endpoint_drops_the_nodes_own_too(cluster: 
 
 
 @pytest.mark.parametrize("who", ["toolbox", "client", "node1"])
-@pytest.mark.parametrize("kind", ["ClusterIP", "ExternalIP", "LoadBalancer", "NodePort"])
-@pytest.mark.parametrize("service", ["empty", "empty-local"])
+@pytest.mark.parametrize(("service", "kind"), [
+    ("empty", "ClusterIP"), ("empty", "ExternalIP"), ("empty", "LoadBalancer"), ("empty", "NodePort"),
+    ("empty-local", "ClusterIP"), ("empty-local", "LoadBalancer"),
+])  # fmt: skip
 def test_no_endpoints_is_refused_at_once(
     cluster: Cluster, service: str, kind: str, who: str, family: int, protocol: str
 ) -> None:
@@ -172,8 +175,15 @@ def test_refused_comes_faster_than_a_retransmission(cluster: Cluster, family: in
     cluster.use(None)
     target = cluster.services["empty"].target("LoadBalancer", cluster.first)
     for protocol, port in target.ports.items():
+        before = _errors_while_locked(cluster.lab.client)
         outcome = cluster.lab.client.call(ask, target.address.of(family), port, protocol)
-        assert outcome.took < 0.9, outcome  # a SYN is sent again after one second
+        # A SYN is sent again after one second. The client's kernel looks at no ICMP error while connect() still holds
+        # the socket; where all namespaces share a CPU the error is that fast, and counted there.
+        assert outcome.took < 0.9 or _errors_while_locked(cluster.lab.client) > before, outcome
+
+
+def _errors_while_locked(namespace: Namespace) -> int:
+    return int(namespace.run("nstat", "-az", "TcpExtLockDroppedIcmps").split()[-2])
 
 
 @pytest.mark.parametrize("kind", ["ClusterIP", "ExternalIP", "LoadBalancer", "NodePort"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -218,7 +219,9 @@ def _bridge_tuns(here: str, there: str) -> None:
         fds.append(_open_tun())
     while True:
         for fd in select.select(fds, [], [])[0]:
-            os.write(fds[1] if fd == fds[0] else fds[0], os.read(fd, 65536))
+            # The other device may not be up yet: a wire without a far end.
+            with contextlib.suppress(OSError):
+                os.write(fds[1] if fd == fds[0] else fds[0], os.read(fd, 65536))
 
 
 @pytest.fixture(scope="module")
@@ -231,13 +234,13 @@ def roamer(frames: Lab) -> Iterator[Namespace]:
         wait_until(lambda namespace=namespace: "tun0" in namespace.run("ip", "-br", "link"), "tun0 is there")
     for namespace, mine in ((made, 0), (node, 1)):
         namespace.ip(
-            f"addr add {ROAMER[4][mine]} peer {ROAMER[4][1 - mine]} dev tun0",
-            f"addr add {ROAMER[6][mine]} peer {ROAMER[6][1 - mine]} dev tun0 nodad",
+            f"addr add {ROAMER[4][mine]}/24 dev tun0",
+            f"addr add {ROAMER[6][mine]}/64 dev tun0 nodad",
             "link set tun0 up",
         )
-    for index, family in enumerate((4, 6)):
-        for cidr in (SERVICE_CIDR[index], VIP_CIDR[index], POD_CIDR[index]):
-            made.ip(f"-{family} route add {cidr} via {ROAMER[family][1]} dev tun0")
+    for cidrs in (SERVICE_CIDR, VIP_CIDR, POD_CIDR):
+        for cidr in cidrs:
+            made.ip(f"route add {cidr} dev tun0")
     wait_until(lambda: "bpf" in node.run("tc", "filter", "show", "dev", "tun0", "ingress"), "our program is on tun0")
     yield made
     tunnel.stop()
@@ -290,10 +293,11 @@ def test_priority_tagged_frames(frames: Lab, family: int) -> None:
     marker = f"tagged {family} {os.getpid()}".encode()
     packet = _layer3(family, toolbox.address.of(family), target) / UDP(sport=40000 + family, dport=53) / marker
     macs = {"src": _mac(toolbox.namespace, "eth0"), "dst": _mac(node.namespace, toolbox.device)}
+    before = reasons(node)
     capture = Capture(pod.namespace, "eth0", lambda frame: marker in frame)
     toolbox.namespace.call(_send_frame, "eth0", bytes(Ether(**macs) / Dot1Q(vlan=0, prio=5) / packet))
     frame = capture.frame()
-    assert frame is not None
+    assert frame is not None, moved(before, reasons(node))
     seen = Ether(frame)
     assert seen.payload.dst == pod.address.of(family)
     assert seen[UDP].dport == 5353
@@ -305,7 +309,9 @@ def test_vlan_device(frames: Lab, family: int) -> None:
     try:
         node.namespace.ip(f"link add link {toolbox.device} name vlan7 type vlan id 7")
     except LabError as error:
-        pytest.skip(f"this kernel has no VLAN devices (CONFIG_VLAN_8021Q): {str(error).splitlines()[0]}")
+        if "Unknown device type" not in str(error):
+            raise
+        pytest.skip("this kernel has no VLAN devices (CONFIG_VLAN_8021Q)")
     try:
         toolbox.namespace.ip("link add link eth0 name vlan7 type vlan id 7")
         for namespace, mine in ((toolbox.namespace, 0), (node.namespace, 1)):
@@ -369,4 +375,5 @@ def test_sctp(frames: Lab, name: Any, family: int) -> None:
     assert (back.payload.src, back.payload.dst) == (target, source)
     assert back[SCTP].dport == 5000 + family
     counted = moved(before, reasons(node))
-    assert counted.get("lane_sctp", 0) >= 1, counted
+    assert "new_flow_direct" not in counted, counted
+    assert counted.get("lane_sctp", 0) + counted.get("lane_forced", 0) >= 1, counted

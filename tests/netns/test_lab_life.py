@@ -114,42 +114,44 @@ class Transfers:
         return self._task.result(30)
 
 
+PACE = 0.02  # seconds between two rounds of a transfer: new connections need the machine more
+
+
 def _transfer(stop: Any, rounds: Any, address: str, port: int, count: int) -> str:
     selector = selectors.DefaultSelector()
-    block = 8192
+    sockets, sent, got = [], [b""] * count, [bytearray() for _ in range(count)]
+    due = [0.0] * count
     for index in range(count):
-        sock = socket.create_connection((address, port), timeout=10)
-        sock.setblocking(False)
-        state = {"index": index, "sent": b"", "got": bytearray()}
-        selector.register(sock, selectors.EVENT_WRITE | selectors.EVENT_READ, state)
-    last = time.monotonic()
+        sockets.append(socket.create_connection((address, port), timeout=10))
+        sockets[index].settimeout(5)
+        selector.register(sockets[index], selectors.EVENT_READ, index)
     while not stop.is_set():
-        for key, events in selector.select(1):
-            sock, state = key.fileobj, key.data
+        now = time.monotonic()
+        for index, sock in enumerate(sockets):
+            if due[index] <= now and not sent[index]:
+                sent[index] = struct.pack("!Q", rounds[index] * 1000 + index) * 1024
+                try:
+                    sock.sendall(sent[index])
+                except OSError as error:
+                    return f"transfer {index}: {error}"
+                due[index] = now + 10
+            elif due[index] <= now:
+                return f"transfer {index}: nothing came back for 10 s"
+        for key, _ in selector.select(PACE):
+            index = key.data
             try:
-                if events & selectors.EVENT_WRITE and not state["sent"]:
-                    number = rounds[state["index"]]
-                    state["sent"] = struct.pack("!Q", number * 1000 + state["index"]) * (block // 8)
-                    state["sent"] = state["sent"][: sock.send(state["sent"])]
-                    selector.modify(sock, selectors.EVENT_READ, state)
-                if events & selectors.EVENT_READ:
-                    data = sock.recv(block)
-                    if not data:
-                        return f"transfer {state['index']}: ended by the other side"
-                    state["got"] += data
-                    if len(state["got"]) >= len(state["sent"]) > 0:
-                        if bytes(state["got"]) != state["sent"]:
-                            return f"transfer {state['index']}: other bytes came back"
-                        state["sent"], state["got"] = b"", bytearray()
-                        rounds[state["index"]] += 1
-                        selector.modify(sock, selectors.EVENT_WRITE | selectors.EVENT_READ, state)
-                last = time.monotonic()
-            except BlockingIOError:
-                continue
+                data = sockets[index].recv(65536)
             except OSError as error:
-                return f"transfer {state['index']}: {error}"
-        if time.monotonic() - last > 10:
-            return "nothing moves"
+                return f"transfer {index}: {error}"
+            if not data:
+                return f"transfer {index}: ended by the other side"
+            got[index] += data
+            if len(got[index]) >= len(sent[index]):
+                if bytes(got[index]) != sent[index]:
+                    return f"transfer {index}: other bytes came back"
+                sent[index], got[index] = b"", bytearray()
+                rounds[index] += 1
+                due[index] = time.monotonic() + PACE
     return ""
 
 
@@ -159,6 +161,8 @@ class Traffic:
     def __init__(self, lab: Lab) -> None:
         node = lab.nodes[0]
         toolbox = lab.pods["toolbox"].namespace
+        pod = lab.pods["web-2"].address
+        self.plain = self._rate([Load(lab.client, pod.v4, 8080), Load(toolbox, pod.v6, 8080)])
         vip, cluster_ip = ECHO.target("LoadBalancer", node).address, ECHO.target("ClusterIP", node).address
         self.transfers = [
             Transfers(namespace, address, 7, 5)
@@ -170,6 +174,12 @@ class Traffic:
         self.loads = [Load(lab.client, web_vip.v4, 80), Load(toolbox, web_ip.v6, 80)]
         self.begun = time.monotonic()
         self.more()
+
+    def _rate(self, loads: list[Load]) -> float:
+        """What the machine makes of two such loads without any service, now."""
+        begun = time.monotonic()
+        wait_until(lambda: all(load.made >= 400 for load in loads), "plain connections")
+        return sum(len(load.stop()) for load in loads) / (time.monotonic() - begun)
 
     def more(self, connections: int = 400, rounds: int = 20) -> None:
         """Wait until each load and each transfer has got on by so much since now."""
@@ -185,15 +195,17 @@ class Traffic:
             40,
         )
 
-    def stop(self) -> float:
-        """End it all; nothing may have failed. New connections a second."""
+    def stop(self) -> None:
+        """End it all; nothing may have failed, and there must have been enough of it."""
         took = time.monotonic() - self.begun
         results = [load.stop() for load in self.loads]
         problems = [text for each in self.transfers if (text := each.stop())]
         assert not problems, problems
         for load, samples in zip(self.loads, results, strict=True):
             assert not failed(samples), (load.name, len(failed(samples)), failed(samples)[:3])
-        return sum(map(len, results)) / took
+        rate = sum(map(len, results)) / took
+        # Agents that start, and the transfers, take their part of a small machine; a slow one makes fewer than 1000.
+        assert rate > min(1000, 0.3 * self.plain), f"only {rate:.0f} a second, {self.plain:.0f} without services"
 
 
 def test_kill_9_in_the_middle_of_it_all(living: Lab, lane: str) -> None:
@@ -204,11 +216,10 @@ def test_kill_9_in_the_middle_of_it_all(living: Lab, lane: str) -> None:
     traffic.more()
     living.start_agents(None, agent_lane(lane))
     traffic.more()
-    rate = traffic.stop()
-    assert rate > 500, f"only {rate:.0f} new connections a second: says little"
+    traffic.stop()
 
 
-def test_sigterm_leaves_everything_working(living: Lab, lane: str, family: int) -> None:
+def test_sigterm_leaves_everything_working(living: Lab, lane: str) -> None:
     node = living.nodes[0]
     traffic = Traffic(living)
     try:
@@ -218,10 +229,11 @@ def test_sigterm_leaves_everything_working(living: Lab, lane: str, family: int) 
         for name in ("LoadBalancer", "NodePort"):
             target = WEB.target(name, node)  # type: ignore[arg-type]
             for protocol, port in target.ports.items():
-                outcomes = living.client.call(ask_many, 5, target.address.of(family), port, protocol)
-                assert {outcome.kind for outcome in outcomes} == {ANSWERED}
-        own = node.namespace.call(ask, WEB.target("ClusterIP", node).address.of(family), 80)
-        assert own.kind == ANSWERED
+                for address in target.address:
+                    outcomes = living.client.call(ask_many, 5, address, port, protocol)
+                    assert {outcome.kind for outcome in outcomes} == {ANSWERED}
+        for address in WEB.target("ClusterIP", node).address:
+            assert node.namespace.call(ask, address, 80).kind == ANSWERED
     finally:
         living.start_agents(None, agent_lane(lane))
     traffic.more()
@@ -305,3 +317,7 @@ def test_an_address_that_comes_later_serves_node_ports(living: Lab, family: int,
         )
     finally:
         node.namespace.ip(f"addr del {address}{length[0]} dev eth0")
+    wait_until(
+        lambda: living.client.call(ask, address, port, protocol, timeout=0.3).kind != ANSWERED,
+        "and no longer when it is gone",
+    )
