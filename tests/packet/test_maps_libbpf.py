@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.datapath import _libbpf
+from pyebpf_proxy.datapath import _libbpf, _map
 from pyebpf_proxy.datapath.libbpf import BpfError, Map, Object, SkBuff
 from pyebpf_proxy.datapath.programs import Settings, load
 from pyebpf_proxy.errors import FatalError
@@ -127,6 +127,14 @@ def test_a_dump_of_more_than_one_batch(opened: Object) -> None:
     assert {found[i : i + 8] for i in range(0, len(found), 8)} == {keys[i : i + 8] for i in range(0, len(keys), 8)}
     assert frontends._dump_singly()[0] == found
     frontends.delete_batch(found)
+
+
+def test_a_dump_in_batches_smaller_than_a_bucket(opened: Object, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = opened.maps["tables"]
+    table.update_batch(b"".join(map(u32, range(300))), bytes(300 * table.value_size))
+    monkeypatch.setattr(_map, "_BATCH", 1)
+    assert {key for key, _ in table.items()} == {u32(n) for n in range(300)}
+    table.delete_batch(table.dump()[0])
 
 
 def test_prefixes(opened: Object) -> None:
