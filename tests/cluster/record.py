@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``make record``: ask the real kube-proxy every case again, and write down what it answers."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.cluster import reference
+from tests.parity import recordings
+
+
+def main() -> int:
+    program = reference.kube_proxy()
+    if not program.exists():
+        print(f"{program} is missing: run tests/cluster/build.sh", file=sys.stderr)
+        return 1
+    release = reference.version(program)
+    count = recordings.write(release, reference.ask_all(program, recordings.all_cases()))
+    print(f"{count} answers of {release} written to {recordings.PATH}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

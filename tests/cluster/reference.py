@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real kube-proxy: where it is, and what it answers to a case."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.parity.answer import Answer, of_kube_proxy
+from tests.parity.case import Case
+
+RELEASE = "v1.36.3"
+DEFAULT_CACHE = Path("/var/cache/pyebpf-proxy")
+TIMEOUT = 120.0
+
+
+def cache() -> Path:
+    """The folder of what was built: ``PYEBPF_PROXY_CACHE``, else /var/cache/pyebpf-proxy; never inside the repository."""
+    return Path(os.environ.get("PYEBPF_PROXY_CACHE", DEFAULT_CACHE))
+
+
+def kube_proxy() -> Path:
+    """The real kube-proxy; tests/cluster/build.sh makes it."""
+    return cache() / "go" / "kube-proxy"
+
+
+def version(program: Path) -> str:
+    """What it says about itself: ``Kubernetes v1.36.3``."""
+    return subprocess.run([program, "--version"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def ask(program: Path, case: Case) -> Answer:
+    """Give the case to the real kube-proxy. It gets a network of its own: a start would clean up the machine's."""
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        if case.file is not None:
+            (Path(folder) / "config.yaml").write_bytes(case.file)
+        arguments = [argument.replace("{dir}", folder) for argument in case.arguments]
+        alone = ["unshare", "--net"] if os.geteuid() == 0 and shutil.which("unshare") else []
+        if not alone and not any("write-config-to" in argument for argument in arguments):
+            alone = ["unshare", "--user", "--map-root-user", "--net"]
+        ran = subprocess.run(
+            [*alone, program, *arguments],
+            capture_output=True,
+            timeout=TIMEOUT,
+            stdin=subprocess.DEVNULL,
+            env={"PATH": os.environ.get("PATH", "")},
+            check=False,
+        )
+        written = Path(folder) / "written.yaml"
+        return of_kube_proxy(
+            ran.returncode,
+            ran.stdout.decode(errors="replace"),
+            ran.stderr.decode(errors="replace"),
+            written.read_text() if written.is_file() else None,
+            folder,
+        )
+
+
+def ask_all(program: Path, cases: Iterable[Case]) -> Iterator[tuple[Case, Answer]]:
+    """Every case with its answer, a few at a time, in the order of ``cases``."""
+    cases = list(cases)
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 2) as pool:
+        yield from zip(cases, pool.map(lambda case: ask(program, case), cases), strict=True)
