@@ -123,10 +123,12 @@ def test_the_last_file_by_name_counts(folder: Folder) -> None:
     folder.write("b.yaml", service("x", 2))
     assert folder.write("a.yaml", service("x", 1)) == []
     assert folder.said == ["Service default/x: is in a.yaml, b.yaml; b.yaml counts"]
+    folder.write("b.yaml", service("x", 22))
+    assert len(folder.said) == 1
     folder.write("c.yaml", service("x", 3))
     assert folder.ports == {"x": 3}
     folder.remove("c.yaml")
-    assert folder.ports == {"x": 2}
+    assert folder.ports == {"x": 22}
     folder.remove("b.yaml")
     assert folder.ports == {"x": 1}
     assert len(folder.said) == 3

@@ -42,6 +42,13 @@ def test_json_and_yaml_say_the_same() -> None:
     assert [str(decoded.key) for decoded in from_json] == ["Service prod/web", "EndpointSlice default/web-x"]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_text() -> None:
+    text = b"\xef\xbb\xbf" + json.dumps(SERVICE).encode()
+    for decode in (decode_json, decode_yaml):
+        (decoded,) = decode(text)
+        assert str(decoded.key) == "Service prod/web"
+
+
 def test_json_and_yaml_say_the_same_of_bad_objects() -> None:
     for path, value in (("clusterIP", 7), ("clusterIP", "x"), ("ports", [{"port": "80"}]), ("externalIPs", [[]])):
         document = {**SERVICE, "spec": {**SERVICE["spec"], path: value}}

@@ -290,6 +290,20 @@ def test_a_swap_reads_only_what_changed(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+def test_the_stamp_of_a_file_just_written_is_not_trusted(tmp_path: Path) -> None:
+    """It may be written again within one tick of the kernel's clock for files, and keep its stamp."""
+    path = tmp_path / "a.yaml"
+    source = ManifestSource(tmp_path, print)
+    path.write_text(text(a=1))
+    source._read("a.yaml")
+    assert not source._is_unchanged("a.yaml")
+    os.utime(path, (1, 1))
+    source._read("a.yaml")
+    assert source._is_unchanged("a.yaml")
+    path.write_text(text(a=2))
+    assert not source._is_unchanged("a.yaml")
+
+
 def test_bad_files_cost_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text(a=1))
     (tmp_path / "b.json").write_text(text(b=1))
