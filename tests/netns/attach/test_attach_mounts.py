@@ -143,7 +143,9 @@ def test_a_bpffs_that_was_there_stays_mounted(tmp_path: Path) -> None:
         assert len(mounts.release_bpffs(directory)) == 1
         assert contents() == ["others"]
         sh("rmdir /sys/fs/bpf/others")
+        mounts.pin_directory(place.path, directory, 1).mkdir(parents=True)
         mounts.release_bpffs(directory)
+        assert contents() == []
         assert mounted() == ["/sys/fs/bpf"]
         """,
         tmp_path,

@@ -280,7 +280,13 @@ def test_nothing_is_written_when_nobody_changed_anything(table: Table, shell: Sh
     assert handles() == before
     shell("nft add table inet somebody")
     table.ensure(MARK)
-    assert handles() != before, "after anybody's change our rules are written afresh"
+    fresh = handles()
+    assert fresh != before, "after anybody's change our rules are written afresh"
+    table.ensure(MARK)
+    assert handles() == fresh
+    generation = table._generation()
+    table.update(TARGETS, [5])
+    assert table._generation() == generation, "what is there already is not written"
 
 
 def test_a_change_before_our_own_is_not_overlooked(table: Table, shell: Shell) -> None:
