@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Killed, damaged, interrupted: whatever happened, the next start and the next call make it right."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from service_maps import SIZES, logical, wipe
+from service_plans import (
+    Killed,
+    change_everything,
+    first_plan,
+    frontend,
+    in_pods,
+    kill_at,
+    name_of,
+    second_plan,
+    service,
+    slot_backends,
+)
+
+from pyebpf_proxy.datapath.maps import Writer
+from pyebpf_proxy.datapath.programs import Loaded, Settings, load
+from pyebpf_proxy.services.model import (
+    Endpoint,
+    Family,
+    Protocol,
+    ServicePort,
+    ServicePortName,
+    SourceRange,
+)
+
+pytestmark = pytest.mark.needs_bpf
+
+
+@pytest.fixture(scope="module")
+def kernel(bpf_objects: Path) -> Iterator[Loaded]:
+    loaded = load(Settings(netns_cookie=1), sizes=SIZES, objects=bpf_objects)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture
+def loaded(kernel: Loaded) -> Iterator[Loaded]:
+    wipe(kernel)
+    real = dict(kernel.maps)
+    yield kernel
+    kernel.maps.update(real)
+
+
+@pytest.fixture
+def writer(loaded: Loaded) -> Writer:
+    return Writer(loaded, in_pods)
+
+
+@pytest.mark.parametrize("memory", ["affinities", "socket_flows"])
+def test_an_id_that_a_client_remembers_does_not_come_back(loaded: Loaded, writer: Writer, memory: str) -> None:
+    web = name_of("web")
+    writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")})
+    (old, _) = slot_backends(loaded, writer, web)
+    table = loaded.maps[memory]
+    remembered = loaded.tc.btf.struct("affinity").pack(last_used=1, backend=old + 100)
+    table.update(bytes(table.key_size), remembered)
+    writer.prune(set())
+    writer.collect()
+    again = Writer(loaded, in_pods)
+    again.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
+    assert slot_backends(loaded, again, web)[0] == old + 101
+
+
+def test_killed_at_any_operation_the_next_start_repairs_it(loaded: Loaded) -> None:
+    real = dict(loaded.maps)
+    fresh = Writer(loaded, in_pods)
+    fresh.apply(second_plan())
+    expected = logical(loaded, complete=True)
+    k = operations = 0
+    while not operations:
+        k += 1
+        loaded.maps.update(real)
+        wipe(loaded)
+        before = Writer(loaded, in_pods)
+        before.apply(first_plan())
+        number = before.service_id(name_of("web"))
+        kept = slot_backends(loaded, before, name_of("web"))[1]
+        dying = kill_at(loaded, k)
+        try:
+            change_everything(dying)
+            operations = k
+        except Killed:
+            pass
+        loaded.maps.update(real)
+        # Whatever is in force is whole, and every address that is wanted before and after leads somewhere.
+        served = logical(loaded)
+        assert {f for entry in served.values() for f in entry["frontends"]} >= {"10.96.0.1:80/TCP", "10.96.0.2:80/UDP"}
+        again = Writer(loaded, in_pods)
+        assert logical(loaded).keys() == served.keys()
+        change_everything(again)
+        assert logical(loaded, complete=True) == expected, f"killed at operation {k}"
+        assert again.service_id(name_of("web")) == number
+        assert slot_backends(loaded, again, name_of("web"))[0] == kept
+        assert not again.problems
+        used = {name: pair[0] for name, pair in again.room.items()}
+        assert used == {name: pair[0] for name, pair in fresh.room.items()}, f"leak after operation {k}"
+    assert operations > 40
+
+
+NAMES = [
+    name_of("a"),
+    name_of("b", protocol=Protocol.UDP),
+    name_of("c", Family.IPV6),
+    name_of("d", Family.IPV6, Protocol.UDP),
+    name_of("e"),
+]
+
+
+some_endpoints = st.lists(st.integers(1, 5), unique=True, max_size=4).map(sorted)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> dict[ServicePortName, ServicePort]:
+    """Any state of five service ports that share endpoints, with each of four addresses given to one of them."""
+    owners = draw(st.lists(st.sampled_from(NAMES), min_size=8, max_size=8))
+    result = {}
+    for name in draw(st.lists(st.sampled_from(NAMES), unique=True)):
+        four = name.family is Family.IPV4
+        pool = {i: Endpoint(ip_address(f"10.0.0.{i}" if four else f"fd00::{i}").packed, 80, i > 3) for i in range(1, 6)}
+        cluster, serving = draw(some_endpoints), draw(some_endpoints)
+        mine = range(4) if four else range(4, 8)
+        result[name] = ServicePort(
+            name,
+            tuple(frontend(f"10.96.0.{i}" if four else f"fd00:96::{i}") for i in mine if owners[i] == name),
+            tuple(pool[i] for i in cluster),
+            tuple(pool[i] for i in cluster if i > 3),
+            tuple(pool[i] for i in serving) if name.protocol is Protocol.UDP else (),
+            any_endpoints=bool(cluster),
+            external_local=draw(st.booleans()),
+            affinity_seconds=draw(st.sampled_from((0, 60))),
+            source_ranges=(SourceRange(bytes(4 if four else 16), 0),) if draw(st.booleans()) else (),
+        )
+    return result
+
+
+@given(steps=st.lists(st.tuples(plans(), st.integers(0, 60), st.booleans()), min_size=1, max_size=6))
+@hypothesis_settings(max_examples=30, suppress_health_check=list(HealthCheck))
+def test_whatever_happens_the_end_is_what_was_wanted(
+    kernel: Loaded, steps: list[tuple[dict[ServicePortName, ServicePort], int, bool]]
+) -> None:
+    real = dict(kernel.maps)
+    wipe(kernel)
+    Writer(kernel, in_pods).apply(steps[-1][0])
+    expected = logical(kernel, complete=True)
+    wipe(kernel)
+    try:
+        writer = Writer(kernel, in_pods)
+        have: set[ServicePortName] = set()
+        for wanted, k, collect in steps:
+            writer = kill_at(kernel, k) if k else writer
+            have |= set(wanted)
+            try:
+                writer.apply({name: wanted.get(name) for name in have})
+                if collect:
+                    writer.collect()
+            except Killed:
+                pass
+            if k:
+                kernel.maps.update(real)
+                writer = Writer(kernel, in_pods)
+            logical(kernel)
+        writer.apply(steps[-1][0])
+        writer.prune(steps[-1][0])
+        writer.collect()
+        assert logical(kernel, complete=True) == expected
+        assert writer.problems == {}
+    finally:
+        kernel.maps.update(real)
+
+
+def damage(loaded: Loaded, name: str, change: Callable[[bytes], bytes | None], key: bytes | None = None) -> None:
+    """Change or delete an entry (the first one, unless ``key`` says which)."""
+    table = loaded.maps[name]
+    for found, value in table.items():
+        if key in (None, found):
+            new = change(value)
+            if new is None:
+                table.delete(found)
+            else:
+                table.update(found, new)
+            return
+    raise AssertionError(f"nothing to damage in {name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("tables", None),
+        ("backends4", None),
+        ("backends6", None),
+        ("endpoints4", None),
+        ("endpoints6", None),
+        ("frontends4", None),
+        ("service_names", None),
+        ("source_ranges6", None),
+        ("service_names", lambda value: b"\xff" * len(value)),
+        ("frontends4", lambda value: b"\x07" + value[1:]),
+        ("frontends4", lambda value: value[:4] + b"\x09" + value[5:]),
+        ("endpoints4", lambda value: b"\x63" + value[1:]),
+        ("backends4", lambda value: value[:8] + b"\x63" + value[9:]),
+        ("tables", lambda value: value[:4] + b"\xff\xff\xff\x00" + value[8:]),
+        ("tables", lambda value: value[:4] + b"\x00\x00\x00\x00" + value[8:]),
+        ("tables", lambda value: value[:8] + b"\xff\xff\x00\x00" + value[12:]),
+    ],
+)
+def test_maps_that_somebody_damaged(
+    loaded: Loaded, writer: Writer, name: str, change: Callable[[bytes], bytes | None] | None
+) -> None:
+    writer.apply(second_plan())
+    expected = logical(loaded, complete=True)
+    damage(loaded, name, change or (lambda value: None))
+    again = Writer(loaded, in_pods)
+    change_everything(again)
+    assert logical(loaded, complete=True) == expected
+    assert not again.problems
+    assert {n: used for n, (used, _) in again.room.items()} == {n: used for n, (used, _) in writer.room.items()}
+
+
+@pytest.mark.parametrize("array", ["services", "slots"])
+def test_arrays_that_somebody_damaged(loaded: Loaded, writer: Writer, array: str) -> None:
+    writer.apply(second_plan())
+    expected = logical(loaded, complete=True)
+    for index in range(8):
+        for value in (0, 1, 77):
+            loaded.maps[array].update(index.to_bytes(4, sys.byteorder), value.to_bytes(8, sys.byteorder))
+            again = Writer(loaded, in_pods)
+            change_everything(again)
+            assert logical(loaded, complete=True) == expected
+            assert not again.problems
+
+
+def test_an_error_in_the_middle_is_mended_by_the_next_call(loaded: Loaded) -> None:
+    real = dict(loaded.maps)
+    Writer(loaded, in_pods).apply(second_plan())
+    expected = logical(loaded, complete=True)
+    for k in range(1, 45, 3):
+        loaded.maps.update(real)
+        wipe(loaded)
+        Writer(loaded, in_pods).apply(first_plan())
+        dying = kill_at(loaded, k)
+        with pytest.raises(Killed):
+            change_everything(dying)
+        # The same writer, and it is not told again what it was to do.
+        dying.apply({})
+        dying.prune(second_plan())
+        dying.apply({} if k > 30 else second_plan())
+        dying.collect()
+        assert logical(loaded, complete=True) == expected

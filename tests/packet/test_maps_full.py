@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maps that are full, addresses that are taken, names that do not fit: one service port's problem, no other's."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from service_maps import SIZES, logical, wipe
+from service_plans import (
+    endpoints,
+    frontend,
+    in_pods,
+    name_of,
+    service,
+)
+
+from pyebpf_proxy.datapath.libbpf import BpfError
+from pyebpf_proxy.datapath.maps import Writer
+from pyebpf_proxy.datapath.programs import Loaded, Settings, load
+from pyebpf_proxy.services.model import (
+    Protocol,
+    SourceRange,
+)
+
+pytestmark = pytest.mark.needs_bpf
+
+
+@pytest.fixture(scope="module")
+def kernel(bpf_objects: Path) -> Iterator[Loaded]:
+    loaded = load(Settings(netns_cookie=1), sizes=SIZES, objects=bpf_objects)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture
+def loaded(kernel: Loaded) -> Iterator[Loaded]:
+    wipe(kernel)
+    real = dict(kernel.maps)
+    yield kernel
+    kernel.maps.update(real)
+
+
+@pytest.fixture
+def writer(loaded: Loaded) -> Writer:
+    return Writer(loaded, in_pods)
+
+
+def test_a_full_backend_map_costs_only_what_does_not_fit(loaded: Loaded, writer: Writer) -> None:
+    size = SIZES["backends4"]
+    big, small, more = name_of("big"), name_of("small"), name_of("more")
+    many = [f"10.0.{i >> 8}.{i & 255}:80" for i in range(1, size - 1)]
+    assert writer.apply({big: service(big, ("10.96.0.1",), *many)}) == []
+    first = service(small, ("10.96.0.2",), "10.1.0.1:80")
+    assert writer.apply({small: first}) == []
+    grown = service(small, ("10.96.0.2",), "10.1.0.1:80", "10.1.0.2:80", "10.1.0.3:80")
+    (problem,) = writer.apply(
+        {small: grown, more: service(more, ("10.96.0.3",), "10.1.0.9:80", frontends=(frontend("10.96.0.3"),))}
+    )
+    assert problem.name == small
+    assert problem.text == f"map backends4 is full ({size - 1} of {size} entries used, 2 needed)"
+    served = logical(loaded, complete=True)
+    assert served["shop/small:http/TCP/IPv4"]["cluster"] == ["10.1.0.1:80 remote direct"], "the last good state stays"
+    assert served["shop/more:http/TCP/IPv4"]["cluster"] == ["10.1.0.9:80 remote direct"], "others are served"
+    assert writer.apply({}) == [], "said once"
+    assert set(writer.problems) == {small}, "and remembered"
+
+    assert writer.apply({big: service(big, ("10.96.0.1",), *many[:10])}) == []
+    writer.collect()
+    writer.collect()  # what the second attempt replaced
+    assert len(logical(loaded, complete=True)["shop/small:http/TCP/IPv4"]["cluster"]) == 3, "freed room is used"
+    assert writer.problems == {}
+
+
+def test_a_round_may_use_the_room_that_it_makes(loaded: Loaded, writer: Writer) -> None:
+    size = SIZES["backends4"]
+    one, two = name_of("one"), name_of("two")
+    writer.apply({one: service(one, ("10.96.0.1",), *[f"10.0.{i >> 8}.{i & 255}:80" for i in range(1, size)])})
+    delta = {two: service(two, ("10.96.0.1",), *[f"10.1.{i >> 8}.{i & 255}:80" for i in range(1, size)]), one: None}
+    assert writer.apply(delta) == []
+    assert writer.problems == {}
+    writer.collect()
+    assert list(logical(loaded, complete=True)) == ["shop/two:http/TCP/IPv4"]
+
+
+@pytest.mark.parametrize(
+    ("table", "plans", "text"),
+    [
+        ("tables", {}, "map tables is full"),
+        (
+            "slots",
+            {"cluster": 600, "local": True},
+            "map slots has no free range of 1200 entries (1024 of 1024 are free)",
+        ),
+        ("frontends4", {"frontends": 513}, "map frontends4 is full (0 of 512 entries used, 513 needed)"),
+        ("source_ranges4", {"ranges": 257}, "map source_ranges4 is full (0 of 256 entries used, 257 needed)"),
+        ("endpoints4", {"serving": 513}, "map endpoints4 is full (0 of 512 entries used, 514 needed)"),
+    ],
+)
+def test_every_map_can_be_full(loaded: Loaded, writer: Writer, table: str, plans: dict[str, int], text: str) -> None:
+    if table == "tables":
+        # Tables are as many as services here, so the old versions that are not yet collected fill them.
+        names = [name_of(f"s{i}") for i in range(SIZES["tables"] - 1)]
+        assert writer.apply({n: service(n, ()) for n in names}) == []
+        (problem,) = writer.apply({name_of("one-more"): service(name_of("one-more"), ())})
+        assert problem.text == "map services is full (256 entries)"
+        return
+    web, other = name_of("web", protocol=Protocol.UDP), name_of("other")
+    many = endpoints(
+        *(f"10.2.{i >> 8}.{i & 255}:80 local" for i in range(plans.get("cluster", plans.get("serving", 1))))
+    )
+    plan = service(
+        web,
+        (),
+        frontends=tuple(frontend("10.96.0.1", 1 + i) for i in range(plans.get("frontends", 0))),
+        cluster=many if "cluster" in plans else many[:1],
+        local=many if "local" in plans else (),
+        serving=many if "serving" in plans else (),
+        source_ranges=tuple(SourceRange(bytes((10, i >> 8, i & 255, 0)), 24) for i in range(plans.get("ranges", 0))),
+    )
+    if table == "slots":
+        # Backends are looked at first; make room there so that the slots are what is short.
+        plan = service(web, (), cluster=many[:500] + many[:500], local=many[:200])
+    problems = writer.apply({web: plan, other: service(other, ("10.96.0.2",), "10.0.0.1:80")})
+    assert [str(p) for p in problems] == [f"shop/web:http/UDP/IPV4: {text}"]
+    assert list(logical(loaded, complete=True)) == ["shop/other:http/TCP/IPv4"]
+
+
+@pytest.mark.parametrize("full", ["backends4", "endpoints4", "tables", "source_ranges4", "frontends4", "service_names"])
+def test_a_map_that_the_kernel_calls_full(loaded: Loaded, writer: Writer, full: str) -> None:
+    """Somebody else's entries: the writer learns of them only from the kernel."""
+    web, dns = name_of("web"), name_of("dns", protocol=Protocol.UDP)
+    ranges = (SourceRange(bytes(4), 0), SourceRange(b"\x0a" + bytes(3), 8))
+    old = service(web, ("10.96.0.1",), "10.0.0.1:80")
+    writer.apply({web: old})
+    before = logical(loaded, complete=True)
+    table = loaded.maps[full]
+    foreign = []
+    for i in range(table.max_entries + 1):
+        key = (0xFFFF0000 + i).to_bytes(4, sys.byteorder).rjust(table.key_size, b"\xfe")
+        if full == "source_ranges4":
+            key = (64).to_bytes(4, sys.byteorder) + b"\xfe\xfe" + i.to_bytes(2, "big") + b"\xfe" * 4
+        try:
+            table.update(key, b"\xfe" * table.value_size)
+        except BpfError as error:
+            if error.errno not in (errno.E2BIG, errno.ENOSPC):
+                raise
+            break
+        foreign.append(key)
+    changed = service(web, ("10.96.0.1", "10.96.0.8"), "10.0.0.1:80", "10.0.0.2:80", source_ranges=ranges)
+    new = service(dns, ("10.96.0.2",), "10.0.0.1:53", serving=endpoints("10.0.0.1:53"), source_ranges=ranges)
+    problems = writer.apply({web: changed, dns: new})
+    refused = {web, dns} if full != "service_names" else {dns}
+    assert {p.name for p in problems} == refused
+    assert {p.text for p in problems} == {f"map {full} is full"}
+    for key in foreign:
+        table.delete(key)
+    writer.collect()
+    if full not in ("frontends4", "service_names"):
+        assert writer.problems == {}, "tried again by itself: taking the half-written changes away made room"
+    writer.apply({web: changed, dns: new})
+    assert writer.problems == {}
+    writer.collect()
+    after = logical(loaded, complete=True)
+    assert after.pop("shop/dns:http/UDP/IPv4")["frontends"] == {"10.96.0.2:80/UDP": 1}
+    assert len(after["shop/web:http/TCP/IPv4"]["cluster"]) == 2
+    assert list(after) == list(before)
+
+
+def test_an_address_that_another_service_port_has(loaded: Loaded, writer: Writer) -> None:
+    one, two = name_of("one"), name_of("two")
+    writer.apply({one: service(one, ("10.96.0.1",), "10.0.0.1:80")})
+    (problem,) = writer.apply({two: service(two, ("10.96.0.1", "10.96.0.2"), "10.0.0.2:80")})
+    assert str(problem) == "shop/two:http/TCP/IPV4: 10.96.0.1:80/TCP belongs to shop/one:http/TCP/IPV4"
+    served = logical(loaded, complete=True)
+    assert list(served["shop/two:http/TCP/IPv4"]["frontends"]) == ["10.96.0.2:80/TCP"]
+    writer.apply({one: None})
+    writer.collect()
+    served = logical(loaded, complete=True)
+    assert list(served["shop/two:http/TCP/IPv4"]["frontends"]) == ["10.96.0.1:80/TCP", "10.96.0.2:80/TCP"]
+    assert writer.problems == {}
+
+
+def test_two_that_want_an_address_in_the_round_that_frees_it(loaded: Loaded, writer: Writer) -> None:
+    old, one, two = name_of("old"), name_of("one"), name_of("two")
+    writer.apply({old: service(old, ("10.96.0.1",), "10.0.0.1:80")})
+    (problem,) = writer.apply({n: service(n, ("10.96.0.1",), "10.0.0.2:80") for n in (one, two)} | {old: None})
+    assert str(problem) == "shop/two:http/TCP/IPV4: 10.96.0.1:80/TCP belongs to shop/one:http/TCP/IPV4"
+    writer.collect()
+    served = logical(loaded, complete=True)
+    assert {name: list(entry["frontends"]) for name, entry in served.items()} == {
+        "shop/one:http/TCP/IPv4": ["10.96.0.1:80/TCP"],
+        "shop/two:http/TCP/IPv4": [],
+    }
+
+
+def test_a_name_that_is_too_long(loaded: Loaded, writer: Writer) -> None:
+    long = name_of("x" * 64)
+    (problem,) = writer.apply({long: service(long, ())})
+    assert problem.text == "a part of the name is longer than 63 bytes"
+    assert logical(loaded, complete=True) == {}
