@@ -115,24 +115,26 @@ static __noinline int translate(struct packet *p, __u64 cookie, bool datagram, s
 	struct socket_flow_key key = { .cookie = cookie };
 	enum reason reason = REASON_UNSPECIFIED;
 	struct entitlement e = {};
-	struct frontend *f;
+	struct frontend *found, f;
 	struct table *table;
 	__u32 table_id;
 
 	if (!p || !b)
 		return ALLOW;
-	f = find_own_frontend(p);
-	if (!f)
+	found = find_own_frontend(p);
+	if (!found)
 		return ALLOW;
-	table = table_in_force(f->service, &table_id);
+	/* An element that is deleted may be used again at once: nothing looks at it a second time. */
+	f = *found;
+	table = table_in_force(f.service, &table_id);
 	if (!table)
 		return ALLOW;
 	own_address(&p->source, p->ipv6);
-	if (decide(p, f, table, table_id, 0, &e, &reason) != VERDICT_SERVE)
+	if (decide(p, &f, table, table_id, 0, &e, &reason) != VERDICT_SERVE)
 		return refuse(reason, datagram);
 	if (datagram) {
-		key.service = f->service;
-		key.kind = f->kind;
+		key.service = f.service;
+		key.kind = f.kind;
 		if (!recall(&key, &e, p->ipv6, b)) {
 			if (!choose_backend(p, &e, b))
 				return refuse(REJECT_NO_ENDPOINTS, datagram);

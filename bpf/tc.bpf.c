@@ -68,13 +68,16 @@ static __always_inline int serve(struct __sk_buff *skb, const struct packet *p, 
 static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridge_port)
 {
 	struct packet p = {};
-	struct frontend *f;
+	struct frontend *found, f;
 
 	if (!parse_packet(skb, link, &p))
 		return TC_ACT_UNSPEC;
-	f = p.opens || bridge_port ? find_frontend(&p) : NULL;
-	if (f)
-		return p.opens ? serve(skb, &p, f) : TC_ACT_UNSPEC;
+	found = p.opens || bridge_port ? find_frontend(&p) : NULL;
+	if (found) {
+		/* An element that is deleted may be used again at once: nothing looks at it a second time. */
+		f = *found;
+		return p.opens ? serve(skb, &p, &f) : TC_ACT_UNSPEC;
+	}
 	if (bridge_port)
 		lift_bridged_reply(skb, &p);
 	return TC_ACT_UNSPEC;
