@@ -7,15 +7,18 @@ A program hands a decision over in the packet itself: ``skb->priority`` (0xEB000
 =================  ===========================  ==========================================================
 chain              hook                         what it does
 =================  ===========================  ==========================================================
-reject_forwarded   prerouting, filter, -110     rejects what is not for this node. Here and not in the
+reject_forwarded   prerouting, nat, -110        rejects what is not for this node. Here and not in the
                                                 forward hook, because the kernel resets the priority when it
                                                 forwards; after conntrack (-200), before anybody's NAT
-reject_local       input, filter, -110          rejects what is for an address of this node
+reject_local       input, nat, -110             rejects what is for an address of this node
 translate          prerouting, nat, -100        translates to the backend that the program chose
 hide_source        postrouting, nat, 100        masquerades packets with the bit (spec/service-semantics §5.1)
 clear_mark         postrouting, filter, 101     clears that one bit. Not in the nat chain: a flow whose entry
                                                 was written into conntrack never meets a nat chain
 =================  ===========================  ==========================================================
+
+All but the last are of type nat, which the kernel asks only for the first packet of a flow, and only if the flow has
+no NAT yet: packets of established flows, and flows of the direct lane, meet one rule, that of the last chain.
 
 The NAT statements are also what makes conntrack and the NAT hooks live in the network namespace, for both
 families; without them entries created from BPF are not translated.
@@ -50,8 +53,8 @@ TABLE = "pyebpf-proxy"
 BACKEND_TAG = 0xEB000000
 REJECT_CLASS = "ec00:0001"
 CHAINS = {
-    "reject_forwarded": ("filter", "prerouting", -110),
-    "reject_local": ("filter", "input", -110),
+    "reject_forwarded": ("nat", "prerouting", -110),
+    "reject_local": ("nat", "input", -110),
     "translate": ("nat", "prerouting", -100),
     "hide_source": ("nat", "postrouting", 100),
     "clear_mark": ("filter", "postrouting", 101),
