@@ -7,6 +7,7 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -336,6 +337,10 @@ def test_what_is_no_file_is_said_at_the_start(tmp_path: Path) -> None:
 
     async def scenario(watcher: Watcher) -> None:
         await watcher.shows(b=1)
+        watcher.reads.clear()
+        (tmp_path / "..data").symlink_to("..1")
+        await watcher.until(lambda: "a.yaml" in watcher.reads)  # looked at again, and nothing new to say
+        await watcher.settled(tmp_path)
 
     said = run(tmp_path, scenario).said
     assert said == ["a.yaml: cannot be read: not a regular file; the objects that were in it stay"]
@@ -391,6 +396,24 @@ def test_the_folder_goes_and_comes_back(tmp_path: Path) -> None:
 
     said = run(folder, scenario).said
     assert said == [f"{folder}: the manifests folder is not there; what was in it stays until it is back"]
+
+
+def test_the_folder_is_removed_with_everything_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files go one by one first, but a folder that is not there says nothing about what shall be."""
+    monkeypatch.setattr(manifests, "DELETION_DELAY", 2.0)
+    folder = tmp_path / "manifests"
+    folder.mkdir()
+    (folder / "a.yaml").write_text(text(a=1))
+
+    async def scenario(watcher: Watcher) -> None:
+        await watcher.shows(a=1)
+        shutil.rmtree(folder)
+        await watcher.until(lambda: watcher.said and not watcher.source._leaving)
+        assert watcher.ports == {"a": 1}
+        folder.mkdir()
+        await watcher.shows()
+
+    run(folder, scenario)
 
 
 def test_the_folder_is_a_symbolic_link_that_is_turned(tmp_path: Path) -> None:
