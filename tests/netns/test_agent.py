@@ -101,10 +101,10 @@ def test_a_signal_ends_it_with_status_0(started: Lab, number: signal.Signals) ->
 
 
 def test_another_masquerade_bit_after_a_restart(small: Lab) -> None:
-    """Settings are the programs' and the table's: both follow, and a flow from outside still comes back."""
+    """The programs and the nft table must agree on the bit: in the netfilter lane the one sets it, the other acts."""
     node = small.nodes[0]
     for bit in (14, 3):
-        node.agent.start(QUICK | {"iptables": QUICK["iptables"] | {"masqueradeBit": bit}})
+        node.agent.start(QUICK | {"iptables": QUICK["iptables"] | {"masqueradeBit": bit}}, lane="netfilter")
         try:
             node.agent.wait_synced()
             assert f"meta mark & 0x{1 << bit:08x}" in node.namespace.run("nft", "list", "ruleset")
