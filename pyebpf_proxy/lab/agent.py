@@ -111,7 +111,7 @@ class Agent:
                 raise LabError(f"the agent of {self.node_name} ended:\n{self.log()}")
             if time.monotonic() > end:
                 raise LabError(f"no sync on {self.node_name} after {deadline} s ({stamps}):\n{self.log()}")
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     def synced(self) -> dict[str, float]:
         """When each family was programmed last, by the agent's own metric; empty while it does not answer."""

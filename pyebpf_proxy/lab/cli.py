@@ -35,6 +35,9 @@ def main(argv: list[str]) -> int:
     return status
 
 
+END = b"\0"  # of what `lab up` says: the pipe itself stays open in the lab's processes
+
+
 def _end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)  # so that every context manager tears down
 
@@ -119,19 +122,20 @@ def _up(arguments: argparse.Namespace) -> int:
             with open_example(arguments.examples, arguments.pod_network) as lab:
                 populate(lab, arguments.examples, arguments.lane)
                 (lab.folder / "pid").write_text(str(os.getpid()))
-                os.write(write, _guide(lab).replace("Ctrl-D takes", "pyebpf-proxy lab down takes").encode())
-                os.close(write)
+                os.write(write, _guide(lab).replace("Ctrl-D takes", "pyebpf-proxy lab down takes").encode() + END)
                 while True:
                     signal.pause()
         except LabError as error:
-            os.write(write, f"pyebpf-proxy lab: {error}\n".encode())
+            os.write(write, f"pyebpf-proxy lab: {error}\n".encode() + END)
         except SystemExit:
             status = 0
         finally:
             os._exit(status)
     os.close(write)
-    with open(read, encoding="utf-8") as pipe:
-        text = pipe.read()
+    received = b""
+    while not received.endswith(END) and (data := os.read(read, 65536)):
+        received += data
+    text = received.removesuffix(END).decode()
     print(text, end="")
     return 0 if "is up" in text else 1
 
