@@ -148,20 +148,23 @@ def run(quick: bool) -> Result:
                 samples.append({"round": number, "state": state, "family": family, **outcome})
             speeds += speed(1)
             shown = ", ".join(f"{s} {_mean(samples, number, s, 4):.0f}" for s in WORDS)
-            say(f"connect {number + 1}: IPv4 per second: {shown}")
+            slow = sum(int(s["slow"]) for s in samples if s["round"] == number)
+            say(f"connect {number + 1}: IPv4 per second: {shown}" + (f"; {slow} slower than 0.2 s" if slow else ""))
     rows = []
     for family in families:
         rates = {state: [_mean(samples, n, state, family) for n in range(rounds)] for state in WORDS}
-        for state in ("service", "beside", "conntrack", "nft"):
-            ratio = summary([a / b for a, b in zip(rates[state], rates["none"], strict=True)])
-            main = state == "service"
+        pairs = [("service", "none"), ("service", "conntrack")]
+        pairs += [(state, "none") for state in ("beside", "conntrack", "nft")]
+        for state, reference in pairs:
+            ratio = summary([a / b for a, b in zip(rates[state], rates[reference], strict=True)])
+            main = (state, reference) == ("service", "none")
             rows.append(
                 Row(
                     what=f"connect-request-reset, IPv{family}: {WORDS[state]}",
                     unit="/s",
                     measured=summary(rates[state]),
-                    compared_with=WORDS["none"],
-                    compared=summary(rates["none"]),
+                    compared_with=WORDS[reference],
+                    compared=summary(rates[reference]),
                     judged=ratio,
                     judged_unit="of it",
                     at_normal_speed=ratio.median,
