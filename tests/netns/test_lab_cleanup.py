@@ -100,8 +100,10 @@ def cgroup_programs() -> set[int]:
 
 def our_cgroup_programs(before: set[int], node: Node) -> set[int]:
     """Those of ``node``: other agents may come and go meanwhile, but only ours has these maps."""
-    shown = node.namespace.run("bpftool", "-j", "map", "show", "pinned", str(node.agent.pin("services")))
-    maps = {json.loads(shown)["id"]}
+    maps = set()
+    for name in ("services", "socket_peers4", "socket_peers6"):  # every one of the eight uses at least one of these
+        shown = node.namespace.run("bpftool", "-j", "map", "show", "pinned", str(node.agent.pin(name)))
+        maps.add(json.loads(shown)["id"])
     programs = json.loads(node.namespace.run("bpftool", "-j", "prog", "show"))
     ours = {program["id"] for program in programs if maps & set(program.get("map_ids", []))}
     return ours & (cgroup_programs() - before)
@@ -120,7 +122,7 @@ def node(request: pytest.FixtureRequest) -> Iterator[Node]:
             for hook in ("ingress", "egress"):
                 first.namespace.run(
                     "tc", "filter", "add", "dev", "eth0", hook, "protocol", "ip", "pref", "7", "u32",
-                    "match", "ip", "dport", "4445", "0xffff", "action", "drop",
+                    "match", "ip", "dport", "4445", "0xffff", "flowid", "1:1",
                 )  # fmt: skip
         yield first
 
