@@ -202,3 +202,20 @@ def test_a_tcp_connection_outlives_its_endpoints_and_its_service(policies: Lab, 
     one_more()
     here.send(False)
     assert task.result() == 4
+
+
+def test_one_client_port_directly_and_through_the_service(policies: Lab, family: int, protocol: str) -> None:
+    """The endpoint cannot tell the two flows apart unless one of them gets another port on the way."""
+    pod = policies.pods["web-2"]
+    alone = Kind("alone", 14, externalTrafficPolicy="Cluster")
+    alone.endpoints = (pod,)
+    policies.wait_synced(write_services(policies, alone))
+    target = alone.target("ClusterIP", policies.nodes[0])
+    direct = (pod.address.of(family), {"tcp": 8080, "udp": 5353}[protocol], protocol)
+    served = (target.address.of(family), target.ports[protocol], protocol)
+    toolbox = policies.pods["toolbox"].namespace
+    for asked in (direct, served, direct, served):
+        outcome = toolbox.call(ask, *asked, source_port=23_000 + family)
+        assert outcome.answer is not None, (asked, outcome)
+        assert outcome.answer.pod == "web-2"
+        assert outcome.took < 0.9, (asked, outcome)  # nothing had to be sent again
