@@ -41,6 +41,7 @@ SCOPE_UNIVERSE = 0
 
 TC_ETHERNET = "tc_ethernet"
 TC_LAYER3 = "tc_l3"
+TC_BRIDGE_PORT = "tc_bridge_port"
 PRIMARY = ("primary",)
 ULA = ipaddress.IPv6Network("fc00::/7")
 
@@ -150,7 +151,7 @@ def program_for(link: Link, links: Mapping[int, Link]) -> str | None:
     if link.master and (master is None or master.kind not in PORT_MASTERS):
         return ""
     if link.type == ARPHRD_ETHER:
-        return TC_ETHERNET
+        return TC_BRIDGE_PORT if master is not None and master.kind == "bridge" else TC_ETHERNET
     return TC_LAYER3 if link.type in ARPHRD_LAYER3 else None
 
 

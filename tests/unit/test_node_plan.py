@@ -112,7 +112,7 @@ def test_program_of_a_device_without_master(link: Link, program: str | None) -> 
 
 @pytest.mark.parametrize(
     ("kind", "program"),
-    [("bridge", "tc_ethernet"), ("vrf", "tc_ethernet"), ("bond", ""), ("team", ""), ("openvswitch", "")],
+    [("bridge", "tc_bridge_port"), ("vrf", "tc_ethernet"), ("bond", ""), ("team", ""), ("openvswitch", "")],
 )
 def test_a_port_carries_a_program_unless_its_master_takes_the_packet(kind: str, program: str) -> None:
     port = Link(9, "port", ARPHRD_ETHER, "veth", master=8)

@@ -132,6 +132,8 @@ def test_a_bridge_s_ports_carry_programs_and_the_bridge_does_not(harness: Harnes
     port, bridge = socket.if_nametoindex("v0"), socket.if_nametoindex("br0")
     follow(harness.node, lambda: port in harness.node.attached and harness.right())
     assert bridge not in harness.node.attached
+    assert harness.node.attached[port] == "tc_bridge_port"
+    assert "tc_bridge_port" in shell("tc filter show dev v0 ingress")
     value = harness.in_kernel()["devices"][struct.pack("=I", port)]
     mac = bytes.fromhex(json.loads(shell("ip -j link show br0"))[0]["address"].replace(":", ""))
     assert struct.unpack("=I6s2x", value) == (bridge, mac)
@@ -142,7 +144,8 @@ def test_a_bridge_s_ports_carry_programs_and_the_bridge_does_not(harness: Harnes
     )
     shell("ip link set v0 nomaster")
     follow(harness.node, lambda: harness.in_kernel()["devices"][struct.pack("=I", port)] == bytes(12))
-    assert port in harness.node.attached, "leaving a bridge is not leaving the node"
+    assert harness.node.attached[port] == "tc_ethernet", "leaving a bridge is not leaving the node"
+    assert "tc_ethernet" in shell("tc filter show dev v0 ingress")
 
 
 def test_a_device_that_stops_being_an_entrance_loses_its_filter(harness: Harness, shell: Shell) -> None:
