@@ -96,7 +96,10 @@ static __always_inline void entitle_local(const struct table *table, struct enti
 	e->masquerade = masquerade;
 }
 
-/* One row of the table: VERDICT_SERVE fills the entitlement, anything else sets the reason. */
+/*
+ * One row of the table: VERDICT_SERVE fills the entitlement, anything else sets
+ * the reason.  `device`: where the packet came in; 0 for a socket of the node.
+ */
 static __always_inline enum verdict decide(const struct packet *p, const struct frontend *f,
 					   const struct table *table, __u32 table_id, __u32 device,
 					   struct entitlement *e, enum reason *reason)
@@ -133,7 +136,7 @@ static __always_inline enum verdict decide(const struct packet *p, const struct 
 		entitle_cluster(table, e, true);
 	} else if (pod) {
 		entitle_cluster(table, e, false);
-	} else if (is_node_address(&p->source, p->ipv6)) {
+	} else if (!device || is_node_address(&p->source, p->ipv6)) {
 		entitle_cluster(table, e, true);
 	} else {
 		local_only = true;

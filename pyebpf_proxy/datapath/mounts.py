@@ -2,8 +2,9 @@
 """Where pins live and where sockets are hooked: bpffs and cgroup2, found, or made where they are missing.
 
 A process started by ``ip netns exec`` has a mount namespace of its own, whose /sys has neither of the two and
-which dies with the process. Pins must outlive the agent, so there the mounts of process 1 are used, through
-/proc/1/root, and a missing bpffs is mounted in process 1's mount namespace.
+which dies with the process. Pins must outlive the agent, so there the host's mounts are used, through the
+/proc/PID/root of a process that sees them, and a missing bpffs is mounted in that process's mount namespace. That
+is process 1, or, where it is guarded even against root, the kernel's first thread, or the outermost ancestor.
 
 Who mounts a bpffs leaves a folder ``pyebpf-proxy/mounted_by_pyebpf_proxy`` in it (in the file system itself, since
 several instances share it). Clean-up unmounts a bpffs only if it has that mark and nothing else is left in it.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import hashlib
 import os
 import re
@@ -27,7 +29,7 @@ DEFAULT_DIRECTORY = Path("/run/pyebpf-proxy")
 FOLDER = "pyebpf-proxy"
 MARK = "mounted_by_pyebpf_proxy"
 SYSTEM_BPFFS = Path("/sys/fs/bpf")
-ROOT_OF_INIT = Path("/proc/1/root")
+PROC = Path("/proc")
 BPF_FS_MAGIC = 0xCAFE4A11
 CGROUP2_SUPER_MAGIC = 0x63677270
 CLONE_NEWNS = 0x00020000
@@ -86,7 +88,7 @@ def is_bpffs(path: Path) -> bool:
 
 def bpffs_candidates(directory: Path) -> list[Path]:
     """Where a bpffs of ours may be, in the order of preference."""
-    return [directory / "bpf", SYSTEM_BPFFS, ROOT_OF_INIT / SYSTEM_BPFFS.relative_to("/")]
+    return [directory / "bpf", SYSTEM_BPFFS, root_of_host() / SYSTEM_BPFFS.relative_to("/")]
 
 
 def ensure_bpffs(directory: Path) -> Bpffs:
@@ -170,7 +172,8 @@ def open_cgroup2() -> tuple[int, str]:
 def _cgroup2_candidates() -> Iterator[Path]:
     usual = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
     mounted = list(_mounted_cgroup2(Path("/proc/self/mountinfo")))
-    of_init = [ROOT_OF_INIT / p.relative_to("/") for p in _mounted_cgroup2(Path("/proc/1/mountinfo"))]
+    host = root_of_host()
+    of_init = [host / p.relative_to("/") for p in _mounted_cgroup2(host.parent / "mountinfo")]
     # In a cgroup namespace of its own a process sees its own subtree as the root; init's view has all of it.
     own = [*usual, *mounted]
     yield from [*own, *of_init] if in_namespace_of_init("cgroup") else [*of_init, *own]
@@ -216,8 +219,8 @@ def _release_mount(bpffs: Path) -> list[str]:
     if not marked or others:
         return []
     try:
-        if bpffs.is_relative_to(ROOT_OF_INIT):
-            target = Path("/") / bpffs.relative_to(ROOT_OF_INIT)
+        if bpffs.is_relative_to(root_of_host()):
+            target = Path("/") / bpffs.relative_to(root_of_host())
             in_mount_namespace_of_init(lambda: _checked(_libc.umount2(os.fsencode(target), 0)))
         else:
             _checked(_libc.umount2(os.fsencode(bpffs), 0))
@@ -240,10 +243,49 @@ def _remove_tree(folder: Path) -> None:
     folder.rmdir()
 
 
-def in_namespace_of_init(kind: str) -> bool:
-    """Whether this process shares process 1's namespace of that kind ("mnt", "cgroup")."""
+@functools.cache
+def root_of_host() -> Path:
+    """The root directory as the host's processes see it: /proc/PID/root of one whose mounts can be looked at.
+
+    Some machines guard process 1 even against root. /proc/1/root if there is nobody better.
+    """
+    for process in ("1", *_first_thread(), *reversed(_ancestors())):
+        try:
+            os.stat(PROC / process / "ns" / "mnt")
+            os.stat(PROC / process / "root")
+        except OSError:
+            continue
+        return PROC / process / "root"
+    return PROC / "1" / "root"
+
+
+def _first_thread() -> Iterator[str]:
+    """kthreadd, which has the mounts that the machine was started with. Not there in a container."""
+    if _parent("2") == "0":
+        yield "2"
+
+
+def _ancestors() -> list[str]:
+    found: list[str] = []
+    process = _parent("self")
+    while process not in ("", "0", "1"):
+        found.append(process)
+        process = _parent(process)
+    return found
+
+
+def _parent(process: str) -> str:
     try:
-        theirs = os.stat(f"/proc/1/ns/{kind}")
+        # The name, in brackets, may hold anything, brackets too.
+        return (PROC / process / "stat").read_text().rpartition(")")[2].split()[1]
+    except (OSError, IndexError):
+        return ""
+
+
+def in_namespace_of_init(kind: str) -> bool:
+    """Whether this process shares the host's namespace of that kind ("mnt", "cgroup")."""
+    try:
+        theirs = os.stat(root_of_host().parent / "ns" / kind)
     except OSError:
         return True
     ours = os.stat(f"/proc/self/ns/{kind}")
@@ -251,11 +293,11 @@ def in_namespace_of_init(kind: str) -> bool:
 
 
 def in_mount_namespace_of_init(work: Callable[[], object]) -> None:
-    """Runs ``work`` in process 1's mount namespace: in a child, as one cannot always come back. OSError as in work."""
+    """Runs ``work`` in the host's mount namespace: in a child, as one cannot always come back. OSError as in work."""
     if in_namespace_of_init("mnt"):
         work()
         return
-    namespace = os.open("/proc/1/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    namespace = os.open(root_of_host().parent / "ns" / "mnt", os.O_RDONLY | os.O_CLOEXEC)
     try:
         child = os.fork()
         if child == 0:

@@ -291,3 +291,16 @@ def test_the_fork_hands_back_the_error(tmp_path: Path) -> None:
         """,
         tmp_path,
     )
+
+
+def test_the_hosts_mounts_are_found_even_where_process_1_is_guarded() -> None:
+    """Started as `ip netns exec` starts it, on this very machine, whatever its process 1 lets root see."""
+    script = """
+        import os
+        from pyebpf_proxy.datapath import mounts
+        print(os.stat(mounts.root_of_host().parent / "ns" / "mnt").st_ino, mounts.in_namespace_of_init("mnt"))
+    """
+    inside = subprocess.run(
+        ["unshare", "-m", sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    )
+    assert inside.stdout.split() == [str(os.stat("/proc/self/ns/mnt").st_ino), "False"]
