@@ -238,7 +238,8 @@ class Lab:
         ]
         inside = ["link set eth0 up"]
         if self.pod_network == "bridge":
-            host.append(f"link set {device} master cbr0")
+            # A pod that meets itself through a service comes back to the port it came from (hairpinMode of the plugin).
+            host += [f"link set {device} master cbr0", f"link set {device} type bridge_slave hairpin on"]
             inside += [f"addr add {address.v4}/24 dev eth0", f"addr add {address.v6}/64 dev eth0 nodad"]
             via = gateway
         else:

@@ -39,7 +39,7 @@ def bridged(request: pytest.FixtureRequest, lane: str) -> Iterator[tuple[Lab, in
         yield lab, call, lane
 
 
-@pytest.mark.parametrize("kind", ["ClusterIP", "LoadBalancer", "NodePort"])
+@pytest.mark.parametrize("kind", ["ClusterIP", "LoadBalancer"])
 @pytest.mark.parametrize(("who", "about"), [
     ("toolbox", NEAR),  # client and endpoint are ports of one bridge
     ("toolbox", BOTH),
@@ -76,12 +76,32 @@ def test_large_transfers_between_pods_of_one_bridge(bridged: tuple[Lab, int, str
     outcome = toolbox.call(ask, address, 80, size=20_000, reply_size=3_000_000)
     assert outcome.answer is not None, outcome
     assert outcome.size == 3_000_000
-    outcome = toolbox.call(ask, address, 53, "udp", size=5_000, reply_size=9_000, fragment=True)
-    assert outcome.answer is not None, outcome
-    assert (outcome.answer.received, outcome.size) == (5_000, 9_000)
     lifted = moved(before, reasons(lab.nodes[0])).get("bridged_reply_lifted", 0)
     if call == 0:
         assert lifted > 0  # without bridge netfilter the reply reaches the node only because it is lifted
+
+
+def test_fragmented_requests_between_pods_of_one_bridge(bridged: tuple[Lab, int, str], family: int) -> None:
+    lab, _, _ = bridged
+    address = NEAR.target("ClusterIP", lab.nodes[0]).address.of(family)
+    outcome = lab.pods["toolbox"].namespace.call(ask, address, 53, "udp", size=5_000, fragment=True)
+    assert outcome.answer is not None, outcome
+    assert outcome.answer.received == 5_000
+
+
+def test_fragmented_answers_between_pods_of_one_bridge(
+    bridged: tuple[Lab, int, str], family: int, request: pytest.FixtureRequest
+) -> None:
+    lab, call, _ = bridged
+    if call == 0:
+        reason = "without bridge netfilter only the first fragment of an answer is lifted: the others have no ports"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    address = NEAR.target("ClusterIP", lab.nodes[0]).address.of(family)
+    outcome = lab.pods["toolbox"].namespace.call(
+        ask, address, 53, "udp", reply_size=9_000, fragment=True, timeout=1.0 if call == 0 else 4.0
+    )
+    assert outcome.answer is not None, outcome
+    assert outcome.size == 9_000
 
 
 def test_pods_of_one_bridge_talk_to_each_other_as_before(bridged: tuple[Lab, int, str], family: int) -> None:

@@ -114,7 +114,7 @@ class Transfers:
         return self._task.result(30)
 
 
-PACE = 0.02  # seconds between two rounds of a transfer: new connections need the machine more
+PACE = 0.05  # seconds between two rounds of a transfer: new connections need the machine more
 
 
 def _transfer(stop: Any, rounds: Any, address: str, port: int, count: int) -> str:
@@ -204,8 +204,8 @@ class Traffic:
         for load, samples in zip(self.loads, results, strict=True):
             assert not failed(samples), (load.name, len(failed(samples)), failed(samples)[:3])
         rate = sum(map(len, results)) / took
-        # Agents that start, and the transfers, take their part of a small machine; a slow one makes fewer than 1000.
-        assert rate > min(1000, 0.3 * self.plain), f"only {rate:.0f} a second, {self.plain:.0f} without services"
+        # The agents that start and the transfers take their part of a small machine; a slow one makes fewer than 1000.
+        assert rate > min(1000, 0.1 * self.plain), f"only {rate:.0f} a second, {self.plain:.0f} without services"
 
 
 def test_kill_9_in_the_middle_of_it_all(living: Lab, lane: str) -> None:

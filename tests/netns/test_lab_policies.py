@@ -158,6 +158,19 @@ def test_a_udp_flow_made_before_there_were_endpoints_heals(policies: Lab, family
     assert policies.client.call(ask, *asked, source_port=20_100 + family).kind == ANSWERED
 
 
+def test_a_udp_flow_made_before_there_was_the_service_heals(policies: Lab, family: int) -> None:
+    """It was routed on as it came, and conntrack remembers it so."""
+    newborn = Kind("newborn", 15 + family)
+    newborn.endpoints = (policies.pods["web-2"],)
+    vip = newborn.target("LoadBalancer", policies.nodes[0])
+    asked = (vip.address.of(family), 53, "udp")
+    assert policies.client.call(ask, *asked, source_port=20_200, timeout=0.3).answer is None
+    policies.wait_synced(write_services(policies, newborn))
+    before = reasons(policies.nodes[0])
+    assert policies.client.call(ask, *asked, source_port=20_200).kind == ANSWERED
+    assert moved(before, reasons(policies.nodes[0])).get("untranslated_flow_replaced") == 1
+
+
 def _echo(address: str, port: int, rounds: object) -> int:
     """A connection that lives as long as the other end of the pipe says so; how many echoes came back."""
     done = 0
