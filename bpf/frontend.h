@@ -55,13 +55,24 @@ static __always_inline struct frontend *exact_frontend(const union address *addr
 	}
 }
 
+static __always_inline bool may_be_node_port(__u16 port)
+{
+	__u32 word = port / 64;
+	__u64 *hints = bpf_map_lookup_elem(&node_port_hints, &word);
+
+	return hints && (*hints >> (port % 64) & 1);
+}
+
 /* The NodePort of that number, if its address serves NodePorts to packets that arrive. */
 static __always_inline struct frontend *node_port_frontend(const struct packet *p)
 {
 	const union address any = {};
 	struct node_address *node;
-	struct frontend *f = exact_frontend(&any, p->destination_port, p->protocol, p->ipv6);
+	struct frontend *f;
 
+	if (!may_be_node_port(p->destination_port))
+		return NULL;
+	f = exact_frontend(&any, p->destination_port, p->protocol, p->ipv6);
 	if (!f)
 		return NULL;
 	node = node_address(&p->destination, p->ipv6);

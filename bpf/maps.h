@@ -73,6 +73,19 @@ struct {
 	__type(value, struct frontend);
 } frontends6 SEC(".maps");
 
+/*
+ * One bit for each port number, 64 in a word: is it anybody's NodePort?  Most
+ * packets need not ask frontends{4,6} a second time.  A hint: a bit may stay
+ * set for a port that is no NodePort any more.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1024);
+	__type(key, __u32);
+	__type(value, __u64);
+} node_port_hints SEC(".maps");
+
 /* ---- a service port and its version in force --------------------------- */
 
 /*

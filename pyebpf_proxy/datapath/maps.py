@@ -28,6 +28,7 @@ from pyebpf_proxy.datapath.layouts import Layouts
 from pyebpf_proxy.datapath.libbpf import BpfError
 from pyebpf_proxy.datapath.maps_adopt import adopt
 from pyebpf_proxy.datapath.mirror import Mirror
+from pyebpf_proxy.datapath.node_port_hints import NodePortHints
 from pyebpf_proxy.datapath.programs import Loaded
 from pyebpf_proxy.services.model import Family, ServicePort, ServicePortName
 
@@ -92,6 +93,7 @@ class Writer:
         self._all_netfilter = loaded.lane != "direct"
         self._services = maps["services"].mmap().cast("Q")
         self._slots = maps["slots"].mmap().cast("Q")
+        self._hints = NodePortHints(maps["node_port_hints"], loaded.tc.btf)
         #: Service ports that are not as they should be.
         self.problems: dict[ServicePortName, Problem] = {}
         self._pending: dict[ServicePortName, ServicePort | None] = {}
@@ -113,6 +115,7 @@ class Writer:
             self._flip(number, 0)
         for name, (keys, values) in repairs.puts.items():
             maps[name].update_batch(keys, values)
+        self._hints.rebuild(self._mirror.owners)
         self._broken = False
 
     @contextmanager
@@ -343,6 +346,7 @@ class Writer:
     def _put_frontends(self, changes: list[Change], family: Family) -> None:
         """Entries that the kernel refuses are missing from then on; the rest of the change stands."""
         name = f"frontends{family.value}"
+        self._hints.add(key for change in changes for key, _ in change.frontend_puts)
         rows = [
             (c, b"".join([key for key, _ in c.frontend_puts]), b"".join([value for _, value in c.frontend_puts]))
             for c in changes

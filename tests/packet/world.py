@@ -139,8 +139,8 @@ class World:
     def _wipe(self) -> None:
         """Loading takes long (the verifier); tests share objects and begin with empty maps."""
         for name, of in self.object.maps.items():
-            if name in ("services", "slots"):
-                of.update_batch(b"".join(_u32(i) for i in range(64)), bytes(64 * 8))
+            if name in ("services", "slots", "node_port_hints"):
+                of.update_batch(b"".join(_u32(i) for i in range(of.max_entries)), bytes(of.max_entries * 8))
             elif name == "reasons":
                 size = len(of.lookup(bytes(4)) or b"")
                 for number in range(of.max_entries):
@@ -253,6 +253,9 @@ class World:
             )
             maps[f"source_ranges{self.family}"].update(key, b"\1\0\0\0")
         maps["services"].update(_u32(service), _u32(table_id) + bytes(4))
+        hints = maps["node_port_hints"]
+        word = int.from_bytes(hints.lookup(_u32(node_port // 64)) or b"", sys.byteorder) | 1 << node_port % 64
+        hints.update(_u32(node_port // 64), word.to_bytes(8, sys.byteorder))
         for name, kind in KINDS.items():
             address = bytes(4 if self.family == 4 else 16) if name == "node_port" else self.packed(name)
             key = btf.struct(f"frontend{self.family}_key").pack(
