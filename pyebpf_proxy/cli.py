@@ -15,6 +15,7 @@ from pyebpf_proxy.config.flags import Flags, UsageError, parse, usage
 
 if TYPE_CHECKING:
     from pyebpf_proxy.config.effective import Effective
+    from pyebpf_proxy.config.model import KubeProxyConfiguration
     from pyebpf_proxy.kube.source import Source
 
 
@@ -33,10 +34,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.help:
         print(usage())
         return 0
-    if flags.version not in ("", "false"):
-        print(f"Kubernetes {KUBERNETES_VERSION}\npyebpf-proxy {__version__}")
+    if flags.version in ("true", "raw"):
+        print(_version(flags))
         return 0
     return _run(flags)
+
+
+def _version(flags: Flags) -> str:
+    kubernetes = flags.values.get("reported-version", KUBERNETES_VERSION)
+    if flags.version == "true":
+        return f"Kubernetes {kubernetes}\npyebpf-proxy {__version__}"
+    major, minor = KUBERNETES_VERSION.removeprefix("v").split(".")[:2]
+    python = ".".join(map(str, sys.version_info[:3]))
+    return (
+        f'version.Info{{Major:"{major}", Minor:"{minor}", GitVersion:"{kubernetes}", Compiler:"CPython {python}",'
+        f' Platform:"{sys.platform}"}}\npyebpf-proxy {__version__}'
+    )
 
 
 def _run(flags: Flags) -> int:
@@ -44,15 +57,26 @@ def _run(flags: Flags) -> int:
     from pyebpf_proxy.config.loader import ConfigError
     from pyebpf_proxy.errors import DatapathError, FatalError
 
-    log.configure("json" if flags.log_format == "json" else "text")
+    log.configure("text")
     logger = log.Logger()
+    # Until the file says how the log is to look, the flag does.
+    if flags.values.get("logging-format") == "json":
+        log.configure("json")
     try:
-        settings = _settings(flags)
+        config = _configuration(flags)
+        if flags.write_config_to:
+            _write(config, flags.write_config_to)
+            return 0
+        settings = _settings(config, flags)
         if flags.cleanup:
             _cleanup(settings)
         else:
             _agent(settings)
-    except (ConfigError, FatalError, DatapathError) as error:
+    except ConfigError as error:
+        # The text is kube-proxy's; which file is meant stands beside it.
+        logger.error(str(error), file=flags.config or None)
+        return 1
+    except (FatalError, DatapathError) as error:
         logger.error(str(error))
         return 1
     except KeyboardInterrupt:
@@ -63,20 +87,43 @@ def _run(flags: Flags) -> int:
     return 0
 
 
-def _settings(flags: Flags) -> Effective:
-    from pathlib import Path
-
+def _configuration(flags: Flags) -> KubeProxyConfiguration:
     from pyebpf_proxy import log
-    from pyebpf_proxy.config import loader
-    from pyebpf_proxy.config.effective import effective
+    from pyebpf_proxy.config.complete import complete
 
-    loaded = loader.load(Path(flags.config) if flags.config else None)
-    settings = effective(loaded.config, flags)
-    log.configure(settings.log_format)
-    logger = log.Logger("config")
-    for warning in loaded.warnings:
-        logger.warning(warning)
-    if loaded.config.mode == "ipvs":
+    # What the log is to look like is known only in the end.
+    warnings: list[tuple[str, str | None]] = []
+    try:
+        config = complete(flags, lambda text, file: warnings.append((text, file)))
+        log.configure("json" if config.logging.format == "json" else "text")
+    finally:
+        logger = log.Logger("config")
+        for text, file in warnings:
+            logger.warning(text, file=file)
+    return config
+
+
+def _write(config: KubeProxyConfiguration, path: str) -> None:
+    from pyebpf_proxy.config.loader import ConfigError
+    from pyebpf_proxy.config.writer import document
+
+    try:
+        text = document(config)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"open {path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _settings(config: KubeProxyConfiguration, flags: Flags) -> Effective:
+    from pyebpf_proxy.config.effective import effective
+    from pyebpf_proxy.log import Logger
+
+    settings = effective(config, flags)
+    logger = Logger("config")
+    if config.mode == "ipvs":
         logger.warning("mode ipvs: there is no IPVS here, services behave as in mode iptables")
     if settings.detect_local_mode == "NodeCIDR":
         logger.warning("detectLocalMode NodeCIDR is not there yet: no packet counts as a pod's; use ClusterCIDR")

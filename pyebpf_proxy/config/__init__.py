@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KubeProxyConfiguration: from the file and the flags to typed values.
 
-``flags`` reads the command line, ``document`` the YAML text, ``model`` gives it types, ``defaults`` and
-``validation`` complete and check it, ``loader`` does those steps in their order, and ``effective`` is what the
-other rooms receive. Nothing is imported here: ``--version`` must not wait for pydantic.
+``flags`` reads the command line by the table in ``flag_table``; ``yaml_text`` and ``json_text`` read the file,
+``decode`` gives it the types of ``model``, and ``loader`` does these steps; ``defaults``, ``gates`` and
+``validation`` complete and check it, in the order of ``complete``. ``writer`` writes it back, and ``effective`` is
+what the other rooms receive. Nothing is imported here: ``--version`` must not wait for pydantic.
 """

@@ -21,22 +21,50 @@ def parse_cidr(text: str) -> Network | None:
     """The network of ``address/length``, host bits cut off, or None."""
     address, slash, length = text.partition("/")
     ip = parse_ip(address)
-    if ip is None or not slash or not (length.isascii() and length.isdigit()) or int(length) > ip.max_prefixlen:
+    if ip is None or not slash or not (length.isascii() and length.isdigit()):
         return None
-    return ipaddress.ip_network((ip, int(length)), strict=False)
+    bits = int(length)
+    if ip.version == 4 and ":" in address:
+        # An IPv4 address written as an IPv6 one: the length counts IPv6's bits.
+        if bits < 96:
+            return ipaddress.ip_network((f"::ffff:{ip}", bits), strict=False)
+        bits -= 96
+    return ipaddress.ip_network((ip, bits), strict=False) if bits <= ip.max_prefixlen else None
 
 
 def split_host_port(text: str) -> tuple[str, str] | None:
     """``host:port`` or ``[host]:port`` in two parts, as Go's net.SplitHostPort; None if it is neither."""
-    if text.startswith("["):
-        host, closing, port = text[1:].partition("]")
-        if not closing or not port.startswith(":") or ":" in port[1:] or "[" in host:
-            return None
-        return host, port[1:]
-    host, colon, port = text.rpartition(":")
-    if not colon or ":" in host or "[" in text or "]" in text:
+    try:
+        return split(text)
+    except ValueError:
         return None
-    return host, port
+
+
+def split(text: str) -> tuple[str, str]:
+    """As ``split_host_port``, but ValueError with Go's words where it is neither."""
+    last = text.rfind(":")
+    if last < 0:
+        raise ValueError(f"address {text}: missing port in address")
+    start = 0
+    if text.startswith("["):
+        end = text.find("]")
+        if end < 0:
+            raise ValueError(f"address {text}: missing ']' in address")
+        if end + 1 == len(text):
+            raise ValueError(f"address {text}: missing port in address")
+        if end + 1 != last:
+            what = "too many colons in address" if text[end + 1] == ":" else "missing port in address"
+            raise ValueError(f"address {text}: {what}")
+        host, start, after = text[1:end], 1, end + 1
+    else:
+        host, after = text[:last], 0
+        if ":" in host:
+            raise ValueError(f"address {text}: too many colons in address")
+    if "[" in text[start:]:
+        raise ValueError(f"address {text}: unexpected '[' in address")
+    if "]" in text[after:]:
+        raise ValueError(f"address {text}: unexpected ']' in address")
+    return host, text[last + 1 :]
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pyebpf_proxy.config import addresses
 from pyebpf_proxy.config.durations import HOUR, MINUTE, SECOND
-from pyebpf_proxy.config.model import KubeProxyConfiguration, Section
+from pyebpf_proxy.config.model import FlushFrequency, KubeProxyConfiguration, Logging, Section
 
 HEALTHZ_PORT = 10256
 METRICS_PORT = 10249
@@ -37,7 +37,7 @@ def with_defaults(config: KubeProxyConfiguration) -> KubeProxyConfiguration:
                 {},
                 {"content_type": "application/vnd.kubernetes.protobuf", "qps": 5.0, "burst": 10},
             ),
-            "logging": _fill(config.logging, {}, {"format": "text", "flush_frequency": 5 * SECOND}),
+            "logging": _logging(config.logging),
             "iptables": _fill(
                 config.iptables,
                 {},
@@ -68,6 +68,20 @@ def with_defaults(config: KubeProxyConfiguration) -> KubeProxyConfiguration:
     )
 
 
+def _logging(section: Logging) -> Logging:
+    values: dict[str, Any] = {
+        "options": section.options.model_copy(
+            update={
+                "text": _fill(section.options.text, {}, {"info_buffer_size": "0"}),
+                "json_": _fill(section.options.json_, {}, {"info_buffer_size": "0"}),
+            }
+        )
+    }
+    if section.flush_frequency.nanoseconds == 0:
+        values["flush_frequency"] = FlushFrequency(5 * SECOND)
+    return _fill(section, values, {"format": "text"})
+
+
 def with_platform_defaults(config: KubeProxyConfiguration) -> KubeProxyConfiguration:
     """What depends on the platform and the mode; applied before validation (spec/configuration §5.1)."""
     mode = config.mode or "iptables"
@@ -75,6 +89,25 @@ def with_platform_defaults(config: KubeProxyConfiguration) -> KubeProxyConfigura
     if mode == "nftables" and not config.node_port_addresses:
         update["node_port_addresses"] = ["primary"]
     return config.model_copy(update=update)
+
+
+def in_force(config: KubeProxyConfiguration) -> KubeProxyConfiguration:
+    """What kube-proxy keeps once only, in the section of the mode alone (spec/configuration §3): elsewhere zero.
+
+    These are ``syncPeriod`` and ``minSyncPeriod``, and ``masqueradeAll``, which mode ipvs takes from ``iptables``.
+    """
+    zero = {"sync_period": 0, "min_sync_period": 0}
+    mode = config.mode if config.mode in ("ipvs", "nftables") else "iptables"
+    iptables, nftables = ({} if mode == name else dict(zero) for name in ("iptables", "nftables"))
+    (iptables if mode == "nftables" else nftables)["masquerade_all"] = False
+    return config.model_copy(
+        update={
+            "iptables": config.iptables.model_copy(update=iptables),
+            "ipvs": config.ipvs.model_copy(update={} if mode == "ipvs" else zero),
+            "nftables": config.nftables.model_copy(update=nftables),
+            "port_range": "",
+        }
+    )
 
 
 def _fill(

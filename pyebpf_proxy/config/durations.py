@@ -36,30 +36,39 @@ def parse(text: str) -> int:
     if rest == "0":
         return 0
     if not rest:
-        raise ValueError(f"time: invalid duration {_quoted(text)}")
+        raise _invalid(text)
     total = 0
     while rest:
         term = _TERM.match(rest)
         if term is None or not (term[1] or term[2]):
-            raise ValueError(f"time: invalid duration {_quoted(text)}")
-        whole, fraction, unit = term[1], term[2] or "", term[3]
+            raise _invalid(text)
+        whole, unit = int(term[1] or "0"), term[3]
+        if whole > _LIMIT:
+            raise _invalid(text)
         if not unit:
             raise ValueError(f"time: missing unit in duration {_quoted(text)}")
         if unit not in _UNITS:
             raise ValueError(f"time: unknown unit {_quoted(unit)} in duration {_quoted(text)}")
-        scale = _UNITS[unit]
-        total += int(whole or "0") * scale
-        if fraction:
-            # Go scales in floating point, but truncates: whole nanoseconds, never rounded up.
-            total += int(fraction) * scale // 10 ** len(fraction)
+        total += whole * _UNITS[unit] + _fraction(term[2] or "", _UNITS[unit])
         if total > _LIMIT:
-            raise ValueError(f"time: invalid duration {_quoted(text)}")
+            raise _invalid(text)
         rest = rest[term.end() :]
     if negative:
         return -total
     if total >= _LIMIT:
-        raise ValueError(f"time: invalid duration {_quoted(text)}")
+        raise _invalid(text)
     return total
+
+
+def _fraction(digits: str, unit: int) -> int:
+    """Nanoseconds of the digits after the point: in floating point and cut off, as Go does it."""
+    value, scale = 0, 1.0
+    for digit in digits:
+        grown = value * 10 + int(digit)
+        if value > (_LIMIT - 1) // 10 or grown > _LIMIT:
+            break  # further digits say nothing
+        value, scale = grown, scale * 10
+    return int(float(value) * (float(unit) / scale))
 
 
 def format(nanoseconds: int) -> str:  # noqa: A001 - durations.format reads as what it is
@@ -93,5 +102,18 @@ def _decimal(value: int, scale: int) -> str:
     return f"{whole}.{rest:0{digits}}".rstrip("0").rstrip(".") if rest else str(whole)
 
 
+def _invalid(text: str) -> ValueError:
+    return ValueError(f"time: invalid duration {_quoted(text)}")
+
+
 def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    # Not Go's usual quoting: its time package has one of its own, byte by byte.
+    quoted = ""
+    for character in text:
+        if character in '"\\':
+            quoted += "\\" + character
+        elif " " <= character < "\x80":
+            quoted += character
+        else:
+            quoted += "".join(f"\\x{byte:02x}" for byte in character.encode("utf-8", "surrogateescape"))
+    return f'"{quoted}"'

@@ -70,7 +70,7 @@ def effective(config: KubeProxyConfiguration, flags: Flags) -> Effective:
     # Validation has been: the metrics address splits, its port is a number.
     metrics = addresses.split_host_port(config.metrics_bind_address)
     return Effective(
-        node_name=node_name(flags.hostname_override or config.hostname_override),
+        node_name=node_name(config.hostname_override),
         nft_mode=nft_mode,
         masquerade_bit=14 if section.masquerade_bit is None else section.masquerade_bit,
         masquerade_all=section.masquerade_all,
@@ -87,7 +87,7 @@ def effective(config: KubeProxyConfiguration, flags: Flags) -> Effective:
         lane=cast(Lane, flags.lane),
         directory=Path(flags.directory),
         manifests=Path(flags.manifests) if flags.manifests else None,
-        log_format="json" if (flags.log_format or config.logging.format) == "json" else "text",
+        log_format="json" if config.logging.format == "json" else "text",
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: one table of flags, read by the rules of kube-proxy's own parser (spec/configuration §4, §4.4).
+"""The command line, read by the rules of kube-proxy's own parser (spec/configuration §4, §4.4).
 
 ``--flag=value`` or ``--flag value``; a boolean takes its value only with ``=``; ``_`` may stand for ``-``. argparse
 cannot be taught these rules, and ``--version`` need not wait for it.
@@ -7,159 +7,213 @@ cannot be taught these rules, and ``--version`` need not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-DEFAULT_DIRECTORY = "/run/pyebpf-proxy"
+from pyebpf_proxy.config import gotext
+from pyebpf_proxy.config.flag_table import DEFAULT_DIRECTORY, DEPRECATED, FLAGS, GROUPS, IGNORED, SILENT, Flag
+
+_BY_NAME = {flag.name: flag for flag in (*FLAGS, *(flag for flag, _ in DEPRECATED.values()), *IGNORED)}
+_BY_SHORT = {flag.short: flag for flag in FLAGS if flag.short}
+_IGNORED = frozenset(flag.name for flag in IGNORED)
 
 
 class UsageError(Exception):
-    """A command line that cannot be read; the text is one line."""
+    """A command line that cannot be read; the text is kube-proxy's."""
 
 
-class Flag(NamedTuple):
-    """One flag: its name, the type that ``--help`` prints, its default, help text, how its value is read."""
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """The values that were given, by flag, and what to tell about them."""
 
-    name: str
-    type: str
-    default: object
-    help: str
-    read: Callable[[str], object] = str
-    #: Value of ``--flag`` without ``=``; None: a value must follow.
-    alone: str | None = None
-    short: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> str:
+        """Configuration file, or ""."""
+        return str(self.values.get("config", ""))
+
+    @property
+    def write_config_to(self) -> str:
+        """Where the configuration in force is to be written, or ""."""
+        return str(self.values.get("write-config-to", ""))
+
+    @property
+    def hostname_override(self) -> str:
+        """The Node's name as given, or ""."""
+        return str(self.values.get("hostname-override", ""))
+
+    @property
+    def kubeconfig(self) -> str:
+        """Access to the API server, or ""; counts only without a configuration file."""
+        return str(self.values.get("kubeconfig", ""))
+
+    @property
+    def master(self) -> str:
+        """URL of the API server, or ""."""
+        return str(self.values.get("master", ""))
+
+    @property
+    def cleanup(self) -> bool:
+        """Only clean up."""
+        return bool(self.values.get("cleanup", False))
+
+    @property
+    def init_only(self) -> bool:
+        """Only do the privileged set-up."""
+        return bool(self.values.get("init-only", False))
+
+    @property
+    def help(self) -> bool:
+        """Only help."""
+        return bool(self.values.get("help", False))
+
+    @property
+    def version(self) -> str:
+        """true, raw, false or "", or the version to report."""
+        return str(self.values.get("version", ""))
+
+    @property
+    def manifests(self) -> str:
+        """Folder of manifests, or ""."""
+        return str(self.values.get("manifests", ""))
+
+    @property
+    def datapath_config(self) -> str:
+        """File of our own options, or ""."""
+        return str(self.values.get("datapath-config", ""))
+
+    @property
+    def directory(self) -> str:
+        """Run folder."""
+        return str(self.values.get("directory", DEFAULT_DIRECTORY))
+
+    @property
+    def lane(self) -> str:
+        """auto or netfilter."""
+        return str(self.values.get("lane", "auto"))
+
+    def fields(self) -> Iterator[tuple[str, Any]]:
+        """Fields of the configuration that were given, as attributes of the model, with their values."""
+        for flag in FLAGS:
+            if flag.field and self.values.get(flag.name) is not None:
+                yield flag.field, self.values[flag.name]
 
 
-class Flags(NamedTuple):
-    """The flags' values, and which of them were given."""
+class _Parser:
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.given: set[str] = set()
+        self.warnings: list[str] = []
+        self.positional: list[str] = []
+        self.reported = ""
 
-    config: str
-    manifests: str
-    directory: str
-    lane: str
-    log_format: str
-    hostname_override: str
-    cleanup: bool
-    version: str
-    help: bool
-    given: frozenset[str]
+    def parse(self, arguments: Sequence[str]) -> None:
+        rest = list(arguments)
+        while rest:
+            argument = rest.pop(0)
+            if argument == "--":
+                self.positional += rest
+                return
+            if argument.startswith("--"):
+                self._long(argument, rest)
+            elif argument.startswith("-") and argument != "-":
+                letters = argument[1:]
+                while letters:
+                    letters = self._short(letters, rest)
+            else:
+                self.positional.append(argument)
 
-
-def _boolean(text: str) -> bool:
-    if text in ("1", "t", "T", "true", "TRUE", "True"):
-        return True
-    if text in ("0", "f", "F", "false", "FALSE", "False"):
-        return False
-    raise ValueError(f'strconv.ParseBool: parsing "{text}": invalid syntax')
-
-
-def _one_of(*words: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in words:
-            raise ValueError(f"must be one of {', '.join(words)}")
-        return text
-
-    return read
-
-
-def _not_empty(text: str) -> str:
-    if not text:
-        raise ValueError("must not be empty")
-    return text
-
-
-FLAGS = (
-    Flag("config", "string", "", "The path to the configuration file."),
-    Flag("manifests", "string", "", "Take Services, EndpointSlices and Nodes from the files of this folder."),
-    Flag(
-        "directory",
-        "string",
-        DEFAULT_DIRECTORY,
-        "Run folder. Instances with different folders share nothing: pins, nft table and lock hang on it.",
-        _not_empty,
-    ),
-    Flag(
-        "lane",
-        "auto|netfilter",
-        "auto",
-        "How first packets are carried: by conntrack kfuncs where the kernel has them, or always by netfilter.",
-        _one_of("auto", "netfilter"),
-    ),
-    Flag("log-format", "text|json", "", "Format of the log.", _one_of("text", "json")),
-    Flag("hostname-override", "string", "", "Name of this Node, in the place of the host's name."),
-    Flag("cleanup", "", False, "Take away everything that the proxy attached or made, and exit.", _boolean, "true"),
-    Flag("version", "version[=true]", "", "Print the version and quit.", alone="true"),
-    Flag("help", "", False, "Print this text and quit.", _boolean, "true", short="h"),
-)
-
-_BY_NAME = {flag.name: flag for flag in FLAGS}
-_BY_SHORT = {flag.short: flag for flag in FLAGS if flag.short}
-
-
-def parse(arguments: Sequence[str]) -> Flags:
-    """The values of ``arguments``; UsageError with kube-proxy's words when they cannot be read."""
-    values: dict[str, object] = {flag.name: flag.default for flag in FLAGS}
-    given: set[str] = set()
-    positional: list[str] = []
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if argument == "--":
-            positional += rest
-            break
-        if not argument.startswith("-") or argument == "-":
-            positional.append(argument)
-            continue
-        text, equals, value = argument.partition("=")
-        flag, shown = _named(text)
+    def _long(self, argument: str, rest: list[str]) -> None:
+        text = argument[2:]
+        if text[0] in "-=":
+            raise UsageError(f"bad flag syntax: {argument}")
+        name, equals, value = text.partition("=")
+        flag = _BY_NAME.get(name.replace("_", "-"))
+        if flag is None:
+            raise UsageError(f"unknown flag: --{name}")
         if not equals:
             if flag.alone is not None:
                 value = flag.alone
             elif rest:
                 value = rest.pop(0)
             else:
-                raise UsageError(f"flag needs an argument: {shown}")
+                raise UsageError(f"flag needs an argument: {argument}")
+        self._set(flag, value, name)
+
+    def _short(self, letters: str, rest: list[str]) -> str:
+        """Read the first of ``letters``; returns those that are left."""
+        flag = _BY_SHORT.get(letters[0])
+        if flag is None:
+            raise UsageError(f"unknown shorthand flag: '{letters[0]}' in -{letters}")
+        left = ""
+        if letters[1:2] == "=" and len(letters) > 2:
+            value = letters[2:]
+        elif flag.alone is not None:
+            value, left = flag.alone, letters[1:]
+        elif len(letters) > 1:
+            value = letters[1:]
+        elif rest:
+            value = rest.pop(0)
+        else:
+            raise UsageError(f"flag needs an argument: '{letters[0]}' in -{letters}")
+        self._set(flag, value, flag.name)
+        return left
+
+    def _set(self, flag: Flag, text: str, typed: str) -> None:
         try:
-            values[flag.name] = flag.read(value)
+            value = flag.read(text)
         except ValueError as error:
-            raise UsageError(f'invalid argument "{value}" for "{shown}" flag: {error}') from None
-        given.add(flag.name)
-    if positional and not values["help"]:
-        listed = " ".join(f'"{word}"' for word in positional)
+            shown = f"-{flag.short}, --{flag.name}" if flag.short else f"--{flag.name}"
+            raise UsageError(f'invalid argument {gotext.quote(text)} for "{shown}" flag: {error}') from None
+        known = self.values.get(flag.name)
+        if isinstance(value, list) and known is not None:
+            value = [*known, *value]
+        elif isinstance(value, dict) and known is not None:
+            value = {**known, **value}
+        if flag.name == "version" and text.startswith("v"):
+            self.reported = text
+        if value is not None:
+            self.values[flag.name] = value
+        self.given.add(flag.name)
+        if flag.name in DEPRECATED:
+            self.warnings.append(f"Flag --{flag.name} has been deprecated, {DEPRECATED[flag.name][1]}")
+        elif flag.name in _IGNORED and flag.name not in SILENT:
+            self.warnings.append(f"Flag --{typed} is of an older release: accepted, without effect")
+
+
+def parse(arguments: Sequence[str]) -> Flags:
+    """The values of ``arguments``; UsageError with kube-proxy's words when they cannot be read."""
+    parser = _Parser()
+    parser.parse(arguments)
+    flags = Flags(parser.values, frozenset(parser.given), tuple(parser.warnings))
+    if any(parser.positional) and not flags.help:
+        listed = " ".join(map(gotext.quote, parser.positional))
         raise UsageError(f'"pyebpf-proxy" does not take any arguments, got [{listed}]')
-    fields = {name.replace("-", "_"): value for name, value in values.items()}
-    return Flags(**fields, given=frozenset(given))  # type: ignore[arg-type]
-
-
-def _named(text: str) -> tuple[Flag, str]:
-    if text.startswith("--"):
-        name = text[2:].replace("_", "-")
-        if name not in _BY_NAME:
-            raise UsageError(f"unknown flag: {text}")
-        return _BY_NAME[name], f"--{name}"
-    if text[1:] not in _BY_SHORT:
-        raise UsageError(f"unknown shorthand flag: '{text[1]}' in {text}")
-    flag = _BY_SHORT[text[1:]]
-    return flag, f"-{flag.short}, --{flag.name}"
+    if parser.reported:
+        flags.values["reported-version"] = parser.reported
+    return flags
 
 
 def usage() -> str:
     """The text of ``--help``."""
+    import textwrap
+
     lines = [
         "Carries Kubernetes Services with BPF, in the place of kube-proxy.",
         "",
         "Usage:",
         "  pyebpf-proxy [flags]",
         "  pyebpf-proxy lab ...      a cluster of network namespaces to play with",
-        "",
-        "Flags:",
     ]
-    left = []
-    for flag in FLAGS:
-        short = f"-{flag.short}, " if flag.short else "    "
-        left.append(f"  {short}--{flag.name} {flag.type}".rstrip())
-    width = max(map(len, left)) + 3
-    for flag, start in zip(FLAGS, left, strict=True):
-        default = f" (default {flag.default})" if flag.default else ""
-        lines.append(f"{start:{width}}{flag.help}{default}")
+    for title, flags in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for flag in flags:
+            short = f"-{flag.short}, " if flag.short else ""
+            default = f" (default {flag.default})" if flag.default not in ("", "0s", "false") else ""
+            lines.append(f"  {short}--{flag.name} {flag.type}".rstrip())
+            lines += textwrap.wrap(flag.help + default, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines)

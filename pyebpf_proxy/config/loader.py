@@ -1,171 +1,124 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration file to a completed, checked KubeProxyConfiguration (spec/configuration §1, §5).
+"""A configuration file to typed values, not yet completed (spec/configuration §1).
 
-Strict first, then lenient: unknown and duplicate fields are warnings, every other error is fatal.
+Strict first, then lenient: unknown and duplicate fields are a warning, every other error is fatal.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-import types
-import typing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
-from pydantic import BaseModel, ValidationError
+from pyebpf_proxy.config import gotext, json_text, yaml_text
+from pyebpf_proxy.config.decode import decode, is_object, kind_of, pairs
+from pyebpf_proxy.config.model import API_VERSION, KIND, KubeProxyConfiguration
+from pyebpf_proxy.config.validation import in_one_line
 
-from pyebpf_proxy.config import document, durations
-from pyebpf_proxy.config.defaults import with_defaults, with_platform_defaults
-from pyebpf_proxy.config.model import API_VERSION, KIND, KubeProxyConfiguration, field_type
-from pyebpf_proxy.config.validation import in_one_line, validate
-
-MAX_FILE_SIZE = 10 * 1024 * 1024
+#: Nothing larger fits in a ConfigMap.
+MAX_FILE_SIZE = 1 << 20
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used; the text is one line that names the file and the field."""
+    """The configuration cannot be used; the text is one line, in kube-proxy's words where it has some."""
 
 
-class Loaded(NamedTuple):
-    """A configuration that may be run, and what its reader should be told."""
+class Read(NamedTuple):
+    """What a file says, and what its reader should be told."""
 
     config: KubeProxyConfiguration
     warnings: list[str]
 
 
-def load(path: Path | None) -> Loaded:
-    """Read, complete and check the file; without a file, the defaults. ConfigError names what is wrong."""
-    if path is None:
-        return Loaded(complete(KubeProxyConfiguration(), "defaults"), [])
+def read(path: Path) -> Read:
+    """The file without its defaults; ConfigError names what is wrong."""
+    return decode_text(_content(path))
+
+
+def decode_text(content: bytes) -> Read:
+    """The document without its defaults, and the warning of the lenient second pass."""
+    fields, duplicates = _parsed(content)
+    decoded = decode(_without_kind(fields))
+    if decoded.errors:
+        _fail(in_one_line(decoded.errors))
+    strict = list(decoded.strict_errors)
+    if duplicates:
+        strict.insert(0, "yaml: unmarshal errors:\n  " + "\n  ".join(duplicates))
+    warning = "Using lenient decoding as strict decoding failed: strict decoding error: "
+    return Read(decoded.config, [warning + ", ".join(strict)] if strict else [])
+
+
+def _fail(text: str) -> NoReturn:
+    raise ConfigError(f"failed complete: failed to decode: {text}")
+
+
+def _parsed(content: bytes) -> tuple[object, list[str]]:
+    if json_text.is_json(content):
+        try:
+            return json_text.load(content), []
+        except ValueError as error:
+            _fail(f"couldn't get version/kind; json parse error: {error}")
     try:
-        text = _read(path)
-        config, warnings = decode(text)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    return Loaded(complete(config, str(path)), [f"{path}: {warning}" for warning in warnings])
-
-
-def complete(config: KubeProxyConfiguration, origin: str) -> KubeProxyConfiguration:
-    """Fill the defaults in and validate; ConfigError lists every error."""
-    config = with_platform_defaults(with_defaults(config))
-    errors = validate(config)
-    if errors:
-        raise ConfigError(f"{origin}: failed validate: {in_one_line(errors)}")
-    return config
-
-
-def decode(text: str) -> tuple[KubeProxyConfiguration, list[str]]:
-    """The document without its defaults, and the warnings of the lenient second pass."""
-    try:
-        read = document.load(text)
+        document = yaml_text.load(content)
     except ValueError as error:
-        raise ConfigError(f"failed to decode: {error}") from None
-    if not isinstance(read.value, dict):
-        raise ConfigError("failed to decode: Object 'Kind' is missing: the file holds no mapping of fields")
-    fields = {_key(key): value for key, value in read.value.items()}
-    for name in ("apiVersion", "kind"):
-        if not isinstance(fields.get(name, ""), str):
-            raise ConfigError(f"failed to decode: couldn't get version/kind: {name}: expected a text")
-    version, kind = fields.pop("apiVersion", ""), fields.pop("kind", "")
+        _fail(str(error))
+    return document.value, document.duplicates
+
+
+def _without_kind(fields: object) -> object:
+    """The fields of the document, its version and kind checked and taken away."""
+    if fields is not None and not is_object(fields):
+        what = "json: cannot unmarshal " + kind_of(fields)
+        _fail(f"couldn't get version/kind; json parse error: {what}: the file holds no fields")
+    found = {"apiversion": "", "kind": ""}
+    entries = [] if fields is None else pairs(fields)
+    for key, value in entries:
+        # Only here the case of a name does not matter, as in Go's own JSON.
+        if key.lower() in found and value is not None:
+            if not isinstance(value, str) or isinstance(value, yaml_text.Number):
+                name = "kind" if key.lower() == "kind" else "apiVersion"
+                _fail(
+                    f"couldn't get version/kind; json parse error: json: cannot unmarshal {kind_of(value)}"
+                    f" into Go struct field .{name} of type string"
+                )
+            found[key.lower()] = value
+    version, kind = found["apiversion"], found["kind"]
+    if version.count("/") > 1:
+        _fail(f"unexpected GroupVersion string: {version}")
     if not kind:
-        raise ConfigError("failed to decode: Object 'Kind' is missing")
+        _fail("Object 'Kind' is missing")
     if not version:
-        raise ConfigError("failed to decode: Object 'apiVersion' is missing")
+        _fail("Object 'apiVersion' is missing")
     if (version, kind) != (API_VERSION, KIND):
-        raise ConfigError(
-            f'failed to decode: no kind "{kind}" is registered for version "{version}":'
-            f" expected {KIND} of {API_VERSION}"
-        )
-    strict_errors = list(read.duplicates)
-    known = _known_fields(KubeProxyConfiguration, fields, "", strict_errors)
-    try:
-        config = KubeProxyConfiguration.model_validate(known)
-    except ValidationError as error:
-        raise ConfigError(f"failed to decode: {in_one_line(_type_errors(error))}") from None
-    if not strict_errors:
-        return config, []
-    return config, [
-        f"Using lenient decoding as strict decoding failed: strict decoding error: {', '.join(strict_errors)}"
-    ]
+        _fail(f"no kind {gotext.quote(kind)} is registered for version {gotext.quote(version)}")
+    rest = [(key, value) for key, value in entries if key not in ("apiVersion", "kind")]
+    return dict(rest) if isinstance(fields, dict) else json_text.Pairs(rest)
 
 
-def _read(path: Path) -> str:
+def _content(path: Path) -> bytes:
     try:
         # Not blocking: a FIFO must not hang the start.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigError(f"cannot open the configuration file: {error.strerror}") from None
+        raise ConfigError(f"failed complete: open {path}: {_reason(error)}") from None
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
-            raise ConfigError("the configuration file is a directory; --config needs a file")
+            raise ConfigError(f"failed complete: read {path}: is a directory")
         if not stat.S_ISREG(mode):
-            raise ConfigError("the configuration file is not a regular file")
+            raise ConfigError(f"failed complete: read {path}: not a regular file")
         with open(descriptor, "rb", closefd=False) as file:
             content = file.read(MAX_FILE_SIZE + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration file: {error.strerror}") from None
+        raise ConfigError(f"failed complete: read {path}: {_reason(error)}") from None
     finally:
         os.close(descriptor)
     if len(content) > MAX_FILE_SIZE:
-        raise ConfigError("the configuration file is larger than 10 MB")
-    if b"\0" in content:
-        raise ConfigError("failed to decode: the configuration file contains NUL bytes: it is no text")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"failed to decode: invalid UTF-8 at byte {error.start}") from None
+        raise ConfigError(f"failed complete: read {path}: larger than 1 MiB, the size of a ConfigMap")
+    return content
 
 
-def _known_fields(section: type[BaseModel], values: dict[Any, Any], path: str, errors: list[str]) -> dict[str, Any]:
-    """``values`` without unknown fields (reported in ``errors``) and without nulls that mean "absent"."""
-    known: dict[str, Any] = {}
-    for raw, value in values.items():
-        name = _key(raw)
-        annotation = field_type(section, name)
-        if annotation is None:
-            errors.append(f'unknown field "{path}{name}"')
-        elif value is not None:
-            known[name] = _known(annotation, value, f"{path}{name}", errors)
-        elif _is_duration(section, name):
-            known[name] = None  # the one kind of field for which null is an error
-    return known
-
-
-def _known(annotation: Any, value: Any, path: str, errors: list[str]) -> Any:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        annotation = typing.get_args(annotation)[0]
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return _known_fields(annotation, value, f"{path}.", errors) if isinstance(value, dict) else value
-    if typing.get_origin(annotation) is list and isinstance(value, list):
-        (item,) = typing.get_args(annotation)
-        return [_known(item, entry, f"{path}[{index}]", errors) for index, entry in enumerate(value)]
-    if typing.get_origin(annotation) is dict and isinstance(value, dict):
-        return {_key(key): entry for key, entry in value.items()}
-    return value
-
-
-def _is_duration(section: type[BaseModel], name: str) -> bool:
-    for key, info in section.model_fields.items():
-        if name == (info.alias or key):
-            # An Annotated type keeps its serializer in the metadata; a pointer field has it inside the union.
-            return any(getattr(item, "func", None) is durations.format for item in info.metadata)
-    return False
-
-
-def _key(key: object) -> str:
-    # JSON has only text keys: Go's reader turns the others into text as well.
-    return str(key).lower() if isinstance(key, bool) else str(key)
-
-
-def _type_errors(error: ValidationError) -> list[str]:
-    found: list[str] = []
-    for item in error.errors(include_url=False):
-        path = ""
-        for part in item["loc"]:
-            path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-        message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
-        shown = repr(item["input"])
-        found.append(f"{path}: {message}, got {shown if len(shown) <= 60 else shown[:57] + '...'}")
-    return found
+def _reason(error: OSError) -> str:
+    """The reason as Go says it."""
+    return (error.strerror or str(error)).lower()

@@ -2,185 +2,259 @@
 """The document ``kubeproxy.config.k8s.io/v1alpha1 KubeProxyConfiguration``, field by field (spec/configuration §2).
 
 A value that the file does not name has Go's zero value here (``None`` for pointer fields); ``defaults`` turns the
-zeroes into defaults, because kube-proxy's rules do (§1.3). Types are strict as in Go: a quoted number is no number.
+zeroes into defaults, because kube-proxy's rules do (§1.3). ``decode`` reads files by these types; the descriptions
+say what a field does here, and docs/configuration.md is made of them.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import enum
+from typing import Annotated, ClassVar, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
-
-from pyebpf_proxy.config import durations
 
 API_VERSION = "kubeproxy.config.k8s.io/v1alpha1"
 KIND = "KubeProxyConfiguration"
 
 
-def _duration(value: object) -> int:
-    if value is None:
-        raise ValueError('time: invalid duration ""')
-    if not isinstance(value, str):
-        raise ValueError(f'expected a duration such as "30s", got {value!r}')
-    return durations.parse(value)
+class Reader(enum.Enum):
+    """Values with a reader of their own, where the plain type does not say enough."""
+
+    DURATION = "duration"  # nanoseconds
+    POINTER_DURATION = "*duration"
+    FLUSH_FREQUENCY = "duration or integer nanoseconds"
+    QUANTITY = "quantity"  # kept as its canonical text
 
 
-def _flush_frequency(value: object) -> int:
-    # The one duration that may be a bare number: nanoseconds (§2.9).
-    return value if isinstance(value, int) and not isinstance(value, bool) else _duration(value)
+class GoType(NamedTuple):
+    """What Go calls the type of a field, where it is not the usual name, and the struct embedded between."""
+
+    name: str
+    embedded: str = ""
 
 
-def _whole(value: object) -> object:
-    # YAML's 5.0 and 1e1 are integers to Go, because JSON knows only numbers.
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+class FlushFrequency(NamedTuple):
+    """The one duration that may be a bare number in a file, and is written as it was given."""
+
+    nanoseconds: int
+    as_text: bool = True
 
 
-Duration = Annotated[int, BeforeValidator(_duration), PlainSerializer(durations.format)]
-Int32 = Annotated[int, BeforeValidator(_whole), Field(ge=-(1 << 31), lt=1 << 31)]
-UInt32 = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=1 << 32)]
+Duration = Annotated[int, Reader.DURATION]
+PointerDuration = Annotated[int | None, Reader.POINTER_DURATION]
+
+
+def _says(text: str, alias: str | None = None) -> object:
+    return Field(description=text, alias=alias) if alias else Field(description=text)
 
 
 class Section(BaseModel):
-    """Common rules: frozen, strict types, camelCase names in the file; unknown fields are left to ``loader``."""
+    """Common rules: frozen, strict types, camelCase names in the file."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", alias_generator=to_camel, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+    go_name: ClassVar[str]
+    go_package: ClassVar[str] = "v1alpha1"
+
+
+_PERIOD = "Everything is compared with the kernel at least this often. Health waits twice as long."
+_MIN_PERIOD = "Changes are gathered for this long between two syncs; the first after a pause is written at once."
+_MASQUERADE_ALL = "All traffic to Service addresses is masqueraded."
+_NONE = "No effect."
+_IPVS = "Accepted; there is no IPVS underneath."
 
 
 class ClientConnection(Section):
     """How the API server is talked to (§2.2)."""
 
-    kubeconfig: str = ""
-    accept_content_types: str = ""
-    content_type: str = ""
-    qps: float = 0.0
-    burst: Int32 = 0
+    go_name = "ClientConnectionConfiguration"
+    kubeconfig: Annotated[str, _says("Access to the API server; empty: that of the pod.")] = ""
+    accept_content_types: Annotated[str, _says("Accept header of requests; empty: by contentType.")] = ""
+    content_type: Annotated[str, _says("How objects are asked for. Protobuf is asked for as JSON.")] = ""
+    qps: Annotated[float, _says("Requests per second to the API server; negative: no limit.")] = 0.0
+    burst: Annotated[int, _says("Requests above qps that may go at once.")] = 0
 
 
 class IPTables(Section):
     """Section ``iptables`` (§2.3); in force in modes "" and iptables."""
 
-    masquerade_bit: Int32 | None = None
-    masquerade_all: bool = False
-    localhost_node_ports: bool | None = None
-    sync_period: Duration = 0
-    min_sync_period: Duration = 0
+    go_name = "KubeProxyIPTablesConfiguration"
+    masquerade_bit: Annotated[
+        int | None, _says("The packet mark's bit that asks for masquerading; also in mode ipvs.")
+    ] = None
+    masquerade_all: Annotated[bool, _says(_MASQUERADE_ALL + " Also in mode ipvs.")] = False
+    localhost_node_ports: Annotated[
+        bool | None, _says("NodePorts answer on 127.0.0.0/8; route_localnet is set for them.")
+    ] = None
+    sync_period: Annotated[Duration, _says(_PERIOD)] = 0
+    min_sync_period: Annotated[Duration, _says(_MIN_PERIOD)] = 0
 
 
 class IPVS(Section):
-    """Section ``ipvs`` (§2.4). Accepted; the scheduler and the ipvs kernel module are not used."""
+    """Section ``ipvs`` (§2.4); in force in mode ipvs."""
 
-    sync_period: Duration = 0
-    min_sync_period: Duration = 0
-    scheduler: str = ""
-    exclude_cidrs: Annotated[list[str] | None, Field(alias="excludeCIDRs")] = None
-    strict_arp: Annotated[bool, Field(alias="strictARP")] = False
-    tcp_timeout: Duration = 0
-    tcp_fin_timeout: Duration = 0
-    udp_timeout: Duration = 0
+    go_name = "KubeProxyIPVSConfiguration"
+    sync_period: Annotated[Duration, _says(_PERIOD)] = 0
+    min_sync_period: Annotated[Duration, _says(_MIN_PERIOD)] = 0
+    scheduler: Annotated[str, _says(_IPVS + " Back ends are chosen as in mode iptables.")] = ""
+    exclude_cidrs: Annotated[
+        list[str] | None, _says(_IPVS + " Clean-up touches no virtual servers.", "excludeCIDRs")
+    ] = None
+    strict_arp: Annotated[
+        bool, _says(_IPVS + " Service addresses are on no device, so nothing answers ARP for them.", "strictARP")
+    ] = False
+    tcp_timeout: Annotated[Duration, _says(_IPVS)] = 0
+    tcp_fin_timeout: Annotated[Duration, _says(_IPVS)] = 0
+    udp_timeout: Annotated[Duration, _says(_IPVS)] = 0
 
 
 class NFTables(Section):
     """Section ``nftables`` (§2.5); in force in mode nftables."""
 
-    masquerade_bit: Int32 | None = None
-    masquerade_all: bool = False
-    sync_period: Duration = 0
-    min_sync_period: Duration = 0
+    go_name = "KubeProxyNFTablesConfiguration"
+    masquerade_bit: Annotated[int | None, _says("The packet mark's bit that asks for masquerading.")] = None
+    masquerade_all: Annotated[bool, _says(_MASQUERADE_ALL)] = False
+    sync_period: Annotated[Duration, _says(_PERIOD)] = 0
+    min_sync_period: Annotated[Duration, _says(_MIN_PERIOD)] = 0
 
 
 class WinKernel(Section):
     """Section ``winkernel`` (§2.6): Windows only, accepted and ignored."""
 
-    network_name: str = ""
-    source_vip: str = ""
-    enable_dsr: Annotated[bool, Field(alias="enableDSR")] = False
-    root_hns_endpoint_name: str = ""
-    forward_health_check_vip: bool = False
+    go_name = "KubeProxyWinkernelConfiguration"
+    network_name: Annotated[str, _says(_NONE)] = ""
+    source_vip: Annotated[str, _says(_NONE)] = ""
+    enable_dsr: Annotated[bool, _says(_NONE, "enableDSR")] = False
+    root_hns_endpoint_name: Annotated[str, _says(_NONE)] = ""
+    forward_health_check_vip: Annotated[bool, _says(_NONE)] = False
 
 
 class DetectLocal(Section):
     """Section ``detectLocal`` (§2.7)."""
 
-    bridge_interface: str = ""
-    interface_name_prefix: str = ""
+    go_name = "DetectLocalConfiguration"
+    bridge_interface: Annotated[str, _says("Mode BridgeInterface: what comes from this bridge is from a pod here.")] = (
+        ""
+    )
+    interface_name_prefix: Annotated[
+        str, _says("Mode InterfaceNamePrefix: what comes from such a device is from a pod here.")
+    ] = ""
 
 
 class Conntrack(Section):
     """Section ``conntrack`` (§2.10)."""
 
-    max_per_core: Int32 | None = None
-    min: Int32 | None = None
-    tcp_established_timeout: Duration | None = None
-    tcp_close_wait_timeout: Duration | None = None
-    tcp_be_liberal: bool = False
-    udp_timeout: Duration = 0
-    udp_stream_timeout: Duration = 0
+    go_name = "KubeProxyConntrackConfiguration"
+    max_per_core: Annotated[
+        int | None, _says("Entries of the connection table per CPU (nf_conntrack_max); 0: left alone.")
+    ] = None
+    min: Annotated[int | None, _says("At least so many entries, unless maxPerCore is 0.")] = None
+    tcp_established_timeout: Annotated[
+        PointerDuration, _says("nf_conntrack_tcp_timeout_established; 0: left alone.")
+    ] = None
+    tcp_close_wait_timeout: Annotated[PointerDuration, _says("nf_conntrack_tcp_timeout_close_wait; 0: left alone.")] = (
+        None
+    )
+    tcp_be_liberal: Annotated[bool, _says("nf_conntrack_tcp_be_liberal is set to 1; false leaves it alone.")] = False
+    udp_timeout: Annotated[Duration, _says("nf_conntrack_udp_timeout; 0: left alone.")] = 0
+    udp_stream_timeout: Annotated[Duration, _says("nf_conntrack_udp_timeout_stream; 0: left alone.")] = 0
 
 
 class VModule(Section):
     """One entry of ``logging.vmodule``."""
 
-    file_pattern: str = ""
-    verbosity: UInt32 = 0
+    go_name = "VModuleItem"
+    go_package = "v1"
+    file_pattern: Annotated[str, _says("The room (module) meant; * and ? may stand in it.")] = ""
+    verbosity: Annotated[int, GoType("v1.VerbosityLevel"), _says("Its level.")] = 0
 
 
-class OutputOptions(Section):
-    """``logging.options.text`` and ``.json``."""
+class TextOptions(Section):
+    """``logging.options.text``."""
 
-    split_stream: bool = False
-    info_buffer_size: str | Int32 = "0"
+    go_name = "TextOptions"
+    go_package = "v1"
+    split_stream: Annotated[
+        bool,
+        GoType("bool", "OutputRoutingOptions"),
+        _says("Accepted with the gate LoggingAlphaOptions; everything goes to standard error."),
+    ] = False
+    info_buffer_size: Annotated[
+        str,
+        Reader.QUANTITY,
+        GoType("quantity", "OutputRoutingOptions"),
+        _says("Accepted with the gate LoggingAlphaOptions; nothing is buffered."),
+    ] = ""
 
 
-class LoggingOptions(Section):
+class JSONOptions(TextOptions):
+    """``logging.options.json``."""
+
+    go_name = "JSONOptions"
+
+
+class FormatOptions(Section):
     """``logging.options``."""
 
-    text: OutputOptions = OutputOptions()
-    json_: Annotated[OutputOptions, Field(alias="json")] = OutputOptions()
+    go_name = "FormatOptions"
+    go_package = "v1"
+    text: Annotated[TextOptions, _says("Options of the format text.")] = TextOptions()
+    json_: Annotated[JSONOptions, _says("Options of the format json.", "json")] = JSONOptions()
 
 
 class Logging(Section):
     """Section ``logging`` (§2.9)."""
 
-    format: str = ""
-    flush_frequency: Annotated[int, BeforeValidator(_flush_frequency), PlainSerializer(durations.format)] = 0
-    verbosity: UInt32 = 0
-    vmodule: list[VModule] | None = None
-    options: LoggingOptions = LoggingOptions()
+    go_name = "LoggingConfiguration"
+    go_package = "v1"
+    format: Annotated[str, _says("text or json.")] = ""
+    flush_frequency: Annotated[
+        FlushFrequency, Reader.FLUSH_FREQUENCY, _says("Accepted; every line is written at once.")
+    ] = FlushFrequency(0, as_text=False)
+    verbosity: Annotated[int, GoType("v1.VerbosityLevel"), _says("From 2 on, debug messages are written.")] = 0
+    vmodule: Annotated[list[VModule] | None, GoType("v1.VModuleConfiguration"), _says("Levels of single rooms.")] = None
+    options: Annotated[FormatOptions, _says("Options of the formats.")] = FormatOptions()
 
 
 class KubeProxyConfiguration(Section):
     """The whole document (§2.1)."""
 
-    feature_gates: dict[str, bool] = {}
-    client_connection: ClientConnection = ClientConnection()
-    logging: Logging = Logging()
-    hostname_override: str = ""
-    bind_address: str = ""
-    healthz_bind_address: str = ""
-    metrics_bind_address: str = ""
-    bind_address_hard_fail: bool = False
-    enable_profiling: bool = False
-    show_hidden_metrics_for_version: str = ""
-    mode: str = ""
-    iptables: IPTables = IPTables()
-    ipvs: IPVS = IPVS()
-    nftables: NFTables = NFTables()
-    winkernel: WinKernel = WinKernel()
-    detect_local_mode: str = ""
-    detect_local: DetectLocal = DetectLocal()
-    cluster_cidr: Annotated[str, Field(alias="clusterCIDR")] = ""
-    node_port_addresses: list[str] | None = None
-    oom_score_adj: Int32 | None = None
-    conntrack: Conntrack = Conntrack()
-    config_sync_period: Duration = 0
-    port_range: str = ""
-    windows_run_as_service: bool = False
-
-
-def field_type(section: type[BaseModel], name: str) -> Any:
-    """The annotation of the field that the file calls ``name``, or None if there is no such field."""
-    for key, info in section.model_fields.items():
-        if name == (info.alias or key):
-            return info.annotation
-    return None
+    go_name = "KubeProxyConfiguration"
+    feature_gates: Annotated[dict[str, bool], _says("Checked as kube-proxy's; most change nothing here.")] = {}
+    client_connection: Annotated[ClientConnection, _says("Access to the API server.")] = ClientConnection()
+    logging: Annotated[Logging, _says("The log.")] = Logging()
+    hostname_override: Annotated[str, _says("Name of this Node; empty: the host's name.")] = ""
+    bind_address: Annotated[
+        str, _says("Unless unspecified, the Node's address of its family, which becomes the primary one.")
+    ] = ""
+    healthz_bind_address: Annotated[str, _says("Where /healthz and /livez are served.")] = ""
+    metrics_bind_address: Annotated[str, _says("Where /metrics is served.")] = ""
+    bind_address_hard_fail: Annotated[
+        bool, _says("An address of these servers that cannot be had ends the program.")
+    ] = False
+    enable_profiling: Annotated[bool, _says("Profiles are served beside the metrics.")] = False
+    show_hidden_metrics_for_version: Annotated[str, _says("Accepted; no metric is hidden.")] = ""
+    mode: Annotated[
+        str,
+        GoType("v1alpha1.ProxyMode"),
+        _says('Whose behaviour is followed where the modes differ: iptables (also "" and ipvs) or nftables.'),
+    ] = ""
+    iptables: Annotated[IPTables, _says("Settings of mode iptables.")] = IPTables()
+    ipvs: Annotated[IPVS, _says("Settings of mode ipvs.")] = IPVS()
+    nftables: Annotated[NFTables, _says("Settings of mode nftables.")] = NFTables()
+    winkernel: Annotated[WinKernel, _says("Settings of Windows.")] = WinKernel()
+    detect_local_mode: Annotated[
+        str, GoType("v1alpha1.LocalMode"), _says("How traffic of pods here is told from other traffic.")
+    ] = ""
+    detect_local: Annotated[DetectLocal, _says("What detectLocalMode looks for.")] = DetectLocal()
+    cluster_cidr: Annotated[
+        str, _says("Mode ClusterCIDR: what comes from these ranges is from a pod.", "clusterCIDR")
+    ] = ""
+    node_port_addresses: Annotated[
+        list[str] | None, _says("Local addresses that serve NodePorts: CIDRs, or primary.")
+    ] = None
+    oom_score_adj: Annotated[int | None, _says("Written to /proc/self/oom_score_adj.")] = None
+    conntrack: Annotated[Conntrack, _says("Settings of the kernel's connection table.")] = Conntrack()
+    config_sync_period: Annotated[Duration, _says("Accepted; what the API server has is followed without polling.")] = 0
+    port_range: Annotated[str, _says(_NONE)] = ""
+    windows_run_as_service: Annotated[bool, _says(_NONE)] = False

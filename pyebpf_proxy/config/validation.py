@@ -4,23 +4,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pyebpf_proxy import KUBERNETES_VERSION
-from pyebpf_proxy.config import addresses, durations
-from pyebpf_proxy.config.model import KubeProxyConfiguration
+from pyebpf_proxy.config import addresses, durations, gotext, quantities
+from pyebpf_proxy.config.gates import Gates
+from pyebpf_proxy.config.model import KubeProxyConfiguration, Logging
 
 ROOT = "KubeProxyConfiguration"
 MODES = ("iptables", "ipvs", "nftables")
-DETECT_LOCAL_MODES = ("BridgeInterface", "ClusterCIDR", "InterfaceNamePrefix", "NodeCIDR", "")
+DETECT_LOCAL_MODES = ("ClusterCIDR", "NodeCIDR", "BridgeInterface", "InterfaceNamePrefix", "")
 
+LOG_FORMATS = ("text", "json")
+_MAX_VERBOSITY = (1 << 31) - 1
 _NOT_NEGATIVE = "must be greater than or equal to 0"
 _POSITIVE = "must be greater than 0"
 
 
-def validate(config: KubeProxyConfiguration) -> list[str]:
-    """Every error of ``config``, each ``path: kind: value: message``; empty when it is good."""
-    return [f"{ROOT}.{error}" for check in _CHECKS for error in check(config)]
+def validate(config: KubeProxyConfiguration, cluster_cidrs: Sequence[str] | None = None) -> list[str]:
+    """Every error of ``config``, each ``path: kind: value: message``; empty when it is good.
+
+    ``cluster_cidrs`` is what ``clusterCIDR`` was split into, where that is not plain: a flag may give one empty text.
+    """
+    if cluster_cidrs is None:
+        cluster_cidrs = config.cluster_cidr.split(",") if config.cluster_cidr else ()
+    errors = [error for check in _CHECKS for error in check(config)]
+    errors += _detect_local(config, cluster_cidrs)
+    return list(dict.fromkeys(f"{ROOT}.{error}" for error in errors))
 
 
 def in_one_line(errors: list[str]) -> str:
@@ -33,7 +43,7 @@ def _invalid(path: str, value: object, message: str) -> str:
 
 
 def _invalid_duration(path: str, nanoseconds: int, message: str) -> str:
-    return f"{path}: Invalid value: {durations.format(nanoseconds)}: {message}"
+    return f'{path}: Invalid value: "{durations.format(nanoseconds)}": {message}'
 
 
 def _unsupported(path: str, value: str, supported: tuple[str, ...]) -> str:
@@ -42,7 +52,9 @@ def _unsupported(path: str, value: str, supported: tuple[str, ...]) -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return gotext.quote(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_shown, value)) + "]"
     return str(value)
 
 
@@ -119,7 +131,7 @@ def _host_port(path: str, text: str) -> Iterator[str]:
     host, port = parts
     if addresses.parse_ip(host) is None:
         yield _invalid(path, host, "must be a valid IP")
-    if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+    if not re.fullmatch(r"\+?[0-9]+", port, re.ASCII) or not 1 <= int(port) <= 65535:
         yield _invalid(path, port, "must be a valid port")
 
 
@@ -134,7 +146,7 @@ def _node_port_addresses(config: KubeProxyConfiguration) -> Iterator[str]:
             yield _invalid(f"NodePortAddresses[{index}]", text, "must be a valid CIDR")
 
 
-def _detect_local(config: KubeProxyConfiguration) -> Iterator[str]:
+def _detect_local(config: KubeProxyConfiguration, cluster_cidrs: Sequence[str]) -> Iterator[str]:
     mode = config.detect_local_mode
     if mode not in DETECT_LOCAL_MODES:
         yield _unsupported("DetectLocalMode", mode, DETECT_LOCAL_MODES)
@@ -143,20 +155,23 @@ def _detect_local(config: KubeProxyConfiguration) -> Iterator[str]:
         yield _invalid(f"{path}.InterfaceName", "", "must not be empty")
     if mode == "InterfaceNamePrefix" and not config.detect_local.interface_name_prefix:
         yield _invalid(f"{path}.InterfacePrefix", "", "must not be empty")
-    if mode == "ClusterCIDR" and config.cluster_cidr:
-        yield from _cluster_cidrs(f"{path}.ClusterCIDRs", config.cluster_cidr)
+    if mode == "ClusterCIDR" and cluster_cidrs:
+        yield from _cluster_cidrs(f"{path}.ClusterCIDRs", cluster_cidrs)
 
 
-def _cluster_cidrs(path: str, text: str) -> Iterator[str]:
-    parts = text.split(",")
+def _cluster_cidrs(path: str, parts: Sequence[str]) -> Iterator[str]:
+    pair = "must be a either a single CIDR or dual-stack pair of CIDRs (e.g. [10.100.0.0/16, fde4:8dba:82e1::/48]"
+    if len(parts) > 2:
+        yield _invalid(path, list(parts), pair)
+        return
     networks = [addresses.parse_cidr(part) for part in parts]
-    example = "(e.g. 10.100.0.0/16 or fde4:8dba:82e1::/48)"
-    pair = "only one CIDR allowed or a valid DualStack CIDR (e.g. 10.100.0.0/16,fde4:8dba:82e1::/48)"
-    bad = [part for part, network in zip(parts, networks, strict=True) if network is None]
-    for part in bad:
-        yield _invalid(path, part, f"must be a valid CIDR block {example}")
-    if len(parts) > 2 or (not bad and len({n.version for n in networks if n is not None}) != len(parts)):
-        yield _invalid(path, text, pair)
+    for index, network in enumerate(networks):
+        if network is None:
+            message = "must be a valid CIDR block (e.g. 10.100.0.0/16 or fde4:8dba:82e1::/48)"
+            yield _invalid(f"{path}[{index}]", parts[index], message)
+    versions = [network.version for network in networks if network is not None]
+    if len(versions) == 2 and versions[0] == versions[1]:
+        yield _invalid(path, list(parts), pair)
 
 
 def _numbers(config: KubeProxyConfiguration) -> Iterator[str]:
@@ -176,6 +191,9 @@ def _numbers(config: KubeProxyConfiguration) -> Iterator[str]:
             yield _invalid_duration(path, duration, _NOT_NEGATIVE)
     if config.oom_score_adj is not None and not -1000 <= config.oom_score_adj <= 1000:
         yield _invalid(f"{linux}.OOMScoreAdj", config.oom_score_adj, "must be within the range [-1000, 1000]")
+
+
+def _client(config: KubeProxyConfiguration) -> Iterator[str]:
     if config.client_connection.burst < 0:
         yield _invalid("ClientConnection.Burst", config.client_connection.burst, _NOT_NEGATIVE)
 
@@ -186,23 +204,40 @@ def _hidden_metrics(config: KubeProxyConfiguration) -> Iterator[str]:
     if wanted and release:
         previous = f"{release[1]}.{int(release[2]) - 1}"
         if wanted != previous:
-            message = f"--show-hidden-metrics-for-version must be omitted or have the value '{previous}'"
-            yield _invalid("ShowHiddenMetricsForVersion", wanted, message)
+            message = f"must be omitted or have the value '{previous}'; only the previous minor version is allowed"
+            inner = _invalid("showHiddenMetricsForVersion", wanted, message)
+            yield _invalid("ShowHiddenMetricsForVersion", wanted, f"invalid showHiddenMetricsForVersion: {inner}")
 
 
-def _logging(config: KubeProxyConfiguration) -> Iterator[str]:
-    logging = config.logging
-    if logging.format not in ("text", "json"):
-        yield _invalid("logging.format", logging.format, "Unsupported log format")
-    if logging.verbosity > 2147483647:
-        yield _invalid("logging.verbosity", logging.verbosity, "Must be <= 2147483647")
+def logging_errors(logging: Logging, gates: Gates) -> list[str]:
+    """Errors of the section ``logging``, which kube-proxy reports before all others."""
+    errors = []
+    if logging.flush_frequency.nanoseconds <= 0:
+        errors.append(
+            _invalid_duration("flushFrequency", logging.flush_frequency.nanoseconds, "Must be greater than zero")
+        )
+    if logging.format not in LOG_FORMATS:
+        errors.append(_invalid("format", logging.format, "Unsupported log format"))
+    if logging.verbosity > _MAX_VERBOSITY:
+        errors.append(_invalid("verbosity", logging.verbosity, f"Must be <= {_MAX_VERBOSITY}"))
+    if logging.vmodule and logging.format not in ("", "text"):
+        errors.append("vmodule: Forbidden: Only supported for text log format")
     for index, entry in enumerate(logging.vmodule or ()):
+        path = f"vmodule[{index}]"
         if not entry.file_pattern:
-            yield f"logging.vmodule[{index}]: Required value: File pattern must not be empty"
-        elif any(character in entry.file_pattern for character in "=,"):
-            yield _invalid(
-                f"logging.vmodule[{index}]", entry.file_pattern, "File pattern must not contain equal sign or comma"
-            )
+            errors.append(f"{path}: Required value: File pattern must not be empty")
+        if any(character in entry.file_pattern for character in "=,"):
+            errors.append(_invalid(path, entry.file_pattern, "File pattern must not contain equal sign or comma"))
+        if entry.verbosity > _MAX_VERBOSITY:
+            errors.append(_invalid(path, entry.verbosity, f"Must be <= {_MAX_VERBOSITY}"))
+    if not gates.on("LoggingAlphaOptions"):
+        for name, options in (("text", logging.options.text), ("json", logging.options.json_)):
+            disabled = "Forbidden: Feature LoggingAlphaOptions is disabled"
+            if options.split_stream:
+                errors.append(f"options.{name}.splitStream: {disabled}")
+            if quantities.parse(options.info_buffer_size).value != 0:
+                errors.append(f"options.{name}.infoBufferSize: {disabled}")
+    return [f"logging.{error}" for error in errors]
 
 
 _CHECKS = (
@@ -210,10 +245,9 @@ _CHECKS = (
     _ipvs,
     _numbers,
     _modes,
+    _client,
     _periods,
     _bind_addresses,
     _node_port_addresses,
     _hidden_metrics,
-    _detect_local,
-    _logging,
 )

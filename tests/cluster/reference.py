@@ -20,7 +20,7 @@ TIMEOUT = 120.0
 
 
 def cache() -> Path:
-    """The folder of what was built: ``PYEBPF_PROXY_CACHE``, else /var/cache/pyebpf-proxy; never inside the repository."""
+    """The folder of what was built, never inside the repository: ``PYEBPF_PROXY_CACHE``, or a default."""
     return Path(os.environ.get("PYEBPF_PROXY_CACHE", DEFAULT_CACHE))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program answered to a case, freed of what differs from run to run: times, process ids, source lines, folders."""
+"""What a program answered to a case, freed of what differs from run to run: times, process ids, lines, folders."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import re
 from typing import Any, NamedTuple
 
 # What kube-proxy says at every start, or about itself: no answer to the case.
-NOISE = ("Using iptables proxy", "Wrote configuration", "Error running ProxyServer", "FLAG: ")
+NOISE = ("Using iptables proxy", "Wrote configuration", "Error running ProxyServer", "FLAG: ", "Updated")
 
 _KLOG = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [\w.]+:\d+\] (.*)$", re.DOTALL)
 _FIELD = re.compile(r"(?:KubeProxyConfiguration|logging)\.[A-Za-z]+(?:\.[A-Za-z]+|\[\d+\])*")
-_JSON_FIELD = re.compile(r"Go struct field \w+\.([\w.]+)|(?:unknown|duplicate) field \"([^\"]+)\"|key \"?([^\" ]+)\"? already")
+_JSON_FIELD = re.compile(
+    r"Go struct field \w+\.([\w.]+)|(?:unknown|duplicate) field \"([^\"]+)\"|key \"?([^\" ]+)\"? already"
+)
 _FLAG = re.compile(r'for "([^"]+)" flag|(?:unknown (?:shorthand )?flag|flag needs an argument): (.*)')
 
 
@@ -64,13 +66,19 @@ def of_kube_proxy(status: int, stdout: str, stderr: str, document: str | None, f
         elif severity in "WI" and message and not message.startswith(NOISE):
             warnings.append(f"{message}: {reason}" if reason else message)
     # Help and usage are texts of their own; only that they were shown is compared.
-    output = "usage" if stdout.startswith("The Kubernetes network proxy runs") or usage and not error else stdout.strip()
+    output = (
+        "usage" if stdout.startswith("The Kubernetes network proxy runs") or (usage and not error) else stdout.strip()
+    )
+    if _KLOG.match(output) or output.startswith('{"ts":'):
+        output = ""  # with split streams, the log is there
     clean = [_clean(text, folder) for text in (error, output)]
-    return Answer(status, clean[0], tuple(_clean(text, folder) for text in warnings), clean[1], document)
+    # Gates are set twice at a start, and warned about each time. A document that could not be written is left empty.
+    told = tuple(dict.fromkeys(_clean(text, folder) for text in warnings))
+    return Answer(status, clean[0], told, clean[1], document or None)
 
 
 def _clean(text: str, folder: str) -> str:
-    return text.replace(folder, "{dir}").strip()
+    return text.replace(folder, "{dir}").strip().replace("\n", "\\n")
 
 
 def _entries(stderr: str) -> list[tuple[str, str, str]]:
@@ -113,7 +121,10 @@ def _reason(text: str) -> str:
     quoted = re.search(r' err="((?:[^"\\]|\\.)*)"', text)
     if quoted:
         return _unquoted(quoted[1])
-    extra = [f"{name}={value}" for name, value in re.findall(r' (\w+)="?([^" ]+)"?', text.partition('" ')[2] and " " + text.partition('" ')[2])]
+    extra = [
+        f"{name}={value}"
+        for name, value in re.findall(r' (\w+)="?([^" ]+)"?', text.partition('" ')[2] and " " + text.partition('" ')[2])
+    ]
     return " ".join(extra)
 
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration files in words (spec/configuration §1, §2): name, then the fields after the usual header."""
 
+# A table: one line for each case or series, however long.
+# ruff: noqa: E501
+# fmt: off
 from __future__ import annotations
 
 from tests.parity.case import HEADER, Case, with_fields, with_file

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 import pytest
 
 from pyebpf_proxy.config import flags
+from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.effective import Effective, effective
-from pyebpf_proxy.config.loader import load
 from pyebpf_proxy.errors import DatapathError, FatalError
 from pyebpf_proxy.kube.source import Batch, Change
 from pyebpf_proxy.node_facts import NodeFacts
@@ -115,7 +115,7 @@ class Counter:
 
 
 def settings(minimum: str = "1ms", retry: str = "1000ms") -> Effective:
-    config = load(None).config
+    config = complete(flags.parse([]), lambda text, file: None)
     section = config.iptables.model_copy(
         update={"min_sync_period": int(float(minimum[:-2]) * 1e6), "sync_period": int(float(retry[:-2]) * 1e6)}
     )

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags and file to one completed, checked configuration, in kube-proxy's order (spec/configuration §4.1, §5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pyebpf_proxy.config import addresses, gates, loader
+from pyebpf_proxy.config.defaults import (
+    HEALTHZ_PORT,
+    METRICS_PORT,
+    in_force,
+    with_defaults,
+    with_platform_defaults,
+)
+from pyebpf_proxy.config.flags import Flags
+from pyebpf_proxy.config.loader import ConfigError
+from pyebpf_proxy.config.model import FlushFrequency, KubeProxyConfiguration, Section, VModule
+from pyebpf_proxy.config.validation import in_one_line, logging_errors, validate
+
+_SectionT = TypeVar("_SectionT", bound=Section)
+
+
+def complete(flags: Flags, warn: Callable[[str, str | None], None]) -> KubeProxyConfiguration:
+    """Read what the flags name, fill in the defaults, check all of it; ConfigError lists every error.
+
+    ``warn`` is called with each warning and, where it is about one, the file.
+    """
+    for warning in flags.warnings:
+        warn(warning, None)
+    cluster_cidrs = None
+    if flags.config:
+        read = loader.read(Path(flags.config))
+        for warning in read.warnings:
+            warn(warning, flags.config)
+        config = in_force(with_defaults(read.config))
+        config = config.model_copy(update={"logging": _logging(config, flags, from_file=True)})
+    else:
+        config = _from_flags(flags)
+        if "cluster-cidr" in flags.given:
+            cluster_cidrs = config.cluster_cidr.split(",")
+    config = with_platform_defaults(config)
+    if flags.hostname_override:
+        name = flags.hostname_override.strip()
+        if not name:
+            raise ConfigError("failed complete: empty hostname-override is invalid")
+        config = config.model_copy(update={"hostname_override": name.lower()})
+    enabled = gates.apply(config.feature_gates)
+    if enabled.errors:
+        raise ConfigError(f"failed complete: {in_one_line(enabled.errors)}")
+    for warning in enabled.warnings:
+        warn(warning, None)
+    for prefix, errors in (
+        ("initialize logging", logging_errors(config.logging, enabled)),
+        ("failed validate", validate(config, cluster_cidrs)),
+    ):
+        if errors:
+            raise ConfigError(f"{prefix}: {in_one_line(errors)}")
+    return config
+
+
+def _from_flags(flags: Flags) -> KubeProxyConfiguration:
+    """Defaults and the flags over them; the file's rules about zeroes do not hold here."""
+    # Kube-proxy's own defaults are made for mode "", so its periods and masqueradeAll are those of iptables.
+    config = in_force(with_defaults(KubeProxyConfiguration()))
+    changes: dict[str, Any] = {}
+    for path, value in flags.fields():
+        _put(changes, path, value)
+    config = _changed(config, changes)
+    values = flags.values
+    section = config.mode if config.mode in ("ipvs", "nftables") else "iptables"
+    prefix = "ipvs" if section == "ipvs" else "iptables"
+    periods = {
+        "sync_period": values.get(f"{prefix}-sync-period", config.iptables.sync_period),
+        "min_sync_period": values.get(f"{prefix}-min-sync-period", config.iptables.min_sync_period),
+    }
+    zero = {"sync_period": 0, "min_sync_period": 0}
+    masquerade = {"masquerade_all": values.get("masquerade-all", False)}
+    update: dict[str, Any] = {"logging": _logging(config, flags, from_file=False)}
+    for name in ("iptables", "ipvs", "nftables"):
+        its = dict(periods if name == section else zero)
+        if name == (section if section != "ipvs" else "iptables"):
+            its.update(masquerade)
+        update[name] = getattr(config, name).model_copy(update=its)
+    if not values.get("write-config-to", ""):
+        for name, default in (("healthz", HEALTHZ_PORT), ("metrics", METRICS_PORT)):
+            field = f"{name}_bind_address"
+            update[field] = addresses.append_port(getattr(config, field), int(values.get(f"{name}-port", default)))
+    return config.model_copy(update=update)
+
+
+def _logging(config: KubeProxyConfiguration, flags: Flags, *, from_file: bool) -> Any:
+    """The logging flags win over the file; entries of vmodule come before the file's."""
+    logging, values = config.logging, flags.values
+    update: dict[str, Any] = {}
+    if "logging-format" in values:
+        update["format"] = values["logging-format"]
+    if "log-flush-frequency" in values:
+        as_text = logging.flush_frequency.as_text
+        update["flush_frequency"] = FlushFrequency(int(values["log-flush-frequency"]), as_text)
+    if "v" in values:
+        update["verbosity"] = values["v"]
+    if "vmodule" in values:
+        given = [VModule(file_pattern=pattern, verbosity=level) for pattern, level in values["vmodule"]]
+        update["vmodule"] = [*given, *(logging.vmodule or ())] or None
+    options = {}
+    for name, attribute in (("text", "text"), ("json", "json_")):
+        section = getattr(logging.options, attribute)
+        # Binding its flags resets splitStream of a file: kube-proxy never heeds it there.
+        changes: dict[str, Any] = {"split_stream": False} if from_file else {}
+        if f"log-{name}-split-stream" in values:
+            changes["split_stream"] = values[f"log-{name}-split-stream"]
+        if f"log-{name}-info-buffer-size" in values:
+            changes["info_buffer_size"] = values[f"log-{name}-info-buffer-size"]
+        options[attribute] = section.model_copy(update=changes)
+    update["options"] = logging.options.model_copy(update=options)
+    return logging.model_copy(update=update)
+
+
+def _put(changes: dict[str, Any], path: str, value: object) -> None:
+    *sections, field = path.split(".")
+    for section in sections:
+        changes = changes.setdefault(section, {})
+    changes[field] = value
+
+
+def _changed(section: _SectionT, changes: dict[str, Any]) -> _SectionT:
+    update = {
+        name: _changed(getattr(section, name), value) if isinstance(getattr(section, name), Section) else value
+        for name, value in changes.items()
+    }
+    return section.model_copy(update=update)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON text to plain values: a file that begins with ``{`` is JSON to kube-proxy, never YAML."""
+
+from __future__ import annotations
+
+import json
+
+from pyebpf_proxy.config.yaml_text import Number
+
+
+class Pairs(list[tuple[str, object]]):
+    """An object with its keys in their order, duplicates included."""
+
+
+def is_json(content: bytes) -> bool:
+    """Whether the file is to be read as JSON."""
+    return content.lstrip().startswith(b"{")
+
+
+def load(content: bytes) -> object:
+    """Read the file; ValueError in one line when it is not JSON."""
+    try:
+        # Go replaces bytes that are no UTF-8, and so halves of surrogates; see ``decode``.
+        text = content.decode("utf-8", "replace")
+        return json.loads(
+            text, object_pairs_hook=Pairs, parse_int=Number, parse_float=Number, parse_constant=_no_constant
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno}: {error.msg[:1].lower()}{error.msg[1:]}") from None
+    except RecursionError:
+        raise ValueError("exceeded max depth") from None
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"invalid character '{name[0]}' looking for beginning of value")

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our answer to a case: the real command line, in this process or in one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from pyebpf_proxy import cli
+from tests.parity.answer import Answer
+from tests.parity.case import Case
+
+_LINE = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z (\w+) (.*?)(?: file=\S+)?$")
+
+
+def ask(case: Case, *, apart: bool = False) -> Answer:
+    """Give the case to our command line; ``apart``: as a program of its own."""
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        if case.file is not None:
+            (Path(folder) / "config.yaml").write_bytes(case.file)
+        arguments = [argument.replace("{dir}", folder) for argument in case.arguments]
+        if apart:
+            program = [sys.executable, "-m", "pyebpf_proxy", *arguments]
+            ran = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+            status, output, errors = ran.returncode, ran.stdout, ran.stderr
+        else:
+            status, output, errors = _here(arguments)
+        written = Path(folder) / "written.yaml"
+        return _answer(status, output, errors, written.read_text() if written.is_file() else None, folder)
+
+
+def _here(arguments: list[str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    root, own = logging.getLogger(), logging.getLogger("pyebpf_proxy")
+    before = root.handlers[:], root.level, own.level, logging.raiseExceptions
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = cli.main(arguments)
+    finally:
+        root.handlers[:] = before[0]
+        root.setLevel(before[1])
+        own.setLevel(before[2])
+        logging.raiseExceptions = before[3]
+    return status, out.getvalue(), err.getvalue()
+
+
+def _answer(status: int, output: str, errors: str, document: str | None, folder: str) -> Answer:
+    error, warnings = "", []
+    if errors.startswith("Error: "):
+        error = errors.removeprefix("Error: ")
+        errors = ""
+    for line in errors.splitlines():
+        severity, message = _said(line)
+        if severity == "error":
+            error = message
+        elif severity == "warning":
+            warnings.append(message)
+        elif not severity:
+            # A traceback, or whatever else is no line of the log: part of the answer, and sure to differ.
+            error += "\n" + line
+    shown = "usage" if "\nUsage:\n" in output else output.strip()
+    clean = [text.replace(folder, "{dir}").strip() for text in (error, shown)]
+    return Answer(status, clean[0], tuple(warning.replace(folder, "{dir}") for warning in warnings), clean[1], document)
+
+
+def _said(line: str) -> tuple[str, str]:
+    if line.startswith('{"time": '):
+        import json
+
+        entry = json.loads(line)
+        return entry["level"], entry["message"]
+    match = _LINE.match(line)
+    return (match[1], match[2]) if match else ("", line)
