@@ -14,9 +14,11 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 from pathlib import Path
 
+from .agent import command
 from .namespace import NETNS_FOLDER, batch
 
 _TAG = re.compile(r"pep-(\d+)-(\d+)")
@@ -92,6 +94,15 @@ def remove(tag: str) -> None:
             with contextlib.suppress(OSError):
                 if os.stat(f"/proc/{entry}/ns/net").st_ino in inodes:
                     os.kill(int(entry), signal.SIGKILL)
+    for name in names:
+        # An agent without a bpffs of the lab's own pinned its programs elsewhere: only it knows where.
+        state = folder_of(tag) / name.removeprefix(f"{tag}-") / "state"
+        if state.exists() and not os.path.ismount(state / "bpf"):
+            subprocess.run(
+                ["ip", "netns", "exec", name, *command(), "--cleanup", "--directory", str(state)],
+                stdout=subprocess.DEVNULL,
+                check=False,  # what it says about trouble is said; the namespace goes in any case
+            )
     if names:
         batch(f"netns del {name}" for name in names)
     remove_folder(folder_of(tag))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from lab_services import Kind, write_nodes, write_services
 from lab_tools import agent_lane
 
+from pyebpf_proxy.lab import leftovers
 from pyebpf_proxy.lab.client import ANSWERED, TIMED_OUT, UNREACHABLE, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 
@@ -203,3 +205,24 @@ def test_nodes_on_one_kernel_do_not_disturb_each_other(lane: str) -> None:
             assert second.namespace.call(ask, address, port).kind == ANSWERED
         for address in first.address:
             assert lab.client.call(ask, address, port, timeout=0.3).answer is None
+
+
+DIES_WITH_AN_AGENT = """
+import os, signal
+from pyebpf_proxy.lab.cluster import Lab
+with Lab(nodes=1, own_bpffs=False) as lab:
+    lab.start_agents()
+    print(lab.tag, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_lab_clean_also_finds_pins_outside_the_labs_folder() -> None:
+    mounts = _mounts()
+    before = cgroup_programs()
+    killed = subprocess.run([sys.executable, "-c", DIES_WITH_AN_AGENT], stdout=subprocess.PIPE, text=True, check=False)
+    added = cgroup_programs() - before
+    assert len(added) >= 8  # they are pinned: the agent's death did not take them away
+    assert killed.stdout.strip() in leftovers.clean()
+    assert not added & cgroup_programs()
+    assert _mounts() == mounts
