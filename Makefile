@@ -38,10 +38,10 @@ BENCH_TOOLS := $(BENCH_SOURCES:bench/%.c=build/bench/%) $(patsubst bench/%.c,bui
 # $(call need,program,Debian package): one line that says what is missing and what to do.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup build wheel demo test lint bench clean distclean
+.PHONY: help setup build wheel demo test test-cluster record lint bench clean distclean
 
 help: ## list what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  demo and test do setup first by themselves. make test ARGS='-k name' passes arguments to pytest."
 
 setup: ## Debian packages (sudo where not root), .venv with pinned versions, BPF objects; quick when all is there
@@ -96,6 +96,14 @@ demo: setup ## a two-node cluster in network namespaces, real requests, a table 
 
 test: setup ## every test: unit, packet, netns; what was skipped, and why, is listed at the end
 	@$(SUDO) $(PYTHON) -m pytest $(ARGS)
+
+test-cluster: setup ## beside the real Kubernetes programs; builds them first (Go 1.26) where the cache lacks them
+	@tests/cluster/build.sh
+	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(ARGS)
+
+record: setup ## ask the real kube-proxy every case again, and write down what it answers, for make test
+	@tests/cluster/build.sh
+	@$(SUDO) $(PYTHON) -m tests.cluster.record
 
 lint: setup ## ruff, mypy --strict, C warnings as errors, shellcheck where installed
 	@# The C side was compiled by setup, with -Wall -Wextra -Werror.

@@ -74,6 +74,6 @@ def _said(line: str) -> tuple[str, str]:
         import json
 
         entry = json.loads(line)
-        return entry["level"], entry["message"]
+        return entry["level"], entry["message"].replace("\n", "\\n")
     match = _LINE.match(line)
     return (match[1], match[2]) if match else ("", line)

@@ -5,34 +5,30 @@ package main
 
 import (
 	"fmt"
-	"sort"
+	"slices"
 
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
+	"k8s.io/component-base/featuregate"
 	_ "k8s.io/kubernetes/cmd/kube-proxy/app"
 )
 
 func main() {
 	gates := utilfeature.DefaultMutableFeatureGate.GetAll()
 	needs := utilfeature.DefaultMutableFeatureGate.Dependencies()
-	names := []string{}
+	names := []featuregate.Feature{}
 	for name := range gates {
-		names = append(names, string(name))
+		names = append(names, name)
 	}
-	sort.Strings(names)
+	slices.Sort(names)
 	for _, name := range names {
-		for feature, spec := range gates {
-			if string(feature) != name {
-				continue
-			}
-			stage := string(spec.PreRelease)
-			if stage == "" {
-				stage = "GA"
-			}
-			fmt.Printf("%s %t %s %t", name, spec.Default, stage, spec.LockToDefault)
-			for _, need := range needs[feature] {
-				fmt.Printf(" %s", need)
-			}
-			fmt.Println()
+		stage := string(gates[name].PreRelease)
+		if stage == "" {
+			stage = "GA"
 		}
+		fmt.Printf("%s %t %s %t", name, gates[name].Default, stage, gates[name].LockToDefault)
+		for _, need := range needs[name] {
+			fmt.Printf(" %s", need)
+		}
+		fmt.Println()
 	}
 }

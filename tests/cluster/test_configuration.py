@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real kube-proxy asked now: the recordings are still what it answers, and fresh made-up cases."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy import KUBERNETES_VERSION
+from tests.cluster import reference
+from tests.parity import ours, recordings
+from tests.parity.differences import difference
+from tests.parity.generated import generate
+
+#: Set these to see a failure again, or to look longer.
+SEED = int(os.environ.get("PARITY_SEED", secrets.randbelow(1_000_000)))
+COUNT = int(os.environ.get("PARITY_COUNT", "400"))
+
+
+@pytest.fixture(scope="session")
+def kube_proxy() -> Path:
+    """The real program; an error, not a skip, where it was not built."""
+    program = reference.kube_proxy()
+    if not program.exists():
+        pytest.fail(f"{program} is missing: run tests/cluster/build.sh")
+    return program
+
+
+def test_it_is_the_release_that_is_followed(kube_proxy: Path) -> None:
+    assert reference.version(kube_proxy) == f"Kubernetes {KUBERNETES_VERSION}"
+
+
+def test_recordings_are_what_it_answers(kube_proxy: Path) -> None:
+    _, recorded = recordings.read()
+    answers = reference.ask_all(kube_proxy, [case for case, _ in recorded])
+    changed = [case.name for (case, now), (_, then) in zip(answers, recorded, strict=True) if now != then]
+    assert changed == []
+
+
+def test_made_up_cases_are_answered_alike(kube_proxy: Path) -> None:
+    print(f"PARITY_SEED={SEED} PARITY_COUNT={COUNT}")
+    wrong = []
+    for case, theirs in reference.ask_all(kube_proxy, generate(SEED, COUNT)):
+        answer = ours.ask(case)
+        if difference(case, theirs, answer) is None:
+            file = (case.file or b"").decode(errors="replace")
+            wrong.append(f"{case.name} {case.arguments}\n{file}\n  kube-proxy: {theirs}\n  ours:       {answer}")
+    assert not wrong, f"{len(wrong)} of {COUNT}, PARITY_SEED={SEED}:\n" + "\n\n".join(wrong[:5])
