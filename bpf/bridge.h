@@ -44,29 +44,91 @@ static __noinline int is_translated_reply(struct __sk_buff *skb, const struct pa
 	return translated;
 }
 
-static __always_inline void lift_bridged_reply(struct __sk_buff *skb, const struct packet *p)
+/* Gives the frame the MAC address of the port's bridge. False: it has it already, or this is no port. */
+static __always_inline bool lift(struct __sk_buff *skb)
 {
 	__u32 ifindex = skb->ifindex;
-	struct node_device *d;
-	__u8 *frame, mac[6];
+	struct node_device *d = bpf_map_lookup_elem(&devices, &ifindex);
+	__u8 mac[6];
+
+	if (!d || !d->bridge)
+		return false;
+	__builtin_memcpy(mac, d->bridge_mac, sizeof(mac));
+	return !bpf_skb_store_bytes(skb, 0, mac, sizeof(mac), 0);
+}
+
+static __always_inline bool is_for_bridge(struct __sk_buff *skb)
+{
+	__u32 ifindex = skb->ifindex;
+	struct node_device *d = bpf_map_lookup_elem(&devices, &ifindex);
+	__u8 *frame;
 	int i;
 
-	if (!settings.conntrack_lookup || !comes_from_endpoint(p))
-		return;
-	d = bpf_map_lookup_elem(&devices, &ifindex);
 	if (!d || !d->bridge)
-		return;
+		return true;
 	frame = bytes_at(skb, 0, ETH_HLEN);
 	if (!frame)
-		return;
+		return true;
 	for (i = 0; i < 6; i++)
 		if (frame[i] != d->bridge_mac[i])
-			break;
-	if (i == 6 || !is_translated_reply(skb, p))
+			return false;
+	return true;
+}
+
+/* True: the packet is a fragment, and `key` says of what. IPv6: with the fragment header first, as senders put it. */
+static __always_inline bool is_fragment(struct __sk_buff *skb, struct fragments *key)
+{
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		struct iphdr *ip = bytes_at(skb, ETH_HLEN, sizeof(*ip));
+
+		if (!ip || !(ip->frag_off & bpf_htons(0x3fff)))
+			return false;
+		__builtin_memcpy(key->source, &ip->saddr, 4);
+		__builtin_memcpy(key->destination, &ip->daddr, 4);
+		key->id = ip->id;
+		key->protocol = ip->protocol;
+		return true;
+	}
+	if (skb->protocol == bpf_htons(ETH_P_IPV6)) {
+		struct {
+			struct ipv6hdr ip;
+			__u8 next;
+			__u8 reserved;
+			__be16 offset;
+			__be32 id;
+		} __attribute__((packed)) *h = bytes_at(skb, ETH_HLEN, sizeof(*h));
+
+		if (!h || h->ip.nexthdr != 44)
+			return false;
+		__builtin_memcpy(key->source, &h->ip.saddr, 16);
+		__builtin_memcpy(key->destination, &h->ip.daddr, 16);
+		key->id = h->id;
+		key->protocol = h->next;
+		return true;
+	}
+	return false;
+}
+
+static __always_inline void lift_bridged_reply(struct __sk_buff *skb, const struct packet *p)
+{
+	struct fragments key = {};
+	__u32 lifted = 1;
+
+	if (!settings.conntrack_lookup || !comes_from_endpoint(p) || is_for_bridge(skb) ||
+	    !is_translated_reply(skb, p) || !lift(skb))
 		return;
-	__builtin_memcpy(mac, d->bridge_mac, sizeof(mac));
-	if (!bpf_skb_store_bytes(skb, 0, mac, sizeof(mac), 0))
-		count(BRIDGED_REPLY_LIFTED);
+	count(BRIDGED_REPLY_LIFTED);
+	if (is_fragment(skb, &key))
+		bpf_map_update_elem(&lifted_fragments, &key, &lifted, BPF_ANY);
+}
+
+/* A packet without ports: if its first fragment was lifted it goes the same way, to be put together there. */
+static __always_inline void lift_later_fragment(struct __sk_buff *skb)
+{
+	struct fragments key = {};
+
+	if (is_fragment(skb, &key) && bpf_map_lookup_elem(&lifted_fragments, &key))
+		lift(skb);
 }
 
 #endif

@@ -373,6 +373,21 @@ struct {
 	__type(value, struct node_device);
 } devices SEC(".maps");
 
+/* A reply whose first fragment was lifted to the bridge (bridge.h): the others must follow it. */
+struct fragments {
+	__u8 source[16];	/* IPv4 in the first four bytes */
+	__u8 destination[16];
+	__u32 id;
+	__u32 protocol;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 1024);
+	__type(key, struct fragments);
+	__type(value, __u32);
+} lifted_fragments SEC(".maps");
+
 /* ---- sockets that were translated at connect or sendmsg ------------------- */
 
 struct socket_peer4_key {

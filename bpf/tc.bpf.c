@@ -70,8 +70,11 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 	struct packet p = {};
 	struct frontend *found, f;
 
-	if (!parse_packet(skb, link, &p))
+	if (!parse_packet(skb, link, &p)) {
+		if (bridge_port)
+			lift_later_fragment(skb);
 		return TC_ACT_UNSPEC;
+	}
 	found = p.opens || bridge_port ? find_frontend(&p) : NULL;
 	if (found) {
 		/* An element that is deleted may be used again at once: nothing looks at it a second time. */

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import pytest
-from scapy.packet import Packet
+from scapy.layers.inet import IP, UDP
+from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment
+from scapy.layers.l2 import Ether
+from scapy.packet import Packet, Raw
 from test_flows import insert_entry
 from world import GO_ON, World
 
@@ -63,3 +66,45 @@ def test_a_reply_that_is_for_the_bridge_already(bridged: World) -> None:
 def test_only_on_ports(bridged: World) -> None:
     frame = reply(bridged)
     assert bridged.run("tc_ethernet", frame, device="pods").data == bytes(frame)
+
+
+def fragmented(world: World, ports: tuple[int, int], number: int = 7) -> tuple[Packet, Packet]:
+    """A reply in two fragments: the first has the ports, the second has not."""
+    whole = UDP(sport=ports[0], dport=ports[1]) / Raw(b"x" * 72)
+    body = bytes(whole.build())
+    ether = Ether(src="02:00:00:00:00:01", dst="02:00:00:00:00:02")
+    if world.family == 4:
+        ip = {"src": world.address("local"), "dst": world.address("pod"), "id": number, "proto": 17}
+        return ether / IP(flags="MF", **ip) / Raw(body[:40]), ether / IP(frag=5, **ip) / Raw(body[40:])
+    ip6 = IPv6(src=world.address("local"), dst=world.address("pod"))
+    head = {"id": number, "nh": 17}
+    return (
+        ether / ip6 / IPv6ExtHdrFragment(m=1, **head) / Raw(body[:40]),
+        ether / ip6 / IPv6ExtHdrFragment(offset=5, **head) / Raw(body[40:]),
+    )
+
+
+@pytest.fixture
+def bridged_udp(world: World) -> World:
+    world.service(["local"], protocol="udp")
+    layout = world.object.btf.struct("node_device")
+    world.object.maps["devices"].update(
+        world.devices["pods"].to_bytes(4, "little"),
+        layout.pack(bridge=world.devices["nic"], bridge_mac=bytes.fromhex(BRIDGE_MAC.replace(":", ""))),
+    )
+    insert_entry(world, "udp", "pod", "cluster_ip", 40000, 80, target="local")
+    return world
+
+
+def test_later_fragments_follow_the_first(bridged_udp: World) -> None:
+    first, later = fragmented(bridged_udp, (8080, 40000))
+    assert bridged_udp.run("tc_bridge_port", later, device="pods").data == bytes(later), "nothing is known of it yet"
+    assert bridged_udp.run("tc_bridge_port", first, device="pods").data[:6].hex(":") == BRIDGE_MAC
+    assert bridged_udp.run("tc_bridge_port", later, device="pods").data[:6].hex(":") == BRIDGE_MAC
+    _, another = fragmented(bridged_udp, (8080, 40000), number=8)
+    assert bridged_udp.run("tc_bridge_port", another, device="pods").data == bytes(another)
+
+
+def test_fragments_of_other_traffic_are_switched(bridged_udp: World) -> None:
+    for frame in fragmented(bridged_udp, (8081, 40000)):
+        assert bridged_udp.run("tc_bridge_port", frame, device="pods").data == bytes(frame)
