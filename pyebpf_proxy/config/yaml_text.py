@@ -112,44 +112,61 @@ class _Reader:
     def __init__(self) -> None:
         self.value: object = None
         self.duplicates: list[str] = []
-        self._anchors: dict[str, _Anchor | None] = {}
+        self._anchors: dict[str, _Anchor | _Open] = {}
         self._open: list[_Open] = []
         # What Go counts against documents that blow up: values read, and how many of them through aliases.
         self._decoded = 1
         self._aliased = 0
 
     def read(self, loader: Any) -> None:
+        depth = 0
+        wrong: ValueError | None = None
         for _ in range(MAX_EVENTS):
             event = loader.get_event()
-            if isinstance(event, yaml.ScalarEvent):
-                self._scalar(event)
-            elif isinstance(event, yaml.AliasEvent):
-                self._alias(event)
-            elif isinstance(event, yaml.MappingStartEvent):
-                self._start({}, event)
-            elif isinstance(event, yaml.SequenceStartEvent):
-                self._start([], event)
-            elif isinstance(event, yaml.CollectionEndEvent):
-                self._end()
-            elif isinstance(event, yaml.DocumentStartEvent) and event.version not in (None, (1, 1)):
-                line = cast(yaml.error.Mark, event.start_mark).line
-                raise ValueError(f"yaml: {f'line {line}: ' if line else ''}found incompatible YAML document")
-            elif event is None or isinstance(event, (yaml.DocumentEndEvent, yaml.StreamEndEvent)):
+            if event is None or isinstance(event, (yaml.DocumentEndEvent, yaml.StreamEndEvent)):
                 # Only the first document counts; what follows is not even read.
+                if wrong is not None:
+                    raise wrong
                 return
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+                if depth > MAX_DEPTH:
+                    raise ValueError(f"yaml: exceeded max depth of {MAX_DEPTH}")
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+            if wrong is None:
+                try:
+                    self._event(event)
+                except ValueError as error:
+                    # Go reads the whole document first: a mistake of syntax further down is told before.
+                    wrong = error
         raise ValueError("yaml: the configuration holds too many values")
 
+    def _event(self, event: Any) -> None:
+        if isinstance(event, yaml.ScalarEvent):
+            self._scalar(event)
+        elif isinstance(event, yaml.AliasEvent):
+            self._alias(event)
+        elif isinstance(event, yaml.MappingStartEvent):
+            self._start({}, event)
+        elif isinstance(event, yaml.SequenceStartEvent):
+            self._start([], event)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            self._end()
+        elif isinstance(event, yaml.DocumentStartEvent) and event.version not in (None, (1, 1)):
+            line = cast(yaml.error.Mark, event.start_mark).line
+            raise ValueError(f"yaml: {f'line {line}: ' if line else ''}found incompatible YAML document")
+
     def _start(self, value: list[Any] | dict[Any, Any], event: Any) -> None:
-        if len(self._open) >= MAX_DEPTH:
-            raise ValueError(f"yaml: exceeded max depth of {MAX_DEPTH}")
-        if event.anchor is not None:
-            self._anchors[event.anchor] = None
         self._decoded += 1
         self._open.append(_Open(value, event.anchor))
+        if event.anchor is not None:
+            self._anchors[event.anchor] = self._open[-1]
 
     def _end(self) -> None:
         done = self._open.pop()
-        if done.anchor is not None:
+        # Unless its name was given anew to something inside.
+        if done.anchor is not None and self._anchors[done.anchor] is done:
             self._anchors[done.anchor] = _Anchor(done.value, done.count, done.duplicates, done.lines)
         self._add(done.value, done.count, done.lines, done.duplicates, 0)
 
@@ -170,7 +187,7 @@ class _Reader:
         if event.anchor not in self._anchors:
             raise ValueError(f"yaml: unknown anchor '{event.anchor}' referenced")
         anchor = self._anchors[event.anchor]
-        if anchor is None:
+        if isinstance(anchor, _Open):
             raise ValueError(f"yaml: anchor '{event.anchor}' value contains itself")
         self._decoded += 1 + anchor.decoded
         self._aliased += anchor.decoded

@@ -319,6 +319,11 @@ BODIES: tuple[tuple[str, str], ...] = (
     ("lists when written", "nodePortAddresses: [10.0.0.0/8, 'fd00::/64']\nmode: ipvs\nipvs: {excludeCIDRs: ['10.0.0.0/8', '::/0']}"),
     ("a CIDR pair with the same network twice", "clusterCIDR: '10.0.0.0/8,10.0.0.0/8'"),
     ("old release's fields together", "udpIdleTimeout: 250ms\nresourceContainer: /kube-proxy\nportRange: ''\nmode: ''"),
+    ("a key with a colon and nothing else, in braces", "iptables: {masqueradeBit:}"),
+    ("a key with a question mark, in braces", "iptables: {masqueradeBit?: 3}"),
+    ("two mistakes of syntax", "[]:! 1"),
+    ("an anchor inside itself and a mistake further down", "a: &a [x, *a]\nb: [1"),
+    ("an anchor whose name is given again inside", "iptables: &a {&a masqueradeBit: 3}\nhostnameOverride: *a"),
     ("deep nesting in an unknown field", "a: " + "[" * 200 + "]" * 200),
 )
 

@@ -7,6 +7,7 @@ import json
 import random
 
 from tests.parity.case import HEADER, Case, with_file, with_flags
+from tests.parity.files import BODIES, KUBEADM
 
 _TEXTS = (
     "",
@@ -142,9 +143,36 @@ _FLAG_VALUES: dict[str, tuple[str, ...]] = {
 }
 
 
+_CHARACTERS = (
+    *"abyn015:-,.[]{}\"'#&*!|>%@`? \n\t~<=\\/",
+    "  ",
+    "\n  ",
+    "- ",
+    ": ",
+    "&a ",
+    "*a",
+    "<<: ",
+    "!!str ",
+    "é",
+    "---\n",
+)
+
+
 def generate(seed: int, count: int) -> list[Case]:
-    """``count`` cases of this seed, two files to one command line."""
-    return [_command_line(seed, n) if n % 3 == 2 else _file(seed, n) for n in range(count)]
+    """``count`` cases of this seed: files, command lines, and files that were damaged."""
+    kinds = (_file, _file, _command_line, _file, _damaged)
+    return [kinds[number % len(kinds)](seed, number) for number in range(count)]
+
+
+def _damaged(seed: int, number: int) -> Case:
+    """A file in words with some characters put in, taken away or changed."""
+    chance = random.Random(f"damage {seed} {number}")
+    text = HEADER + chance.choice([KUBEADM, *(body for _, body in BODIES if len(body) < 300)])
+    for _ in range(chance.randint(1, 4)):
+        place = chance.randint(0 if chance.random() < 0.1 else min(len(HEADER), len(text)), len(text))
+        gone = chance.choice((0, 0, 1, 3))
+        text = text[:place] + chance.choice((*_CHARACTERS, "")) + text[place + gone :]
+    return with_file(f"damaged file {seed}/{number}", text)
 
 
 def _file(seed: int, number: int) -> Case:

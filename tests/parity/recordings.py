@@ -14,7 +14,7 @@ from tests.parity.generated import generate
 
 PATH = Path(__file__).resolve().parents[1] / "unit" / "recordings" / "configuration.jsonl"
 SEED = 1
-GENERATED = 300
+GENERATED = 500
 
 
 def all_cases() -> list[Case]:
