@@ -15,7 +15,7 @@ class NoRoomError(Exception):
 class Record:
     """A service port that is in the maps. ``plan`` holds only the frontends that are really its own."""
 
-    __slots__ = ("backends", "dirty", "first_slot", "id", "length", "plan", "table", "vip_source_allowed")
+    __slots__ = ("backends", "dirty", "first_slot", "id", "length", "plan", "table")
 
     def __init__(self, number: int, plan: ServicePort) -> None:
         self.id = number
@@ -24,7 +24,6 @@ class Record:
         self.first_slot = 0
         self.length = 0
         self.backends: dict[Endpoint, int] = {}
-        self.vip_source_allowed = False
         #: Adopted from maps that do not fit together: written anew with the next change.
         self.dirty = False
 

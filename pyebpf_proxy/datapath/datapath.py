@@ -26,7 +26,7 @@ from pyebpf_proxy.datapath.settings import node_config, settings
 from pyebpf_proxy.errors import DatapathError
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
-from pyebpf_proxy.services.model import Family, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import ServicePort, ServicePortName
 
 Delta = Mapping[ServicePortName, ServicePort | None]
 
@@ -49,7 +49,6 @@ class Datapath:
     def __init__(self, effective: Effective) -> None:
         self._effective = effective
         self._pods = PodNetwork()
-        self._node_ips: Mapping[Family, bytes] = {}
         self._stack = ExitStack()
         self._parts: _Parts | None = None
         self._counters: tuple[Mapping[str, bytes], Map] | None = None
@@ -102,7 +101,7 @@ class Datapath:
         self._counters = _counters(loaded), loaded.maps["reasons"]
         self._learn(facts)
         self._say_lane(loaded)
-        writer = Writer(loaded, self._pods, table.update, node_ips=self._node_ips)
+        writer = Writer(loaded, self._pods, table.update)
         writer.apply(wanted)
         writer.prune(wanted)
         # Once more and whole: what the nft table has from before, and what the writer has adopted.
@@ -155,7 +154,7 @@ class Datapath:
             if not self._learn(facts):
                 return
             self._say_lane(parts.loaded)
-            parts.writer.relane(self._node_ips)
+            parts.writer.relane()
 
     def refresh(self) -> None:
         """Mend what others may have changed: the nft table. Costs little when nobody has. Devices are followed."""
@@ -185,10 +184,9 @@ class Datapath:
         return self._parts
 
     def _learn(self, facts: NodeFacts) -> bool:
-        """Take in what the Nodes say; True if that concerns service ports."""
-        moved, self._node_ips = facts.node_ips != self._node_ips, facts.node_ips
+        """Take in what the Nodes say; True if that changes which addresses are pods'."""
         ranges: Iterable[Network] = self._effective.pod_cidrs.values() or facts.pod_cidrs
-        return self._pods.update(ranges, facts.node_addresses) or moved
+        return self._pods.update(ranges, facts.node_addresses)
 
     def _say_lane(self, loaded: Loaded) -> None:
         if loaded.lane != "direct":

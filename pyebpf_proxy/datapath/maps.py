@@ -68,10 +68,9 @@ class Problem(NamedTuple):
 class Writer:
     """Owns the service maps of ``loaded``.
 
-    ``in_pod_network`` says which endpoints may take the direct lane; ``node_ips`` are this node's own
-    (spec/service-semantics §7). Backends of the netfilter lane (all of them, if there is no other lane) are told to
-    ``on_netfilter_backends`` (added: id → packed address, port; removed: ids), the added ones before packets can
-    choose them; :attr:`netfilter_backends` has all of them, to begin with.
+    ``in_pod_network`` says which endpoints may take the direct lane. Backends of the netfilter lane (all of them, if
+    there is no other lane) are told to ``on_netfilter_backends`` (added: id → packed address, port; removed: ids), the
+    added ones before packets can choose them; :attr:`netfilter_backends` has all of them, to begin with.
 
     Made by adopting what the maps hold. A BpfError from any call means that the kernel refused what should always
     work; what was to be done is remembered, and the next call begins by adopting anew.
@@ -82,14 +81,11 @@ class Writer:
         loaded: Loaded,
         in_pod_network: Callable[[Family, bytes], bool],
         on_netfilter_backends: NetfilterCallback | None = None,
-        *,
-        node_ips: Mapping[Family, bytes] | None = None,
     ) -> None:
         maps = self._maps = loaded.maps
         self._layouts = Layouts(loaded.tc.btf)
         self._in_pod_network = in_pod_network
         self._on_netfilter = on_netfilter_backends
-        self._node_ips = dict(node_ips or {})
         self._all_netfilter = loaded.lane != "direct"
         self._services = maps["services"].mmap().cast("Q")
         self._slots = maps["slots"].mmap().cast("Q")
@@ -103,10 +99,10 @@ class Writer:
     def _adopt(self) -> None:
         maps = self._maps
         room = {name: maps[name].max_entries for name in (*MAPS, "services", "slots")}
-        self._mirror = Mirror(self._layouts, room, self._in_pod_network, self._node_ips, self._all_netfilter)
+        self._mirror = Mirror(self._layouts, room, self._in_pod_network, self._all_netfilter)
         with _without_cycle_search(room["services"]):
             repairs = adopt(self._mirror, maps, self._services, self._slots)
-            # The pod network, or this node's addresses, may have changed while nobody looked.
+            # The pod network may have changed while nobody looked.
             self._renew = dict(self._mirror.lanes_changed())
         self._garbage = repairs.garbage
         for name, keys in repairs.deletes.items():
@@ -192,13 +188,11 @@ class Writer:
         """Take away every service port that is not ``wanted``: for after the first complete batch of a source."""
         self.apply({name: None for name in [*self._mirror.records, *self._pending] if name not in wanted})
 
-    def relane(self, node_ips: Mapping[Family, bytes] | None = None) -> list[Problem]:
-        """``in_pod_network`` answers differently now, or this node's addresses are others: adjust what follows.
+    def relane(self) -> list[Problem]:
+        """``in_pod_network`` answers differently now: adjust what follows.
 
         A backend that changes its lane becomes another backend (its clients' affinity is lost); flows go on.
         """
-        if node_ips is not None:
-            self._node_ips = self._mirror.node_ips = dict(node_ips)
         self._renew.update(self._mirror.lanes_changed())
         records = self._mirror.records
         return self.apply(

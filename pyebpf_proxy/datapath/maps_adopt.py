@@ -236,7 +236,6 @@ class _Adoption:
     def _finish(self, names: dict[int, ServicePortName]) -> None:
         for service, record in self.records.items():
             row = self.fields[service]
-            record.vip_source_allowed = bool(row[9])
             record.plan = ServicePort(
                 name=names[service],
                 frontends=tuple(self.frontends.get(service, ())),
@@ -248,6 +247,7 @@ class _Adoption:
                 external_local=bool(row[7]),
                 affinity_seconds=row[4],
                 source_ranges=tuple(self.ranges.get(record.table, ())),
+                vip_source_allowed=bool(row[9]),
             )
             # The flag and the ranges must agree, or the table lets through what it should not.
             record.dirty |= bool(row[8]) != bool(record.plan.source_ranges)

@@ -52,14 +52,7 @@ class Mirror(State):
         Takes ids, slots and frontends at once: :meth:`commit` or :meth:`revert` must follow. Raises NoRoomError.
         """
         old = self.records.get(name)
-        vip = self._vip_source_allowed(name.family, wanted.source_ranges)
-        table_changed = (
-            old is None
-            or old.dirty
-            or bool(renew)
-            or vip != old.vip_source_allowed
-            or _table_fields(old.plan) != _table_fields(wanted)
-        )
+        table_changed = old is None or old.dirty or bool(renew) or _table_fields(old.plan) != _table_fields(wanted)
         serving = self._serving_pairs(wanted)
         serving_changed = old is None or serving != self._serving_pairs(old.plan)
         if not table_changed and not serving_changed and old is not None and old.plan.frontends == wanted.frontends:
@@ -97,12 +90,12 @@ class Mirror(State):
             self.names[new.id] = name
             self.used["service_names"] += 1
         if table_changed:
-            new.first_slot, new.length, new.vip_source_allowed = first_slot, slot_count, vip
+            new.first_slot, new.length = first_slot, slot_count
             self._plan_backends(change, new, fresh, fresh_keys)
             self._plan_table(change, new)
         elif old is not None:
             new.table, new.first_slot, new.length = old.table, old.first_slot, old.length
-            new.backends, new.vip_source_allowed = old.backends, old.vip_source_allowed
+            new.backends = old.backends
         if serving_changed:
             self._plan_serving(change, new)
         self._plan_frontends(change, new, grants)
@@ -215,7 +208,7 @@ class Mirror(State):
             wanted.internal_local,
             wanted.external_local,
             bool(wanted.source_ranges),
-            new.vip_source_allowed,
+            wanted.vip_source_allowed,
         )
         change.puts["tables"] = (self.layouts.u32.pack(new.table), row)
         self.used["tables"] += 1
@@ -272,4 +265,5 @@ def _table_fields(plan: ServicePort) -> tuple[object, ...]:
         plan.external_local,
         plan.affinity_seconds,
         frozenset(plan.source_ranges),
+        plan.vip_source_allowed,
     )

@@ -11,7 +11,7 @@ from pyebpf_proxy.datapath.changes import Change, Garbage, Record
 from pyebpf_proxy.datapath.ids import Ids
 from pyebpf_proxy.datapath.layouts import Layouts
 from pyebpf_proxy.datapath.ranges import Ranges
-from pyebpf_proxy.services.model import Endpoint, Family, Protocol, ServicePort, ServicePortName, SourceRange
+from pyebpf_proxy.services.model import Endpoint, Family, Protocol, ServicePort, ServicePortName
 
 #: Ids of backends travel in 24 bits of skb->priority.
 BACKEND_IDS = 1 << 24
@@ -26,14 +26,12 @@ class State:
         layouts: Layouts,
         room: Mapping[str, int],
         in_pod_network: Callable[[Family, bytes], bool],
-        node_ips: Mapping[Family, bytes],
         all_netfilter: bool = False,
     ) -> None:
         self.layouts = layouts
         self.room = dict(room)
         self.used = dict.fromkeys(room, 0)
         self.in_pod_network = in_pod_network
-        self.node_ips = node_ips
         self.all_netfilter = all_netfilter
         self.records: dict[ServicePortName, Record] = {}
         self.owners: dict[bytes, int] = {}
@@ -160,7 +158,7 @@ class State:
                 for e, number in record.backends.items()
                 if self._is_inside(name.family, e.address) == (number in self.outside)
             )
-            if moved or self._vip_source_allowed(name.family, record.plan.source_ranges) != record.vip_source_allowed:
+            if moved:
                 result.append((name, moved))
         return result
 
@@ -198,12 +196,3 @@ class State:
         return list(
             dict.fromkeys(pack(32 + r.prefix_length, record.table, r.address) for r in record.plan.source_ranges)
         )
-
-    def _vip_source_allowed(self, family: Family, ranges: tuple[SourceRange, ...]) -> bool:
-        if not ranges:
-            return False
-        ip = self.node_ips.get(family)
-        if ip is None:
-            return False
-        bits, number = len(ip) * 8, int.from_bytes(ip)
-        return any((number ^ int.from_bytes(r.address)) >> (bits - r.prefix_length) == 0 for r in ranges)

@@ -33,6 +33,8 @@ from pyebpf_proxy.services.model import (
     Family,
     FrontendKind,
     Protocol,
+    ServicePort,
+    ServicePortName,
     SourceRange,
 )
 
@@ -397,13 +399,27 @@ def test_a_pod_network_that_changes(loaded: Loaded) -> None:
     assert table.elements == again.netfilter_backends
 
 
-def test_the_node_itself_in_a_source_range(loaded: Loaded) -> None:
+def test_whether_vips_may_be_sources(loaded: Loaded, writer: Writer) -> None:
+    """As the plan says it, also when nothing else differs, and also from a table that a former run has written."""
     web = name_of("web")
-    plan = service(web, ("10.96.0.1",), "10.0.0.1:80", source_ranges=(SourceRange(b"\xc0\xa8\x00\x00", 16),))
-    writer = Writer(loaded, in_pods, node_ips={Family.IPV4: ip_address("192.168.7.1").packed})
-    writer.apply({web: plan})
-    assert "vip_source_allowed" in logical(loaded)["shop/web:http/TCP/IPv4"]["flags"]
-    writer.relane({Family.IPV4: ip_address("192.169.7.1").packed})
-    assert "vip_source_allowed" not in logical(loaded)["shop/web:http/TCP/IPv4"]["flags"]
-    writer.collect()
+
+    def plan(allowed: bool) -> dict[ServicePortName, ServicePort]:
+        ranges = (SourceRange(b"\xc0\xa8\x00\x00", 16),)
+        port = service(web, ("10.96.0.1",), "10.0.0.1:80", source_ranges=ranges, vip_source_allowed=allowed)
+        return {web: port}
+
+    def written() -> bool:
+        return "vip_source_allowed" in logical(loaded)["shop/web:http/TCP/IPv4"]["flags"]
+
+    for allowed in (True, False, True):
+        writer.apply(plan(allowed))
+        assert written() is allowed
+    for allowed in (False, True):
+        adopted = Writer(loaded, in_pods)
+        adopted.apply(plan(allowed))
+        assert written() is allowed
+        adopted.collect()
+    tables = rows(loaded, "tables")
+    Writer(loaded, in_pods).apply(plan(True))
+    assert rows(loaded, "tables") == tables
     logical(loaded, complete=True)

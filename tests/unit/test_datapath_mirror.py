@@ -42,7 +42,7 @@ def btf(bpf_objects: Path) -> Btf:
 @pytest.fixture
 def mirror(btf: Btf) -> Mirror:
     room = dict.fromkeys((*MAPS, "services"), 20) | {"slots": 16}
-    return Mirror(Layouts(btf), room, lambda family, address: address[0] in (10, 0xFD), {})
+    return Mirror(Layouts(btf), room, lambda family, address: address[0] in (10, 0xFD))
 
 
 def endpoint(text: str, local: bool = False) -> Endpoint:
@@ -277,7 +277,7 @@ def test_the_work_does_not_grow_with_the_table(btf: Btf) -> None:
 
     def calls(services: int) -> int:
         room = dict.fromkeys((*MAPS, "services"), 65536) | {"slots": 65536}
-        mirror = Mirror(Layouts(btf), room, lambda family, address: True, {})
+        mirror = Mirror(Layouts(btf), room, lambda family, address: True)
         for i in range(services):
             name = ServicePortName("shop", f"s{i}", "", Protocol.TCP, Family.IPV4)
             address = f"10.{i >> 8}.{i & 255}"

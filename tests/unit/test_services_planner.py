@@ -223,13 +223,13 @@ def test_node_ips(override: bytes | None, expected: list[str]) -> None:
 
 def test_node_ip_inside_a_source_range(planner: Planner) -> None:
     balancer = {"loadBalancer": {"ingress": [{"ip": "203.0.113.1"}]}}
-    planner.update([service("web", loadBalancerSourceRanges=["192.0.2.0/24"], status=balancer)])
-    (port,) = planner.update([node(NODE, internal_ip="192.0.2.9")]).values()
-    assert port is not None
-    assert port.vip_source_allowed
-    (port,) = planner.update([node(NODE, internal_ip="192.0.3.9")]).values()
-    assert port is not None
-    assert not port.vip_source_allowed
+    planner.update([service("open"), service("web", loadBalancerSourceRanges=["192.0.2.0/24"], status=balancer)])
+    for address, changed in (
+        ("192.0.2.9", [("web", True)]), ("192.0.2.10", []), ("192.0.3.9", [("web", False)]),
+        ("192.0.2.9", [("web", True)]), ("", [("web", False)]),
+    ):  # fmt: skip
+        delta = planner.update([node(NODE, internal_ip=address)])
+        assert [(name.name, port and port.vip_source_allowed) for name, port in delta.items()] == changed
 
 
 # ---- conflicts -------------------------------------------------------------------------------------------------
