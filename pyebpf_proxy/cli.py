@@ -68,6 +68,9 @@ def _run(flags: Flags) -> int:
             _write(config, flags.write_config_to)
             return 0
         settings = _settings(config, flags)
+        for name in ("init-only", "datapath-config"):
+            if flags.values.get(name):
+                raise FatalError(f"--{name} is not there yet")
         if flags.cleanup:
             _cleanup(settings)
         else:
@@ -95,7 +98,8 @@ def _configuration(flags: Flags) -> KubeProxyConfiguration:
     warnings: list[tuple[str, str | None]] = []
     try:
         config = complete(flags, lambda text, file: warnings.append((text, file)))
-        log.configure("json" if config.logging.format == "json" else "text")
+        rooms = [(entry.file_pattern, entry.verbosity) for entry in config.logging.vmodule or ()]
+        log.configure("json" if config.logging.format == "json" else "text", config.logging.verbosity, rooms)
     finally:
         logger = log.Logger("config")
         for text, file in warnings:

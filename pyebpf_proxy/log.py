@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 _LEVELS = {
@@ -53,16 +54,45 @@ class Logger:
             self._logger.log(level, "%s", message, extra={"fields": fields})
 
 
-def configure(format: Literal["text", "json"] = "text", level: int = logging.INFO) -> None:  # noqa: A002
-    """Send every log line to standard error in ``format``; libraries only from warnings on."""
+#: From this verbosity on (``-v``), debug messages are written.
+DEBUG_VERBOSITY = 2
+
+
+def configure(
+    format: Literal["text", "json"] = "text",  # noqa: A002
+    verbosity: int = 0,
+    rooms: Sequence[tuple[str, int]] = (),
+) -> None:
+    """Send every log line to standard error in ``format``; libraries only from warnings on.
+
+    ``rooms`` are patterns for names of rooms with the verbosity of each; the first that fits counts.
+    """
     handler = logging.StreamHandler()
+    handler.addFilter(_Verbosity(verbosity, rooms))
     handler.setFormatter(_Json() if format == "json" else _Text())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("pyebpf_proxy").setLevel(level)
+    debug = max([verbosity, *(level for _, level in rooms)]) >= DEBUG_VERBOSITY
+    logging.getLogger("pyebpf_proxy").setLevel(logging.DEBUG if debug else logging.INFO)
     # A closed pipe at the other end must not fill the log with tracebacks about the log.
     logging.raiseExceptions = False
+
+
+class _Verbosity(logging.Filter):
+    def __init__(self, verbosity: int, rooms: Sequence[tuple[str, int]]) -> None:
+        super().__init__()
+        self._verbosity = verbosity
+        self._rooms = rooms
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno > logging.DEBUG:
+            return True
+        from fnmatch import fnmatchcase
+
+        room = record.name.partition(".")[2]
+        fitting = (level for pattern, level in self._rooms if fnmatchcase(room, pattern))
+        return next(fitting, self._verbosity) >= DEBUG_VERBOSITY
 
 
 def _time(record: logging.LogRecord) -> str:

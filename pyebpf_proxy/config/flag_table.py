@@ -50,24 +50,24 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("config", "string", "", "Configuration file (KubeProxyConfiguration). With it, all flags of fields are ignored but those of logging and --hostname-override."),
         Flag("write-config-to", "string", "", "Write the configuration in force to this file, and exit."),
         _switch("cleanup", "Take away everything that was attached or made, and exit."),
-        _switch("init-only", "Do what needs all rights, and exit; later starts need CAP_NET_ADMIN, CAP_BPF and CAP_PERFMON."),
+        _switch("init-only", "Not there yet: do what needs all rights, and exit."),
         Flag("version", "version[=true]", "false", "Print the version, and exit; raw: all of it; vX.Y.Z…: report this one.", read.version, "", "true"),
         _switch("help", "Print this text, and exit.", "", "", "h"),
     ),
     "Node and API server": (
         Flag("hostname-override", "string", "", "Name of this Node, in the place of the host's name."),
         Flag("bind-address", "ip", "0.0.0.0", "Unless unspecified, the Node's address of its family, which becomes the primary one.", read.ip, "bind_address"),
-        Flag("kubeconfig", "string", "", "Access to the API server.", str, "client_connection.kubeconfig"),
-        Flag("master", "string", "", "URL of the API server, over that of --kubeconfig."),
-        Flag("kube-api-content-type", "string", "application/vnd.kubernetes.protobuf", "How objects are asked for.", str, "client_connection.content_type"),
-        Flag("kube-api-qps", "float32", "5", "Requests per second to the API server; negative: no limit.", read.float32, "client_connection.qps"),
-        _number("kube-api-burst", "10", "Requests above that which may go at once.", "client_connection.burst"),
+        Flag("kubeconfig", "string", "", "Not used yet: access to the API server.", str, "client_connection.kubeconfig"),
+        Flag("master", "string", "", "Not used yet: URL of the API server, over that of --kubeconfig."),
+        Flag("kube-api-content-type", "string", "application/vnd.kubernetes.protobuf", "Not used yet: how objects are asked for.", str, "client_connection.content_type"),
+        Flag("kube-api-qps", "float32", "5", "Not used yet: requests per second to the API server; negative: no limit.", read.float32, "client_connection.qps"),
+        _number("kube-api-burst", "10", "Not used yet: requests above that which may go at once.", "client_connection.burst"),
         _duration("config-sync-period", "15m0s", "Accepted; what the API server has is followed without polling.", "config_sync_period"),
         Flag("feature-gates", "mapStringBool", "", "Name=true|false, comma-separated; checked as kube-proxy's.", read.gates, "feature_gates"),
     ),
     "Mode and traffic": (
         Flag("proxy-mode", "ProxyMode", "", "Whose behaviour is followed where they differ: iptables (also blank and ipvs) or nftables.", str, "mode"),
-        Flag("detect-local-mode", "LocalMode", "", "How traffic of pods here is told: ClusterCIDR (also blank), NodeCIDR, BridgeInterface, InterfaceNamePrefix.", str, "detect_local_mode"),
+        Flag("detect-local-mode", "LocalMode", "", "How traffic of pods here is told: ClusterCIDR (also blank), NodeCIDR (not there yet), BridgeInterface, InterfaceNamePrefix.", str, "detect_local_mode"),
         Flag("cluster-cidr", "string", "", "ClusterCIDR: one range of pods, or an IPv4 and an IPv6 one, comma-separated.", str, "cluster_cidr"),
         Flag("pod-bridge-interface", "string", "", "BridgeInterface: name of the bridge.", str, "detect_local.bridge_interface"),
         Flag("pod-interface-name-prefix", "string", "", "InterfaceNamePrefix: how the devices' names begin.", str, "detect_local.interface_name_prefix"),
@@ -90,7 +90,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _duration("ipvs-tcpfin-timeout", "0s", "Not used.", "ipvs.tcp_fin_timeout"),
         _duration("ipvs-udp-timeout", "0s", "Not used.", "ipvs.udp_timeout"),
     ),
-    "Connection table (0: left alone)": (
+    "Connection table (not used yet; 0: left alone)": (
         _number("conntrack-max-per-core", "32768", "Entries per CPU.", "conntrack.max_per_core"),
         _number("conntrack-min", "131072", "At least so many entries.", "conntrack.min"),
         _duration("conntrack-tcp-timeout-established", "24h0m0s", "Idle established TCP connections.", "conntrack.tcp_established_timeout"),
@@ -100,12 +100,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _duration("conntrack-udp-timeout-stream", "0s", "UDP with answers.", "conntrack.udp_stream_timeout"),
     ),
     "Servers and process": (
-        Flag("healthz-bind-address", "ipport", "0.0.0.0:10256", "Where /healthz and /livez are served.", read.ip_port, "healthz_bind_address"),
+        Flag("healthz-bind-address", "ipport", "0.0.0.0:10256", "Not used yet: where /healthz and /livez are served.", read.ip_port, "healthz_bind_address"),
         Flag("metrics-bind-address", "ipport", "127.0.0.1:10249", "Where /metrics is served.", read.ip_port, "metrics_bind_address"),
-        _switch("bind-address-hard-fail", "An address of these servers that cannot be had ends the program.", "bind_address_hard_fail"),
-        _switch("profiling", "Profiles are served beside the metrics.", "enable_profiling"),
+        _switch("bind-address-hard-fail", "Not used yet: an address of these servers that cannot be had ends the program.", "bind_address_hard_fail"),
+        _switch("profiling", "Not used yet: profiles are served beside the metrics.", "enable_profiling"),
         Flag("show-hidden-metrics-for-version", "string", "", "The previous minor release, as 1.35; no metric is hidden.", str, "show_hidden_metrics_for_version"),
-        _number("oom-score-adj", "-999", "Written to /proc/self/oom_score_adj (-1000 to 1000).", "oom_score_adj"),
+        _number("oom-score-adj", "-999", "Not used yet: written to /proc/self/oom_score_adj (-1000 to 1000).", "oom_score_adj"),
     ),
     "Log": (
         Flag("logging-format", "string", "text", "text or json."),
@@ -119,7 +119,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "Of pyebpf-proxy alone": (
         Flag("manifests", "string", "", "Take Services, EndpointSlices and Nodes from the files of this folder."),
-        Flag("datapath-config", "string", "", "File of kind DatapathConfiguration: what is ours and not kube-proxy's."),
+        Flag("datapath-config", "string", "", "Not there yet: file of kind DatapathConfiguration, what is ours and not kube-proxy's."),
         Flag("directory", "string", DEFAULT_DIRECTORY, "Run folder. Instances with different folders share nothing: pins, nft table and lock hang on it.", read.not_empty),
         Flag("lane", "auto|netfilter", "auto", "How first packets are carried: by conntrack kfuncs where the kernel has them, or always by netfilter.", read.lane),
     ),
@@ -143,8 +143,10 @@ IGNORED: tuple[Flag, ...] = (
     )),
     *(Flag(name, "string", "", "") for name in (
         "log-backtrace-at", "log-dir", "log-file", "log-file-max-size", "stderrthreshold",
-        "azure-container-registry-config", "proxy-port-range", "udp-timeout",
+        "azure-container-registry-config",
     )),
+    Flag("proxy-port-range", "port-range", "", "", read.port_range),
+    _duration("udp-timeout", "250ms", ""),
 )
 #: Of these, kube-proxy itself knows the first two: they are ignored without a word.
 SILENT = frozenset(("boot-id-file", "machine-id-file"))

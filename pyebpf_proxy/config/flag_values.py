@@ -120,6 +120,16 @@ def quantity(text: str) -> str:
     return quantities.parse(text).text
 
 
+def port_range(text: str) -> str:
+    """A range of ports, as the flag of older releases took it."""
+    from pyebpf_proxy.config import port_ranges
+
+    try:
+        return port_ranges.format(port_ranges.parse(text))
+    except ValueError as error:
+        raise ValueError(f"{gotext.quote(text)} is not a valid port range: {error}") from None
+
+
 def version(text: str) -> str:
     """true, false, raw, or the version to report."""
     if text == "raw":

@@ -57,7 +57,7 @@ class Section(BaseModel):
     go_package: ClassVar[str] = "v1alpha1"
 
 
-_PERIOD = "Everything is compared with the kernel at least this often. Health waits twice as long."
+_PERIOD = "Everything is compared with the kernel at least this often."
 _MIN_PERIOD = "Changes are gathered for this long between two syncs; the first after a pause is written at once."
 _MASQUERADE_ALL = "All traffic to Service addresses is masqueraded."
 _NONE = "No effect."
@@ -68,11 +68,11 @@ class ClientConnection(Section):
     """How the API server is talked to (§2.2)."""
 
     go_name = "ClientConnectionConfiguration"
-    kubeconfig: Annotated[str, _says("Access to the API server; empty: that of the pod.")] = ""
-    accept_content_types: Annotated[str, _says("Accept header of requests; empty: by contentType.")] = ""
-    content_type: Annotated[str, _says("How objects are asked for. Protobuf is asked for as JSON.")] = ""
-    qps: Annotated[float, _says("Requests per second to the API server; negative: no limit.")] = 0.0
-    burst: Annotated[int, _says("Requests above qps that may go at once.")] = 0
+    kubeconfig: Annotated[str, _says("Not used yet: access to the API server; empty: that of the pod.")] = ""
+    accept_content_types: Annotated[str, _says("Not used yet: accept header of requests; empty: by contentType.")] = ""
+    content_type: Annotated[str, _says("Not used yet: how objects are asked for.")] = ""
+    qps: Annotated[float, _says("Not used yet: requests per second to the API server; negative: no limit.")] = 0.0
+    burst: Annotated[int, _says("Not used yet: requests above qps that may go at once.")] = 0
 
 
 class IPTables(Section):
@@ -84,7 +84,7 @@ class IPTables(Section):
     ] = None
     masquerade_all: Annotated[bool, _says(_MASQUERADE_ALL + " Also in mode ipvs.")] = False
     localhost_node_ports: Annotated[
-        bool | None, _says("NodePorts answer on 127.0.0.0/8; route_localnet is set for them.")
+        bool | None, _says("NodePorts answer on 127.0.0.0/8 (by socket programs; route_localnet is not touched).")
     ] = None
     sync_period: Annotated[Duration, _says(_PERIOD)] = 0
     min_sync_period: Annotated[Duration, _says(_MIN_PERIOD)] = 0
@@ -146,18 +146,20 @@ class Conntrack(Section):
 
     go_name = "KubeProxyConntrackConfiguration"
     max_per_core: Annotated[
-        int | None, _says("Entries of the connection table per CPU (nf_conntrack_max); 0: left alone.")
+        int | None, _says("Not used yet: entries of the connection table per CPU (nf_conntrack_max); 0: left alone.")
     ] = None
-    min: Annotated[int | None, _says("At least so many entries, unless maxPerCore is 0.")] = None
+    min: Annotated[int | None, _says("Not used yet: at least so many entries, unless maxPerCore is 0.")] = None
     tcp_established_timeout: Annotated[
-        PointerDuration, _says("nf_conntrack_tcp_timeout_established; 0: left alone.")
+        PointerDuration, _says("Not used yet: nf_conntrack_tcp_timeout_established; 0: left alone.")
     ] = None
-    tcp_close_wait_timeout: Annotated[PointerDuration, _says("nf_conntrack_tcp_timeout_close_wait; 0: left alone.")] = (
-        None
-    )
-    tcp_be_liberal: Annotated[bool, _says("nf_conntrack_tcp_be_liberal is set to 1; false leaves it alone.")] = False
-    udp_timeout: Annotated[Duration, _says("nf_conntrack_udp_timeout; 0: left alone.")] = 0
-    udp_stream_timeout: Annotated[Duration, _says("nf_conntrack_udp_timeout_stream; 0: left alone.")] = 0
+    tcp_close_wait_timeout: Annotated[
+        PointerDuration, _says("Not used yet: nf_conntrack_tcp_timeout_close_wait; 0: left alone.")
+    ] = None
+    tcp_be_liberal: Annotated[
+        bool, _says("Not used yet: nf_conntrack_tcp_be_liberal is set to 1; false leaves it alone.")
+    ] = False
+    udp_timeout: Annotated[Duration, _says("Not used yet: nf_conntrack_udp_timeout; 0: left alone.")] = 0
+    udp_stream_timeout: Annotated[Duration, _says("Not used yet: nf_conntrack_udp_timeout_stream; 0: left alone.")] = 0
 
 
 class VModule(Section):
@@ -227,12 +229,12 @@ class KubeProxyConfiguration(Section):
     bind_address: Annotated[
         str, _says("Unless unspecified, the Node's address of its family, which becomes the primary one.")
     ] = ""
-    healthz_bind_address: Annotated[str, _says("Where /healthz and /livez are served.")] = ""
+    healthz_bind_address: Annotated[str, _says("Not used yet: where /healthz and /livez are served.")] = ""
     metrics_bind_address: Annotated[str, _says("Where /metrics is served.")] = ""
     bind_address_hard_fail: Annotated[
-        bool, _says("An address of these servers that cannot be had ends the program.")
+        bool, _says("Not used yet: an address of these servers that cannot be had ends the program.")
     ] = False
-    enable_profiling: Annotated[bool, _says("Profiles are served beside the metrics.")] = False
+    enable_profiling: Annotated[bool, _says("Not used yet: profiles are served beside the metrics.")] = False
     show_hidden_metrics_for_version: Annotated[str, _says("Accepted; no metric is hidden.")] = ""
     mode: Annotated[
         str,
@@ -244,7 +246,9 @@ class KubeProxyConfiguration(Section):
     nftables: Annotated[NFTables, _says("Settings of mode nftables.")] = NFTables()
     winkernel: Annotated[WinKernel, _says("Settings of Windows.")] = WinKernel()
     detect_local_mode: Annotated[
-        str, GoType("v1alpha1.LocalMode"), _says("How traffic of pods here is told from other traffic.")
+        str,
+        GoType("v1alpha1.LocalMode"),
+        _says("How traffic of pods here is told from other traffic. NodeCIDR: not there yet."),
     ] = ""
     detect_local: Annotated[DetectLocal, _says("What detectLocalMode looks for.")] = DetectLocal()
     cluster_cidr: Annotated[
@@ -253,7 +257,7 @@ class KubeProxyConfiguration(Section):
     node_port_addresses: Annotated[
         list[str] | None, _says("Local addresses that serve NodePorts: CIDRs, or primary.")
     ] = None
-    oom_score_adj: Annotated[int | None, _says("Written to /proc/self/oom_score_adj.")] = None
+    oom_score_adj: Annotated[int | None, _says("Not used yet: written to /proc/self/oom_score_adj.")] = None
     conntrack: Annotated[Conntrack, _says("Settings of the kernel's connection table.")] = Conntrack()
     config_sync_period: Annotated[Duration, _says("Accepted; what the API server has is followed without polling.")] = 0
     port_range: Annotated[str, _says(_NONE)] = ""

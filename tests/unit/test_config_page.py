@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/configuration.md: made from the models and the flags, and still what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+from pyebpf_proxy.config.decode import fields_of
+from pyebpf_proxy.config.flag_table import FLAGS
+from pyebpf_proxy.config.model import KubeProxyConfiguration
+from pyebpf_proxy.config.writer import document
+from tests.parity import recordings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def generator() -> Any:
+    spec = importlib.util.spec_from_file_location("configuration_page", ROOT / "tools" / "configuration_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_models_say() -> None:
+    shown = (ROOT / "docs" / "configuration.md").read_text()
+    assert shown == generator().page(), "run .venv/bin/python tools/configuration_page.py >docs/configuration.md"
+
+
+def test_every_flag_and_field_has_a_line_with_its_effect() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    for flag in FLAGS:
+        assert re.search(rf"^\| .*`--{re.escape(flag.name)}` \| .* \| .* \| \S.* \|$", text, re.MULTILINE), flag.name
+    fields = re.findall(r"^\| `([\w.\[\]]+)` \| .* \| .* \| \S.* \|$", text, re.MULTILINE)
+    assert {name.split(".")[0] for name in fields} == set(fields_of(KubeProxyConfiguration))
+    assert len(fields) > 60
+
+
+def test_an_empty_configuration_is_written_as_kube_proxy_writes_it() -> None:
+    _, recorded = recordings.read()
+    (answer,) = (answer for case, answer in recorded if case.name == "no field at all")
+    assert answer.document is not None
+    # The document of the release, word for word; the recordings hold many more.
+    assert answer.document.startswith("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nbindAddress: 0.0.0.0\n")
+    assert document(generator().complete(generator().parse([]), lambda text, file: None)) == answer.document
