@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.cycles import without_cycle_search
 from pyebpf_proxy.errors import DatapathError, FatalError
 from pyebpf_proxy.kube.source import Batch, Change, Source
 from pyebpf_proxy.log import Logger
@@ -157,7 +158,7 @@ class Proxy:
         begin = time.monotonic()
         ok = True
         try:
-            problems = self._program(full=not wanted)
+            problems = self._program(full=not wanted) if self._running else self._begin()
         except DatapathError as error:
             if not self._running:
                 raise FatalError(str(error)) from error
@@ -176,8 +177,6 @@ class Proxy:
         changes, self._changes = self._changes, []
         delta = self._planner.update(changes)
         facts = self._read_facts()
-        if not self._running:
-            return self._begin(facts, delta, len(changes))
         if facts != self._facts:
             self._datapath.node_changed(facts)
             self._facts = facts
@@ -191,7 +190,18 @@ class Proxy:
             _log.info("synced", service_ports=len(delta), problems=len(problems) or None)
         return problems
 
-    def _begin(self, facts: NodeFacts, wanted: Delta, objects: int) -> Collection[str]:
+    def _begin(self) -> Collection[str]:
+        """The first sync: everything that exists, then attached."""
+        with without_cycle_search():
+            problems = self._start()
+            # What exists now mostly stays: the collector need not walk 100 000 endpoints again and again.
+            gc.freeze()
+        return problems
+
+    def _start(self) -> Collection[str]:
+        changes, self._changes = self._changes, []
+        wanted = self._planner.update(changes)
+        facts = self._read_facts()
         if not facts.node_ips:
             _log.warning(
                 "no address of this Node is known: there is no Node object of its name, or it has none;"
@@ -204,13 +214,11 @@ class Proxy:
         self._facts = facts
         _log.info(
             "ready",
-            objects=objects,
+            objects=len(changes),
             service_ports=len(wanted),
             problems=len(problems) or None,
             seconds=round(time.monotonic() - begin, 3),
         )
-        # What exists now mostly stays: the collector need not walk 100 000 endpoints again and again.
-        gc.freeze()
         return problems
 
     def _tell(self, problems: Collection[str]) -> None:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import errno as errors
-import gc
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from pyebpf_proxy.cycles import without_cycle_search
 from pyebpf_proxy.datapath import grace
 from pyebpf_proxy.datapath.changes import Change, Garbage, NoRoomError
 from pyebpf_proxy.datapath.layouts import Layouts
@@ -40,19 +40,6 @@ _BEFORE_FLIP = MAPS[:8]
 _NO_ROOM = {errors.E2BIG, errors.ENOSPC, errors.ENOMEM}
 
 NetfilterCallback = Callable[[Mapping[int, tuple[bytes, int]], Iterable[int]], None]
-
-
-@contextmanager
-def _without_cycle_search(work: int) -> Iterator[None]:
-    """A hundred thousand new objects that all stay: looking for cycles among them costs as much as making them."""
-    if work < 1000 or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Problem(NamedTuple):
@@ -100,7 +87,7 @@ class Writer:
         maps = self._maps
         room = {name: maps[name].max_entries for name in (*MAPS, "services", "slots")}
         self._mirror = Mirror(self._layouts, room, self._in_pod_network, self._all_netfilter)
-        with _without_cycle_search(room["services"]):
+        with without_cycle_search():
             repairs = adopt(self._mirror, maps, self._services, self._slots)
             # The pod network may have changed while nobody looked.
             self._renew = dict(self._mirror.lanes_changed())
@@ -168,7 +155,7 @@ class Writer:
         A service port that does not fit keeps its last good state, and is tried again when room was made.
         """
         before = dict(self.problems)
-        with self._whole(delta), _without_cycle_search(len(delta)):
+        with self._whole(delta), without_cycle_search():
             self._apply(dict(delta))
         return [p for name, p in self.problems.items() if before.get(name) != p]
 

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from contextlib import nullcontext
 
 import pytest
 
@@ -219,6 +221,42 @@ def test_what_fails_at_the_start_ends_the_agent_with_the_reason(world: World) ->
 
     with pytest.raises(FatalError, match="no bpffs; mount one"):
         world.run(play, settings())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_cycles_are_not_searched_for_while_everything_is_made(
+    world: World, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    searched: list[tuple[str, bool]] = []
+
+    def noting(owner: object, method: str) -> None:
+        really = getattr(owner, method)
+
+        def note(*given: object, **named: object) -> object:
+            searched.append((method, gc.isenabled()))
+            return really(*given, **named)
+
+        monkeypatch.setattr(owner, method, note)
+
+    noting(Names, "update")
+    noting(world.datapath, "start")
+    noting(world.datapath, "apply")
+    noting(gc, "freeze")
+    world.datapath.fail_start = fails
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([change("a")], complete=True))
+        await until(lambda: bool(world.datapath.calls))
+        deliver(Batch([change("b")], complete=True))
+        await until(lambda: bool(world.applied()))
+
+    assert gc.isenabled()
+    with pytest.raises(FatalError) if fails else nullcontext():
+        world.run(play, settings())
+    assert gc.isenabled()
+    first = [("update", False), ("start", False)]
+    later = [("freeze", False), ("update", True), ("apply", True)]
+    assert searched == first + ([] if fails else later)
 
 
 def test_other_nodes_reach_the_data_plane_before_the_changes_that_came_with_them(world: World) -> None:
