@@ -100,8 +100,8 @@ The lab {lab.tag} is up: node1 (web-1, toolbox), node2 (web-2, web-3), and you a
   echo hi | nc -u -w1 203.0.113.10 53              UDP
   {script} lab exec toolbox curl -s http://10.96.0.10/       from a pod to the ClusterIP
   {script} lab exec node1 conntrack -L                       the flows as the kernel sees them
-  {script} lab exec node1 bpftool map dump pinned {first.pin('frontends4')}
-  $EDITOR {folder / 'web-endpoints.yaml'}   add web-3 (10.244.2.11), save, curl again
+  {script} lab exec node1 bpftool map dump pinned {first.pin("frontends4")}
+  $EDITOR {folder / "web-endpoints.yaml"}   add web-3 (10.244.2.11), save, curl again
   tail -f {first.log_file}
 
 Ctrl-D takes it all down.

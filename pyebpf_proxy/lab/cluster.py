@@ -269,8 +269,9 @@ class Lab:
 
     def route_vips(self, node: Node) -> None:
         """Send the LoadBalancer VIPs to this node, as an external load balancer or BGP would."""
-        self.core.ip(*(f"route replace {vips} via {node.address.of(4 + 2 * i)}"
-                       for i, vips in enumerate(addresses.VIP_CIDR)))
+        self.core.ip(
+            *(f"route replace {vips} via {node.address.of(4 + 2 * i)}" for i, vips in enumerate(addresses.VIP_CIDR))
+        )
 
     # ---- agents -----------------------------------------------------------
 

@@ -84,9 +84,7 @@ def test_client_ports_are_used_again_at_once(living: Lab, who: str, ending: str,
     before = reasons(node)
     begun = time.monotonic()
     first = 20_000 + family * 100 + (1000 if ending == "rst" else 0)
-    answered, slowest = namespace.call(
-        _reuse_ports, target.address.of(family), 80, first, 50, 2000, ending == "rst"
-    )
+    answered, slowest = namespace.call(_reuse_ports, target.address.of(family), 80, first, 50, 2000, ending == "rst")
     rate = 2000 / (time.monotonic() - begun)
     assert answered == 2000
     assert slowest < 0.9, f"one took {slowest:.2f} s at {rate:.0f} a second"
@@ -190,10 +188,12 @@ class Traffic:
         start = [load.made for load in self.loads]
         least = [each.least() for each in self.transfers]
         wait_until(
-            lambda: any(each.done() for each in self.transfers)
-            or (
-                all(load.made >= was + connections for load, was in zip(self.loads, start, strict=True))
-                and all(each.least() >= was + rounds for each, was in zip(self.transfers, least, strict=True))
+            lambda: (
+                any(each.done() for each in self.transfers)
+                or (
+                    all(load.made >= was + connections for load, was in zip(self.loads, start, strict=True))
+                    and all(each.least() >= was + rounds for each, was in zip(self.transfers, least, strict=True))
+                )
             ),
             "transfers and new connections go on",
             40,
