@@ -88,4 +88,5 @@ def _canonical(value: Fraction, kind: str) -> str:
         number, exponent = number // 1000, exponent + 3
     if kind == "exponent":
         return f"{number}e{exponent}" if exponent else str(number)
+    # Beyond E there is no suffix, and kube-proxy writes the number without any.
     return f"{number}{_DECIMAL_SUFFIX.get(exponent, '')}"

@@ -159,7 +159,7 @@ SERIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
      "featureGates: {LoggingAlphaOptions: true}\nlogging: {options: {text: {infoBufferSize: %s}}}", (
         "0", "1", "1K", "1Ki", "1024", "2048", "1.5Gi", "1000m", "1e3", "1E3", "1E", "1n", "1u", "12345678901234567890",
         "0.5", "1500", "1500m", "-5", "+5", "0.0001", "1M", "1000K", "1000000", "1024Ki", "1023Ki", "100e-2", "1e30",
-        "'.5'", "'5.'", "'.'", "1KI", "1k", "'0x10'", "1_000", "'1.0'", "1P", "9E", "10E", "8Ei", "3.1415926535897932",
+        "'.5'", "'5.'", "'.'", "1KI", "1k", "'0x10'", "1_000", "'1.0'", "1P", "9E", "10E", "8Ei", "3.1415926535897932", "1000E",
     )),
     ("buffer size of JSON with the gate",
      "featureGates: {LoggingAlphaOptions: true}\nlogging: {options: {json: {infoBufferSize: %s}}}", ("1Mi", "x")),

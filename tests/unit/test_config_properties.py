@@ -57,12 +57,21 @@ def test_a_canonical_quantity_stays_as_it_is(text: str) -> None:
     assert again.text == quantity.text
 
 
-@given(st.integers(0, (1 << 62)), st.sampled_from(["", "k", "M", "G", "Ki", "Mi", "m"]))
+ROUND = st.builds(lambda number, zeroes: number * 10**zeroes, st.integers(0, 2048), st.integers(0, 15))
+
+
+@given(st.integers(0, (1 << 62)) | ROUND, st.sampled_from(["", "k", "M", "G", "Ki", "Mi", "m", "e3", "e-2"]))
 def test_a_quantity_is_its_number_times_its_unit(number: int, unit: str) -> None:
-    factor = {"k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "m": Fraction(1, 1000)}.get(unit, 1)
-    value = Fraction(number) * factor
+    factor = {"k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "m": Fraction(1, 1000), "e3": 1000}.get(
+        unit, 1
+    )
+    value = Fraction(number) * (Fraction(1, 100) if unit == "e-2" else factor)
     limit = (1 << 63) - 1
-    assert quantities.parse(f"{number}{unit}").value == (min(value, limit) if unit.endswith("i") else value)
+    quantity = quantities.parse(f"{number}{unit}")
+    assert quantity.value == (min(value, limit) if unit.endswith("i") else value)
+    # From here on kube-proxy has no unit to write, and writes none: 1000E becomes 1.
+    if quantity.value < 10**21:
+        assert quantities.parse(quantity.text).value == quantity.value
 
 
 @given(ADDRESSES, PORTS)
@@ -82,6 +91,13 @@ def test_a_cidr_is_its_network(address: addresses.Address, bits: int) -> None:
     elif not (isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped):
         assert network == ipaddress.ip_network((address, bits), strict=False)
         assert addresses.parse_cidr(str(network)) == network
+
+
+def test_an_ipv4_network_may_be_written_as_an_ipv6_one() -> None:
+    assert addresses.parse_cidr("::ffff:10.1.2.3/104") == ipaddress.ip_network("10.0.0.0/8")
+    assert addresses.parse_cidr("::ffff:10.1.2.3/128") == ipaddress.ip_network("10.1.2.3/32")
+    assert addresses.parse_cidr("::ffff:10.1.2.3/64") == ipaddress.ip_network("::/64")
+    assert addresses.parse_cidr("::ffff:10.1.2.3/129") is None
 
 
 @given(st.integers(0, 255), st.integers(0, 3))
