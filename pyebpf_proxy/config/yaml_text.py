@@ -59,14 +59,14 @@ class Document(NamedTuple):
 class _Open:
     """A list or mapping that is being read."""
 
-    __slots__ = ("anchor", "count", "duplicates", "key", "lines", "merging", "value")
+    __slots__ = ("anchor", "count", "duplicates", "key", "line", "lines", "value")
 
-    def __init__(self, value: list[Any] | dict[Any, Any] | None, anchor: str | None) -> None:
+    def __init__(self, value: list[Any] | dict[Any, Any], anchor: str | None, line: int) -> None:
         self.value = value
         self.anchor = anchor
         self.count = 1
         self.key: Any = _NO_KEY
-        self.merging = False
+        self.line = line
         self.lines: dict[Any, int] = {}
         self.duplicates: list[str] = []
 
@@ -159,7 +159,7 @@ class _Reader:
 
     def _start(self, value: list[Any] | dict[Any, Any], event: Any) -> None:
         self._decoded += 1
-        self._open.append(_Open(value, event.anchor))
+        self._open.append(_Open(value, event.anchor, event.start_mark.line + 1))
         if event.anchor is not None:
             self._anchors[event.anchor] = self._open[-1]
 
@@ -168,7 +168,7 @@ class _Reader:
         # Unless its name was given anew to something inside.
         if done.anchor is not None and self._anchors[done.anchor] is done:
             self._anchors[done.anchor] = _Anchor(done.value, done.count, done.duplicates, done.lines)
-        self._add(done.value, done.count, done.lines, done.duplicates, 0)
+        self._add(done.value, done.count, done.lines, done.duplicates, done.line)
 
     def _scalar(self, event: Any) -> None:
         top = self._open[-1] if self._open else None
@@ -216,7 +216,7 @@ class _Reader:
         if key is _MERGE:
             self._merge(top, value, lines)
         else:
-            _set(top, key, value, line or _first_line(lines))
+            _set(top, key, value, line)
 
     def _merge(self, top: _Open, value: object, lines: dict[Any, int]) -> None:
         sources = list(reversed(value)) if isinstance(value, list) else [value]
@@ -234,10 +234,6 @@ def _set(top: _Open, key: Any, value: object, line: int) -> None:
     else:
         top.lines[key] = line
     top.value[key] = value
-
-
-def _first_line(lines: dict[Any, int]) -> int:
-    return min(lines.values(), default=0)
 
 
 def _allowed(decoded: int) -> float:

@@ -186,6 +186,9 @@ BODIES: tuple[tuple[str, str], ...] = (
     ("a duplicate field, the last one bad", "oomScoreAdj: 5\noomScoreAdj: x"),
     ("a duplicate in a section", "iptables:\n  masqueradeBit: 3\n  masqueradeAll: true\n  masqueradeBit: 4"),
     ("a duplicate section", "iptables: {masqueradeBit: 3}\niptables: {masqueradeAll: true}"),
+    ("a duplicate whose value is empty", "iptables:\n  a: 1\n  a: {}\n  a: []"),
+    ("a duplicate whose value is a block", "iptables:\n  masqueradeBit: 3\niptables:\n  masqueradeAll: true\nnodePortAddresses: []\n"
+     "nodePortAddresses:\n- primary"),
     ("the same key thrice", "mode: a\nmode: b\nmode: ipvs"),
     ("a duplicate and an unknown field", "mode: x\nmode: iptables\nfoo: 1\niptables: {bar: 1, bar: 2}"),
     ("a duplicate and a bad value", "mode: x\nmode: iptables\noomScoreAdj: 2000"),
