@@ -26,20 +26,16 @@ static __always_inline bool comes_from_endpoint(const struct packet *p)
 
 static __noinline int is_translated_reply(struct __sk_buff *skb, const struct packet *p)
 {
-	struct bpf_ct_opts___pep opts = { .netns_id = CURRENT_NETNS };
-	struct bpf_sock_tuple tuple = {};
 	struct nf_conn___pep *ct;
+	__u8 direction;
 	int translated;
-	__u32 size;
 
 	if (!p)
 		return 0;
-	opts.l4proto = p->protocol;
-	size = tuple_of(p, &tuple);
-	ct = bpf_skb_ct_lookup(skb, &tuple, size, &opts, CT_OPTS_SIZE);
+	ct = find_flow(skb, p, &direction);
 	if (!ct)
 		return 0;
-	translated = opts.dir == DIRECTION_REPLY && (ct->status & IPS_DST_NAT_);
+	translated = direction == DIRECTION_REPLY && (ct->status & IPS_DST_NAT_);
 	bpf_ct_release(ct);
 	return translated;
 }
@@ -64,6 +60,7 @@ static __always_inline bool is_for_bridge(struct __sk_buff *skb)
 	__u8 *frame;
 	int i;
 
+	/* No bridge is known: there is nothing to lift to. */
 	if (!d || !d->bridge)
 		return true;
 	frame = bytes_at(skb, 0, ETH_HLEN);

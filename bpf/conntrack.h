@@ -94,6 +94,20 @@ static __always_inline __u32 tuple_of(const struct packet *p, struct bpf_sock_tu
 	return sizeof(t->ipv4);
 }
 
+/* The packet's flow, and which of its directions the packet has. A reference: release it. */
+static __always_inline struct nf_conn___pep *find_flow(struct __sk_buff *skb, const struct packet *p, __u8 *direction)
+{
+	struct bpf_ct_opts___pep opts = { .netns_id = CURRENT_NETNS, .l4proto = p->protocol };
+	struct bpf_sock_tuple tuple = {};
+	struct nf_conn___pep *ct;
+	__u32 size;
+
+	size = tuple_of(p, &tuple);
+	ct = bpf_skb_ct_lookup(skb, &tuple, size, &opts, CT_OPTS_SIZE);
+	*direction = opts.dir;
+	return ct;
+}
+
 /* The UDP flow's endpoint still serves this service (or serves nothing that we know of: then leave it alone). */
 static __always_inline bool endpoint_serves(const struct nf_conn___pep *ct, __u32 service, bool ipv6)
 {
@@ -139,23 +153,33 @@ static __always_inline enum reason must_go(const struct nf_conn___pep *ct, const
 	return endpoint_serves(ct, service, p->ipv6) ? REASON_UNSPECIFIED : STALE_UDP_REPLACED;
 }
 
-/* 1: the flow exists and goes on as it is. 0: there is none (any more). */
-static __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 service, bool any_endpoints)
+static __noinline int exists(struct __sk_buff *skb, const struct packet *p)
 {
-	struct bpf_ct_opts___pep opts = { .netns_id = CURRENT_NETNS };
-	struct bpf_sock_tuple tuple = {};
 	struct nf_conn___pep *ct;
-	enum reason reason;
-	__u32 size;
+	__u8 direction;
 
 	if (!p)
 		return 0;
-	opts.l4proto = p->protocol;
-	size = tuple_of(p, &tuple);
-	ct = bpf_skb_ct_lookup(skb, &tuple, size, &opts, CT_OPTS_SIZE);
+	ct = find_flow(skb, p, &direction);
 	if (!ct)
 		return 0;
-	reason = opts.dir == DIRECTION_ORIGINAL ? must_go(ct, p, service, any_endpoints) : REASON_UNSPECIFIED;
+	bpf_ct_release(ct);
+	return 1;
+}
+
+/* 1: the flow exists and goes on as it is. 0: there is none (any more). */
+static __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 service, bool any_endpoints)
+{
+	struct nf_conn___pep *ct;
+	enum reason reason;
+	__u8 direction;
+
+	if (!p)
+		return 0;
+	ct = find_flow(skb, p, &direction);
+	if (!ct)
+		return 0;
+	reason = direction == DIRECTION_ORIGINAL ? must_go(ct, p, service, any_endpoints) : REASON_UNSPECIFIED;
 	if (reason == REASON_UNSPECIFIED) {
 		bpf_ct_release(ct);
 		return 1;
@@ -164,11 +188,7 @@ static __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p,
 	bpf_ct_release(ct);
 	count(reason);
 	/* An expired entry is taken out of the table by the next lookup that meets it. */
-	ct = bpf_skb_ct_lookup(skb, &tuple, size, &opts, CT_OPTS_SIZE);
-	if (!ct)
-		return 0;
-	bpf_ct_release(ct);
-	return 1;
+	return exists(skb, p);
 }
 
 enum created {
@@ -228,24 +248,6 @@ static __noinline int create_entry(struct __sk_buff *skb, const struct packet *p
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
 	return failed ? NAT_FAILED : CREATED;
-}
-
-static __noinline int exists(struct __sk_buff *skb, const struct packet *p)
-{
-	struct bpf_ct_opts___pep opts = { .netns_id = CURRENT_NETNS };
-	struct bpf_sock_tuple tuple = {};
-	struct nf_conn___pep *ct;
-	__u32 size;
-
-	if (!p)
-		return 0;
-	opts.l4proto = p->protocol;
-	size = tuple_of(p, &tuple);
-	ct = bpf_skb_ct_lookup(skb, &tuple, size, &opts, CT_OPTS_SIZE);
-	if (!ct)
-		return 0;
-	bpf_ct_release(ct);
-	return 1;
 }
 
 /*
