@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One node per family for each module; programs and maps fresh for every test."""
+"""One node per family for each module of program tests, one set of maps for each of map tests; fresh for every test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from service_maps import SIZES, wipe
+from service_plans import in_pods
 from world import World
+
+from pyebpf_proxy.datapath.maps import Writer
+from pyebpf_proxy.datapath.programs import Loaded, Settings, load
 
 
 @pytest.fixture(scope="module", params=[4, 6], ids=["IPv4", "IPv6"])
@@ -35,3 +40,25 @@ def lanes(request: pytest.FixtureRequest, node: World) -> World:
     node.forget_flows()
     node.load(direct_lane=int(request.param == "direct"))
     return node
+
+
+@pytest.fixture(scope="module")
+def kernel(bpf_objects: Path) -> Iterator[Loaded]:
+    """The maps of the services, small; their tests share one load."""
+    loaded = load(Settings(netns_cookie=1), sizes=SIZES, objects=bpf_objects)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture
+def loaded(kernel: Loaded) -> Iterator[Loaded]:
+    """The same with empty maps; what a test puts in a map's place is taken out again."""
+    wipe(kernel)
+    real = dict(kernel.maps)
+    yield kernel
+    kernel.maps.update(real)
+
+
+@pytest.fixture
+def writer(loaded: Loaded) -> Writer:
+    return Writer(loaded, in_pods)

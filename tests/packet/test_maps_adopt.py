@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ipaddress import ip_address
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from service_maps import SIZES, logical, wipe
+from service_maps import logical, wipe
 from service_plans import (
     Killed,
     change_everything,
@@ -27,7 +26,7 @@ from service_plans import (
 )
 
 from pyebpf_proxy.datapath.maps import Writer
-from pyebpf_proxy.datapath.programs import Loaded, Settings, load
+from pyebpf_proxy.datapath.programs import Loaded
 from pyebpf_proxy.services.model import (
     Endpoint,
     Family,
@@ -38,26 +37,6 @@ from pyebpf_proxy.services.model import (
 )
 
 pytestmark = pytest.mark.needs_bpf
-
-
-@pytest.fixture(scope="module")
-def kernel(bpf_objects: Path) -> Iterator[Loaded]:
-    loaded = load(Settings(netns_cookie=1), sizes=SIZES, objects=bpf_objects)
-    yield loaded
-    loaded.close()
-
-
-@pytest.fixture
-def loaded(kernel: Loaded) -> Iterator[Loaded]:
-    wipe(kernel)
-    real = dict(kernel.maps)
-    yield kernel
-    kernel.maps.update(real)
-
-
-@pytest.fixture
-def writer(loaded: Loaded) -> Writer:
-    return Writer(loaded, in_pods)
 
 
 @pytest.mark.parametrize("memory", ["affinities", "socket_flows"])

@@ -5,48 +5,25 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from service_maps import SIZES, logical, wipe
+from service_maps import SIZES, logical
 from service_plans import (
     endpoints,
     frontend,
-    in_pods,
     name_of,
     service,
 )
 
 from pyebpf_proxy.datapath.libbpf import BpfError
 from pyebpf_proxy.datapath.maps import Writer
-from pyebpf_proxy.datapath.programs import Loaded, Settings, load
+from pyebpf_proxy.datapath.programs import Loaded
 from pyebpf_proxy.services.model import (
     Protocol,
     SourceRange,
 )
 
 pytestmark = pytest.mark.needs_bpf
-
-
-@pytest.fixture(scope="module")
-def kernel(bpf_objects: Path) -> Iterator[Loaded]:
-    loaded = load(Settings(netns_cookie=1), sizes=SIZES, objects=bpf_objects)
-    yield loaded
-    loaded.close()
-
-
-@pytest.fixture
-def loaded(kernel: Loaded) -> Iterator[Loaded]:
-    wipe(kernel)
-    real = dict(kernel.maps)
-    yield kernel
-    kernel.maps.update(real)
-
-
-@pytest.fixture
-def writer(loaded: Loaded) -> Writer:
-    return Writer(loaded, in_pods)
 
 
 def test_a_full_backend_map_costs_only_what_does_not_fit(loaded: Loaded, writer: Writer) -> None:

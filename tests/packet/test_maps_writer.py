@@ -6,14 +6,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 
 import pytest
-from service_maps import SIZES, logical, rows, wipe, word
+from service_maps import SIZES, logical, rows, word
 from service_plans import (
     endpoints,
     first_plan,
@@ -28,7 +26,7 @@ from service_plans import (
 
 from pyebpf_proxy.datapath import grace
 from pyebpf_proxy.datapath.maps import Writer
-from pyebpf_proxy.datapath.programs import Loaded, Settings, load
+from pyebpf_proxy.datapath.programs import Loaded
 from pyebpf_proxy.services.model import (
     Family,
     FrontendKind,
@@ -42,26 +40,6 @@ pytestmark = pytest.mark.needs_bpf
 
 
 NODE_PORT = FrontendKind.NODE_PORT
-
-
-@pytest.fixture(scope="module")
-def kernel(bpf_objects: Path) -> Iterator[Loaded]:
-    loaded = load(Settings(netns_cookie=1), sizes=SIZES, objects=bpf_objects)
-    yield loaded
-    loaded.close()
-
-
-@pytest.fixture
-def loaded(kernel: Loaded) -> Iterator[Loaded]:
-    wipe(kernel)
-    real = dict(kernel.maps)
-    yield kernel
-    kernel.maps.update(real)
-
-
-@pytest.fixture
-def writer(loaded: Loaded) -> Writer:
-    return Writer(loaded, in_pods)
 
 
 def test_everything_of_a_service_port_is_in_the_maps(loaded: Loaded, writer: Writer) -> None:
