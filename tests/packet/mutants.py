@@ -68,7 +68,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "ranges for every kind": ("policy.h", "f->kind != LOAD_BALANCER || ", ""),
     "NodePorts on every address": ("frontend.h", "return node && node->node_ports ? f : NULL;", "return f;"),
-    "every bridged packet lifted": ("bridge.h", "if (i == 6 || !is_translated_reply(skb, p))", "if (i == 6)"),
+    "every bridged packet lifted": ("bridge.h", "!is_translated_reply(skb, p) ||", ""),
 }
 
 
