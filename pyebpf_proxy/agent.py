@@ -47,7 +47,7 @@ async def _serve(settings: Effective, source: Source, datapath: Datapath) -> Non
     server = MetricsServer(settings.metrics_address, metrics.registry) if settings.metrics_address else None
 
     def facts() -> NodeFacts:
-        return NodeFacts(planner.node_ips, planner.pod_cidrs, planner.node_addresses)
+        return NodeFacts(planner.node_ips, planner.pod_cidrs, planner.node_addresses, planner.node_cidrs)
 
     if server is not None:
         server.start()

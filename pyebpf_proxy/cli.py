@@ -129,8 +129,6 @@ def _settings(config: KubeProxyConfiguration, flags: Flags) -> Effective:
     logger = Logger("config")
     if config.mode == "ipvs":
         logger.warning("mode ipvs: there is no IPVS here, services behave as in mode iptables")
-    if settings.detect_local_mode == "NodeCIDR":
-        logger.warning("detectLocalMode NodeCIDR is not there yet: no packet counts as a pod's; use ClusterCIDR")
     return settings
 
 

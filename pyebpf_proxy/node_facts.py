@@ -19,3 +19,5 @@ class NodeFacts:
     pod_cidrs: frozenset[Network] = frozenset()
     #: The addresses of every Node.
     node_addresses: frozenset[bytes] = frozenset()
+    #: The first pod CIDR of each family of this Node: who counts as a pod in mode NodeCIDR (spec/service-semantics §6).
+    node_cidrs: dict[Family, Network] = field(default_factory=dict)

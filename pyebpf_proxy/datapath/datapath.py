@@ -22,11 +22,11 @@ from pyebpf_proxy.datapath.maps import Writer
 from pyebpf_proxy.datapath.nft import Table
 from pyebpf_proxy.datapath.pod_network import PodNetwork
 from pyebpf_proxy.datapath.programs import LAYOUT_VERSION, Loaded, load
-from pyebpf_proxy.datapath.settings import node_config, settings
-from pyebpf_proxy.errors import DatapathError
+from pyebpf_proxy.datapath.settings import detector_cidrs, node_config, settings
+from pyebpf_proxy.errors import DatapathError, FatalError
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
-from pyebpf_proxy.services.model import ServicePort, ServicePortName
+from pyebpf_proxy.services.model import Family, ServicePort, ServicePortName
 
 Delta = Mapping[ServicePortName, ServicePort | None]
 
@@ -49,6 +49,7 @@ class Datapath:
     def __init__(self, effective: Effective) -> None:
         self._effective = effective
         self._pods = PodNetwork()
+        self._detector_cidrs: dict[Family, Network] = {}
         self._stack = ExitStack()
         self._parts: _Parts | None = None
         self._counters: tuple[Mapping[str, bytes], Map] | None = None
@@ -96,6 +97,9 @@ class Datapath:
         # Before the programs: it brings conntrack and NAT, whose functions they call.
         table = Table(mounts.table_name(directory))
         table.ensure(effective.masquerade_mark)
+        self._detector_cidrs = dict(detector_cidrs(effective, facts))
+        if effective.detect_local_mode == "NodeCIDR" and not self._detector_cidrs:
+            _log.warning("detectLocalMode NodeCIDR: this Node has no podCIDRs, no packet counts as a pod's")
         loaded = load(settings(effective, facts), pins / "maps", lane=effective.lane)
         self._stack.callback(loaded.close)
         self._counters = _counters(loaded), loaded.maps["reasons"]
@@ -149,6 +153,9 @@ class Datapath:
     def node_changed(self, facts: NodeFacts) -> None:
         """Other Nodes: which addresses are pods', and which of ours serve NodePorts. New flows go by it."""
         parts = self._running()
+        if detector_cidrs(self._effective, facts) != self._detector_cidrs:
+            # Fixed in the loaded programs; kube-proxy ends itself then too (spec/configuration §5.3).
+            raise FatalError("the podCIDRs of this Node have changed and detectLocalMode is NodeCIDR: start again")
         with _in_words():
             parts.node.configure(node_config(self._effective, facts))
             if not self._learn(facts):

@@ -27,7 +27,7 @@ _TIMEOUTS = Path("/proc/sys/net/netfilter")
 def settings(effective: Effective, facts: NodeFacts) -> Settings:
     """``struct settings`` of this network namespace. conntrack must be loaded: its timeouts are read."""
     by_device = effective.detect_local_mode in ("BridgeInterface", "InterfaceNamePrefix")
-    cidrs = effective.pod_cidrs if effective.detect_local_mode == "ClusterCIDR" else {}
+    cidrs = detector_cidrs(effective, facts)
     cidr4, mask4 = _packed(cidrs, Family.IPV4)
     cidr6, mask6 = _packed(cidrs, Family.IPV6)
     return Settings(
@@ -47,6 +47,13 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         nft_mode=effective.nft_mode,
         localhost_node_ports=effective.localhost_node_ports,
     )
+
+
+def detector_cidrs(effective: Effective, facts: NodeFacts) -> Mapping[Family, Network]:
+    """Sources that count as local pods' (spec/service-semantics §6); a family without one has no detector."""
+    if effective.detect_local_mode == "NodeCIDR":
+        return facts.node_cidrs
+    return effective.pod_cidrs if effective.detect_local_mode == "ClusterCIDR" else {}
 
 
 def node_config(effective: Effective, facts: NodeFacts) -> NodeConfig:

@@ -124,7 +124,6 @@ def slowness() -> float:
     ("text", "expected"),
     [
         ("mode: ipvs", "mode ipvs: there is no IPVS here"),
-        ("detectLocalMode: NodeCIDR", "detectLocalMode NodeCIDR is not there yet"),
         ("mode: nftables\nmode: ''", 'key \\"mode\\" already set in map'),
     ],
 )
