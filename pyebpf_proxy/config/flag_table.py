@@ -67,7 +67,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "Mode and traffic": (
         Flag("proxy-mode", "ProxyMode", "", "Whose behaviour is followed where they differ: iptables (also blank and ipvs) or nftables.", str, "mode"),
-        Flag("detect-local-mode", "LocalMode", "", "How traffic of pods here is told: ClusterCIDR (also blank), NodeCIDR (not there yet), BridgeInterface, InterfaceNamePrefix.", str, "detect_local_mode"),
+        Flag("detect-local-mode", "LocalMode", "", "How traffic of pods here is told: ClusterCIDR (also blank), NodeCIDR, BridgeInterface, InterfaceNamePrefix.", str, "detect_local_mode"),
         Flag("cluster-cidr", "string", "", "ClusterCIDR: one range of pods, or an IPv4 and an IPv6 one, comma-separated.", str, "cluster_cidr"),
         Flag("pod-bridge-interface", "string", "", "BridgeInterface: name of the bridge.", str, "detect_local.bridge_interface"),
         Flag("pod-interface-name-prefix", "string", "", "InterfaceNamePrefix: how the devices' names begin.", str, "detect_local.interface_name_prefix"),

@@ -248,7 +248,7 @@ class KubeProxyConfiguration(Section):
     detect_local_mode: Annotated[
         str,
         GoType("v1alpha1.LocalMode"),
-        _says("How traffic of pods here is told from other traffic. NodeCIDR: not there yet."),
+        _says("How traffic of pods here is told from other traffic."),
     ] = ""
     detect_local: Annotated[DetectLocal, _says("What detectLocalMode looks for.")] = DetectLocal()
     cluster_cidr: Annotated[
