@@ -9,6 +9,14 @@
 
 #include "conntrack.h"
 
+/* What is known of a device, if it is a port of a bridge. */
+static __always_inline struct node_device *port_of_bridge(__u32 ifindex)
+{
+	struct node_device *d = bpf_map_lookup_elem(&devices, &ifindex);
+
+	return d && d->bridge ? d : NULL;
+}
+
 static __always_inline bool comes_from_endpoint(const struct packet *p)
 {
 	if (p->ipv6) {
@@ -40,34 +48,24 @@ static __noinline int is_translated_reply(struct __sk_buff *skb, const struct pa
 	return translated;
 }
 
-/* Gives the frame the MAC address of the port's bridge. False: it has it already, or this is no port. */
-static __always_inline bool lift(struct __sk_buff *skb)
+/* Gives the frame the MAC address of its port's bridge. */
+static __always_inline bool lift(struct __sk_buff *skb, const struct node_device *port)
 {
-	__u32 ifindex = skb->ifindex;
-	struct node_device *d = bpf_map_lookup_elem(&devices, &ifindex);
 	__u8 mac[6];
 
-	if (!d || !d->bridge)
-		return false;
-	__builtin_memcpy(mac, d->bridge_mac, sizeof(mac));
+	__builtin_memcpy(mac, port->bridge_mac, sizeof(mac));
 	return !bpf_skb_store_bytes(skb, 0, mac, sizeof(mac), 0);
 }
 
-static __always_inline bool is_for_bridge(struct __sk_buff *skb)
+static __always_inline bool is_for_bridge(struct __sk_buff *skb, const struct node_device *port)
 {
-	__u32 ifindex = skb->ifindex;
-	struct node_device *d = bpf_map_lookup_elem(&devices, &ifindex);
-	__u8 *frame;
+	__u8 *frame = bytes_at(skb, 0, ETH_HLEN);
 	int i;
 
-	/* No bridge is known: there is nothing to lift to. */
-	if (!d || !d->bridge)
-		return true;
-	frame = bytes_at(skb, 0, ETH_HLEN);
 	if (!frame)
 		return true;
 	for (i = 0; i < 6; i++)
-		if (frame[i] != d->bridge_mac[i])
+		if (frame[i] != port->bridge_mac[i])
 			return false;
 	return true;
 }
@@ -108,11 +106,15 @@ static __always_inline bool is_fragment(struct __sk_buff *skb, struct fragments 
 
 static __always_inline void lift_bridged_reply(struct __sk_buff *skb, const struct packet *p)
 {
+	struct node_device *port;
 	struct fragments key = {};
 	__u32 lifted = 1;
 
-	if (!settings.conntrack_lookup || !comes_from_endpoint(p) || is_for_bridge(skb) ||
-	    !is_translated_reply(skb, p) || !lift(skb))
+	if (!settings.conntrack_lookup || !comes_from_endpoint(p))
+		return;
+	port = port_of_bridge(skb->ifindex);
+	if (!port || is_for_bridge(skb, port) ||
+	    !is_translated_reply(skb, p) || !lift(skb, port))
 		return;
 	count(BRIDGED_REPLY_LIFTED);
 	if (is_fragment(skb, &key))
@@ -122,10 +124,14 @@ static __always_inline void lift_bridged_reply(struct __sk_buff *skb, const stru
 /* A packet without ports: if its first fragment was lifted it goes the same way, to be put together there. */
 static __always_inline void lift_later_fragment(struct __sk_buff *skb)
 {
+	struct node_device *port;
 	struct fragments key = {};
 
-	if (is_fragment(skb, &key) && bpf_map_lookup_elem(&lifted_fragments, &key))
-		lift(skb);
+	if (!is_fragment(skb, &key) || !bpf_map_lookup_elem(&lifted_fragments, &key))
+		return;
+	port = port_of_bridge(skb->ifindex);
+	if (port)
+		lift(skb, port);
 }
 
 #endif

@@ -59,7 +59,6 @@ enum nf_nat_manip_type___pep {
 
 #define CT_OPTS_SIZE 12		/* accepted everywhere; 16 (zone) only since 6.11 */
 #define CURRENT_NETNS (-1)
-#define IPS_SRC_NAT_ (1UL << 4)
 #define IPS_DST_NAT_ (1UL << 5)
 #define TCP_STATE_SYN_SENT 1
 #define TCP_STATE_TIME_WAIT 7

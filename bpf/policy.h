@@ -9,7 +9,6 @@
 #include "frontend.h"
 
 enum verdict {
-	VERDICT_GO_ON,		/* not ours, or nothing to do: the kernel's business */
 	VERDICT_SERVE,
 	VERDICT_REJECT,
 	VERDICT_DROP,

@@ -38,7 +38,6 @@ enum reason {
 	/* said, then passed */
 	INSERT_RACE,
 	TABLE_MISSING,
-	TRUNCATED,
 	SOCKET_PEER_FULL,
 	REASON_COUNT,
 };

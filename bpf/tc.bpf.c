@@ -10,9 +10,9 @@
 static __always_inline __u32 ip_device(struct __sk_buff *skb)
 {
 	__u32 ifindex = skb->ifindex;
-	struct node_device *d = bpf_map_lookup_elem(&devices, &ifindex);
+	struct node_device *port = port_of_bridge(ifindex);
 
-	return d && d->bridge ? d->bridge : ifindex;
+	return port ? port->bridge : ifindex;
 }
 
 static __always_inline int drop(enum reason reason)
