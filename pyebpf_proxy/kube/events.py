@@ -19,5 +19,5 @@ class About(NamedTuple):
 class Recorder(Protocol):
     """Takes events. Never blocks and never fails: an event that can't be sent is lost, with a line in the log."""
 
-    def event(self, about: About, type: EventType, reason: str, action: str, note: str) -> None:
+    def event(self, about: About, event_type: EventType, reason: str, action: str, note: str) -> None:
         """Record one event; safe in any thread."""
