@@ -1,33 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our one nftables table: the netfilter lane, rejection and masquerading.
-
-A program hands a decision over in the packet itself: ``skb->priority`` (0xEB000000 | backend id, or
-0xEC000001 to reject) and one bit of ``skb->mark`` (masquerade). The table carries it out:
-
-=================  ===========================  ==========================================================
-chain              hook                         what it does
-=================  ===========================  ==========================================================
-reject_forwarded   prerouting, nat, -110        rejects what is not for this node. Here and not in the
-                                                forward hook, because the kernel resets the priority when it
-                                                forwards; after conntrack (-200), before anybody's NAT
-reject_local       input, nat, -110             rejects what is for an address of this node
-translate          prerouting, nat, -100        translates to the backend that the program chose
-hide_source        postrouting, nat, 100        masquerades packets with the bit (spec/service-semantics §5.1)
-clear_mark         postrouting, filter, 101     clears that one bit. Not in the nat chain: a flow whose entry
-                                                was written into conntrack never meets a nat chain
-=================  ===========================  ==========================================================
-
-All but the last are of type nat, which the kernel asks only for the first packet of a flow, and only if the flow has
-no NAT yet: packets of established flows, and flows of the direct lane, meet one rule, that of the last chain.
-
-The NAT statements are also what makes conntrack and the NAT hooks live in the network namespace, for both
-families; without them entries created from BPF are not translated.
-
-Not built: kube-proxy's explicit ACCEPT of marked and established packets in the forward path (§5.1, iptables mode).
-An accept in one nftables table does not overrule a drop in another or in iptables, so it would mean nothing here.
-A firewall that drops by default in FORWARD must let pod and service traffic pass itself, as with
-kube-proxy's nftables mode.
-"""
+"""Our one nftables table in the kernel: made, kept right, adopted after a restart. ``nft_rules`` says what it holds."""
 
 from __future__ import annotations
 
@@ -37,10 +9,12 @@ import json
 import socket
 import struct
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import nftables
 
+from pyebpf_proxy.datapath import nft_rules
+from pyebpf_proxy.datapath.nft_rules import MAPS, SETS, Behaviour, Prefix, Target
 from pyebpf_proxy.datapath.refused import RefusedError
 
 NETLINK_NETFILTER = 12
@@ -50,42 +24,10 @@ NFT_MSG_NEWGEN = 10 << 8 | 15
 NFT_MSG_GETGEN = 10 << 8 | 16
 NFTA_GEN_ID = 1
 TABLE = "pyebpf-proxy"
-BACKEND_TAG = 0xEB000000
-REJECT_CLASS = "ec00:0001"
-CHAINS = {
-    "reject_forwarded": ("nat", "prerouting", -110),
-    "reject_local": ("nat", "input", -110),
-    "translate": ("nat", "prerouting", -100),
-    "hide_source": ("nat", "postrouting", 100),
-    "clear_mark": ("filter", "postrouting", 101),
-}
-MAPS = {"backends4": "ipv4_addr", "backends6": "ipv6_addr"}
-TRANSPORTS = "meta l4proto { tcp, udp, sctp }"
-REJECT = f"meta priority {REJECT_CLASS}"
 
 
 class NftError(RefusedError):
     """A transaction that nftables refused, with what was being done and its own words."""
-
-
-class Target(NamedTuple):
-    """Where a backend id leads: packed address (its length tells the family) and port."""
-
-    address: bytes
-    port: int
-
-
-def rules(masquerade_mark: int) -> list[tuple[str, str]]:
-    """(chain, rule) in order; ``masquerade_mark`` is one bit."""
-    marked = f"meta mark and {masquerade_mark:#x} == {masquerade_mark:#x}"
-    return [
-        ("reject_forwarded", f"{REJECT} fib daddr type != local reject with icmpx type port-unreachable"),
-        ("reject_local", f"{REJECT} reject with icmpx type port-unreachable"),
-        ("translate", f"meta nfproto ipv4 {TRANSPORTS} dnat ip to meta priority map @backends4"),
-        ("translate", f"meta nfproto ipv6 {TRANSPORTS} dnat ip6 to meta priority map @backends6"),
-        ("hide_source", f"{marked} masquerade fully-random"),
-        ("clear_mark", f"{marked} meta mark set meta mark and {~masquerade_mark & 0xFFFFFFFF:#x}"),
-    ]
 
 
 class Table:
@@ -104,7 +46,9 @@ class Table:
             raise NftError(error.errno, "nftables: this kernel has no nfnetlink (CONFIG_NF_TABLES)") from error
         self._nft: Any = nftables.Nftables()
         self._elements: dict[int, Target] = {}
-        self._mark: int | None = None
+        #: By the set's name without its number.
+        self._addresses: dict[str, set[Prefix]] = {"cluster_ips": set(), "service_cidrs": set()}
+        self._behaviour: Behaviour | None = None
         self._known: int | None = None
 
     @property
@@ -112,33 +56,37 @@ class Table:
         """Backend ids in the maps and where they lead."""
         return self._elements
 
-    def ensure(self, masquerade_mark: int) -> None:
-        """Makes the table, or puts its rules right and keeps the elements of its maps.
+    def ensure(self, masquerade_mark: int, drop_invalid: bool = False, refuse_unknown: bool = False) -> None:
+        """Makes the table, or puts its rules right and keeps the elements of its maps and sets.
 
-        Chains of another shape (another version of us) are replaced, elements included, in the same transaction.
+        Chains of another shape (another version or mode of us) are replaced, in the same transaction, elements kept.
         Also heals a table that was flushed while we ran; costs next to nothing if nobody has changed any
         nftables rule since our own last change. NftError with clear text.
         """
-        if masquerade_mark == self._mark and self._known is not None and self._generation() == self._known:
+        behaviour = Behaviour(masquerade_mark, drop_invalid, refuse_unknown)
+        if behaviour == self._behaviour and self._known is not None and self._generation() == self._known:
             return
         seen = self._generation()
         chains = self._chains()
         kept = {} if chains is None else self._read_back()
+        held = {name: set[Prefix]() for name in self._addresses} if chains is None else self._read_addresses()
         self._known = seen
-        if self._mark is None:
+        if self._behaviour is None:
             self._elements = kept
-        self._mark = masquerade_mark
-        if chains is None or chains == CHAINS:
+            if refuse_unknown:
+                self._addresses = held
+        self._behaviour = behaviour
+        if chains is None or chains == nft_rules.chains(behaviour):
             missing = {id_: target for id_, target in self._elements.items() if kept.get(id_) != target}
+            lacking = {name: wanted - held[name] for name, wanted in self._addresses.items()}
             try:
-                self._run(self._definition(masquerade_mark, missing), "make the table")
+                self._run(self._definition(missing, lacking), "make the table")
                 return
             except NftError:
                 if chains is None:
                     raise
         # Somebody, perhaps an older version of us, has made it differently.
-        fresh = [f"add table inet {self.name}", f"delete table inet {self.name}"]
-        self._run(fresh + self._definition(masquerade_mark, self._elements), "replace the table")
+        self._run(self._fresh(self._elements, self._addresses), "replace the table")
 
     def update(self, added: Mapping[int, tuple[bytes, int]], removed: Iterable[int] = ()) -> None:
         """Adds (or changes) and removes backends by id, in one transaction; ids in both are added."""
@@ -152,21 +100,50 @@ class Table:
         for id_ in gone:
             after.pop(id_, None)
         after.update(changed)
-        commands = self._element_commands("delete", {id_: self._elements[id_] for id_ in gone}, keys_only=True)
-        commands += self._element_commands("add", changed)
+        commands = nft_rules.backend_elements(
+            self.name, "delete", {id_: self._elements[id_] for id_ in gone}, keys_only=True
+        )
+        commands += nft_rules.backend_elements(self.name, "add", changed)
         try:
             self._run(commands, "change backends")
         except NftError:
-            if self._mark is None:
+            if self._behaviour is None:
                 raise
             # The table is not what we left (flushed by a firewall's reload, say): make it again, whole.
-            fresh = [f"add table inet {self.name}", f"delete table inet {self.name}"]
-            self._run(fresh + self._definition(self._mark, after), "make the table again")
+            self._run(self._fresh(after, self._addresses), "make the table again")
         self._elements = after
 
     def replace(self, wanted: Mapping[int, tuple[bytes, int]]) -> None:
         """Makes the maps hold exactly ``wanted``, writing only the differences (for adoption after a restart)."""
         self.update(wanted, [id_ for id_ in self._elements if id_ not in wanted])
+
+    def set_addresses(self, base: str, wanted: Iterable[Prefix]) -> None:
+        """Makes the sets ``cluster_ips`` or ``service_cidrs`` hold exactly ``wanted``, writing only the differences.
+
+        Without ``refuse_unknown`` there are no such sets, and nothing is done.
+        """
+        present = self._addresses[base]
+        wanted = set(wanted)
+        self.change_addresses(base, wanted - present, present - wanted)
+
+    def change_addresses(self, base: str, added: Iterable[Prefix], removed: Iterable[Prefix]) -> None:
+        """Adds and removes addresses of a set, in one transaction; what is in both is added."""
+        if self._behaviour is None or not self._behaviour.refuse_unknown:
+            return
+        present = self._addresses[base]
+        new = set(added)
+        gone = {prefix for prefix in removed if prefix in present} - new
+        new -= present
+        if not new and not gone:
+            return
+        after = {**self._addresses, base: (present - gone) | new}
+        commands = nft_rules.address_elements(self.name, "delete", base, gone)
+        commands += nft_rules.address_elements(self.name, "add", base, new)
+        try:
+            self._run(commands, f"change {base}")
+        except NftError:
+            self._run(self._fresh(self._elements, after), "make the table again")
+        self._addresses = after
 
     def remove(self) -> bool:
         """Deletes the table and everything in it; False if it was not there."""
@@ -174,34 +151,26 @@ class Table:
         if present:
             self._run([f"delete table inet {self.name}"], "delete the table")
         self._elements = {}
-        self._mark = None
+        self._addresses = {name: set() for name in self._addresses}
+        self._behaviour = None
         return present
 
     def exists(self) -> bool:
         return self._chains() is not None
 
-    def _definition(self, mark: int, elements: Mapping[int, Target]) -> list[str]:
-        commands = [f"add table inet {self.name}"]
-        for name, data in MAPS.items():
-            commands.append(f"add map inet {self.name} {name} {{ type classid : {data} . inet_service ; }}")
-        for name, (kind, hook, priority) in CHAINS.items():
-            shape = f"type {kind} hook {hook} priority {priority} ; policy accept ;"
-            commands.append(f"add chain inet {self.name} {name} {{ {shape} }}")
-        commands += [f"flush chain inet {self.name} {name}" for name in CHAINS]
-        commands += [f"add rule inet {self.name} {chain} {rule}" for chain, rule in rules(mark)]
-        return commands + self._element_commands("add", elements)
-
-    def _element_commands(self, verb: str, elements: Mapping[int, Target], keys_only: bool = False) -> list[str]:
-        commands = []
-        for name, size in (("backends4", 4), ("backends6", 16)):
-            texts = [
-                _class(id_) if keys_only else f"{_class(id_)} : {ipaddress.ip_address(target.address)} . {target.port}"
-                for id_, target in elements.items()
-                if len(target.address) == size
-            ]
-            if texts:
-                commands.append(f"{verb} element inet {self.name} {name} {{ {', '.join(texts)} }}")
+    def _definition(self, elements: Mapping[int, Target], addresses: Mapping[str, Iterable[Prefix]]) -> list[str]:
+        assert self._behaviour is not None
+        commands = nft_rules.definition(self.name, self._behaviour)
+        commands += nft_rules.backend_elements(self.name, "add", elements)
+        if self._behaviour.refuse_unknown:
+            for base, prefixes in addresses.items():
+                commands += nft_rules.address_elements(self.name, "add", base, prefixes)
         return commands
+
+    def _fresh(self, elements: Mapping[int, Target], addresses: Mapping[str, Iterable[Prefix]]) -> list[str]:
+        """Commands that make the table anew, whatever is there under its name."""
+        away = [f"add table inet {self.name}", f"delete table inet {self.name}"]
+        return away + self._definition(elements, addresses)
 
     def _chains(self) -> dict[str, tuple[str, str, int]] | None:
         """The table's chains: type, hook and priority; None if there is no such table."""
@@ -228,6 +197,20 @@ class Table:
                     address, port = value["concat"]
                     id_ = (major << 16 | minor) & 0xFFFFFF
                     found[id_] = Target(ipaddress.ip_address(address).packed, port)
+        return found
+
+    def _read_addresses(self) -> dict[str, set[Prefix]]:
+        found: dict[str, set[Prefix]] = {base: set() for base in self._addresses}
+        for name in SETS:
+            try:
+                items = self._list(f"list set inet {self.name} {name}")
+            except NftError:
+                continue  # not there: ensure() will make it
+            for item in items:
+                for element in item.get("set", {}).get("elem", []):
+                    prefix = element["prefix"] if isinstance(element, dict) else {"addr": element, "len": None}
+                    packed = ipaddress.ip_address(prefix["addr"]).packed
+                    found[name[:-1]].add((packed, prefix["len"] if prefix["len"] is not None else 8 * len(packed)))
         return found
 
     def _list(self, command: str) -> list[dict[str, Any]]:
@@ -266,12 +249,6 @@ class Table:
         if status:
             raise _failure(self.name, what, error)
         return str(output)
-
-
-def _class(id_: int) -> str:
-    """A backend id as nft writes a packet's priority: two 16-bit numbers in hexadecimal."""
-    value = BACKEND_TAG | id_
-    return f"{value >> 16:04x}:{value & 0xFFFF:04x}"
 
 
 def _failure(table: str, what: str, text: str) -> NftError:
