@@ -14,6 +14,7 @@ from typing import ClassVar
 import pytest
 
 from pyebpf_proxy.datapath.libbpf import Object
+from pyebpf_proxy.datapath.nft import Table
 
 CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -121,3 +122,14 @@ def router(namespace: None, shell: Shell) -> Iterator[Router]:
         yield made
     finally:
         made.remove()
+
+
+@pytest.fixture
+def table(namespace: None) -> Table:
+    return Table()
+
+
+@pytest.fixture(params=(4, 6), ids=("ipv4", "ipv6"))
+def family(request: pytest.FixtureRequest) -> int:
+    value: int = request.param
+    return value

@@ -7,13 +7,11 @@ In place of the program a chain of the test's own sets the packet's priority and
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import re
 import socket
 import struct
-from collections.abc import Callable
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing
 
 import pytest
 
@@ -22,79 +20,17 @@ from pyebpf_proxy.datapath.nft import NftError, Table
 from pyebpf_proxy.datapath.nft_rules import Target
 
 from .conftest import Router, Shell
+from .datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 
-MARK = 0x4000
-BACKEND = 0x123456
-SECONDS = 5.0
 SCTP = 132
-
-
-@pytest.fixture
-def table(namespace: None) -> Table:
-    return Table()
-
-
-@pytest.fixture(params=(4, 6), ids=("ipv4", "ipv6"))
-def family(request: pytest.FixtureRequest) -> int:
-    value: int = request.param
-    return value
-
-
-def packed(text: str) -> bytes:
-    return ipaddress.ip_address(text).packed
-
-
-def af(family: int) -> int:
-    return socket.AF_INET if family == 4 else socket.AF_INET6
-
-
-def decide(shell: Shell, statement: str, match: str = "meta mark 0") -> None:
-    """What the program would have decided for packets from the client that match. The mark 8 is somebody else's."""
-    shell(f"""nft -f - <<'END'
-        table inet decision {{
-            chain early {{
-                type filter hook prerouting priority -300
-                iifname c0 {match} {statement}
-            }}
-            chain late {{
-                type filter hook postrouting priority 102
-                oifname s0 meta mark & {MARK:#x} != 0 counter comment "ours left"
-                oifname s0 meta mark 8 counter comment "others kept"
-            }}
-        }}
-END""")
 
 
 def counted(shell: Shell, comment: str) -> int:
     found = re.search(rf'packets (\d+) bytes \d+ comment "{comment}"', shell("nft list chain inet decision late"))
     assert found
     return int(found[1])
-
-
-def exchange(router: Router, family: int, protocol: str, destination: tuple[str, int]) -> tuple[str, str]:
-    """One request from the client and an answer. Returns the source the server saw and the one the client saw."""
-    kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
-    with router.inside("server"):
-        server = socket.socket(af(family), kind)
-    with router.inside("client"):
-        client = socket.socket(af(family), kind)
-    with closing(server), closing(client):
-        server.settimeout(SECONDS)
-        client.settimeout(SECONDS)
-        server.bind((router.SERVER[family], 8080))
-        if protocol == "udp":
-            client.sendto(b"question", destination)
-            _, source = server.recvfrom(100)
-            server.sendto(b"answer", source)
-            _, answered = client.recvfrom(100)
-            return source[0], answered[0]
-        server.listen()
-        client.connect(destination)
-        connection, source = server.accept()
-        with closing(connection):
-            return source[0], client.getpeername()[0]
 
 
 # ---- translating ---------------------------------------------------------------
@@ -369,130 +305,3 @@ def test_twenty_thousand_backends_fit_in_one_transaction(table: Table) -> None:
     again = Table()
     again.ensure(MARK)
     assert again.elements == wanted
-
-
-# ---- addresses without an entry, and what conntrack does not understand -------------------
-
-
-def refused(router: Router, family: int, destination: str, where: str) -> str:
-    """What a UDP datagram to a closed or unknown address brings: ``refused`` or ``nothing``."""
-    with router.inside(where) if where else nullcontext():
-        sender = socket.socket(af(family), socket.SOCK_DGRAM)
-    with closing(sender):
-        sender.settimeout(0.5)
-        sender.connect((destination, 4242))
-        # What is dropped or rejected on the way out is refused to the sender at once, besides.
-        with suppress(PermissionError):
-            sender.send(b"anybody?")
-        try:
-            sender.recv(100)
-        except ConnectionRefusedError:
-            return "refused"
-        except TimeoutError:
-            return "nothing"
-    raise AssertionError("somebody answered")
-
-
-CIDRS = [(packed("10.96.0.0"), 16), (packed("fd96::"), 112)]
-UNALLOCATED = {4: "10.96.3.3", 6: "fd96::303"}
-
-
-@pytest.fixture
-def left(shell: Shell, router: Router) -> Callable[[], int]:
-    """How many datagrams of these tests the node has sent on towards the server, which has every service address."""
-    shell(f"""
-        ip route add default via {router.SERVER[4]}
-        ip route add default via {router.SERVER[6]}
-        nft add table inet spy
-        nft 'add chain inet spy out {{ type filter hook postrouting priority 300 ; }}'
-        nft 'add rule inet spy out oifname s0 udp dport 4242 counter'
-    """)
-    with router.inside("server"):
-        for family in (4, 6):
-            shell(
-                f"ip link set lo up; ip addr add {UNALLOCATED[family]} dev lo; ip addr add {router.VIP[family]} dev lo"
-            )
-    return lambda: int(re.findall(r"counter packets (\d+)", shell("nft list chain inet spy out"))[0])
-
-
-@pytest.mark.parametrize("where", ["client", ""], ids=["forwarded", "own"])
-def test_a_cluster_ip_rejects_ports_that_nobody_defined_and_other_service_addresses_drop(
-    where: str, family: int, router: Router, table: Table, left: Callable[[], int]
-) -> None:
-    vip = packed(router.VIP[family])
-    table.ensure(MARK)
-    # Reached, and closed there: with the table of iptables mode nothing stands in the way.
-    assert refused(router, family, UNALLOCATED[family], where) == "refused"
-    assert left() == 1
-    table.ensure(MARK, refuse_unknown=True)
-    table.set_addresses("cluster_ips", [(vip, 8 * len(vip))])
-    table.set_addresses("service_cidrs", CIDRS)
-    assert refused(router, family, router.VIP[family], where) == "refused"
-    assert refused(router, family, UNALLOCATED[family], where) == "nothing"
-    assert left() == 1
-    table.set_addresses("service_cidrs", [])
-    assert refused(router, family, UNALLOCATED[family], where) == "refused"
-    assert left() == 2
-
-
-def test_what_is_served_at_a_cluster_ip_is_translated_before(
-    family: int, router: Router, table: Table, shell: Shell
-) -> None:
-    vip = packed(router.VIP[family])
-    table.ensure(MARK, refuse_unknown=True)
-    table.set_addresses("cluster_ips", [(vip, 8 * len(vip))])
-    table.set_addresses("service_cidrs", CIDRS)
-    table.update({BACKEND: (packed(router.SERVER[family]), 8080)})
-    decide(shell, "meta priority set eb12:3456")
-    assert exchange(router, family, "tcp", (router.VIP[family], 80))[1] == router.VIP[family]
-
-
-def test_an_address_of_the_node_is_never_unknown(router: Router, table: Table, left: Callable[[], int]) -> None:
-    own = packed(router.TOWARDS_SERVER[4])
-    table.ensure(MARK, refuse_unknown=True)
-    table.set_addresses("service_cidrs", [(own, 24)])
-    # Closed, so refused by the node's own stack.
-    assert refused(router, 4, router.TOWARDS_SERVER[4], "client") == "refused"
-
-
-@pytest.mark.parametrize("drop_invalid", [True, False])
-def test_invalid_packets_are_not_forwarded_where_that_is_asked_for(
-    drop_invalid: bool, router: Router, table: Table, shell: Shell
-) -> None:
-    """An answer to an echo request that nobody made is INVALID to conntrack."""
-    table.ensure(MARK, drop_invalid=drop_invalid)
-    reply = struct.pack("!BBHHH", 0, 0, 0xFFFF - 0x0107, 0x0100, 7)
-    with router.inside("server"):
-        receiver = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
-    with router.inside("client"):
-        sender = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
-    with closing(receiver), closing(sender):
-        receiver.settimeout(SECONDS)
-        sender.sendto(reply, (router.SERVER[4], 0))
-        # Whatever follows the reply: it tells that the reply is not merely late.
-        sender.sendto(struct.pack("!BBHHH", 8, 0, 0xFFFF - 0x0800 - 0x0100 - 8, 0x0100, 8), (router.SERVER[4], 0))
-        first = receiver.recv(100)[20]
-    assert first == (8 if drop_invalid else 0)
-
-
-def test_sets_are_adopted_and_healed(table: Table, shell: Shell) -> None:
-    ips = [(packed("10.96.0.1"), 32), (packed("fd96::1"), 128)]
-    table.ensure(MARK, refuse_unknown=True)
-    table.set_addresses("cluster_ips", ips)
-    table.set_addresses("service_cidrs", CIDRS)
-    wanted = shell("nft list ruleset")
-    shell("nft flush ruleset")
-    table.ensure(MARK, refuse_unknown=True)
-    assert sorted(shell("nft list ruleset").splitlines()) == sorted(wanted.splitlines())
-    again = Table()
-    again.ensure(MARK, refuse_unknown=True)
-    generation = again._generation()
-    again.set_addresses("cluster_ips", ips)
-    again.set_addresses("service_cidrs", CIDRS)
-    assert again._generation() == generation
-    # The other mode has no such chains and sets, and asking for them does nothing.
-    third = Table()
-    third.ensure(MARK, drop_invalid=True)
-    third.set_addresses("cluster_ips", ips)
-    assert "cluster_ips4" not in shell("nft list ruleset")
-    assert "ct state invalid" in shell("nft list ruleset")

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our nftables table where kube-proxy's modes differ: INVALID packets, addresses without an entry."""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import closing, nullcontext, suppress
+
+import pytest
+
+from pyebpf_proxy.datapath.nft import Table
+
+from .conftest import Router, Shell
+from .datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed
+
+pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
+
+
+# ---- addresses without an entry, and what conntrack does not understand -------------------
+
+
+def refused(router: Router, family: int, destination: str, where: str) -> str:
+    """What a UDP datagram to a closed or unknown address brings: ``refused`` or ``nothing``."""
+    with router.inside(where) if where else nullcontext():
+        sender = socket.socket(af(family), socket.SOCK_DGRAM)
+    with closing(sender):
+        sender.settimeout(0.5)
+        sender.connect((destination, 4242))
+        # What is dropped or rejected on the way out is refused to the sender at once, besides.
+        with suppress(PermissionError):
+            sender.send(b"anybody?")
+        try:
+            sender.recv(100)
+        except ConnectionRefusedError:
+            return "refused"
+        except TimeoutError:
+            return "nothing"
+    raise AssertionError("somebody answered")
+
+
+CIDRS = [(packed("10.96.0.0"), 16), (packed("fd96::"), 112)]
+UNALLOCATED = {4: "10.96.3.3", 6: "fd96::303"}
+
+
+@pytest.fixture
+def left(shell: Shell, router: Router) -> Callable[[], int]:
+    """How many datagrams of these tests the node has sent on towards the server, which has every service address."""
+    shell(f"""
+        ip route add default via {router.SERVER[4]}
+        ip route add default via {router.SERVER[6]}
+        nft add table inet spy
+        nft 'add chain inet spy out {{ type filter hook postrouting priority 300 ; }}'
+        nft 'add rule inet spy out oifname s0 udp dport 4242 counter'
+    """)
+    with router.inside("server"):
+        for family in (4, 6):
+            shell(
+                f"ip link set lo up; ip addr add {UNALLOCATED[family]} dev lo; ip addr add {router.VIP[family]} dev lo"
+            )
+    return lambda: int(re.findall(r"counter packets (\d+)", shell("nft list chain inet spy out"))[0])
+
+
+@pytest.mark.parametrize("where", ["client", ""], ids=["forwarded", "own"])
+def test_a_cluster_ip_rejects_ports_that_nobody_defined_and_other_service_addresses_drop(
+    where: str, family: int, router: Router, table: Table, left: Callable[[], int]
+) -> None:
+    vip = packed(router.VIP[family])
+    table.ensure(MARK)
+    # Reached, and closed there: with the table of iptables mode nothing stands in the way.
+    assert refused(router, family, UNALLOCATED[family], where) == "refused"
+    assert left() == 1
+    table.ensure(MARK, refuse_unknown=True)
+    table.set_addresses("cluster_ips", [(vip, 8 * len(vip))])
+    table.set_addresses("service_cidrs", CIDRS)
+    assert refused(router, family, router.VIP[family], where) == "refused"
+    assert refused(router, family, UNALLOCATED[family], where) == "nothing"
+    assert left() == 1
+    table.set_addresses("service_cidrs", [])
+    assert refused(router, family, UNALLOCATED[family], where) == "refused"
+    assert left() == 2
+
+
+def test_what_is_served_at_a_cluster_ip_is_translated_before(
+    family: int, router: Router, table: Table, shell: Shell
+) -> None:
+    vip = packed(router.VIP[family])
+    table.ensure(MARK, refuse_unknown=True)
+    table.set_addresses("cluster_ips", [(vip, 8 * len(vip))])
+    table.set_addresses("service_cidrs", CIDRS)
+    table.update({BACKEND: (packed(router.SERVER[family]), 8080)})
+    decide(shell, "meta priority set eb12:3456")
+    assert exchange(router, family, "tcp", (router.VIP[family], 80))[1] == router.VIP[family]
+
+
+def test_an_address_of_the_node_is_never_unknown(router: Router, table: Table, left: Callable[[], int]) -> None:
+    own = packed(router.TOWARDS_SERVER[4])
+    table.ensure(MARK, refuse_unknown=True)
+    table.set_addresses("service_cidrs", [(own, 24)])
+    # Closed, so refused by the node's own stack.
+    assert refused(router, 4, router.TOWARDS_SERVER[4], "client") == "refused"
+
+
+@pytest.mark.parametrize("drop_invalid", [True, False])
+def test_invalid_packets_are_not_forwarded_where_that_is_asked_for(
+    drop_invalid: bool, router: Router, table: Table, shell: Shell
+) -> None:
+    """An answer to an echo request that nobody made is INVALID to conntrack."""
+    table.ensure(MARK, drop_invalid=drop_invalid)
+    reply = struct.pack("!BBHHH", 0, 0, 0xFFFF - 0x0107, 0x0100, 7)
+    with router.inside("server"):
+        receiver = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+    with router.inside("client"):
+        sender = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+    with closing(receiver), closing(sender):
+        receiver.settimeout(SECONDS)
+        sender.sendto(reply, (router.SERVER[4], 0))
+        # Whatever follows the reply: it tells that the reply is not merely late.
+        sender.sendto(struct.pack("!BBHHH", 8, 0, 0xFFFF - 0x0800 - 0x0100 - 8, 0x0100, 8), (router.SERVER[4], 0))
+        first = receiver.recv(100)[20]
+    assert first == (8 if drop_invalid else 0)
+
+
+def test_sets_are_adopted_and_healed(table: Table, shell: Shell) -> None:
+    ips = [(packed("10.96.0.1"), 32), (packed("fd96::1"), 128)]
+    table.ensure(MARK, refuse_unknown=True)
+    table.set_addresses("cluster_ips", ips)
+    table.set_addresses("service_cidrs", CIDRS)
+    wanted = shell("nft list ruleset")
+    shell("nft flush ruleset")
+    table.ensure(MARK, refuse_unknown=True)
+    assert sorted(shell("nft list ruleset").splitlines()) == sorted(wanted.splitlines())
+    again = Table()
+    again.ensure(MARK, refuse_unknown=True)
+    generation = again._generation()
+    again.set_addresses("cluster_ips", ips)
+    again.set_addresses("service_cidrs", CIDRS)
+    assert again._generation() == generation
+    # The other mode has no such chains and sets, and asking for them does nothing.
+    third = Table()
+    third.ensure(MARK, drop_invalid=True)
+    third.set_addresses("cluster_ips", ips)
+    assert "cluster_ips4" not in shell("nft list ruleset")
+    assert "ct state invalid" in shell("nft list ruleset")
