@@ -21,3 +21,5 @@ class NodeFacts:
     node_addresses: frozenset[bytes] = frozenset()
     #: The first pod CIDR of each family of this Node: who counts as a pod in mode NodeCIDR (spec/service-semantics §6).
     node_cidrs: dict[Family, Network] = field(default_factory=dict)
+    #: What the ServiceCIDR objects say: in nftables mode, addresses in them that are no Service's (§9).
+    service_cidrs: frozenset[Network] = frozenset()

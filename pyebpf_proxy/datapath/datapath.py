@@ -16,13 +16,15 @@ from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath import cgroups, mounts
 from pyebpf_proxy.datapath.cleanup import cleanup
+from pyebpf_proxy.datapath.cluster_addresses import ClusterAddresses
 from pyebpf_proxy.datapath.libbpf import Map
 from pyebpf_proxy.datapath.links import MAPS, Node
 from pyebpf_proxy.datapath.maps import Writer
 from pyebpf_proxy.datapath.nft import Table
+from pyebpf_proxy.datapath.nft_rules import Prefix
 from pyebpf_proxy.datapath.pod_network import PodNetwork
 from pyebpf_proxy.datapath.programs import LAYOUT_VERSION, Loaded, load
-from pyebpf_proxy.datapath.settings import detector_cidrs, node_config, settings
+from pyebpf_proxy.datapath.settings import conntrack_is_liberal, detector_cidrs, node_config, settings
 from pyebpf_proxy.errors import DatapathError, FatalError
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
@@ -41,6 +43,7 @@ class _Parts:
     table: Table
     node: Node
     writer: Writer
+    clusters: ClusterAddresses
 
 
 class Datapath:
@@ -53,6 +56,7 @@ class Datapath:
         self._stack = ExitStack()
         self._parts: _Parts | None = None
         self._counters: tuple[Mapping[str, bytes], Map] | None = None
+        self._drop_invalid = False
 
     # ---- start and end -----------------------------------------------------------------------------------------
 
@@ -96,7 +100,8 @@ class Datapath:
         pins = mounts.pin_directory(bpffs.path, directory, LAYOUT_VERSION)
         # Before the programs: it brings conntrack and NAT, whose functions they call.
         table = Table(mounts.table_name(directory))
-        table.ensure(effective.masquerade_mark)
+        self._drop_invalid = not effective.nft_mode and not conntrack_is_liberal()
+        self._ensure(table)
         self._detector_cidrs = dict(detector_cidrs(effective, facts))
         if effective.detect_local_mode == "NodeCIDR" and not self._detector_cidrs:
             _log.warning("detectLocalMode NodeCIDR: this Node has no podCIDRs, no packet counts as a pod's")
@@ -110,12 +115,16 @@ class Datapath:
         writer.prune(wanted)
         # Once more and whole: what the nft table has from before, and what the writer has adopted.
         table.replace(writer.netfilter_backends)
+        clusters = ClusterAddresses()
+        clusters.apply(wanted)
+        table.set_addresses("cluster_ips", map(_prefix, clusters.all))
+        table.set_addresses("service_cidrs", _prefixes(facts))
         nodes_maps = {name: loaded.maps[name] for name in MAPS}
         node = Node(directory, node_config(effective, facts), nodes_maps, loaded.tc.btf, _log.error)
         self._stack.callback(node.close)
         # The maps are complete: what is attached from here on finds everything.
         self._attach(loaded, node, pins)
-        return _Parts(loaded, table, node, writer)
+        return _Parts(loaded, table, node, writer, clusters)
 
     def _attach(self, loaded: Loaded, node: Node, pins: Path) -> None:
         cgroup, found = mounts.open_cgroup2()
@@ -148,6 +157,9 @@ class Datapath:
             if complete:
                 parts.writer.prune(delta)
                 parts.table.replace(parts.writer.netfilter_backends)
+            if self._effective.nft_mode:
+                added, removed = parts.clusters.apply(delta)
+                parts.table.change_addresses("cluster_ips", map(_prefix, added), map(_prefix, removed))
         return _problems(parts)
 
     def node_changed(self, facts: NodeFacts) -> None:
@@ -157,6 +169,7 @@ class Datapath:
             # Fixed in the loaded programs; kube-proxy ends itself then too (spec/configuration §5.3).
             raise FatalError("the podCIDRs of this Node have changed and detectLocalMode is NodeCIDR: start again")
         with _in_words():
+            parts.table.set_addresses("service_cidrs", _prefixes(facts))
             parts.node.configure(node_config(self._effective, facts))
             if not self._learn(facts):
                 return
@@ -166,7 +179,7 @@ class Datapath:
     def refresh(self) -> None:
         """Mend what others may have changed: the nft table. Costs little when nobody has. Devices are followed."""
         with _in_words():
-            self._running().table.ensure(self._effective.masquerade_mark)
+            self._ensure(self._running().table)
 
     async def collect(self) -> None:
         """Remove old versions once no program can be reading them."""
@@ -190,6 +203,10 @@ class Datapath:
             raise RuntimeError("the data plane was not started")
         return self._parts
 
+    def _ensure(self, table: Table) -> None:
+        mark, nft_mode = self._effective.masquerade_mark, self._effective.nft_mode
+        table.ensure(mark, drop_invalid=self._drop_invalid, refuse_unknown=nft_mode)
+
     def _learn(self, facts: NodeFacts) -> bool:
         """Take in what the Nodes say; True if that changes which addresses are pods'."""
         ranges: Iterable[Network] = self._effective.pod_cidrs.values() or facts.pod_cidrs
@@ -210,6 +227,14 @@ class Datapath:
 
 def _problems(parts: _Parts) -> list[str]:
     return [str(problem) for problem in parts.writer.problems.values()]
+
+
+def _prefix(address: bytes) -> Prefix:
+    return address, 8 * len(address)
+
+
+def _prefixes(facts: NodeFacts) -> set[Prefix]:
+    return {(network.network_address.packed, network.prefixlen) for network in facts.service_cidrs}
 
 
 def _counters(loaded: Loaded) -> dict[str, bytes]:

@@ -67,6 +67,14 @@ def node_config(effective: Effective, facts: NodeFacts) -> NodeConfig:
     )
 
 
+def conntrack_is_liberal() -> bool:
+    """Whether conntrack lets TCP segments outside of their window pass as valid; it does not when it starts."""
+    try:
+        return int((_TIMEOUTS / "nf_conntrack_tcp_be_liberal").read_text()) != 0
+    except (OSError, ValueError):
+        return False
+
+
 def netns_cookie() -> int:
     """The kernel's number of the network namespace this process is in."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where kube-proxy's modes differ (spec/service-semantics §14), through the real agent: addresses without an entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import node_client, pod_client, wait_until
+
+from pyebpf_proxy.lab.addresses import Dual, cluster_ip
+from pyebpf_proxy.lab.client import ANSWERED, REFUSED, TIMED_OUT, UNREACHABLE, ask
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.scenario import Client
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 20)
+UNDEFINED_PORT = 4242
+
+
+@pytest.fixture(scope="module", params=["iptables", "nftables"])
+def mode(request: pytest.FixtureRequest) -> str:
+    value: str = request.param
+    return value
+
+
+@pytest.fixture(scope="module")
+def lab(mode: str) -> Iterator[Lab]:
+    """A service in one of the two modes."""
+    with Lab() as lab:
+        WEB.endpoints = (lab.add_pod("web-1", lab.nodes[0]),)
+        lab.add_pod("toolbox", lab.nodes[0])
+        write_nodes(lab)
+        write_services(lab, WEB)
+        lab.start_agents({"mode": mode, mode: {"minSyncPeriod": "10ms"}})
+        yield lab
+
+
+def clients(lab: Lab) -> list[Client]:
+    return [pod_client(lab.pods["toolbox"]), node_client(lab.nodes[0])]
+
+
+def outcome(client: Client, address: Dual, family: int, protocol: str, port: int = UNDEFINED_PORT) -> str:
+    return client.namespace.call(ask, address.of(family), port, protocol, timeout=4.0).kind
+
+
+def test_a_port_that_a_cluster_ip_does_not_have(lab: Lab, mode: str, family: int, protocol: str) -> None:
+    for client in clients(lab):
+        got = outcome(client, cluster_ip(WEB.number), family, protocol)
+        # A datagram that is rejected on its way out is refused to its sender as not permitted, by the kernel.
+        denied = UNREACHABLE if client.kind == "node" and protocol == "udp" else REFUSED
+        if mode == "nftables":
+            assert got == denied, client.name
+        else:
+            # Routed away as any other packet: lost, or unreachable for the router that it ends at.
+            assert got in (TIMED_OUT, UNREACHABLE), client.name
+        port = {"tcp": 80, "udp": 53}[protocol]
+        assert outcome(client, cluster_ip(WEB.number), family, protocol, port) == ANSWERED
+
+
+def test_a_service_that_comes_and_goes(lab: Lab, mode: str, family: int) -> None:
+    if mode != "nftables":
+        pytest.skip("mode iptables never looks at such addresses")
+    other = Kind("other", 21)
+    other.endpoints = WEB.endpoints
+    pod = clients(lab)[0]
+    asked = (cluster_ip(other.number), family, "tcp")
+    assert outcome(pod, *asked) != REFUSED
+    lab.wait_synced(write_services(lab, other))
+    assert outcome(pod, *asked) == REFUSED
+    lab.wait_synced(lab.write("other.yaml", []))
+    wait_until(lambda: outcome(pod, *asked) != REFUSED, "the address of a deleted service is not refused any more")
