@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-from pyebpf_proxy import __version__
+from pyebpf_proxy import __version__, node_checks
 from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.config_watch import ConfigWatch
 from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.datapath.datapath import Datapath
+from pyebpf_proxy.datapath.preparation import Preparation
+from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.kube.source import Source
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
@@ -20,8 +24,11 @@ from pyebpf_proxy.services.planner import Planner, PlanSettings
 _log = Logger("agent")
 
 
-def run(settings: Effective, source: Source) -> None:
-    """Be the agent until SIGTERM or SIGINT; FatalError or DatapathError if that is impossible."""
+def run(settings: Effective, source: Source, watch: ConfigWatch | None = None) -> None:
+    """Be the agent until SIGTERM or SIGINT; FatalError or DatapathError if that is impossible.
+
+    ``watch``: of the configuration file; a change ends the agent with a FatalError. What is attached stays then.
+    """
     preflight.check()
     directory = RunDirectory(settings.directory)
     directory.acquire()
@@ -34,25 +41,58 @@ def run(settings: Effective, source: Source) -> None:
             mode="nftables" if settings.nft_mode else "iptables",
             directory=settings.directory,
         )
-        asyncio.run(_serve(settings, source, datapath))
+        asyncio.run(_serve(settings, source, datapath, watch))
     finally:
         # A start that came to nothing takes its folder away; an instance that serves keeps it.
         directory.release(remove=not datapath.present())
 
 
-async def _serve(settings: Effective, source: Source, datapath: Datapath) -> None:
+def prepare(settings: Effective, source: Source) -> None:
+    """``--init-only``: what of a start needs more rights than a later one will have; errors as in ``run``.
+
+    The same as at a start: the objects are read once, podCIDRs are waited for, what doesn't fit is said.
+    """
+    preflight.check()
+    directory = RunDirectory(settings.directory)
+    directory.acquire()
+    prepared = False
+    try:
+        planner = _planner(settings)
+        preparation = Preparation(Datapath(settings))
+        metrics = Metrics(dict)
+        proxy = Proxy(settings, source, planner, preparation, metrics, _facts(planner), _checks(settings), once=True)
+        asyncio.run(proxy.run())
+        prepared = preparation.done
+    finally:
+        directory.release(remove=not prepared and not Datapath(settings).present())
+    if not prepared:
+        raise FatalError("stopped before everything was prepared")
+    _log.info("prepared", directory=settings.directory)
+
+
+def _planner(settings: Effective) -> Planner:
     bind_address = settings.bind_address.packed if settings.bind_address is not None else None
-    planner = Planner(PlanSettings(node_name=settings.node_name, node_ip=bind_address))
+    return Planner(PlanSettings(node_name=settings.node_name, node_ip=bind_address))
+
+
+def _facts(planner: Planner) -> Callable[[], NodeFacts]:
+    return lambda: NodeFacts(planner.node_ips, planner.pod_cidrs, planner.node_addresses, planner.node_cidrs)
+
+
+def _checks(settings: Effective) -> Callable[[NodeFacts], None]:
+    return lambda facts: node_checks.check(settings.stated, facts)
+
+
+async def _serve(settings: Effective, source: Source, datapath: Datapath, watch: ConfigWatch | None) -> None:
+    planner = _planner(settings)
     metrics = Metrics(datapath.reasons)
     server = MetricsServer(settings.metrics_address, metrics.registry) if settings.metrics_address else None
 
-    def facts() -> NodeFacts:
-        return NodeFacts(planner.node_ips, planner.pod_cidrs, planner.node_addresses, planner.node_cidrs)
-
+    guards = [watch.wait] if watch is not None else []
     if server is not None:
         server.start()
     try:
-        await Proxy(settings, source, planner, datapath, metrics, facts).run()
+        await Proxy(settings, source, planner, datapath, metrics, _facts(planner), _checks(settings), guards).run()
     finally:
         if server is not None:
             server.stop()

@@ -26,5 +26,5 @@ def run(path: Path) -> None:
     for thing in report.removed:
         _log.info("removed", what=thing)
     if report.problems:
-        raise FatalError(f"encountered an error while tearing down: {'; '.join(report.problems)}")
+        raise FatalError(f"encountered an error while tearing down rules: {'; '.join(report.problems)}")
     _log.info("clean", directory=path)

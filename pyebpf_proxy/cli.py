@@ -68,19 +68,18 @@ def _run(flags: Flags) -> int:
             _write(config, flags.write_config_to)
             return 0
         settings = _settings(config, flags)
-        for name in ("init-only", "datapath-config"):
-            if flags.values.get(name):
-                raise FatalError(f"--{name} is not there yet")
+        if flags.values.get("datapath-config"):
+            raise FatalError("--datapath-config is not there yet")
         if flags.cleanup:
             _cleanup(settings)
         else:
-            _agent(settings)
+            _agent(settings, flags)
     except ConfigError as error:
         # The text is kube-proxy's; which file is meant stands beside it.
         logger.error(str(error), file=flags.config or None)
         return 1
     except (FatalError, DatapathError) as error:
-        logger.error(str(error))
+        logger.error("Error running ProxyServer", error=str(error))
         return 1
     except KeyboardInterrupt:
         return 130
@@ -145,12 +144,24 @@ def _source(settings: Effective) -> Source:
     return ManifestSource(settings.manifests, Logger("manifests").error)
 
 
-def _agent(settings: Effective) -> None:
+def _agent(settings: Effective, flags: Flags) -> None:
     # First what may be wrong with the command line, then the slow import.
     source = _source(settings)
+    if flags.values.get("init-only"):
+        from pyebpf_proxy.agent import prepare
+
+        prepare(settings, source)
+        return
+    watch = None
+    if flags.config:
+        from pathlib import Path
+
+        from pyebpf_proxy.config_watch import ConfigWatch
+
+        watch = ConfigWatch(Path(flags.config))
     from pyebpf_proxy.agent import run
 
-    run(settings, source)
+    run(settings, source, watch)
 
 
 def _cleanup(settings: Effective) -> None:

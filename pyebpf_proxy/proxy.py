@@ -11,7 +11,7 @@ import asyncio
 import gc
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from pyebpf_proxy.config.effective import Effective
@@ -20,6 +20,7 @@ from pyebpf_proxy.errors import DatapathError, FatalError
 from pyebpf_proxy.kube.source import Batch, Change, Source
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
+from pyebpf_proxy.node_life import NodeLife
 from pyebpf_proxy.schedule import Schedule
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
 
@@ -85,13 +86,23 @@ class Proxy:
         datapath: Datapath,
         metrics: Observer,
         facts: Callable[[], NodeFacts],
+        check: Callable[[NodeFacts], None] = lambda facts: None,
+        guards: Iterable[Callable[[], Awaitable[None]]] = (),
+        once: bool = False,
     ) -> None:
-        """``facts`` tells what the planner knows of the Nodes now."""
+        """``facts`` tells what the planner knows of the Nodes now; ``check`` looks at that before anything starts.
+
+        ``guards`` run beside the loop; one that raises ends the agent. ``once``: return after the first sync.
+        """
         self._source = source
         self._planner = planner
         self._datapath = datapath
         self._metrics = metrics
         self._read_facts = facts
+        self._check = check
+        self._life = NodeLife(effective.node_name, needs_pod_cidrs=effective.detect_local_mode == "NodeCIDR")
+        self._guards = (self._life.guard, *guards)
+        self._once = once
         self._node_name = effective.node_name
         self._mend_seconds = effective.sync_period
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
@@ -114,26 +125,29 @@ class Proxy:
         follow = asyncio.create_task(self._follow(), name="sync")
         mend = asyncio.create_task(self._mend(), name="mend")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
+        guards = [asyncio.ensure_future(guard()) for guard in self._guards]
         try:
-            done, _ = await asyncio.wait({source, follow, mend, stop}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({source, follow, mend, stop, *guards}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stop}:
                 task.result()
-                raise FatalError(f"internal error: the {task.get_name()} task ended by itself")
+                raise FatalError(f"internal error: {task} ended by itself")
         finally:
-            tasks = [task for task in (source, follow, mend, stop, self._collecting) if task is not None]
+            tasks = [task for task in (source, follow, mend, stop, *guards, self._collecting) if task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def deliver(self, batch: Batch) -> None:
         """The source's callback: remember the changes, ask for a sync."""
-        self._changes += batch.changes
-        self._complete |= batch.complete
+        self._changes += self._life.take(batch.changes)
+        if batch.complete and not self._complete:
+            self._complete = True
+            self._life.listed()
         services = sum(change.kind == "Service" for change in batch.changes)
         slices = sum(change.kind == "EndpointSlice" for change in batch.changes)
         self._metrics.changed(services, slices)
         # Nothing is programmed before everything has been listed once (spec/service-semantics §1.5).
-        if self._complete and (batch.changes or not self._running):
+        if self._complete and self._life.ready and (batch.changes or not self._running):
             self._metrics.queued()
             self._schedule.request(time.monotonic())
             self._wake.set()
@@ -170,6 +184,9 @@ class Proxy:
         end = time.monotonic()
         self._metrics.synced(end - begin, ok)
         self._schedule.finished(end, ok)
+        if self._once:
+            self._stop.set()
+            return
         if self._collecting is None:
             self._collecting = asyncio.create_task(self._collect(), name="collect")
 
@@ -208,6 +225,7 @@ class Proxy:
                 " set hostnameOverride if the name is another",
                 node=self._node_name,
             )
+        self._check(facts)
         begin = time.monotonic()
         problems = self._datapath.start(facts, wanted)
         self._running = True

@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 from pyebpf_proxy.config import addresses, durations, validation
 from pyebpf_proxy.config.addresses import Address, Network
+from pyebpf_proxy.config.families import Stated
 from pyebpf_proxy.config.flags import Flags
 from pyebpf_proxy.config.loader import ConfigError
 from pyebpf_proxy.config.model import KubeProxyConfiguration
@@ -42,6 +43,8 @@ class Effective:
     #: An address that replaces the Node's own of its family; None: 0.0.0.0 or ::.
     bind_address: Address | None
     metrics_address: tuple[str, int] | None
+    #: What has to fit the families of the Node.
+    stated: Stated
     lane: Lane
     directory: Path
     manifests: Path | None
@@ -84,6 +87,15 @@ def effective(config: KubeProxyConfiguration, flags: Flags) -> Effective:
         min_sync_period=durations.seconds(min_sync_period),
         bind_address=None if bind_address is None or bind_address.is_unspecified else bind_address,
         metrics_address=None if metrics is None else (metrics[0], int(metrics[1])),
+        stated=Stated(
+            cluster_cidrs=tuple(config.cluster_cidr.split(",")) if config.cluster_cidr else (),
+            node_port_addresses=tuple(config.node_port_addresses or ()),
+            exclude_cidrs=tuple(config.ipvs.exclude_cidrs or ()),
+            source_vip=config.winkernel.source_vip,
+            healthz_address=config.healthz_bind_address,
+            metrics_address=config.metrics_bind_address,
+            detect_local_mode=config.detect_local_mode,
+        ),
         lane=cast(Lane, flags.lane),
         directory=Path(flags.directory),
         manifests=Path(flags.manifests) if flags.manifests else None,

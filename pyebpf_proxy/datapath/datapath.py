@@ -24,11 +24,11 @@ from pyebpf_proxy.datapath.nft import Table
 from pyebpf_proxy.datapath.nft_rules import Prefix
 from pyebpf_proxy.datapath.pod_network import PodNetwork
 from pyebpf_proxy.datapath.programs import LAYOUT_VERSION, Loaded, load
-from pyebpf_proxy.datapath.settings import conntrack_is_liberal, detector_cidrs, node_config, settings
-from pyebpf_proxy.errors import DatapathError, FatalError
+from pyebpf_proxy.datapath.settings import conntrack_is_liberal, node_config, settings
+from pyebpf_proxy.errors import DatapathError
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
-from pyebpf_proxy.services.model import Family, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import ServicePort, ServicePortName
 
 Delta = Mapping[ServicePortName, ServicePort | None]
 
@@ -52,7 +52,6 @@ class Datapath:
     def __init__(self, effective: Effective) -> None:
         self._effective = effective
         self._pods = PodNetwork()
-        self._detector_cidrs: dict[Family, Network] = {}
         self._stack = ExitStack()
         self._parts: _Parts | None = None
         self._counters: tuple[Mapping[str, bytes], Map] | None = None
@@ -65,18 +64,15 @@ class Datapath:
 
         Raises DatapathError. Then a node that carried nothing of ours carries nothing; one that did goes on as it was.
         """
-        fresh = not self.present()
-        try:
-            with _in_words():
-                self._parts = parts = self._start(facts, wanted)
-                self._follow(asyncio.get_running_loop(), parts.node)
-                return _problems(parts)
-        except BaseException:
-            self.close()
-            if fresh:
-                for problem in cleanup(self._effective.directory).problems:
-                    _log.error("a failed start could not be undone", error=problem)
-            raise
+        with self._undone_if_it_fails():
+            self._parts = parts = self._start(facts, wanted)
+            self._follow(asyncio.get_running_loop(), parts.node)
+            return _problems(parts)
+
+    def prepare(self) -> None:
+        """The part of ``start`` that makes places: mounts and the nft table, which brings conntrack."""
+        with self._undone_if_it_fails():
+            self._prepare()
 
     def close(self) -> None:
         """Let go of everything. What is attached stays and works."""
@@ -91,20 +87,35 @@ class Datapath:
         places = (path for path in mounts.bpffs_candidates(directory) if mounts.is_bpffs(path))
         return any((place / mounts.FOLDER / instance).is_dir() for place in places)
 
-    def _start(self, facts: NodeFacts, wanted: Delta) -> _Parts:
-        effective = self._effective
-        directory = effective.directory
+    @contextmanager
+    def _undone_if_it_fails(self) -> Iterator[None]:
+        fresh = not self.present()
+        try:
+            with _in_words():
+                yield
+        except BaseException:
+            self.close()
+            if fresh:
+                for problem in cleanup(self._effective.directory).problems:
+                    _log.error("a failed start could not be undone", error=problem)
+            raise
+
+    def _prepare(self) -> tuple[Path, Table]:
+        directory = self._effective.directory
         bpffs = mounts.ensure_bpffs(directory)
         if bpffs.warning:
             _log.warning(bpffs.warning)
-        pins = mounts.pin_directory(bpffs.path, directory, LAYOUT_VERSION)
         # Before the programs: it brings conntrack and NAT, whose functions they call.
         table = Table(mounts.table_name(directory))
-        self._drop_invalid = not effective.nft_mode and not conntrack_is_liberal()
+        self._drop_invalid = not self._effective.nft_mode and not conntrack_is_liberal()
         self._ensure(table)
-        self._detector_cidrs = dict(detector_cidrs(effective, facts))
-        if effective.detect_local_mode == "NodeCIDR" and not self._detector_cidrs:
-            _log.warning("detectLocalMode NodeCIDR: this Node has no podCIDRs, no packet counts as a pod's")
+        return bpffs.path, table
+
+    def _start(self, facts: NodeFacts, wanted: Delta) -> _Parts:
+        effective = self._effective
+        directory = effective.directory
+        bpffs, table = self._prepare()
+        pins = mounts.pin_directory(bpffs, directory, LAYOUT_VERSION)
         loaded = load(settings(effective, facts), pins / "maps", lane=effective.lane)
         self._stack.callback(loaded.close)
         self._counters = _counters(loaded), loaded.maps["reasons"]
@@ -165,9 +176,6 @@ class Datapath:
     def node_changed(self, facts: NodeFacts) -> None:
         """Other Nodes: which addresses are pods', and which of ours serve NodePorts. New flows go by it."""
         parts = self._running()
-        if detector_cidrs(self._effective, facts) != self._detector_cidrs:
-            # Fixed in the loaded programs; kube-proxy ends itself then too (spec/configuration §5.3).
-            raise FatalError("the podCIDRs of this Node have changed and detectLocalMode is NodeCIDR: start again")
         with _in_words():
             parts.table.set_addresses("service_cidrs", _prefixes(facts))
             parts.node.configure(node_config(self._effective, facts))

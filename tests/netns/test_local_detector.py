@@ -37,14 +37,3 @@ def test_only_traffic_of_others_is_masqueraded(config: dict[str, object], networ
             assert outside is not None
             assert inside.peer[0] == pod.address.of(family)
             assert outside.peer[0] == node.source_towards(server).of(family)
-
-
-def test_the_agent_ends_when_its_nodes_pod_cidrs_change() -> None:
-    with Lab(nodes=1) as lab:
-        node = lab.nodes[0]
-        node.agent.start({"detectLocalMode": "NodeCIDR"})
-        node.agent.wait_synced()
-        assert "this Node has no podCIDRs" in node.agent.log()
-        write_nodes(lab)
-        assert node.agent.wait_ended() == 1
-        assert "the podCIDRs of this Node have changed" in node.agent.log()

@@ -6,6 +6,7 @@ Each run has mount and network namespaces of its own, in which what shall be mis
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -52,7 +53,8 @@ def error(result: subprocess.CompletedProcess[str]) -> str:
     assert re.match(r"\S+Z error ", lines[-1]), result.stderr
     assert sum(" error " in line for line in lines) == 1, result.stderr
     assert "Traceback" not in result.stderr
-    return lines[-1].split(" error ", 1)[1]
+    assert " error Error running ProxyServer error=" in lines[-1]
+    return str(json.loads(lines[-1].partition(" error=")[2]))
 
 
 def file_of(library: str) -> str:

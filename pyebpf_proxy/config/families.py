@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration that doesn't fit the Node: wrong IP families, NodePorts open everywhere (spec/configuration §5.4).
+
+Pure. The texts are those of kube-proxy v1.36.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pyebpf_proxy.config import addresses
+from pyebpf_proxy.config.addresses import Network
+from pyebpf_proxy.services.addresses import format_address
+from pyebpf_proxy.services.model import Family
+
+INCOMPLETE = "Kube-proxy configuration may be incomplete or incorrect"
+INCORRECT = "kube-proxy configuration is incorrect"
+PRIMARY = "primary"
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """What the configuration says about families, as texts; all have been validated."""
+
+    cluster_cidrs: tuple[str, ...] = ()
+    node_port_addresses: tuple[str, ...] = ()
+    exclude_cidrs: tuple[str, ...] = ()
+    source_vip: str = ""
+    healthz_address: str = ""
+    metrics_address: str = ""
+    detect_local_mode: str = "ClusterCIDR"
+
+
+class Finding(NamedTuple):
+    """Texts to be told together; ``fatal``: the agent doesn't start with this."""
+
+    texts: list[str]
+    fatal: bool = False
+
+    def __str__(self) -> str:
+        return self.texts[0] if len(self.texts) == 1 else f"[{', '.join(self.texts)}]"
+
+
+def primary_family(node_ips: Mapping[Family, bytes]) -> Family:
+    """The family of the first of the Node's addresses; IPv4 where none is known."""
+    return next(iter(node_ips), Family.IPV4)
+
+
+def node_port_cidrs(words: tuple[str, ...], node_ips: Mapping[Family, bytes]) -> list[str]:
+    """``nodePortAddresses`` with the Node's addresses in the place of the word ``primary``."""
+    if words != (PRIMARY,):
+        return list(words)
+    found = []
+    for family, length in ((Family.IPV4, 32), (Family.IPV6, 128)):
+        packed = node_ips.get(family)
+        address = addresses.parse_ip(format_address(packed)) if packed is not None else None
+        if address is not None and not address.is_loopback:
+            found.append(f"{address}/{length}")
+    return found
+
+
+def node_ports(stated: Stated, node_ips: Mapping[Family, bytes], pod_cidrs: Iterable[Network]) -> Finding:
+    """Whether NodePorts are open on more addresses than was meant. Never fatal."""
+    primary = primary_family(node_ips)
+    here, other = _name(primary), _name(_other(primary))
+    cidrs = node_port_cidrs(stated.node_port_addresses, node_ips)
+    of_primary = [cidr for cidr in cidrs if _family(cidr) == primary]
+    pods = [str(cidr) for cidr in pod_cidrs]
+    lists = (stated.cluster_cidrs, cidrs, stated.exclude_cidrs, pods)
+    dual_stack = any({_family(text) for text in texts} == {Family.IPV4, Family.IPV6} for texts in lists)
+    if not cidrs:
+        return Finding(
+            [
+                "nodePortAddresses is unset; NodePort connections will be accepted on all local IPs."
+                " Consider using `--nodeport-addresses primary`"
+            ]
+        )
+    if dual_stack and len(of_primary) == len(cidrs):
+        return Finding(
+            [
+                f"cluster appears to be dual-stack but nodePortAddresses contains only {here} addresses;"
+                f" NodePort connections will be accepted on all local {other} IPs"
+            ]
+        )
+    if not of_primary:
+        return Finding(
+            [
+                f"cluster appears to be {here}-primary but nodePortAddresses contains only {other} addresses;"
+                f" NodePort connections will be accepted on all local {here} IPs"
+            ]
+        )
+    return Finding([])
+
+
+def wrong_families(stated: Stated, primary: Family, *, dual_stack: bool, pod_cidrs: Collection[Network]) -> Finding:
+    """What is of the other family only. ``dual_stack``: the kernel has both; ``pod_cidrs``: of this Node."""
+    wrong = _other(primary)
+    cluster = f"cluster is {_name(primary)}-{'primary' if dual_stack else 'only'} but"
+    only = f"contains only {_name(wrong)} addresses"
+    texts = []
+    fatal = False
+    if _all(stated.cluster_cidrs, wrong):
+        texts.append(f"{cluster} clusterCIDRs {only}")
+        fatal |= stated.detect_local_mode == "ClusterCIDR" and not dual_stack
+    if _all([str(cidr) for cidr in pod_cidrs], wrong):
+        texts.append(f"{cluster} node.spec.podCIDRs {only}")
+        fatal |= stated.detect_local_mode == "NodeCIDR"
+    vip = addresses.parse_ip(stated.source_vip)
+    if vip is not None and Family(vip.version) == wrong:
+        texts.append(f"{cluster} winkernel.sourceVip is {_name(wrong)}")
+    if not dual_stack:
+        if _all(stated.exclude_cidrs, wrong):
+            texts.append(f"{cluster} ipvs.excludeCIDRs {only}")
+        for field, text in (("healthz", stated.healthz_address), ("metrics", stated.metrics_address)):
+            parts = addresses.split_host_port(text)
+            ip = addresses.parse_ip(parts[0]) if parts else None
+            if ip is not None and Family(ip.version) == wrong and not ip.is_unspecified:
+                texts.append(f"{cluster} {field}BindAddress is {_name(wrong)}")
+    return Finding(texts, fatal)
+
+
+def _all(cidrs: Collection[str], family: Family) -> bool:
+    return bool(cidrs) and all(_family(cidr) == family for cidr in cidrs)
+
+
+def _family(cidr: str) -> Family | None:
+    network = addresses.parse_cidr(cidr)
+    return None if network is None else Family(network.version)
+
+
+def _other(family: Family) -> Family:
+    return Family.IPV6 if family == Family.IPV4 else Family.IPV4
+
+
+def _name(family: Family) -> str:
+    return "IPv4" if family == Family.IPV4 else "IPv6"

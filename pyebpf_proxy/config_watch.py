@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends the agent when its configuration file is written or renamed (spec/configuration §6).
+
+The watch is on the file that the path leads to, as kube-proxy's (fsnotify) is. Who replaces the file, as editors and
+ConfigMap volumes do, removes the watched one: nothing happens then, and nothing is followed from there on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from inotify_simple import INotify, flags
+
+from pyebpf_proxy.config.loader import ConfigError
+from pyebpf_proxy.errors import FatalError
+
+UPDATED = "content of the proxy server's configuration file was updated"
+OVERFLOW = "fsnotify: queue or buffer overflow"
+
+# What fsnotify calls Write and Rename. Chmod, Create and Remove would do nothing.
+_EVENTS = flags.MODIFY | flags.MOVE_SELF
+
+
+class ConfigWatch:
+    """Watches from when it is made; ``wait`` then also tells what has happened in between."""
+
+    def __init__(self, path: Path) -> None:
+        """ConfigError if the kernel gives no watch."""
+        try:
+            self._inotify = INotify(nonblocking=True)
+            try:
+                self._inotify.add_watch(path, _EVENTS)
+            except OSError:
+                self._inotify.close()
+                raise
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(f"failed complete: {reason} (the configuration file cannot be watched)") from None
+
+    async def wait(self) -> None:
+        """Until cancelled; FatalError when the file was written or renamed, or the watch failed."""
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(self._inotify.fileno(), readable.set)
+        try:
+            while True:
+                await readable.wait()
+                readable.clear()
+                self._read()
+        finally:
+            loop.remove_reader(self._inotify.fileno())
+
+    def close(self) -> None:
+        """Give the watch back."""
+        self._inotify.close()
+
+    def _read(self) -> None:
+        try:
+            events = self._inotify.read(timeout=0)
+        except OSError as error:
+            raise FatalError(f"the configuration file cannot be watched: {error.strerror or error}") from None
+        for event in events:
+            if event.mask & flags.Q_OVERFLOW:
+                raise FatalError(OVERFLOW)
+            if event.mask & _EVENTS:
+                raise FatalError(UPDATED)

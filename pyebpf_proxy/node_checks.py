@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before the first sync: do the configuration, the Node and the kernel fit together (spec/configuration §5.3, §5.4)?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pyebpf_proxy.config import families
+from pyebpf_proxy.config.families import Stated
+from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.log import Logger
+from pyebpf_proxy.node_facts import NodeFacts
+from pyebpf_proxy.services.model import Family
+
+_log = Logger("config")
+
+
+def check(stated: Stated, facts: NodeFacts, proc: Path = Path("/proc")) -> None:
+    """Warn of what doesn't fit; FatalError where kube-proxy too doesn't start."""
+    primary = families.primary_family(facts.node_ips)
+    pod_cidrs = list(facts.node_cidrs.values())
+    _warn(families.node_ports(stated, facts.node_ips, pod_cidrs))
+    dual_stack = has_ipv6(proc)
+    if primary == Family.IPV6 and not dual_stack:
+        raise FatalError('no support for primary IP family "IPv6"')
+    finding = families.wrong_families(stated, primary, dual_stack=dual_stack, pod_cidrs=pod_cidrs)
+    if finding.fatal:
+        raise FatalError(f"{families.INCORRECT}: {finding}")
+    _warn(finding)
+    stack = "dual-stack" if dual_stack else "single-stack"
+    _log.info(f"running in {stack} mode", primary="IPv4" if primary == Family.IPV4 else "IPv6")
+
+
+def has_ipv6(proc: Path = Path("/proc")) -> bool:
+    """Whether this network namespace has IPv6: the kernel can, and ``disable_ipv6`` is not set for all."""
+    try:
+        if not (proc / "net/if_inet6").exists():
+            return False
+        return (proc / "sys/net/ipv6/conf/all/disable_ipv6").read_text().strip() != "1"
+    except OSError:
+        return True
+
+
+def _warn(finding: families.Finding) -> None:
+    if finding.texts:
+        _log.warning(families.INCOMPLETE, error=finding)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the agent's life owes to the object of its own Node (spec/configuration §5.3): when to begin, when to end.
+
+As kube-proxy v1.36's NodeManager: in detectLocalMode NodeCIDR nothing starts before the Node has podCIDRs, and other
+ones than at the start end the agent. Other addresses, and a Node that is deleted, are only told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.log import Logger
+from pyebpf_proxy.services.addresses import format_address
+from pyebpf_proxy.services.nodes import NO_NODE, NodeView, view_node
+
+if TYPE_CHECKING:
+    from pyebpf_proxy.kube.source import Change
+
+#: How long podCIDRs are waited for.
+POD_CIDRS_SECONDS = 300.0
+
+_log = Logger("node")
+
+
+class NodeLife:
+    """Follows one Node. ``take`` changes, ``listed`` when everything was delivered once, ``guard`` waits."""
+
+    def __init__(self, name: str, *, needs_pod_cidrs: bool, seconds: float = POD_CIDRS_SECONDS) -> None:
+        """``seconds``: how long ``guard`` waits for podCIDRs, where they are needed."""
+        self._name = name
+        self._needs_pod_cidrs = needs_pod_cidrs
+        self._seconds = seconds
+        self._view: NodeView | None = None
+        self._first: NodeView | None = None
+        self._listed = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._over = asyncio.Event()
+        self._why = ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything is known of the Node that a start needs."""
+        return self._ready.is_set()
+
+    def take(self, changes: Iterable[Change]) -> list[Change]:
+        """The changes that others should see: all but our own Node's end."""
+        seen = []
+        for change in changes:
+            if change.kind != "Node" or change.name != self._name:
+                seen.append(change)
+            elif change.object is not None:
+                seen.append(change)
+                self._changed(view_node(change.object))  # type: ignore[arg-type]
+            elif self._first is None:
+                seen.append(change)
+                self._view = None
+            else:
+                # What it said goes on being true, as for kube-proxy: NodePorts do not open because it is gone.
+                _log.warning("Node is being deleted", node=self._name)
+        if self._listed.is_set():
+            self._see()
+        return seen
+
+    def listed(self) -> None:
+        """Everything that exists has been delivered."""
+        self._listed.set()
+        self._see()
+
+    async def guard(self) -> None:
+        """Until cancelled; FatalError if the podCIDRs do not come in time, or have become others."""
+        await self._listed.wait()
+        if not self.ready:
+            _log.info("waiting for the podCIDRs of this Node", node=self._name, seconds=self._seconds)
+            try:
+                async with asyncio.timeout(self._seconds):
+                    await self._ready.wait()
+            except TimeoutError:
+                what = (
+                    f'node "{self._name}" to exist'
+                    if self._view is None
+                    else f'PodCIDR allocation on node "{self._name}"'
+                )
+                raise FatalError(f"timeout waiting for {what}") from None
+        await self._over.wait()
+        raise FatalError(self._why)
+
+    def _see(self) -> None:
+        has = self._view is not None and bool(self._view.pod_cidrs)
+        if self._first is None and (has or not self._needs_pod_cidrs):
+            self._first = self._view or NO_NODE
+            self._ready.set()
+
+    def _changed(self, view: NodeView) -> None:
+        before, self._view = self._view, view
+        first = self._first
+        if first is None:
+            return
+        if self._needs_pod_cidrs and view.pod_cidrs != first.pod_cidrs:
+            now, then = (" ".join(map(str, cidrs)) or "none" for cidrs in (view.pod_cidrs, first.pod_cidrs))
+            self._why = f'PodCIDRs changed for the node "{self._name}": now {now}, at the start {then}'
+            self._over.set()
+        told = before is not None and list(before.ips.values()) == list(view.ips.values())
+        if not told and list(view.ips.values()) != list(first.ips.values()):
+            now, then = (" ".join(map(format_address, ips.values())) or "none" for ips in (view.ips, first.ips))
+            _log.info("NodeIPs changed for the node", node=self._name, now=now, at_start=then)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the agent begins and ends by itself, and what stays (spec/configuration §5.3, §5.4, §6)."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import wait_until
+
+from pyebpf_proxy.lab.addresses import Dual
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.client import ask
+from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.lab.manifests import node as node_object
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+WEB = Kind("web", 1)
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab(nodes=1) as lab:
+        yield lab
+
+
+def wait_said(node: Node, text: str) -> None:
+    wait_until(lambda: text in node.agent.log(), f"{text} in the log:\n{node.agent.log()}")
+
+
+def test_a_changed_configuration_file_ends_the_agent_and_nothing_else(lab: Lab) -> None:
+    node = lab.nodes[0]
+    server, pod = lab.add_pod("web-1", node), lab.add_pod("asker", node)
+    WEB.endpoints = (server,)
+    write_nodes(lab)
+    write_services(lab, WEB)
+    node.agent.start()
+    node.agent.wait_synced()
+    file = node.agent.folder / "config.yaml"
+    file.chmod(0o600)
+    with file.open("a") as opened:
+        opened.write("# changed\n")
+    assert node.agent.wait_ended() == 1
+    last = node.agent.log().splitlines()[-1]
+    assert " error Error running ProxyServer error=\"content of the proxy server's configuration file was" in last
+    target = WEB.target("ClusterIP", node)
+    for family in (4, 6):
+        assert pod.namespace.call(ask, target.address.of(family), 80).answer is not None
+    node.agent.start()
+    node.agent.wait_synced()
+    assert node.agent.stop() == 0
+
+
+def test_node_cidr_waits_for_pod_cidrs_and_ends_when_they_change(lab: Lab) -> None:
+    node = lab.nodes[0]
+    node.agent.start({"detectLocalMode": "NodeCIDR"})
+    wait_said(node, "waiting for the podCIDRs of this Node")
+    assert "ready" not in node.agent.log()
+    write_nodes(lab)
+    node.agent.wait_synced()
+    lab.write("nodes.yaml", [node_object(node.name, node.address, Dual("10.99.0.0/24", "fd00:99::/64"))])
+    assert node.agent.wait_ended() == 1
+    assert 'PodCIDRs changed for the node \\"' in node.agent.log()
+
+
+def test_a_deleted_node_is_told_and_keeps_its_addresses(lab: Lab) -> None:
+    node = lab.nodes[0]
+    write_nodes(lab)
+    node.agent.start({"nodePortAddresses": ["primary"], "detectLocalMode": "NodeCIDR"})
+    node.agent.wait_synced()
+    assert "nodePortAddresses is unset" not in node.agent.log()
+    (node.agent.manifests / "nodes.yaml").unlink()
+    wait_said(node, "Node is being deleted")
+    assert node.agent.stop() == 0
+
+
+def test_a_node_with_one_family_and_pods_of_the_other_does_not_start(lab: Lab) -> None:
+    node = lab.nodes[0]
+    write_nodes(lab)
+    node.namespace.sysctl({"net.ipv6.conf.all.disable_ipv6": 1})
+    node.agent.start({"clusterCIDR": "fd00:10::/48"})
+    assert node.agent.wait_ended() == 1
+    said = "kube-proxy configuration is incorrect: cluster is IPv4-only but clusterCIDRs contains only IPv6 addresses"
+    assert said in node.agent.log()
+    assert not (node.agent.directory / "bpf" / "pyebpf-proxy").exists()
+
+
+def test_init_only_prepares_and_ends_and_a_start_finds_it(lab: Lab) -> None:
+    node = lab.nodes[0]
+    write_nodes(lab)
+    directory = node.agent.directory
+    ran = run_init_only(node)
+    assert ran.returncode == 0, ran.stderr
+    assert " info prepared " in ran.stderr
+    assert "nodePortAddresses is unset" in ran.stderr
+    tables = node.namespace.run("nft", "list", "tables")
+    assert "pyebpf-proxy" in tables
+    assert not [path for path in (directory / "bpf").rglob("*") if path.name == "frontends4"]
+    node.agent.start()
+    node.agent.wait_synced()
+    assert node.agent.stop() == 0
+
+
+def test_init_only_is_refused_as_a_start_would_be(lab: Lab) -> None:
+    node = lab.nodes[0]
+    node.namespace.sysctl({"net.ipv6.conf.all.disable_ipv6": 1})
+    ran = run_init_only(node, "--cluster-cidr=fd00::/48")
+    assert ran.returncode == 1
+    assert "kube-proxy configuration is incorrect" in ran.stderr.splitlines()[-1]
+    assert "pyebpf-proxy" not in node.namespace.run("nft", "list", "tables")
+
+
+def run_init_only(node: Node, *arguments: str) -> subprocess.CompletedProcess[str]:
+    name, folders = node.agent.node_name, (node.agent.manifests, node.agent.directory)
+    program = [*command(), "--init-only", f"--hostname-override={name}", f"--manifests={folders[0]}", *arguments]
+    return subprocess.run(
+        ["ip", "netns", "exec", node.namespace.name, *program, f"--directory={folders[1]}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )

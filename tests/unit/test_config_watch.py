@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to the configuration file, and what of that ends the agent (spec/configuration §6)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from inotify_simple import Event, INotify, flags
+
+from pyebpf_proxy import config_watch
+from pyebpf_proxy.config.loader import ConfigError
+from pyebpf_proxy.config_watch import ConfigWatch
+from pyebpf_proxy.errors import FatalError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text("kind: KubeProxyConfiguration\n")
+    return path
+
+
+def write(file: Path) -> None:
+    with file.open("r+") as opened:
+        opened.write("K")
+
+
+def append(file: Path) -> None:
+    with file.open("a") as opened:
+        opened.write("mode: nftables\n")
+
+
+def empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def rename(file: Path) -> None:
+    file.rename(file.with_suffix(".old"))
+
+
+def rename_and_put_another_there(file: Path) -> None:
+    """As vim does it with ``backupcopy=no``."""
+    rename(file)
+    file.write_text("kind: another\n")
+
+
+def chmod(file: Path) -> None:
+    file.chmod(stat.S_IRUSR)
+
+
+def touch(file: Path) -> None:
+    os.utime(file)
+
+
+def create_beside(file: Path) -> None:
+    (file.parent / "other.yaml").write_text("x")
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def rename_over(file: Path) -> None:
+    """As most programs replace a file."""
+    new = file.with_suffix(".new")
+    new.write_text("kind: another\n")
+    new.replace(file)
+
+
+def read(file: Path) -> None:
+    file.read_text()
+
+
+async def outcome(watch: ConfigWatch, act: Callable[[], None]) -> str:
+    """The error that ends the wait; "" if what happened was seen and does nothing."""
+    waiting = asyncio.create_task(watch.wait())
+    await asyncio.sleep(0)
+    act()
+    for _ in range(10):  # an event that is there is delivered in the next turn of the loop
+        await asyncio.sleep(0)
+        if waiting.done():
+            break
+    if not waiting.done():
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return ""
+    return str(waiting.exception())
+
+
+@pytest.mark.parametrize("act", [write, append, empty, rename, rename_and_put_another_there])
+def test_a_write_or_rename_ends_the_agent(file: Path, act: Callable[[Path], None]) -> None:
+    watch = ConfigWatch(file)
+    said = asyncio.run(outcome(watch, lambda: act(file)))
+    assert said == "content of the proxy server's configuration file was updated"
+    watch.close()
+
+
+@pytest.mark.parametrize("act", [chmod, touch, create_beside, remove, rename_over, read])
+def test_everything_else_does_nothing(file: Path, act: Callable[[Path], None]) -> None:
+    watch = ConfigWatch(file)
+    assert asyncio.run(outcome(watch, lambda: act(file))) == ""
+    watch.close()
+
+
+def test_a_write_before_anybody_waits_is_seen(file: Path) -> None:
+    watch = ConfigWatch(file)
+    append(file)
+    assert asyncio.run(outcome(watch, lambda: None)) == config_watch.UPDATED
+    watch.close()
+
+
+def test_the_file_is_watched_that_a_link_leads_to(file: Path) -> None:
+    """A ConfigMap volume: the path is a link to a link to the file."""
+    data = file.parent / "..2026"
+    data.mkdir()
+    target = data / "proxy.conf"
+    file.rename(target)
+    (file.parent / "..data").symlink_to(data.name)
+    link = file.parent / "proxy.conf"
+    link.symlink_to("..data/proxy.conf")
+    watch = ConfigWatch(link)
+    assert asyncio.run(outcome(watch, lambda: append(target))) == config_watch.UPDATED
+    watch.close()
+
+
+@pytest.mark.parametrize("what", ["overflow", "read error"])
+def test_an_error_of_the_watch_ends_the_agent(file: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = ConfigWatch(file)
+
+    def broken(self: INotify, timeout: int | None = None) -> list[Event]:
+        if what == "overflow":
+            return [Event(-1, flags.Q_OVERFLOW, 0, "")]
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(INotify, "read", broken)
+    expected = "fsnotify: queue or buffer overflow" if what == "overflow" else "Input/output error"
+    assert expected in asyncio.run(outcome(watch, lambda: append(file)))
+    watch.close()
+
+
+def test_a_file_that_cannot_be_watched(file: Path) -> None:
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"failed complete: no such file or directory \(the configuration file"):
+        ConfigWatch(file)
+
+
+def test_errors_of_the_watch_are_the_agents(file: Path) -> None:
+    watch = ConfigWatch(file)
+    append(file)
+
+    async def wait() -> None:
+        async with asyncio.timeout(5):
+            await watch.wait()
+
+    with pytest.raises(FatalError):
+        asyncio.run(wait())
+    watch.close()
