@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--cleanup``: everything of this instance is taken away. Needs nothing that the agent needs but rights."""
+"""``--cleanup``: everything of this instance is taken away, and what kube-proxy's modes left behind.
+
+Needs nothing that the agent needs but rights: no API server, no programs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.datapath.cleanup import cleanup
+from pyebpf_proxy.datapath.kube_proxy import leftovers
 from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.run_directory import RunDirectory
@@ -14,8 +20,12 @@ from pyebpf_proxy.run_directory import RunDirectory
 _log = Logger("cleanup")
 
 
-def run(path: Path) -> None:
-    """Clean up the instance of this run folder; FatalError if an agent runs on it, or if something is left."""
+def run(path: Path, exclude_cidrs: Sequence[Network] = ()) -> None:
+    """Clean up the instance of this run folder, then after kube-proxy (spec/configuration §6).
+
+    ``exclude_cidrs``: IPVS services there are others'. FatalError if an agent runs on the folder, or if something of
+    any part is left; the other parts are done all the same.
+    """
     preflight.check_rights()
     directory = RunDirectory(path)
     directory.acquire()
@@ -23,8 +33,13 @@ def run(path: Path) -> None:
         report = cleanup(path)
     finally:
         directory.release(remove=True)
+    others = leftovers.remove(exclude_cidrs)
     for thing in report.removed:
         _log.info("removed", what=thing)
-    if report.problems:
-        raise FatalError(f"encountered an error while tearing down rules: {'; '.join(report.problems)}")
+    for thing in others.removed:
+        _log.info("removed what kube-proxy left behind", what=thing)
+    for text in others.warnings:
+        _log.warning(text)
+    if problems := [*report.problems, *others.problems]:
+        raise FatalError(f"encountered an error while tearing down rules: {'; '.join(problems)}")
     _log.info("clean", directory=path)

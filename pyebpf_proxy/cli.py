@@ -167,4 +167,4 @@ def _agent(settings: Effective, flags: Flags) -> None:
 def _cleanup(settings: Effective) -> None:
     from pyebpf_proxy.cleanup import run
 
-    run(settings.directory)
+    run(settings.directory, settings.ipvs_exclude_cidrs)

@@ -45,6 +45,8 @@ class Effective:
     metrics_address: tuple[str, int] | None
     #: What has to fit the families of the Node.
     stated: Stated
+    #: Virtual servers there are left alone when kube-proxy's leftovers are removed.
+    ipvs_exclude_cidrs: tuple[Network, ...]
     lane: Lane
     directory: Path
     manifests: Path | None
@@ -96,6 +98,7 @@ def effective(config: KubeProxyConfiguration, flags: Flags) -> Effective:
             metrics_address=config.metrics_bind_address,
             detect_local_mode=config.detect_local_mode,
         ),
+        ipvs_exclude_cidrs=tuple(filter(None, map(addresses.parse_cidr, config.ipvs.exclude_cidrs or ()))),
         lane=cast(Lane, flags.lane),
         directory=Path(flags.directory),
         manifests=Path(flags.manifests) if flags.manifests else None,

@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "What to run": (
         Flag("config", "string", "", "Configuration file (KubeProxyConfiguration). With it, all flags of fields are ignored but those of logging and --hostname-override."),
         Flag("write-config-to", "string", "", "Write the configuration in force to this file, and exit."),
-        _switch("cleanup", "Take away everything that was attached or made, and exit."),
+        _switch("cleanup", "Take away everything of ours and what kube-proxy left behind, and exit."),
         _switch("init-only", "Do what of a start needs the most rights (mounts, nft table), and exit."),
         Flag("version", "version[=true]", "false", "Print the version, and exit; raw: all of it; vX.Y.Z…: report this one.", read.version, "", "true"),
         _switch("help", "Print this text, and exit.", "", "", "h"),
@@ -84,7 +84,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "IPVS (accepted; there is no IPVS underneath)": (
         Flag("ipvs-scheduler", "string", "", "Back ends are chosen as in mode iptables.", str, "ipvs.scheduler"),
-        Flag("ipvs-exclude-cidrs", "strings", "", "Clean-up touches no virtual servers.", read.strings, "ipvs.exclude_cidrs"),
+        Flag("ipvs-exclude-cidrs", "strings", "", "Virtual servers there stay at clean-up.", read.strings, "ipvs.exclude_cidrs"),
         _switch("ipvs-strict-arp", "Service addresses are on no device.", "ipvs.strict_arp"),
         _duration("ipvs-tcp-timeout", "0s", "Not used.", "ipvs.tcp_timeout"),
         _duration("ipvs-tcpfin-timeout", "0s", "Not used.", "ipvs.tcp_fin_timeout"),

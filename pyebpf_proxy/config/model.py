@@ -98,7 +98,12 @@ class IPVS(Section):
     min_sync_period: Annotated[Duration, _says(_MIN_PERIOD)] = 0
     scheduler: Annotated[str, _says(_IPVS + " Back ends are chosen as in mode iptables.")] = ""
     exclude_cidrs: Annotated[
-        list[str] | None, _says(_IPVS + " Clean-up touches no virtual servers.", "excludeCIDRs")
+        list[str] | None,
+        _says(
+            "Ranges of others: when what kube-proxy left is removed, virtual servers there stay, and addresses on"
+            " kube-ipvs0. In every mode.",
+            "excludeCIDRs",
+        ),
     ] = None
     strict_arp: Annotated[
         bool, _says(_IPVS + " Service addresses are on no device, so nothing answers ARP for them.", "strictARP")

@@ -15,20 +15,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from pyebpf_proxy.datapath.mounts import release_bpffs, table_name
 from pyebpf_proxy.datapath.nft import Table
+from pyebpf_proxy.datapath.report import Report
 from pyebpf_proxy.datapath.tc import Filters
-
-
-@dataclass
-class Report:
-    """What was removed, and what could not be, one line each."""
-
-    removed: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
 
 
 def cleanup(directory: Path, own_files: Iterable[str] = ()) -> Report:

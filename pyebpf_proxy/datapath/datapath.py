@@ -17,6 +17,7 @@ from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath import cgroups, mounts
 from pyebpf_proxy.datapath.cleanup import cleanup
 from pyebpf_proxy.datapath.cluster_addresses import ClusterAddresses
+from pyebpf_proxy.datapath.kube_proxy.beside import Beside
 from pyebpf_proxy.datapath.libbpf import Map
 from pyebpf_proxy.datapath.links import MAPS, Node
 from pyebpf_proxy.datapath.maps import Writer
@@ -56,6 +57,7 @@ class Datapath:
         self._parts: _Parts | None = None
         self._counters: tuple[Mapping[str, bytes], Map] | None = None
         self._drop_invalid = False
+        self._beside = Beside(effective.ipvs_exclude_cidrs)
 
     # ---- start and end -----------------------------------------------------------------------------------------
 
@@ -67,6 +69,8 @@ class Datapath:
         with self._undone_if_it_fails():
             self._parts = parts = self._start(facts, wanted)
             self._follow(asyncio.get_running_loop(), parts.node)
+            # Not before: until everything is attached, kube-proxy's rules carry the traffic.
+            self._beside.replaced()
             return _problems(parts)
 
     def prepare(self) -> None:
@@ -76,6 +80,7 @@ class Datapath:
 
     def close(self) -> None:
         """Let go of everything. What is attached stays and works."""
+        self._beside.close()
         self._counters = None
         self._parts = None
         self._stack.close()
@@ -188,6 +193,7 @@ class Datapath:
         """Mend what others may have changed: the nft table. Costs little when nobody has. Devices are followed."""
         with _in_words():
             self._ensure(self._running().table)
+        self._beside.look()
 
     async def collect(self) -> None:
         """Remove old versions once no program can be reading them."""

@@ -8,6 +8,7 @@ import ipaddress
 import json
 import socket
 import struct
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ NFT_MSG_NEWGEN = 10 << 8 | 15
 NFT_MSG_GETGEN = 10 << 8 | 16
 NFTA_GEN_ID = 1
 TABLE = "pyebpf-proxy"
+#: libnftables keeps some things for all its users in a process: one call at a time, in whatever thread.
+LIBRARY = threading.Lock()
 
 
 class NftError(RefusedError):
@@ -245,7 +248,8 @@ class Table:
         return None
 
     def _call(self, text: str, what: str) -> str:
-        status, output, error = self._nft.cmd(text)
+        with LIBRARY:
+            status, output, error = self._nft.cmd(text)
         if status:
             raise _failure(self.name, what, error)
         return str(output)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When leftovers of kube-proxy go: once the agent serves. And whether a kube-proxy goes on working beside it.
+
+All of it happens in a thread, beside the loop: with the rules of 10 000 services the tools take seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from pyebpf_proxy.config.addresses import Network
+from pyebpf_proxy.datapath.kube_proxy import leftovers
+from pyebpf_proxy.log import Logger
+
+_log = Logger("kube-proxy")
+
+
+class Beside:
+    """The kube-proxy that was here before, or still is."""
+
+    def __init__(self, exclude_cidrs: Sequence[Network]) -> None:
+        self._exclude_cidrs = exclude_cidrs
+        self._task: asyncio.Task[None] | None = None
+        self._told: set[str] = set()
+
+    def replaced(self) -> None:
+        """Our programs are attached and know everything: what kube-proxy left may go. Errors are only told."""
+        self._task = asyncio.get_running_loop().create_task(self._remove(), name="leftovers")
+
+    def look(self) -> None:
+        """See whether kube-proxy's rules are back; a warning names its mode, once. They are left alone."""
+        if self._task is not None and self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._look(), name="kube-proxy")
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+        self._task = None
+
+    async def _remove(self) -> None:
+        try:
+            report = await asyncio.to_thread(leftovers.remove, self._exclude_cidrs, at_start=True)
+            # What could not be removed is no sign of a kube-proxy that runs.
+            self._told = await asyncio.to_thread(leftovers.running)
+        except Exception as error:  # whatever it is, services work without it
+            _log.warning("leftovers of kube-proxy were not removed", error=str(error))
+            return
+        if report.removed:
+            _log.info("removed what kube-proxy left behind", what="; ".join(report.removed))
+        if report.problems:
+            _log.warning("not everything that kube-proxy left behind could be removed", why="; ".join(report.problems))
+        for text in report.warnings:
+            _log.warning(text)
+
+    async def _look(self) -> None:
+        try:
+            modes = await asyncio.to_thread(leftovers.running)
+        except Exception as error:
+            _log.debug("whether a kube-proxy runs beside could not be seen", error=str(error))
+            return
+        for mode in sorted(modes - self._told):
+            _log.warning(
+                f"a kube-proxy in mode {mode} runs beside this agent: its rules are back after they were removed;"
+                " stop it, then start this agent again to remove them"
+            )
+        # One that was stopped and cleaned up, and comes back, is told again.
+        self._told = modes

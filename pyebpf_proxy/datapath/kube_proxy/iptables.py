@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kube-proxy's iptables rules: found without loading a module, removed by the tools that made them.
+
+A node may have two sets of iptables tables at once: those of iptables-legacy (``/proc/net/ip_tables_names`` names the
+ones that exist) and those of iptables-nft (nftables tables of families ip and ip6). Tables that do not exist are never
+asked for, because asking makes them and loads their module.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pyebpf_proxy.datapath.kube_proxy.nftables import FAMILIES, Ruleset
+from pyebpf_proxy.datapath.kube_proxy.rules import CANARY, Plan, is_ours_to_remove, plan
+from pyebpf_proxy.datapath.report import Report
+
+#: Somebody may change the rules between our save and our restore.
+ATTEMPTS = 3
+#: Seconds: rules of 10 000 services take the tools a while.
+PATIENCE = 300
+LOCK_PATIENCE = 10
+#: Where the tools are if PATH does not say.
+FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin:/usr/bin:/bin"
+FORWARD_DROPS = (
+    "the built-in chain FORWARD drops by default, and kube-proxy's rules that accepted pods' and services' packets"
+    " there are gone: let them pass by a rule of your own"
+)
+
+
+class ToolError(Exception):
+    """A tool that is missing or has failed; one line."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One set of iptables tables: of one family, in one of the two kernel interfaces."""
+
+    kind: Literal["nft", "legacy"]
+    family: int
+
+    def __str__(self) -> str:
+        return f"iptables-{self.kind} IPv{self.family}"
+
+    @property
+    def command(self) -> str:
+        return "iptables" if self.family == 4 else "ip6tables"
+
+
+VARIANTS = tuple(Variant(kind, family) for kind in ("nft", "legacy") for family in (4, 6))
+
+
+def remove(report: Report) -> bool:
+    """Remove kube-proxy's chains and jumps of both families and variants. True if mode ipvs had made some."""
+    ipvs = False
+    for variant in VARIANTS:
+        try:
+            done = _remove(variant)
+        except (ToolError, OSError) as error:
+            report.problems.append(f"{variant}: {error}")
+            continue
+        if done.script:
+            report.removed.append(f"{variant}: {done.chains} chains and {done.jumps} jumps")
+        report.problems += [f"{variant}: {text}" for text in done.kept]
+        if done.forward_drops:
+            report.warnings.append(f"{variant}: {FORWARD_DROPS}")
+        ipvs |= done.ipvs
+    return ipvs
+
+
+def running() -> bool:
+    """Whether kube-proxy's canary exists, which it makes again within its syncPeriod."""
+    ruleset = Ruleset()
+    if any(ruleset.has_chain(family, "mangle", CANARY) for family in FAMILIES.values()):
+        return True
+    return any(
+        variant.kind == "legacy" and "mangle" in legacy_tables(variant.family) and _has_canary(variant)
+        for variant in VARIANTS
+    )
+
+
+def legacy_tables(family: int) -> list[str]:
+    """The tables that iptables-legacy has in this network namespace; none where the kernel has no such thing."""
+    path = Path("/proc/net/ip_tables_names" if family == 4 else "/proc/net/ip6_tables_names")
+    try:
+        return path.read_text().split()
+    except FileNotFoundError:
+        return []
+
+
+def _remove(variant: Variant) -> Plan:
+    """One variant's rules, read and removed; what was planned last."""
+    if variant.kind == "nft":
+        chains = Ruleset().chains(FAMILIES[variant.family])
+        tables = {table for table, names in chains.items() if any(is_ours_to_remove(table, name) for name in names)}
+    else:
+        tables = set(legacy_tables(variant.family))
+    if not tables:
+        return Plan()
+    for attempt in range(ATTEMPTS):
+        saved = _run(variant, "save")
+        planned = plan(saved)
+        # iptables-nft leaves out a table in which somebody has made rules that it does not know.
+        unreadable = [table for table in sorted(tables) if f"*{table}\n" not in saved] if variant.kind == "nft" else []
+        if unreadable:
+            planned.kept += [f"table {table} holds rules that iptables cannot read; use nft" for table in unreadable]
+        if not planned.script:
+            return planned
+        try:
+            _run(variant, "restore", "--noflush", "-w", str(LOCK_PATIENCE), script=planned.script)
+        except ToolError:
+            if attempt == ATTEMPTS - 1:
+                raise
+        else:
+            return planned
+    raise AssertionError("unreachable")
+
+
+def _has_canary(variant: Variant) -> bool:
+    try:
+        tool = _tool(variant, "save")
+    except ToolError:
+        return False  # told when the rules were to be removed
+    return f":{CANARY} " in _execute([tool, "-t", "mangle"])
+
+
+def _tool(variant: Variant, action: str) -> str:
+    """Path of ``iptables-nft-save`` and its like; where there is only one variant it may have the plain name."""
+    path = f"{os.environ.get('PATH', '')}:{FOLDERS}"
+    if found := shutil.which(f"{variant.command}-{variant.kind}-{action}", path=path):
+        return found
+    plain = shutil.which(f"{variant.command}-{action}", path=path)
+    if plain and ("nf_tables" in _execute([plain, "--version"])) == (variant.kind == "nft"):
+        return plain
+    raise ToolError(
+        f"tables exist that may hold rules of kube-proxy, but there is no {variant.command}-{variant.kind}-{action}:"
+        " install iptables"
+    )
+
+
+def _run(variant: Variant, action: str, *arguments: str, script: str | None = None) -> str:
+    return _execute([_tool(variant, action), *arguments], script)
+
+
+def _execute(command: list[str], script: str | None = None) -> str:
+    name = os.path.basename(command[0])
+    try:
+        done = subprocess.run(
+            command,
+            input=script,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            check=False,
+            timeout=PATIENCE,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except subprocess.TimeoutExpired:
+        raise ToolError(f"{name} did not end within {PATIENCE} s") from None
+    except OSError as error:
+        raise ToolError(f"{name}: {(error.strerror or str(error)).lower()}") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("#")]
+        raise ToolError(f"{name}: {lines[0].strip() if lines else f'exit status {done.returncode}'}")
+    return done.stdout

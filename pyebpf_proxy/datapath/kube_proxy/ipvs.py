@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kube-proxy's mode ipvs leaves: virtual servers, the device kube-ipvs0, ipsets.
+
+Asking the kernel for IPVS or ipset by netlink loads their modules, so each is asked only where it shows already:
+``/proc/net/ip_vs``, ``/sys/module/ip_set``.
+
+What lies in ``ipvs.excludeCIDRs`` belongs to others (keepalived, say): its virtual servers stay, and so do its
+addresses on kube-ipvs0, and with them the device.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pyebpf_proxy.config.addresses import Address, Network
+from pyebpf_proxy.datapath.netlink import Netlink, attribute
+from pyebpf_proxy.datapath.report import Report
+
+DEVICE = "kube-ipvs0"
+KIND = "dummy"
+MAX_SET_NAME = 31
+#: kube-proxy names those of IPv6 KUBE-6-… and cuts them at the kernel's limit.
+SETS_IPV4 = (
+    "KUBE-LOOP-BACK",
+    "KUBE-CLUSTER-IP",
+    "KUBE-EXTERNAL-IP",
+    "KUBE-EXTERNAL-IP-LOCAL",
+    "KUBE-LOAD-BALANCER",
+    "KUBE-LOAD-BALANCER-LOCAL",
+    "KUBE-LOAD-BALANCER-FW",
+    "KUBE-LOAD-BALANCER-SOURCE-IP",
+    "KUBE-LOAD-BALANCER-SOURCE-CIDR",
+    "KUBE-NODE-PORT-TCP",
+    "KUBE-NODE-PORT-LOCAL-TCP",
+    "KUBE-NODE-PORT-UDP",
+    "KUBE-NODE-PORT-LOCAL-UDP",
+    "KUBE-NODE-PORT-SCTP-HASH",
+    "KUBE-NODE-PORT-LOCAL-SCTP-HASH",
+    "KUBE-HEALTH-CHECK-NODE-PORT",
+    "KUBE-IPVS-IPS",
+)
+SETS = (*SETS_IPV4, *(name.replace("KUBE-", "KUBE-6-", 1)[:MAX_SET_NAME] for name in SETS_IPV4))
+
+RTM_DELLINK = 17
+RTM_DELADDR = 21
+RTM_GETLINK = 18
+RTM_GETADDR = 22
+
+
+class VirtualServer(NamedTuple):
+    """An IPVS service: an address, a port and a protocol."""
+
+    address: Address
+    protocol: int
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.address} port {self.port} protocol {self.protocol}"
+
+
+def excluded(address: Address, cidrs: Iterable[Network]) -> bool:
+    """Whether an address is one of others by ``ipvs.excludeCIDRs``."""
+    return any(address in cidr for cidr in cidrs if cidr.version == address.version)
+
+
+def to_remove(servers: Iterable[VirtualServer], cidrs: Sequence[Network]) -> list[VirtualServer]:
+    """The virtual servers that go at clean-up."""
+    return [server for server in servers if not excluded(server.address, cidrs)]
+
+
+def device_exists() -> bool:
+    """Whether there is a device of the name that mode ipvs uses."""
+    try:
+        socket.if_nametoindex(DEVICE)
+    except OSError:
+        return False
+    return True
+
+
+def ipvs_loaded() -> bool:
+    return Path("/proc/net/ip_vs").exists()
+
+
+def ipset_loaded() -> bool:
+    return Path("/sys/module/ip_set").exists()
+
+
+def remove_servers(cidrs: Sequence[Network], report: Report) -> None:
+    """Remove the virtual servers of this network namespace, but those whose address is excluded."""
+    from pyroute2 import IPVS, IPVSService
+
+    with IPVS() as ipvs:
+        for server in to_remove(filter(None, map(_server, ipvs.service("dump"))), cidrs):
+            try:
+                ipvs.service("del", IPVSService(addr=str(server.address), protocol=server.protocol, port=server.port))
+            except Exception as error:  # pyroute2's own, which is no OSError
+                report.problems.append(f"IPVS service {server}: {error}")
+            else:
+                report.removed.append(f"IPVS service {server}")
+
+
+def _server(message: Any) -> VirtualServer | None:
+    """A service of a dump; None for those by firewall mark, which kube-proxy never makes."""
+    service = message.get_attr("IPVS_CMD_ATTR_SERVICE")
+    address = service.get_attr("IPVS_SVC_ATTR_ADDR")
+    if address is None or service.get_attr("IPVS_SVC_ATTR_FWMARK"):
+        return None
+    return VirtualServer(
+        ipaddress.ip_address(address),
+        service.get_attr("IPVS_SVC_ATTR_PROTOCOL") or 0,
+        service.get_attr("IPVS_SVC_ATTR_PORT") or 0,
+    )
+
+
+def remove_device(cidrs: Sequence[Network], report: Report, name: str = DEVICE, kind: str = KIND) -> None:
+    """Remove the device; if excluded addresses are on it, only the others. A device of another kind is not ours."""
+    try:
+        index = socket.if_nametoindex(name)
+    except OSError:
+        return
+    from pyroute2.netlink.rtnl.ifaddrmsg import ifaddrmsg
+    from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
+
+    with Netlink() as netlink:
+        link = next(each for each in netlink.dump(ifinfmsg(), RTM_GETLINK, "list devices") if each["index"] == index)
+        info = attribute(link, "IFLA_LINKINFO")
+        found = attribute(info, "IFLA_INFO_KIND") if info is not None else None
+        if found != kind:
+            report.problems.append(f"device {name} is of kind {found or 'none'}, not {kind}: it stays")
+            return
+        addresses = [
+            each for each in netlink.dump(ifaddrmsg(), RTM_GETADDR, "list addresses") if each["index"] == index
+        ]
+        if not any(excluded(_address(each), cidrs) for each in addresses):
+            message = ifinfmsg()
+            message["index"] = index
+            netlink.request(message, RTM_DELLINK, 0, f"delete device {name}")
+            report.removed.append(f"device {name}")
+            return
+        for each in addresses:
+            address = _address(each)
+            if excluded(address, cidrs) or address.is_link_local:
+                continue
+            message = ifaddrmsg()
+            for field in ("family", "prefixlen", "index"):
+                message[field] = each[field]
+            message["attrs"] = [("IFA_LOCAL", str(address)), ("IFA_ADDRESS", str(address))]
+            netlink.request(message, RTM_DELADDR, 0, f"delete {address} of {name}")
+            report.removed.append(f"address {address} on {name}")
+
+
+def _address(message: Any) -> Address:
+    return ipaddress.ip_address(attribute(message, "IFA_LOCAL") or attribute(message, "IFA_ADDRESS"))
+
+
+def remove_sets(report: Report) -> None:
+    """Remove kube-proxy's ipsets; after the rules that use them."""
+    from pyroute2 import IPSet
+
+    with IPSet() as ipset:
+        for name in SETS:
+            try:
+                ipset.destroy(name)
+            except Exception as error:  # pyroute2's own: NetlinkError, IPSetError
+                if getattr(error, "code", None) != errno.ENOENT:
+                    report.problems.append(f"ipset {name}: {_words(error)}")
+            else:
+                report.removed.append(f"ipset {name}")
+
+
+def _words(error: Exception) -> str:
+    return str(error.args[-1]) if error.args else type(error).__name__
+
+
+def step(report: Report, what: str, action: Callable[[], None]) -> None:
+    """Do one part; whatever goes wrong is one problem, and the other parts are done."""
+    try:
+        action()
+    except Exception as error:  # of pyroute2, which has several kinds
+        report.problems.append(f"{what}: {_words(error)}")

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which chains and jumps of a saved iptables ruleset are kube-proxy's. Text in, text out.
+
+The names are those that kube-proxy v1.36.3 removes itself, of its modes iptables and ipvs together
+(spec/configuration §6). Kubelet's chains (KUBE-FIREWALL, KUBE-IPTABLES-HINT, KUBE-KUBELET-CANARY) are not among them:
+kubelet still needs them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+#: kube-proxy makes it in every table it uses, to notice that somebody has flushed the rules.
+CANARY = "KUBE-PROXY-CANARY"
+#: By table; the canary is in each of them, and in mangle nothing else is.
+CHAINS: Mapping[str, frozenset[str]] = {
+    "nat": frozenset(
+        {
+            "KUBE-SERVICES",
+            "KUBE-NODEPORTS",
+            "KUBE-POSTROUTING",
+            "KUBE-MARK-MASQ",
+            "KUBE-NODE-PORT",
+            "KUBE-LOAD-BALANCER",
+        }
+    ),
+    "filter": frozenset(
+        {
+            "KUBE-SERVICES",
+            "KUBE-EXTERNAL-SERVICES",
+            "KUBE-FORWARD",
+            "KUBE-NODEPORTS",
+            "KUBE-PROXY-FIREWALL",
+            "KUBE-NODE-PORT",
+            "KUBE-SOURCE-RANGES-FIREWALL",
+            "KUBE-IPVS-FILTER",
+            "KUBE-IPVS-OUT-FILTER",
+        }
+    ),
+}
+#: Beginnings of the names of the chains of single service ports and endpoints, in table nat.
+PREFIXES = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-SEP-", "KUBE-FW-", "KUBE-EXT-")
+#: Chains that only mode ipvs makes.
+IPVS_CHAINS = frozenset({"KUBE-NODE-PORT", "KUBE-LOAD-BALANCER", "KUBE-IPVS-FILTER", "KUBE-IPVS-OUT-FILTER"})
+#: The comments of the jumps from the built-in chains.
+COMMENTS = frozenset(
+    {
+        "kubernetes service portals",
+        "kubernetes externally-visible service portals",
+        "kubernetes health check service ports",
+        "kubernetes health check rules",
+        "kubernetes forwarding rules",
+        "kubernetes postrouting rules",
+        "kubernetes load balancer firewall",
+        "kube-proxy firewall rules",
+        "kubernetes ipvs access filter",
+    }
+)
+
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_TARGET = re.compile(r" (?:-j|-g|--jump|--goto) (\S+)")
+_COMMENT = re.compile(r'--comment ("(?:[^"\\]|\\.)*"|\S+)')
+
+
+@dataclass
+class Plan:
+    """What to feed to ``iptables-restore --noflush``; an empty script: there is nothing to do."""
+
+    script: str = ""
+    chains: int = 0
+    jumps: int = 0
+    #: Whether mode ipvs made some of them.
+    ipvs: bool = False
+    #: Whether the built-in chain FORWARD drops what nothing accepts, and kube-proxy's accepts go.
+    forward_drops: bool = False
+    #: Chains that stay because rules of others need them, one line each.
+    kept: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Table:
+    name: str
+    policies: dict[str, str] = field(default_factory=dict)
+    chains: list[str] = field(default_factory=list)
+    rules: list[tuple[str, str]] = field(default_factory=list)  # chain and the line without "-A "
+
+
+def is_ours_to_remove(table: str, chain: str) -> bool:
+    """Whether kube-proxy's clean-up would take away this chain."""
+    if chain == CANARY or chain in CHAINS.get(table, ()):
+        return True
+    return table == "nat" and chain.startswith(PREFIXES)
+
+
+def plan(saved: str) -> Plan:
+    """How to remove kube-proxy's part of a ruleset as ``iptables-save`` writes it (without counters)."""
+    result = Plan()
+    for table in _tables(saved):
+        result.script += _plan_table(table, result)
+    return result
+
+
+def _tables(saved: str) -> list[_Table]:
+    tables: list[_Table] = []
+    for line in saved.splitlines():
+        if line.startswith("*"):
+            tables.append(_Table(line[1:].strip()))
+        elif line.startswith(":") and tables:
+            name, policy = line[1:].split()[:2]
+            if policy == "-":
+                tables[-1].chains.append(name)
+            else:
+                tables[-1].policies[name] = policy
+        elif line.startswith("-A ") and tables:
+            tables[-1].rules.append((line.split(" ", 2)[1], line[3:]))
+    return tables
+
+
+def _plan_table(table: _Table, result: Plan) -> str:
+    doomed = {chain for chain in table.chains if is_ours_to_remove(table.name, chain)}
+    if not doomed:
+        return ""
+    jumps = []
+    needed: dict[str, str] = {}
+    for chain, rule in table.rules:
+        if chain in doomed or (target := _target(rule)) not in doomed:
+            continue
+        if chain in table.policies and _comment(rule) in COMMENTS:
+            jumps.append(rule)
+        else:
+            needed.setdefault(target, rule)
+    for chain, rule in needed.items():
+        result.kept.append(f"table {table.name}: chain {chain} stays, a rule of others uses it: {rule}")
+    gone = sorted(doomed - _reached(table, needed, doomed))
+    if table.name == "filter" and "KUBE-FORWARD" in gone and table.policies.get("FORWARD") == "DROP":
+        result.forward_drops = True
+    result.chains += len(gone)
+    result.jumps += len(jumps)
+    result.ipvs |= not IPVS_CHAINS.isdisjoint(gone)
+    # First all are emptied, so that none is named by another; a restore is one transaction for each table.
+    lines = [f":{chain} - [0:0]" for chain in gone]
+    lines += [f"-D {rule}" for rule in jumps]
+    lines += [f"-X {chain}" for chain in gone]
+    return "\n".join([f"*{table.name}", *lines, "COMMIT", ""]) if lines else ""
+
+
+def _reached(table: _Table, start: Collection[str], within: Collection[str]) -> set[str]:
+    """The chains of ``within`` that packets can come to from ``start``, with these."""
+    if not start:
+        return set()
+    edges: dict[str, set[str]] = {}
+    for chain, rule in table.rules:
+        target = _target(rule)
+        if chain in within and target in within:
+            edges.setdefault(chain, set()).add(target)
+    found: set[str] = set()
+    todo = list(start)
+    while todo:
+        chain = todo.pop()
+        if chain not in found:
+            found.add(chain)
+            todo += edges.get(chain, ())
+    return found
+
+
+def _target(rule: str) -> str:
+    """Where a rule jumps to; empty if nowhere. A comment may hold anything, so quoted text does not count."""
+    found = _TARGET.search(_QUOTED.sub('""', rule))
+    return found.group(1) if found else ""
+
+
+def _comment(rule: str) -> str:
+    found = _COMMENT.search(rule)
+    return found.group(1).strip('"') if found else ""

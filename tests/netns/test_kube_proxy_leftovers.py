@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the real kube-proxy left is removed, exactly, and nothing of others is touched."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kube_proxy_tools import (
+    DATA,
+    FOREIGN,
+    FOREIGN_LATER,
+    load_kube_proxy,
+    remove,
+    restore,
+    saved,
+    without_kube_proxy,
+)
+
+from pyebpf_proxy.datapath.kube_proxy import iptables, ipvs, leftovers
+from pyebpf_proxy.datapath.report import Report
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.namespace import Namespace
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def room() -> Iterator[Namespace]:
+    namespace = Namespace(f"pep-left-{os.getpid()}-{next(_numbers)}")
+    namespace.create()
+    try:
+        yield namespace
+    finally:
+        namespace.remove()
+
+
+@pytest.fixture(params=("nft", "legacy"))
+def kind(request: pytest.FixtureRequest) -> str:
+    value: str = request.param
+    return value
+
+
+def test_rules_go_and_those_of_others_stay_as_they_are(room: Namespace, kind: str, family: int) -> None:
+    restore(room, kind, family, FOREIGN)
+    load_kube_proxy(room, kind, family)
+    restore(room, kind, family, FOREIGN_LATER)
+    before = saved(room, kind, family)
+    wanted = without_kube_proxy(before)
+    assert len(before) > len(wanted) + 100  # or this test sees nothing
+    # ip6tables-nft-restore of iptables 1.8.9 takes no counters.
+    assert any("[7:420]" in line for line in wanted) or (kind, family) == ("nft", 6)
+
+    report = remove(room)
+    assert report.problems == []
+    assert [line.split(":")[0] for line in report.removed] == [f"iptables-{kind} IPv{family}"]
+    assert saved(room, kind, family) == wanted
+
+    assert remove(room) == Report()
+    assert saved(room, kind, family) == wanted
+
+
+def test_both_variants_and_families_at_once(room: Namespace) -> None:
+    pairs = [(kind, family) for kind in ("nft", "legacy") for family in (4, 6)]
+    for pair in pairs:
+        load_kube_proxy(room, *pair)
+    assert room.call(leftovers.running) == {"iptables"}
+    report = remove(room, at_start=True)
+    assert report.problems == []
+    assert len(report.removed) == 4
+    for pair in pairs:
+        assert not [line for line in saved(room, *pair) if "KUBE-" in line and "KUBE-FIREWALL" not in line]
+    assert room.call(leftovers.running) == set()
+
+
+def test_the_canary_is_seen_in_either_variant(room: Namespace, kind: str, family: int) -> None:
+    assert room.call(leftovers.running) == set()
+    load_kube_proxy(room, kind, family)
+    assert room.call(leftovers.running) == {"iptables"}
+
+
+def test_looking_makes_no_table(room: Namespace) -> None:
+    assert remove(room) == Report()
+    assert room.call(leftovers.running) == set()
+    assert room.run("cat", "/proc/net/ip_tables_names", "/proc/net/ip6_tables_names") == ""
+    assert room.run("nft", "list", "ruleset") == ""
+
+
+def test_a_chain_that_others_use_stays_with_what_it_does(room: Namespace, kind: str, family: int) -> None:
+    """A CNI plugin may send packets to KUBE-MARK-MASQ (portmap's externalSetMarkChain)."""
+    load_kube_proxy(room, kind, family)
+    restore(room, kind, family, "*nat\n:CNI-SETMARK - [0:0]\n-A CNI-SETMARK -j KUBE-MARK-MASQ\nCOMMIT\n")
+    report = remove(room)
+    assert report.problems == [
+        f"iptables-{kind} IPv{family}: table nat: chain KUBE-MARK-MASQ stays,"
+        " a rule of others uses it: CNI-SETMARK -j KUBE-MARK-MASQ"
+    ]
+    left = [line for line in saved(room, kind, family) if "KUBE-" in line and "KUBE-FIREWALL" not in line]
+    assert left == [
+        ":KUBE-MARK-MASQ - [0:0]",
+        "[0:0] -A CNI-SETMARK -j KUBE-MARK-MASQ",
+        "[0:0] -A KUBE-MARK-MASQ -j MARK --set-xmark 0x4000/0x4000",
+    ]
+
+
+def test_a_missing_tool_is_told(room: Namespace, kind: str) -> None:
+    load_kube_proxy(room, kind, 4)
+    before = saved(room, kind, 4)
+    report = room.call(_remove_without_tools)
+    assert report.removed == []
+    if kind == "nft":
+        assert report.problems == [f"iptables-nft IPv4: {_missing('iptables-nft-save')}"]
+    else:
+        # Whether the legacy tables hold rules of kube-proxy cannot be known without the tool.
+        assert f"iptables-legacy IPv4: {_missing('iptables-legacy-save')}" in report.problems
+    assert saved(room, kind, 4) == before
+
+
+def _missing(name: str) -> str:
+    return f"tables exist that may hold rules of kube-proxy, but there is no {name}: install iptables"
+
+
+def _remove_without_tools() -> Report:
+    path, folders = os.environ["PATH"], iptables.FOLDERS
+    os.environ["PATH"] = iptables.FOLDERS = "/nowhere"
+    try:
+        return leftovers.remove([])
+    finally:
+        os.environ["PATH"], iptables.FOLDERS = path, folders
+
+
+def test_a_table_that_iptables_cannot_read_is_told(room: Namespace) -> None:
+    load_kube_proxy(room, "nft", 4)
+    room.run("nft", "add chain ip nat native; add rule ip nat native ct mark set 5")
+    room.run("nft", "add rule ip nat native ip daddr @nothing drop", check=False)
+    report = remove(room)
+    left = room.run("nft", "list", "table", "ip", "nat")
+    # The other tables are clean in either case.
+    assert "KUBE-SERVICES" not in room.run("nft", "list", "table", "ip", "filter")
+    assert "chain native" in left
+    if "KUBE-SERVICES" in left:
+        assert any("table nat holds rules that iptables cannot read" in problem for problem in report.problems)
+
+
+def test_forward_that_drops_is_told(room: Namespace, kind: str) -> None:
+    load_kube_proxy(room, kind, 4)
+    room.run(f"iptables-{kind}", "-P", "FORWARD", "DROP")
+    report = remove(room)
+    assert report.problems == []
+    assert [text for text in report.warnings if "FORWARD drops by default" in text]
+    assert ":FORWARD DROP [0:0]" in saved(room, kind, 4)
+
+
+def test_nftables_tables_go_and_others_stay(room: Namespace) -> None:
+    room.run("nft", "add table ip kube-proxy-of-others; add table inet kube-proxy; add table ip6 foreign")
+    others = room.run("nft", "list", "ruleset")
+    room.run("nft", "-f", str(DATA / "nftables.nft"))
+    assert room.call(leftovers.running) == {"nftables"}
+    report = remove(room)
+    assert report == Report(removed=["nftables table ip kube-proxy", "nftables table ip6 kube-proxy"])
+    assert room.run("nft", "list", "ruleset") == others
+    assert remove(room) == Report()
+
+
+def _make_sets(names: list[str]) -> None:
+    from pyroute2 import IPSet
+
+    with IPSet() as ipset:
+        for name in names:
+            ipset.create(name, stype="hash:ip,port")
+
+
+def _sets() -> list[str]:
+    from pyroute2 import IPSet
+
+    with IPSet() as ipset:
+        return sorted(message.get_attr("IPSET_ATTR_SETNAME") for message in ipset.list())
+
+
+def _no_ipset() -> str:
+    return "" if ipvs.ipset_loaded() else "this kernel has no ipset loaded (/sys/module/ip_set)"
+
+
+@pytest.mark.skipif(bool(_no_ipset()), reason=_no_ipset() or "-")
+@pytest.mark.parametrize("at_start", [False, True])
+def test_rules_and_ipsets_of_mode_ipvs(room: Namespace, kind: str, at_start: bool) -> None:
+    names = ["KUBE-CLUSTER-IP", "KUBE-IPVS-IPS", "KUBE-6-CLUSTER-IP", "KUBE-OTHERS", "foreign"]
+    room.call(_make_sets, names)
+    restore(room, kind, 4, FOREIGN)
+    load_kube_proxy(room, kind, 4, (DATA / "ipvs.rules").read_text())
+    wanted = without_kube_proxy(saved(room, kind, 4))
+    report = remove(room, at_start=at_start)
+    assert report.problems == []
+    assert saved(room, kind, 4) == wanted
+    assert room.call(_sets) == ["KUBE-OTHERS", "foreign"]
+
+
+@pytest.mark.skipif(bool(_no_ipset()), reason=_no_ipset() or "-")
+def test_a_start_leaves_ipsets_where_nothing_shows_that_mode_ipvs_was_here(room: Namespace) -> None:
+    room.call(_make_sets, ["KUBE-CLUSTER-IP"])
+    assert remove(room, at_start=True) == Report()
+    assert room.call(_sets) == ["KUBE-CLUSTER-IP"]
+    assert remove(room) == Report(removed=["ipset KUBE-CLUSTER-IP"])
+
+
+@pytest.mark.skipif(bool(_no_ipset()), reason=_no_ipset() or "-")
+def test_an_ipset_in_use_is_a_problem_and_the_others_go(room: Namespace) -> None:
+    room.call(_make_sets, ["KUBE-CLUSTER-IP", "KUBE-IPVS-IPS"])
+    room.run("iptables-nft", "-A", "INPUT", "-m", "set", "--match-set", "KUBE-CLUSTER-IP", "dst,dst", "-j", "DROP")
+    report = remove(room)
+    assert report.removed == ["ipset KUBE-IPVS-IPS"]
+    assert len(report.problems) == 1
+    assert report.problems[0].startswith("ipset KUBE-CLUSTER-IP: ")
+
+
+def _remove_device(cidrs: tuple[str, ...], kind: str) -> Report:
+    from pyebpf_proxy.config.addresses import parse_cidr
+
+    report = Report()
+    ipvs.remove_device([cidr for text in cidrs if (cidr := parse_cidr(text))], report, kind=kind)
+    return report
+
+
+def test_the_device_of_mode_ipvs(room: Namespace) -> None:
+    """By a bridge of that name, because not every kernel has dummy devices; its kind is all that differs."""
+    assert room.call(_remove_device, (), "bridge") == Report()
+    room.ip(f"link add {ipvs.DEVICE} type bridge")
+    room.ip(
+        f"addr add 10.96.0.1/32 dev {ipvs.DEVICE}",
+        f"addr add 10.50.0.1/32 dev {ipvs.DEVICE}",
+        f"addr add fd00:10:96::1/128 dev {ipvs.DEVICE}",
+    )
+    assert room.call(leftovers.running) == {"ipvs"}
+    report = remove(room)
+    assert report.problems == [f"device {ipvs.DEVICE} is of kind bridge, not dummy: it stays"]
+
+    report = room.call(_remove_device, ("10.50.0.0/16",), "bridge")
+    assert report.problems == []
+    assert sorted(report.removed) == [
+        f"address 10.96.0.1 on {ipvs.DEVICE}",
+        f"address fd00:10:96::1 on {ipvs.DEVICE}",
+    ]
+    shown = json.loads(room.run("ip", "-j", "addr", "show", "dev", ipvs.DEVICE))
+    assert [each["local"] for each in shown[0]["addr_info"]] == ["10.50.0.1"]
+
+    assert room.call(_remove_device, (), "bridge").removed == [f"device {ipvs.DEVICE}"]
+    assert room.run("ip", "-o", "link", "show", "dev", ipvs.DEVICE, check=False) == ""
+
+
+def test_virtual_servers(room: Namespace) -> None:
+    if not ipvs.ipvs_loaded():
+        pytest.skip("this kernel has no IPVS loaded (/proc/net/ip_vs): only the decision is tested")
+    room.call(_make_servers, ["10.96.0.1", "10.50.0.1"])
+    report = remove(room, "10.50.0.0/16")
+    assert report.problems == []
+    assert report.removed == ["IPVS service 10.96.0.1 port 80 protocol 6"]
+    assert "0A320001:0050" in room.run("cat", "/proc/net/ip_vs")
+
+
+def _make_servers(addresses: list[str]) -> None:
+    from pyroute2 import IPVS, IPVSService
+
+    with IPVS() as handle:
+        for address in addresses:
+            handle.service("add", IPVSService(addr=address, port=80, protocol=6, sched_name="rr"))
+
+
+def run_cleanup(room: Namespace, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command itself."""
+    return subprocess.run(
+        ["ip", "netns", "exec", room.name, *command(), "--cleanup", "--directory", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command(room: Namespace, tmp_path: Path) -> None:
+    load_kube_proxy(room, "nft", 4)
+    load_kube_proxy(room, "legacy", 6)
+    room.run("nft", "-f", str(DATA / "nftables.nft"))
+    done = run_cleanup(room, tmp_path / "state")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("removed what kube-proxy left behind") == 4
+    assert room.call(leftovers.running) == set()
+    again = run_cleanup(room, tmp_path / "state")
+    assert (again.returncode, "removed" in again.stderr) == (0, False)
+
+
+def test_the_command_when_a_part_fails(room: Namespace, tmp_path: Path) -> None:
+    """One line, exit status 1, and every other part is done."""
+    load_kube_proxy(room, "nft", 4)
+    restore(room, "nft", 4, "*nat\n:CNI-SETMARK - [0:0]\n-A CNI-SETMARK -j KUBE-MARK-MASQ\nCOMMIT\n")
+    room.run("nft", "-f", str(DATA / "nftables.nft"))
+    done = run_cleanup(room, tmp_path / "state")
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if " error " in line]
+    assert len(errors) == 1
+    assert "encountered an error while tearing down rules: iptables-nft IPv4: table nat: chain KUBE-MARK" in errors[0]
+    assert room.call(leftovers.running) == set()
+    assert "KUBE-SERVICES" not in "\n".join(saved(room, "nft", 4))
