@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From kube-proxy to the agent on a node with traffic: connections go on, rules go, a warning if they come back.
+
+The rules are the recorded ones with the lab's addresses in them: the service ``lb`` of the recording is the lab's.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from kube_proxy_tools import DATA, load_kube_proxy, recorded, saved
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import agent_lane, wait_until
+
+from pyebpf_proxy.datapath.kube_proxy import leftovers
+from pyebpf_proxy.lab.addresses import CLIENT_CIDR, vip
+from pyebpf_proxy.lab.client import ANSWERED, ask
+from pyebpf_proxy.lab.cluster import Lab, Pod
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+LB = Kind("lb", 10)
+QUICK = {"iptables": {"minSyncPeriod": "10ms", "syncPeriod": "500ms"}}
+ECHO_PORT = 8080
+_sockets: dict[str, socket.socket] = {}
+
+
+@pytest.fixture
+def node_lab() -> Iterator[Lab]:
+    """One node, one pod, no agent; the pod's server is the test's."""
+    with Lab(nodes=1) as lab:
+        LB.endpoints = (lab.add_pod("web-1", lab.nodes[0], serve=False),)
+        write_nodes(lab)
+        write_services(lab, LB)
+        lab.route_vips(lab.nodes[0])
+        yield lab
+
+
+def in_the_lab(text: str, pod: Pod) -> str:
+    """Recorded rules, with the addresses of the lab. Both endpoints are the one pod."""
+    for number in (2, 3):
+        text = text.replace(f"10.244.1.{number}:8080", f"{pod.address.v4}:8080")
+        text = text.replace(f"[fd00:10:244:1::{number}]:8080", f"[{pod.address.v6}]:8080")
+        text = text.replace(f"10.244.1.{number} . 8080", f"{pod.address.v4} . 8080")
+        text = text.replace(f"fd00:10:244:1::{number} . 8080", f"{pod.address.v6} . 8080")
+    return text.replace("2001:db8:203::10", vip(10).v6).replace("2001:db8:51::/64", CLIENT_CIDR[1])
+
+
+def serve_echo(family: int) -> None:
+    with socket.create_server(("::" if family == 6 else "", ECHO_PORT), family=_family(family)) as server:
+        while True:
+            connection, _ = server.accept()
+            with connection:  # one at a time is enough: the test has one connection
+                while data := connection.recv(4096):
+                    connection.sendall(data)
+
+
+def _family(family: int) -> socket.AddressFamily:
+    return socket.AF_INET6 if family == 6 else socket.AF_INET
+
+
+def connect(address: str, port: int) -> None:
+    _sockets["one"] = socket.create_connection((address, port), timeout=5)
+
+
+def exchange(text: str) -> str:
+    sock = _sockets["one"]
+    sock.settimeout(5)
+    sock.sendall(text.encode())
+    return sock.recv(4096).decode()
+
+
+@pytest.mark.parametrize("mode", ["iptables-nft", "iptables-legacy", "nftables"])
+def test_a_connection_made_through_kube_proxy_goes_on(node_lab: Lab, lane: str, family: int, mode: str) -> None:
+    node, client, pod = node_lab.nodes[0], node_lab.client, LB.endpoints[0]
+    server = pod.namespace.start(serve_echo, family)
+    kind = mode.removeprefix("iptables-")
+    if mode == "nftables":
+        node.namespace.run("nft", "-f", "-", stdin=in_the_lab((DATA / "nftables.nft").read_text(), pod))
+    else:
+        load_kube_proxy(node.namespace, kind, family, in_the_lab(recorded(family), pod))
+    try:
+        wait_until(lambda: pod.namespace.run("ss", "-Hlnt", f"sport = :{ECHO_PORT}"), "the server listens")
+        client.call(connect, vip(10).of(family), 80)
+        assert client.call(exchange, "by kube-proxy") == "by kube-proxy"
+
+        node.agent.start(QUICK, agent_lane(lane))
+        node.agent.wait_synced()
+        wait_until(lambda: "removed what kube-proxy left behind" in node.agent.log(), "the leftovers are gone")
+        # Not before our programs carry the traffic.
+        assert node.agent.log().index("attached") < node.agent.log().index("removed what kube-proxy left behind")
+        assert node.namespace.call(leftovers.running) == set()
+        if mode != "nftables":
+            assert not [line for line in saved(node.namespace, kind, family) if "KUBE-S" in line]
+        for number in range(5):
+            assert client.call(exchange, f"by us {number}") == f"by us {number}"
+        assert "warning" not in "".join(line for line in node.agent.log().splitlines() if "kube-proxy" in line)
+    finally:
+        server.stop()
+        node.agent.stop()
+
+
+def test_a_kube_proxy_that_goes_on_is_told_once(node_lab: Lab) -> None:
+    node = node_lab.nodes[0]
+    LB.endpoints[0].serve()
+    load_kube_proxy(node.namespace, "nft", 4)
+    node.agent.start(QUICK)
+    try:
+        node.agent.wait_synced()
+        wait_until(lambda: "removed what kube-proxy left behind" in node.agent.log(), "the leftovers are gone")
+        load_kube_proxy(node.namespace, "nft", 4)
+        wait_until(lambda: "a kube-proxy in mode iptables runs beside" in node.agent.log(), "the warning")
+        node.namespace.run("nft", "-f", str(DATA / "nftables.nft"))
+        wait_until(lambda: "a kube-proxy in mode nftables runs beside" in node.agent.log(), "the other warning")
+        assert node.agent.log().count("a kube-proxy in mode iptables runs beside") == 1
+        # It is told, not fought.
+        assert node.namespace.call(leftovers.running) == {"iptables", "nftables"}
+        assert node_lab.client.call(ask, vip(10).v4, 80).kind == ANSWERED
+    finally:
+        node.agent.stop()
