@@ -1,71 +1,12 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* Choosing an endpoint: session affinity first, then uniformly at random (service-semantics 4). */
+/*
+ * Choosing an endpoint: session affinity first, then uniformly at random
+ * (service-semantics 4), or as the scheduler of mode ipvs says.
+ */
 #ifndef PEP_BACKEND_H
 #define PEP_BACKEND_H
 
-#include "policy.h"
-
-struct backend {
-	union address address;
-	__u32 id;
-	__u16 port;
-	enum lane lane;
-};
-
-static __always_inline __u32 slot_at(__u32 index)
-{
-	struct slot *slot = bpf_map_lookup_elem(&slots, &index);
-
-	return slot ? slot->backend : 0;
-}
-
-static __always_inline bool load_backend(__u32 id, bool ipv6, struct backend *b)
-{
-	b->id = id;
-	if (ipv6) {
-		struct backend6 *found = bpf_map_lookup_elem(&backends6, &id);
-
-		if (!found)
-			return false;
-		__builtin_memcpy(&b->address, found->address, 16);
-		b->port = found->port;
-		b->lane = found->lane;
-	} else {
-		struct backend4 *found = bpf_map_lookup_elem(&backends4, &id);
-
-		if (!found)
-			return false;
-		__builtin_memcpy(&b->address, found->address, 4);
-		b->port = found->port;
-		b->lane = found->lane;
-	}
-	return true;
-}
-
-struct search {
-	__u32 first_slot;
-	__u32 wanted;
-	__u32 found;	/* position + 1 */
-};
-
-static long compare_slot(__u32 i, struct search *s)
-{
-	if (slot_at(s->first_slot + i) != s->wanted)
-		return 0;
-	s->found = i + 1;
-	return 1;
-}
-
-/* Position + 1 of a backend in the list that the packet is entitled to; 0: not in it. */
-static __always_inline __u32 position_in_list(const struct entitlement *e, __u32 backend, __u32 hint)
-{
-	struct search s = { .first_slot = e->first_slot, .wanted = backend };
-
-	if (hint < e->count && slot_at(e->first_slot + hint) == backend)
-		return hint + 1;
-	bpf_loop(e->count, compare_slot, &s, 0);
-	return s.found;
-}
+#include "scheduler.h"
 
 static __always_inline void affinity_client(const struct packet *p, struct affinity_key *key)
 {
@@ -75,39 +16,93 @@ static __always_inline void affinity_client(const struct packet *p, struct affin
 		__builtin_memcpy(key->client, &p->source, 4);
 }
 
-/*
- * Fills `b`; false only if the list changes so fast that the chosen backend
- * is gone already.
- */
-static __noinline int choose_backend(const struct packet *p, const struct entitlement *e, struct backend *b)
+struct remembered {
+	struct affinity_key key;
+	struct affinity next;
+};
+
+/* Position + 1 of the endpoint that session affinity asks for; 0: any. */
+static __always_inline __u32 affinity_position(const struct packet *p, const struct entitlement *e,
+					       struct remembered *r)
 {
-	struct affinity_key key = {};
-	struct affinity next = {};
+	struct affinity *last;
+
+	r->key.service = e->service;
+	affinity_client(p, &r->key);
+	r->next.last_used = bpf_ktime_get_ns();
+	last = bpf_map_lookup_elem(&affinities, &r->key);
+	if (last && r->next.last_used - last->last_used < e->affinity_seconds * NANOSECONDS)
+		return position_in_list(e, last->backend, last->position);
+	return 0;
+}
+
+static __always_inline void remember_affinity(struct remembered *r, const struct backend *b, __u32 position)
+{
+	r->next.backend = b->id;
+	r->next.position = position;
+	bpf_map_update_elem(&affinities, &r->key, &r->next, BPF_ANY);
+}
+
+/* With frames of their own: the schedulers need all of the stack that is left. */
+static __noinline __u32 scheduler_affinity(const struct packet *p, const struct entitlement *e)
+{
+	struct remembered r = {};
+
+	return affinity_position(p, e, &r);
+}
+
+static __noinline int remember_scheduled(const struct packet *p, const struct entitlement *e, const struct backend *b,
+					 __u32 position)
+{
+	struct remembered r = { .key.service = e->service, .next.last_used = bpf_ktime_get_ns() };
+
+	affinity_client(p, &r.key);
+	remember_affinity(&r, b, position);
+	return 0;
+}
+
+static __noinline int choose_by_scheduler(const struct packet *p, const struct entitlement *e, struct backend *b)
+{
+	enum scheduler scheduler = settings.scheduler;
 	__u32 position = 0;
 
-	if (!p || !e || !b || !e->count)
-		return 0;
-	if (e->affinity_seconds) {
-		struct affinity *last;
-
-		key.service = e->service;
-		affinity_client(p, &key);
-		next.last_used = bpf_ktime_get_ns();
-		last = bpf_map_lookup_elem(&affinities, &key);
-		if (last && next.last_used - last->last_used < e->affinity_seconds * NANOSECONDS)
-			position = position_in_list(e, last->backend, last->position);
-	}
+	if (e->affinity_seconds)
+		position = scheduler_affinity(p, e);
 	if (position)
 		position -= 1;
 	else
-		position = ((__u64)bpf_get_prandom_u32() * e->count) >> 32;
+		position = scheduled_position(scheduler, p, e);
 	if (!load_backend(slot_at(e->first_slot + position), p->ipv6, b))
 		return 0;
-	if (e->affinity_seconds) {
-		next.backend = b->id;
-		next.position = position;
-		bpf_map_update_elem(&affinities, &key, &next, BPF_ANY);
-	}
+	if (scheduler >= LEAST_CONNECTIONS)
+		count_choice(b->id);
+	if (e->affinity_seconds)
+		remember_scheduled(p, e, b, position);
+	return 1;
+}
+
+/*
+ * Fills `b`; false only if the list changes so fast that the chosen backend
+ * is gone already.  A verdict to serve has come before, so the list is not empty.
+ * Where no scheduler is set, what is read to know that is all that remains of them.
+ */
+static __noinline int choose_backend(const struct packet *p, const struct entitlement *e, struct backend *b)
+{
+	struct remembered r = {};
+	__u32 position = 0;
+
+	if (settings.scheduler != AT_RANDOM)
+		return choose_by_scheduler(p, e, b);
+	if (e->affinity_seconds)
+		position = affinity_position(p, e, &r);
+	if (position)
+		position -= 1;
+	else
+		position = random_position(e);
+	if (!load_backend(slot_at(e->first_slot + position), p->ipv6, b))
+		return 0;
+	if (e->affinity_seconds)
+		remember_affinity(&r, b, position);
 	return 1;
 }
 

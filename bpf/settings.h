@@ -14,6 +14,19 @@ enum detector {
 	DETECT_DEVICE = 2,
 } __attribute__((packed));
 
+/* How an endpoint is chosen; the order matters: from LEAST_CONNECTIONS on by their connections. */
+enum scheduler {
+	AT_RANDOM = 0,
+	ROUND_ROBIN = 1,	/* rr, wrr */
+	SOURCE_HASH = 2,	/* sh */
+	DESTINATION_HASH = 3,	/* dh */
+	MAGLEV_HASH = 4,	/* mh */
+	LEAST_CONNECTIONS = 5,	/* lc, wlc */
+	SHORTEST_DELAY = 6,	/* sed, nq */
+	LOCALITY = 7,		/* lblc */
+	LOCALITY_WITH_REPLICATION = 8,	/* lblcr */
+} __attribute__((packed));
+
 struct settings {
 	__u64 netns_cookie;		/* sockets of this network namespace are served */
 	__u32 masquerade_mark;		/* one bit */
@@ -32,7 +45,7 @@ struct settings {
 	__u8 direct_lane;		/* entries can be created, and shall be */
 	__u8 nft_mode;			/* kube-proxy's nftables mode is followed where the modes differ */
 	__u8 localhost_node_ports;	/* NodePorts on 127.0.0.0/8 for the node's own sockets */
-	__u8 zero;
+	enum scheduler scheduler;
 };
 
 const volatile struct settings settings SEC(".rodata") = {

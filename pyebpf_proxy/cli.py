@@ -127,7 +127,7 @@ def _settings(config: KubeProxyConfiguration, flags: Flags) -> Effective:
     settings = effective(config, flags)
     logger = Logger("config")
     if config.mode == "ipvs":
-        logger.warning("mode ipvs: there is no IPVS here, services behave as in mode iptables")
+        logger.warning("mode ipvs: there is no IPVS here; docs/ipvs-mode.md says what its settings do")
     return settings
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from pyebpf_proxy.config import addresses, durations, validation
 from pyebpf_proxy.config.addresses import Address, Network
@@ -17,6 +17,7 @@ from pyebpf_proxy.config.model import KubeProxyConfiguration
 from pyebpf_proxy.services.model import Family
 
 Lane = Literal["auto", "netfilter"]
+Scheduler = Literal["rr", "wrr", "sh", "dh", "mh", "lc", "wlc", "sed", "nq", "lblc", "lblcr"]
 DetectLocalMode = Literal["ClusterCIDR", "NodeCIDR", "BridgeInterface", "InterfaceNamePrefix"]
 
 
@@ -27,6 +28,8 @@ class Effective:
     node_name: str
     #: Services behave as in kube-proxy's nftables mode, otherwise as in its iptables mode (also for ``ipvs``).
     nft_mode: bool
+    #: How endpoints are chosen in mode ipvs; None: as in the other modes, at random.
+    scheduler: Scheduler | None
     masquerade_bit: int
     masquerade_all: bool
     #: First CIDR of each family of ``clusterCIDR``: who counts as a pod in mode ClusterCIDR.
@@ -66,6 +69,18 @@ def node_name(override: str) -> str:
     return name
 
 
+def scheduler(text: str) -> Scheduler:
+    """``ipvs.scheduler``; empty: rr. ConfigError for a name that there is no code for.
+
+    kube-proxy's validation lets every name pass; its start fails when the kernel has no such scheduler.
+    """
+    name = text or "rr"
+    names = get_args(Scheduler)
+    if name not in names:
+        raise ConfigError(f'ipvs.scheduler: no scheduler is called "{text}"; there are {", ".join(names)}')
+    return cast(Scheduler, name)
+
+
 def effective(config: KubeProxyConfiguration, flags: Flags) -> Effective:
     """The settings of a completed and validated ``config`` together with the flags."""
     nft_mode = config.mode == "nftables"
@@ -77,6 +92,8 @@ def effective(config: KubeProxyConfiguration, flags: Flags) -> Effective:
     return Effective(
         node_name=node_name(config.hostname_override),
         nft_mode=nft_mode,
+        # What takes everything away need not know how it chose.
+        scheduler=scheduler(config.ipvs.scheduler) if config.mode == "ipvs" and not flags.cleanup else None,
         masquerade_bit=14 if section.masquerade_bit is None else section.masquerade_bit,
         masquerade_all=section.masquerade_all,
         pod_cidrs=cluster_cidrs(config.cluster_cidr) if config.detect_local_mode == "ClusterCIDR" else {},

@@ -82,8 +82,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _duration("ipvs-sync-period", "30s", _SYNC + " Mode ipvs."),
         _duration("ipvs-min-sync-period", "1s", _MIN_SYNC + " Mode ipvs."),
     ),
-    "IPVS (accepted; there is no IPVS underneath)": (
-        Flag("ipvs-scheduler", "string", "", "Back ends are chosen as in mode iptables.", str, "ipvs.scheduler"),
+    "Mode ipvs (there is no IPVS underneath)": (
+        Flag("ipvs-scheduler", "string", "", "How an endpoint is chosen in mode ipvs; empty: rr.", str, "ipvs.scheduler"),
         Flag("ipvs-exclude-cidrs", "strings", "", "Virtual servers there stay at clean-up.", read.strings, "ipvs.exclude_cidrs"),
         _switch("ipvs-strict-arp", "Service addresses are on no device.", "ipvs.strict_arp"),
         _duration("ipvs-tcp-timeout", "0s", "Not used.", "ipvs.tcp_timeout"),

@@ -96,7 +96,13 @@ class IPVS(Section):
     go_name = "KubeProxyIPVSConfiguration"
     sync_period: Annotated[Duration, _says(_PERIOD)] = 0
     min_sync_period: Annotated[Duration, _says(_MIN_PERIOD)] = 0
-    scheduler: Annotated[str, _says(_IPVS + " Back ends are chosen as in mode iptables.")] = ""
+    scheduler: Annotated[
+        str,
+        _says(
+            "How an endpoint is chosen in mode ipvs: rr (also empty), wrr, sh, dh, mh,"
+            " or by connections lc, wlc, sed, nq, lblc, lblcr (docs/ipvs-mode.md)."
+        ),
+    ] = ""
     exclude_cidrs: Annotated[
         list[str] | None,
         _says(

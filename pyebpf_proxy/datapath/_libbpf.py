@@ -46,6 +46,7 @@ uint32_t bpf_map__key_size(const struct bpf_map *map);
 uint32_t bpf_map__value_size(const struct bpf_map *map);
 uint32_t bpf_map__max_entries(const struct bpf_map *map);
 uint32_t bpf_map__map_flags(const struct bpf_map *map);
+int bpf_map__set_autocreate(struct bpf_map *map, bool create);
 int bpf_map__set_max_entries(struct bpf_map *map, uint32_t max_entries);
 int bpf_map__set_pin_path(struct bpf_map *map, const char *path);
 int bpf_map__reuse_fd(struct bpf_map *map, int fd);

@@ -176,6 +176,7 @@ class Object:
         self.programs: dict[str, Program] = {p.name: p for p in map(Program, self._each("program"))}
         self._maps = {ffi.string(self._lib.bpf_map__name(m)).decode(): m for m in self._each("map")}
         self.maps: dict[str, Map] = {}
+        self._left_out: set[str] = set()
 
     @classmethod
     def open(
@@ -186,12 +187,14 @@ class Object:
         max_entries: Mapping[str, int] | None = None,
         reuse: Mapping[str, Map] | None = None,
         programs: Container[str] | None = None,
+        without: Container[str] = (),
     ) -> Object:
         """Read an object file; nothing of it is in the kernel before :meth:`load`.
 
         Maps are pinned under ``pin_dir`` by their names, and taken from there if they exist. ``rodata`` sets
         constants by variable name, ``max_entries`` the sizes of maps; ``reuse`` gives maps that other objects
-        have. ``programs``: only these are loaded. Raises BpfError; FatalError if the file is missing.
+        have. ``programs``: only these are loaded. ``without``: maps that are not made; only code that the constants
+        make dead may refer to them. Raises BpfError; FatalError if the file is missing.
         """
         if not path.exists():
             raise FatalError(f"{path} is missing: run make build")
@@ -201,7 +204,7 @@ class Object:
             )
         opened = cls(pointer, path)
         try:
-            opened._prepare(pin_dir, rodata or {}, max_entries or {}, reuse or {}, programs)
+            opened._prepare(pin_dir, rodata or {}, max_entries or {}, reuse or {}, programs, without)
         except BaseException:
             opened.close()
             raise
@@ -221,11 +224,16 @@ class Object:
         max_entries: Mapping[str, int],
         reuse: Mapping[str, Map],
         programs: Container[str] | None,
+        without: Container[str],
     ) -> None:
         for name, value in rodata.items():
             self._set_rodata(name, value)
         for name, pointer in self._maps.items():
             if "." in name:  # .rodata and the like are this object's own
+                continue
+            if name in without:
+                checked(self._lib.bpf_map__set_autocreate(pointer, False), f"leave out map {name}")
+                self._left_out.add(name)
                 continue
             if name in max_entries:
                 checked(self._lib.bpf_map__set_max_entries(pointer, max_entries[name]), f"size of map {name}")
@@ -285,8 +293,7 @@ class Object:
         """Create the maps, verify and load the programs. Raises BpfError with the verifier's last words."""
         with captured():
             checked(self._lib.bpf_object__load(self._pointer), f"load {self.path.name}")
-        for name, pointer in self._maps.items():
-            self.maps[name] = self._describe(name, pointer)
+        self.maps = {name: self._describe(name, m) for name, m in self._maps.items() if name not in self._left_out}
         return self
 
     def close(self) -> None:

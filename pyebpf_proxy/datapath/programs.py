@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from pyebpf_proxy.config.effective import Scheduler
 from pyebpf_proxy.datapath.libbpf import BpfError, Map, Object
 from pyebpf_proxy.datapath.preflight import old_kernel
 
@@ -45,6 +46,24 @@ class Settings:
     direct_lane: bool = True
     nft_mode: bool = False
     localhost_node_ports: bool = False
+    scheduler: int = 0
+
+
+#: enum scheduler of bpf/settings.h by the names that IPVS has. Every endpoint has weight 1: some are the same.
+SCHEDULERS: Mapping[Scheduler, int] = {
+    **{"rr": 1, "wrr": 1, "sh": 2, "dh": 3, "mh": 4},
+    **{"lc": 5, "wlc": 5, "sed": 6, "nq": 6, "lblc": 7, "lblcr": 8},
+}
+#: From this one on they go by the connections that each endpoint has.
+LEAST_CONNECTIONS = 5
+# Maps that only some schedulers use. The others' programs have no way to them, and they are not made.
+_SCHEDULER_MAPS = {
+    "turns": {1},
+    "connections": {5, 6, 7, 8},
+    "choices": {5, 6, 7, 8},
+    "localities": {7},
+    "locality_sets": {8},
+}
 
 
 class Loaded:
@@ -82,12 +101,20 @@ def load(
     if pin_dir is not None:
         pin_dir.mkdir(parents=True, exist_ok=True)
     before = _pins(pin_dir)
+    sizes = {**(sizes or {})}
+    if "slots" in sizes:
+        sizes["turns"] = sizes["slots"]
     tc: Object | None = None
     try:
         tc, settings, why = _load_tc(settings, pin_dir, sizes, lane, objects)
         sock = _open(objects / "sock.bpf.o", settings, pin_dir, sizes, reuse=tc.maps if pin_dir is None else None)
         try:
-            return Loaded(tc, sock.load(), settings, why)
+            loaded = Loaded(tc, sock.load(), settings, why)
+            if pin_dir is not None:
+                # Of a former run with another scheduler; the programs of that run still hold theirs.
+                for name in unused_maps(settings.scheduler):
+                    (pin_dir / name).unlink(missing_ok=True)
+            return loaded
         except BaseException:
             sock.close()
             raise
@@ -137,7 +164,19 @@ def _open(
     # The constants follow from the layout in the object, so it is opened first.
     with Object.open(path) as unset:
         packed = unset.btf.struct("settings").pack(**asdict(settings))
-    return Object.open(path, pin_dir=pin_dir, rodata={"settings": packed}, max_entries=sizes, reuse=reuse)
+    return Object.open(
+        path,
+        pin_dir=pin_dir,
+        rodata={"settings": packed},
+        max_entries=sizes,
+        reuse=reuse,
+        without=unused_maps(settings.scheduler),
+    )
+
+
+def unused_maps(scheduler: int) -> set[str]:
+    """The maps that programs with this ``scheduler`` (enum scheduler of bpf/settings.h) do without."""
+    return {name for name, users in _SCHEDULER_MAPS.items() if scheduler not in users}
 
 
 def _pins(pin_dir: Path | None) -> set[Path]:

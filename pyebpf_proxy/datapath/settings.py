@@ -12,7 +12,7 @@ from pathlib import Path
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.node import NodeConfig
-from pyebpf_proxy.datapath.programs import Settings
+from pyebpf_proxy.datapath.programs import SCHEDULERS, Settings
 from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.services.model import Family
 
@@ -46,6 +46,7 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         detector6=_detector(by_device, cidrs, Family.IPV6),
         nft_mode=effective.nft_mode,
         localhost_node_ports=effective.localhost_node_ports,
+        scheduler=SCHEDULERS[effective.scheduler] if effective.scheduler else 0,
     )
 
 

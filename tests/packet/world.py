@@ -30,6 +30,7 @@ from scapy.packet import Packet, Raw
 
 import pyebpf_proxy
 from pyebpf_proxy.datapath.libbpf import Object, RunResult, SkBuff
+from pyebpf_proxy.datapath.programs import unused_maps
 from pyebpf_proxy.services.model import FrontendKind
 
 # Another object can be named, to see that the tests fail for a program that is wrong (tests/packet/mutants.py).
@@ -54,6 +55,7 @@ ADDRESSES: dict[str, tuple[str, str]] = {
     "local": ("10.244.1.5", "fd00:10:244:1::5"),
     "outside": ("172.16.0.10", "fd00:ac::10"),
     "nowhere": ("100.64.0.9", "fd99::9"),
+    **{f"pod{i}": (f"10.244.3.{i}", f"fd00:10:244:3::{i:x}") for i in range(1, 13)},
 }
 KINDS = {
     "cluster_ip": FrontendKind.CLUSTER_IP,
@@ -63,7 +65,16 @@ KINDS = {
 }
 SIZES = dict.fromkeys(
     ("frontends4", "frontends6", "backends4", "backends6", "endpoints4", "endpoints6", "tables", "affinities"), 128
-) | {"services": 64, "slots": 64, "socket_peers4": 64, "socket_peers6": 64, "socket_flows": 64}
+) | {
+    "services": 64,
+    "slots": 64,
+    "turns": 64,
+    "connections": 64,
+    "choices": 64,
+    "socket_peers4": 64,
+    "socket_peers6": 64,
+    "socket_flows": 64,
+}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -128,7 +139,9 @@ class World:
         self.direct = values["direct_lane"]
         rodata = layout.pack(**values)
         if rodata not in self._loaded:
-            self._loaded[rodata] = Object.open(OBJECT, rodata={"settings": rodata}, max_entries=SIZES).load()
+            without = unused_maps(values.get("scheduler", 0))
+            opened = Object.open(OBJECT, rodata={"settings": rodata}, max_entries=SIZES, without=without)
+            self._loaded[rodata] = opened.load()
         self.object = self._loaded[rodata]
         self._wipe()
         self._next_slot, self._next_id = 1, 1
@@ -139,8 +152,9 @@ class World:
     def _wipe(self) -> None:
         """Loading takes long (the verifier); tests share objects and begin with empty maps."""
         for name, of in self.object.maps.items():
-            if name in ("services", "slots", "node_port_hints"):
-                of.update_batch(b"".join(_u32(i) for i in range(of.max_entries)), bytes(of.max_entries * 8))
+            if name in ("services", "slots", "node_port_hints", "turns"):
+                keys = b"".join(_u32(i) for i in range(of.max_entries))
+                of.update_batch(keys, bytes(of.max_entries * of.value_size))
             elif name == "reasons":
                 size = len(of.lookup(bytes(4)) or b"")
                 for number in range(of.max_entries):

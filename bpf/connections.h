@@ -1,0 +1,230 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * The schedulers of mode ipvs that go by the connections that each endpoint
+ * has.  The control plane counts them (`connections`), the programs add what
+ * they have chosen since (`choices`).
+ */
+#ifndef PEP_CONNECTIONS_H
+#define PEP_CONNECTIONS_H
+
+#include "slots.h"
+
+#define SCAN_LIMIT 1024			/* of a longer list so many endpoints are looked at, from a random one on */
+#define INACTIVE_PER_ACTIVE 256		/* as IPVS weighs them */
+#define OVERLOADED_ACTIVE 1		/* more active connections than this, while another endpoint has none */
+#define SET_SETTLED_SECONDS (24 * 60 * 60)
+
+struct load {
+	__u32 active;
+	__u32 inactive;
+};
+
+static __always_inline void count_choice(__u32 id)
+{
+	__u32 *chosen = bpf_map_lookup_elem(&choices, &id);
+	__u32 none = 0;
+
+	if (!chosen) {
+		bpf_map_update_elem(&choices, &id, &none, BPF_NOEXIST);
+		chosen = bpf_map_lookup_elem(&choices, &id);
+	}
+	if (chosen)
+		__sync_fetch_and_add(chosen, 1);
+}
+
+static __always_inline void load_of(__u32 id, struct load *l)
+{
+	__u32 *chosen = bpf_map_lookup_elem(&choices, &id);
+	struct connections *counted = bpf_map_lookup_elem(&connections, &id);
+	__s32 since = chosen ? *chosen : 0;
+
+	l->active = l->inactive = 0;
+	if (counted) {
+		since -= counted->choices;
+		l->active = counted->active;
+		l->inactive = counted->inactive;
+	}
+	/* Negative only between two writes of the control plane. */
+	if (since > 0)
+		l->active += since;
+}
+
+static __always_inline __u64 overhead(enum scheduler scheduler, const struct load *l)
+{
+	if (scheduler == SHORTEST_DELAY)
+		return l->active;	/* the least active + 1 is the least active */
+	return (__u64)l->active * INACTIVE_PER_ACTIVE + l->inactive;
+}
+
+struct scan {
+	__u64 least;
+	__u64 least_member;
+	__u64 most_member;
+	__u32 first_slot;
+	__u32 count;
+	__u32 start;
+	__u32 position;		/* of the least loaded */
+	__u32 member_position;	/* of the least loaded of the set */
+	__u32 member_active;
+	__u32 worst_member;	/* index in the set */
+	__u32 present;		/* bit for each member that is in the list */
+	enum scheduler scheduler;
+	bool idle;		/* somebody has no active connection */
+	struct server_set *set;
+};
+
+static __always_inline void compare_member(struct scan *s, __u32 id, __u32 position, const struct load *l,
+					   __u64 overhead)
+{
+	struct server_set *set = s->set;
+	__u32 i;
+
+	if (!set)
+		return;
+	for (i = 0; i < SET_SIZE; i++) {
+		if (set->backends[i] != id)
+			continue;
+		if (!s->present || overhead < s->least_member) {
+			s->least_member = overhead;
+			s->member_position = position;
+			s->member_active = l->active;
+		}
+		if (!s->present || overhead > s->most_member) {
+			s->most_member = overhead;
+			s->worst_member = i;
+		}
+		s->present |= 1U << i;
+		return;
+	}
+}
+
+static long compare_load(__u32 i, struct scan *s)
+{
+	__u32 position = s->start + i;
+	struct load l;
+	__u64 here;
+	__u32 id;
+
+	if (position >= s->count)
+		position -= s->count;
+	id = slot_at(s->first_slot + position);
+	if (!id)
+		return 0;
+	load_of(id, &l);
+	here = overhead(s->scheduler, &l);
+	if (here < s->least) {
+		s->least = here;
+		s->position = position;
+	}
+	if (!l.active)
+		s->idle = true;
+	if (s->scheduler == LOCALITY_WITH_REPLICATION) {
+		compare_member(s, id, position, &l, here);
+		return 0;
+	}
+	return !here;	/* nobody can have less */
+}
+
+static __always_inline void scan_list(struct scan *s, enum scheduler scheduler, const struct entitlement *e)
+{
+	s->least = ~0ULL;
+	s->first_slot = e->first_slot;
+	s->count = e->count;
+	s->scheduler = scheduler;
+	/* Equals take turns: nodes that know nothing of each other must not all begin with the first. */
+	s->start = s->position = random_position(e);
+	bpf_loop(e->count < SCAN_LIMIT ? e->count : SCAN_LIMIT, compare_load, s, 0);
+}
+
+static __noinline __u32 least_loaded(enum scheduler scheduler, const struct entitlement *e)
+{
+	struct scan s = {};
+
+	scan_list(&s, scheduler, e);
+	return s.position;
+}
+
+static __always_inline void locality_key(const struct packet *p, const struct entitlement *e, struct affinity_key *key)
+{
+	key->service = e->service;
+	__builtin_memcpy(key->client, &p->destination, 16);
+}
+
+/* lblc: what went to an address goes where it went before, unless that one is overloaded. */
+static __noinline __u32 least_loaded_with_locality(const struct packet *p, const struct entitlement *e)
+{
+	struct affinity next = {};
+	struct affinity_key key = {};
+	struct affinity *last;
+	struct scan s = {};
+	__u32 position = 0;
+
+	locality_key(p, e, &key);
+	last = bpf_map_lookup_elem(&localities, &key);
+	if (last)
+		position = position_in_list(e, last->backend, last->position);
+	if (position) {
+		struct load l;
+
+		load_of(last->backend, &l);
+		if (l.active <= OVERLOADED_ACTIVE)
+			return position - 1;
+	}
+	scan_list(&s, LEAST_CONNECTIONS, e);
+	if (position && !s.idle)
+		return position - 1;
+	next.last_used = bpf_ktime_get_ns();
+	next.backend = slot_at(e->first_slot + s.position);
+	next.position = s.position;
+	bpf_map_update_elem(&localities, &key, &next, BPF_ANY);
+	return s.position;
+}
+
+static __noinline int begin_set(const struct affinity_key *key, __u32 id)
+{
+	struct server_set set = { .changed = bpf_ktime_get_ns(), .backends = { id } };
+
+	bpf_map_update_elem(&locality_sets, key, &set, BPF_NOEXIST);
+	return 0;
+}
+
+/*
+ * lblcr: the same with a set of endpoints for each address, which grows when all
+ * of it is overloaded.  Sets are changed in place; two CPUs at once may lose a change.
+ */
+static __noinline __u32 least_loaded_of_set(const struct packet *p, const struct entitlement *e)
+{
+	struct affinity_key key = {};
+	struct server_set *set;
+	struct scan s = {};
+	__u32 i, id;
+	__u64 now;
+
+	locality_key(p, e, &key);
+	set = s.set = bpf_map_lookup_elem(&locality_sets, &key);
+	scan_list(&s, LOCALITY_WITH_REPLICATION, e);
+	id = slot_at(e->first_slot + s.position);
+	if (!set) {
+		begin_set(&key, id);
+		return s.position;
+	}
+	now = bpf_ktime_get_ns();
+	if (s.present & (s.present - 1) && now - set->changed > SET_SETTLED_SECONDS * NANOSECONDS) {
+		/* Long enough without need for another one: try with one less. */
+		set->backends[s.worst_member % SET_SIZE] = 0;
+		set->changed = now;
+	}
+	if (s.present && !(s.member_active > OVERLOADED_ACTIVE && s.idle))
+		return s.member_position;
+	for (i = 0; i < SET_SIZE; i++) {
+		/* Free, or its endpoint is gone. */
+		if (!(s.present & 1U << i)) {
+			set->backends[i] = id;
+			set->changed = now;
+			break;
+		}
+	}
+	return s.position;
+}
+
+#endif

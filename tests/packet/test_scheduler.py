@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedulers of mode ipvs (docs/ipvs-mode.md): which endpoint the first packet of each flow gets."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from ipaddress import ip_address
+
+import pytest
+from world import World
+
+from pyebpf_proxy.datapath.programs import SCHEDULERS
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+PODS = [f"pod{i}" for i in range(1, 13)]
+# Chi-square of 12 endpoints, 11 degrees of freedom: one in 10 000.
+UNLIKELY = 37.4
+
+
+def load(world: World, scheduler: str) -> World:
+    """The netfilter lane: its tag names the choice and no flow is left behind."""
+    world.load(direct_lane=0, scheduler=SCHEDULERS[scheduler])  # type: ignore[index]
+    return world
+
+
+def choose(world: World, frame: bytes) -> str:
+    """The endpoint that the frame gets, by name."""
+    result = world.run("tc_ethernet", frame)
+    assert result.skb is not None
+    number = result.skb.priority & 0xFFFFFF
+    return next(name for (name, _), known in world.backend_ids.items() if known == number)
+
+
+def asks(world: World, name: str = "vip", count: int = 1) -> list[str]:
+    return [choose(world, bytes(world.tcp("client", name, 80, sport=30_000 + i))) for i in range(count)]
+
+
+def clients(world: World, count: int, name: str = "vip", sport: int = 40_000) -> list[bytes]:
+    """First packets of so many different source addresses."""
+    template = bytes(world.tcp("client", name, 80, sport=sport))
+    at, first = (26, "198.51.100.0") if world.family == 4 else (22, "2001:db8:7::")
+    size = world.family == 4 and 4 or 16
+    base = int(ip_address(first))
+    return [template[:at] + (base + i).to_bytes(size, "big") + template[at + size :] for i in range(count)]
+
+
+def counted(world: World, name: str, active: int, inactive: int = 0, choices: int = 0) -> None:
+    """What the control plane would have counted for an endpoint of service 1."""
+    layout = world.object.btf.struct("connections")
+    key = world.backend_ids[name, 1].to_bytes(4, sys.byteorder)
+    world.object.maps["connections"].update(key, layout.pack(active=active, inactive=inactive, choices=choices))
+
+
+def chi_square(chosen: Iterable[str]) -> float:
+    counts = Counter(chosen)
+    expected = counts.total() / len(PODS)
+    return sum((counts[name] - expected) ** 2 / expected for name in PODS)
+
+
+# ---- rr --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rr", "wrr"])
+def test_rr_goes_around_exactly(node: World, name: str) -> None:
+    load(node, name).service(PODS[:5])
+    chosen = asks(node, count=50)
+    assert set(chosen[:5]) == set(PODS[:5])
+    assert chosen == chosen[:5] * 10
+
+
+def test_rr_turns_are_of_each_list_and_each_service(node: World) -> None:
+    """A client of policy Local and a pod use two lists; neither moves the other's turn."""
+    load(node, "rr").service(["pod1", "pod2", "pod3"], ["pod4", "pod5"], external_local=1)
+    local, cluster = [], []
+    for _ in range(6):
+        local += asks(node)
+        cluster.append(choose(node, bytes(node.tcp("pod", "cluster_ip", 80))))
+        cluster.append(choose(node, bytes(node.tcp("pod", "cluster_ip", 80))))
+    assert Counter(local) == {"pod4": 3, "pod5": 3}
+    assert local == local[:2] * 3
+    assert Counter(cluster) == dict.fromkeys(["pod1", "pod2", "pod3"], 4)
+
+
+def test_rr_goes_on_where_the_list_has_changed(node: World) -> None:
+    load(node, "rr").service(PODS[:4])
+    asks(node, count=3)
+    node.service(PODS[:3])
+    assert Counter(asks(node, count=9)) == dict.fromkeys(PODS[:3], 3)
+
+
+# ---- hashes ------------------------------------------------------------------------------------------
+
+
+def test_sh_keeps_a_source_and_spreads_sources(node: World) -> None:
+    load(node, "sh").service(PODS)
+    frames = clients(node, 1200)
+    first = [choose(node, frame) for frame in frames]
+    assert [choose(node, frame) for frame in clients(node, 1200, "external_ip", 41_000)] == first
+    assert chi_square(first) < UNLIKELY
+
+
+def test_dh_goes_by_the_destination_alone(node: World) -> None:
+    load(node, "dh").service(PODS)
+    by_destination = {}
+    for name in ("vip", "external_ip", "cluster_ip"):
+        chosen = {choose(node, frame) for frame in clients(node, 50, name)}
+        assert len(chosen) == 1, name
+        by_destination[name] = chosen.pop()
+    assert len(set(by_destination.values())) > 1, by_destination
+
+
+def test_mh_keeps_a_client_and_spreads_clients(node: World) -> None:
+    """A client is an address and a port: kube-proxy asks IPVS for both."""
+    load(node, "mh").service(PODS)
+    frames = clients(node, 1200)
+    first = [choose(node, frame) for frame in frames]
+    assert [choose(node, frame) for frame in frames] == first
+    assert chi_square(first) < UNLIKELY
+    assert chi_square(asks(node, count=1200)) < UNLIKELY
+
+
+def test_mh_moves_only_the_clients_of_an_endpoint_that_goes(node: World) -> None:
+    """Whatever the order of the list, and whatever numbers the endpoints have."""
+    load(node, "mh").service(PODS)
+    frames = clients(node, 1000)
+    before = [choose(node, frame) for frame in frames]
+    node.service([*reversed(PODS[1:])])
+    after = [choose(node, frame) for frame in frames]
+    moved = {was for was, now in zip(before, after, strict=True) if was != now}
+    assert moved == {PODS[0]}
+    assert len({now for was, now in zip(before, after, strict=True) if was != now}) > 5
+
+
+def test_mh_survives_a_restart(node: World) -> None:
+    load(node, "mh").service(PODS)
+    frames = clients(node, 100)
+    before = [choose(node, frame) for frame in frames]
+    load(node, "mh").service(PODS)
+    assert [choose(node, frame) for frame in frames] == before
+
+
+# ---- by connections ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lc", "wlc", "sed", "nq"])
+def test_the_least_loaded_is_filled_up_first(node: World, name: str) -> None:
+    load(node, name).service(PODS[:3])
+    for pod, active in zip(PODS, (5, 1, 3), strict=False):
+        counted(node, pod, active)
+    assert asks(node, count=2) == ["pod2", "pod2"]
+    assert Counter(asks(node, count=4)) == {"pod2": 2, "pod3": 2}
+    assert Counter(asks(node, count=6)) == dict.fromkeys(PODS[:3], 2)
+
+
+def test_lc_takes_inactive_connections_for_a_256th(node: World) -> None:
+    load(node, "lc").service(PODS[:2])
+    counted(node, "pod1", 1, 0)
+    counted(node, "pod2", 0, 255)
+    assert asks(node) == ["pod2"]
+    counted(node, "pod2", 0, 257, choices=1)
+    assert asks(node) == ["pod1"]
+
+
+@pytest.mark.parametrize("name", ["sed", "nq"])
+def test_an_idle_one_comes_first(node: World, name: str) -> None:
+    """Without active connections, however many are ending."""
+    load(node, name).service(PODS[:3])
+    for pod, load_ in zip(PODS, ((1, 0), (0, 10_000), (1, 0)), strict=False):
+        counted(node, pod, *load_)
+    assert asks(node) == ["pod2"]
+
+
+def test_equals_take_turns(node: World) -> None:
+    load(node, "lc").service(PODS)
+    first = set()
+    for _ in range(64):
+        first.update(asks(node))
+        for pod in PODS:
+            key = node.backend_ids[pod, 1].to_bytes(4, sys.byteorder)
+            node.object.maps["choices"].delete(key)
+    assert len(first) > 4
+
+
+def test_what_was_counted_is_not_counted_again(node: World) -> None:
+    """Choices up to a count are in it; those after it are added."""
+    load(node, "lc").service(PODS[:2])
+    assert Counter(asks(node, count=10)) == {"pod1": 5, "pod2": 5}
+    counted(node, "pod1", 0, choices=5)
+    counted(node, "pod2", 3, choices=4)
+    assert asks(node, count=4) == ["pod1"] * 4
+    assert sorted(asks(node, count=2)) == ["pod1", "pod2"]
+
+
+def test_a_count_from_before_a_reset_does_no_harm(node: World) -> None:
+    """`connections` says more choices than there are: 0 are added, not four billion."""
+    load(node, "lc").service(PODS[:2])
+    counted(node, "pod1", 0, choices=1000)
+    counted(node, "pod2", 3)
+    assert asks(node, count=2) == ["pod1", "pod1"]
+
+
+def test_affinity_goes_before_every_scheduler(node: World) -> None:
+    for name in SCHEDULERS:
+        load(node, name).service(PODS[:4], affinity_seconds=100)
+        (first,) = asks(node)
+        if "connections" in node.object.maps:
+            counted(node, first, 1000)
+        assert set(asks(node, count=8)) == {first}, name
+        if "choices" in node.object.maps:
+            key = node.backend_ids[first, 1].to_bytes(4, sys.byteorder)
+            assert node.object.maps["choices"].lookup(key) == (9).to_bytes(4, sys.byteorder)
+
+
+# ---- locality ----------------------------------------------------------------------------------------
+
+
+def test_lblc_stays_until_it_is_overloaded_and_another_is_idle(node: World) -> None:
+    load(node, "lblc").service(PODS[:3])
+    first, second, third = asks(node, count=3)
+    assert first == second
+    assert third != first
+    # From now on that is the address's place. The other one is idle until it gets its own.
+    assert asks(node) == [third]
+    (other,) = {*PODS[:3]} - {first, third}
+    assert asks(node) == [other]
+    # Nobody is idle any more: overloaded or not, it stays.
+    assert set(asks(node, count=5)) == {other}
+
+
+def test_lblc_knows_each_address_by_itself(node: World) -> None:
+    load(node, "lblc").service(PODS[:2])
+    counted(node, "pod1", 1)
+    assert asks(node, "vip") == ["pod2"]
+    counted(node, "pod2", 2, choices=1)
+    assert asks(node, "external_ip") == ["pod1"]
+    assert asks(node, "vip") == ["pod2"]
+
+
+def test_lblc_leaves_an_endpoint_that_is_gone(node: World) -> None:
+    load(node, "lblc").service(PODS[:3])
+    (first,) = asks(node)
+    node.service([pod for pod in PODS[:3] if pod != first])
+    assert first not in asks(node, count=2)
+
+
+def members(world: World) -> set[int]:
+    ((_, raw),) = world.object.maps["locality_sets"].items()
+    return {int.from_bytes(raw[at : at + 4], sys.byteorder) for at in range(8, len(raw), 4)} - {0}
+
+
+def test_lblcr_lets_the_set_of_an_address_grow(node: World) -> None:
+    load(node, "lblcr").service(PODS[:3])
+    a, again, b = asks(node, count=3)
+    assert a == again
+    assert b != a
+    assert members(node) == {node.backend_ids[a, 1], node.backend_ids[b, 1]}
+    assert asks(node) == [b]  # the less loaded of the set
+    (c,) = asks(node)  # both have two, the third is idle
+    assert {a, b, c} == {*PODS[:3]}
+    assert len(members(node)) == 3
+    assert asks(node) == [c]
+    assert Counter(asks(node, count=6)) == dict.fromkeys(PODS[:3], 2)
+
+
+def test_lblcr_tries_with_one_less_after_a_day(node: World) -> None:
+    load(node, "lblcr").service(PODS[:3])
+    asks(node, count=3)
+    counted(node, "pod3", 1)
+    for pod, active in zip(PODS, (9, 3, 1), strict=False):
+        counted(node, pod, active, choices=10)
+    sets = node.object.maps["locality_sets"]
+    layout = node.object.btf.struct("server_set")
+    ((key, raw),) = sets.items()
+    everybody = [node.backend_ids[pod, 1] for pod in PODS[:3]]
+    raw = bytearray(raw)
+    for i, number in enumerate(everybody):
+        raw[8 + 4 * i : 12 + 4 * i] = number.to_bytes(4, sys.byteorder)
+    assert layout.size == len(raw)
+    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    for age, left in ((23, everybody), (25, everybody[1:])):
+        # A machine that has not been up for a day has no such past: then the clock's wrapped number is as old.
+        raw[:8] = ((now - age * 3600 * 10**9) % 2**64).to_bytes(8, sys.byteorder)
+        sets.update(key, bytes(raw))
+        assert asks(node) == ["pod3"]
+        assert members(node) == set(left)
+
+
+# ---- nothing for the others --------------------------------------------------------------------------
+
+
+def test_other_modes_have_none_of_it(node: World) -> None:
+    """The maps are not there, so the verifier has seen no way to them."""
+    node.load(scheduler=0)
+    assert not {"turns", "connections", "choices", "localities", "locality_sets"} & node.object.maps.keys()
+    node.load(scheduler=SCHEDULERS["rr"])
+    assert "turns" in node.object.maps
+    assert "connections" not in node.object.maps
