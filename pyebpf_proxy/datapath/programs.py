@@ -51,8 +51,17 @@ class Settings:
 
 #: enum scheduler of bpf/settings.h by the names that IPVS has. Every endpoint has weight 1: some are the same.
 SCHEDULERS: Mapping[Scheduler, int] = {
-    **{"rr": 1, "wrr": 1, "sh": 2, "dh": 3, "mh": 4},
-    **{"lc": 5, "wlc": 5, "sed": 6, "nq": 6, "lblc": 7, "lblcr": 8},
+    "rr": 1,
+    "wrr": 1,
+    "sh": 2,
+    "dh": 3,
+    "mh": 4,
+    "lc": 5,
+    "wlc": 5,
+    "sed": 6,
+    "nq": 6,
+    "lblc": 7,
+    "lblcr": 8,
 }
 #: From this one on they go by the connections that each endpoint has.
 LEAST_CONNECTIONS = 5

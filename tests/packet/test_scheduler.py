@@ -43,7 +43,7 @@ def clients(world: World, count: int, name: str = "vip", sport: int = 40_000) ->
     """First packets of so many different source addresses."""
     template = bytes(world.tcp("client", name, 80, sport=sport))
     at, first = (26, "198.51.100.0") if world.family == 4 else (22, "2001:db8:7::")
-    size = world.family == 4 and 4 or 16
+    size = 4 if world.family == 4 else 16
     base = int(ip_address(first))
     return [template[:at] + (base + i).to_bytes(size, "big") + template[at + size :] for i in range(count)]
 
