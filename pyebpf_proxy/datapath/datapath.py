@@ -26,6 +26,7 @@ from pyebpf_proxy.datapath.nft_rules import Prefix
 from pyebpf_proxy.datapath.pod_network import PodNetwork
 from pyebpf_proxy.datapath.programs import LAYOUT_VERSION, Loaded, load
 from pyebpf_proxy.datapath.settings import conntrack_is_liberal, node_config, settings
+from pyebpf_proxy.datapath.udp_cleanup import Cleaned, UdpCleanup, peers_in
 from pyebpf_proxy.errors import DatapathError
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
@@ -45,6 +46,9 @@ class _Parts:
     node: Node
     writer: Writer
     clusters: ClusterAddresses
+    udp: UdpCleanup
+    #: Serving endpoints of UDP services have changed since the last clean-up.
+    udp_touched: bool
 
 
 class Datapath:
@@ -135,12 +139,14 @@ class Datapath:
         clusters.apply(wanted)
         table.set_addresses("cluster_ips", map(_prefix, clusters.all))
         table.set_addresses("service_cidrs", _prefixes(facts))
+        udp = UdpCleanup(peers_in(loaded.maps, loaded.sock.btf))
+        udp_touched = udp.apply(wanted)
         nodes_maps = {name: loaded.maps[name] for name in MAPS}
         node = Node(directory, node_config(effective, facts), nodes_maps, loaded.tc.btf, _log.error)
         self._stack.callback(node.close)
         # The maps are complete: what is attached from here on finds everything.
         self._attach(loaded, node, pins)
-        return _Parts(loaded, table, node, writer, clusters)
+        return _Parts(loaded, table, node, writer, clusters, udp, udp_touched)
 
     def _attach(self, loaded: Loaded, node: Node, pins: Path) -> None:
         cgroup, found = mounts.open_cgroup2()
@@ -173,6 +179,7 @@ class Datapath:
             if complete:
                 parts.writer.prune(delta)
                 parts.table.replace(parts.writer.netfilter_backends)
+            parts.udp_touched |= parts.udp.apply(delta)
             if self._effective.nft_mode:
                 added, removed = parts.clusters.apply(delta)
                 parts.table.change_addresses("cluster_ips", map(_prefix, added), map(_prefix, removed))
@@ -196,9 +203,14 @@ class Datapath:
         self._beside.look()
 
     async def collect(self) -> None:
-        """Remove old versions once no program can be reading them."""
+        """Remove old versions once no program can be reading them; then end stale UDP flows and sockets."""
+        parts = self._running()
         with _in_words():
-            await self._running().writer.collect_async()
+            await parts.writer.collect_async()
+            while parts.udp_touched:
+                parts.udp_touched = False
+                for cleaned in await parts.udp.clean():
+                    self._tell_cleaned(cleaned)
 
     def reasons(self) -> Mapping[str, int]:
         """How many packets and socket calls by reason, all CPUs together. Safe in any thread."""
@@ -216,6 +228,11 @@ class Datapath:
         if self._parts is None:
             raise RuntimeError("the data plane was not started")
         return self._parts
+
+    def _tell_cleaned(self, cleaned: Cleaned) -> None:
+        if cleaned.flows or cleaned.sockets:
+            family = cleaned.family.name
+            _log.info("stale UDP ended", family=family, flows=cleaned.flows, sockets=cleaned.sockets)
 
     def _ensure(self, table: Table) -> None:
         mark, nft_mode = self._effective.masquerade_mark, self._effective.nft_mode

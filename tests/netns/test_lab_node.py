@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
+import socket
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane, moved, reasons
+from lab_tools import agent_lane, moved, reasons, wait_until
 
 from pyebpf_proxy.lab.addresses import Dual
-from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask, ask_many
+from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask, ask_many, family_of, read_answer
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.servers import Ports
@@ -188,6 +192,53 @@ def test_endpoint_in_the_nodes_own_network(node_lab: Lab, family: int, protocol:
     finally:
         first.stop_servers()
         first._servers.clear()
+
+
+def _until_aborted(address: str, rounds: Connection) -> str:
+    """A connected socket that asks once for each word from the pipe; how its owner learns that it is over."""
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as sock:
+        sock.connect((address, 53))
+        sock.settimeout(10)
+        rounds.send("up")
+        while rounds.recv():
+            try:
+                sock.send(b"question")
+                rounds.send(read_answer(sock.recv(1000)).pod)
+            except OSError as error:
+                rounds.send(errno.errorcode[error.errno or 0])
+    return "done"
+
+
+def test_a_connected_udp_socket_learns_that_its_endpoint_is_gone(node_lab: Lab, family: int) -> None:
+    """It is ended when others serve: its owner connects anew, as after any error (§10)."""
+    node = node_lab.nodes[0]
+    both = WEB.endpoints
+    ours, theirs = multiprocessing.Pipe()
+    with ours:
+        try:
+            WEB.endpoints = both[:1]
+            node_lab.wait_synced(write_services(node_lab, WEB))
+            task = node.namespace.start(_until_aborted, WEB.target("ClusterIP", node).address.of(family), theirs)
+            theirs.close()
+            assert ours.recv() == "up"
+
+            def says() -> str:
+                ours.send(True)
+                return str(ours.recv())
+
+            assert says() == "web-1"
+            WEB.endpoints = both
+            node_lab.wait_synced(write_services(node_lab, WEB))
+            assert says() == "web-1", "others that serve as well are no reason"
+            WEB.endpoints = both[1:]
+            node_lab.wait_synced(write_services(node_lab, WEB))
+            # A read fails with ECONNABORTED; a write finds the socket unconnected.
+            wait_until(lambda: says() == "EDESTADDRREQ", "the socket is ended")
+            ours.send(False)
+            assert task.result() == "done"
+        finally:
+            WEB.endpoints = both
+            node_lab.wait_synced(write_services(node_lab, WEB))
 
 
 def test_sockets_survive_the_agent(node_lab: Lab) -> None:

@@ -171,6 +171,44 @@ def test_a_udp_flow_made_before_there_was_the_service_heals(policies: Lab, famil
     assert moved(before, reasons(policies.nodes[0])).get("untranslated_flow_replaced") == 1
 
 
+def test_a_udp_flow_that_sends_nothing_is_forgotten_too(policies: Lab, family: int) -> None:
+    node = policies.nodes[0]
+    vip = CHANGING.target("LoadBalancer", node).address.of(family)
+    both = CHANGING.endpoints
+    source = 20_300 + family
+
+    def flows() -> str:
+        command = (
+            "conntrack",
+            "-L",
+            "-f",
+            f"ipv{family}",
+            "-p",
+            "udp",
+            "--orig-dst",
+            vip,
+            "--orig-port-src",
+            str(source),
+        )
+        return node.namespace.run(*command, "--orig-port-dst", "53")
+
+    try:
+        CHANGING.endpoints = both[:1]
+        policies.wait_synced(write_services(policies, CHANGING))
+        assert policies.client.call(ask, vip, 53, "udp", source_port=source).kind == ANSWERED
+        assert flows().count("udp") == 1
+        CHANGING.endpoints = ()
+        policies.wait_synced(write_services(policies, CHANGING))
+        CHANGING.endpoints = both[1:]
+        before = flows()
+        policies.wait_synced(write_services(policies, CHANGING))
+        assert before.count("udp") == 1, "without a serving endpoint a flow stays"
+        wait_until(lambda: not flows(), "the flow to the endpoint that is gone is deleted")
+    finally:
+        CHANGING.endpoints = both
+        policies.wait_synced(write_services(policies, CHANGING))
+
+
 def _echo(address: str, port: int, rounds: object) -> int:
     """A connection that lives as long as the other end of the pipe says so; how many echoes came back."""
     done = 0

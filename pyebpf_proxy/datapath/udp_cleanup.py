@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UDP flows and sockets that lead to an endpoint which serves no more are ended (spec/service-semantics §10).
+
+A flow that sends heals by itself: the programs see with its next packet that its endpoint is gone. What this adds is
+what kube-proxy does: flows that send nothing are forgotten too. And a connected socket of the node's own was translated
+when it connected, and would go on sending to the address that is gone: it is ended, so that its owner connects anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from pyebpf_proxy.datapath import ctnetlink, sock_diag
+from pyebpf_proxy.datapath.btf import Btf
+from pyebpf_proxy.datapath.libbpf import Map
+from pyebpf_proxy.datapath.udp_services import Place, UdpServices
+from pyebpf_proxy.services.model import Family, Protocol, ServicePort, ServicePortName
+
+#: From a socket's cookie and the endpoint that it is connected to: where its owner wanted to connect; None: just there.
+Peers = Callable[[int, Place], Place | None]
+
+
+class Cleaned(NamedTuple):
+    """What one clean-up of a family did."""
+
+    family: Family
+    seconds: float
+    flows: int
+    sockets: int
+
+
+class UdpCleanup:
+    """Follows the plan in the loop's thread, cleans up in another."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._services = UdpServices()
+        # The index changes in the loop's thread while a clean-up reads it in another.
+        self._lock = threading.Lock()
+
+    def apply(self, delta: Mapping[ServicePortName, ServicePort | None]) -> bool:
+        """Take the plan's changes in. True if a UDP service port has other serving endpoints than before."""
+        with self._lock:
+            return self._services.apply(delta)
+
+    async def clean(self) -> list[Cleaned]:
+        """End every stale flow and socket. OSError if the kernel refuses; what was ended until then stays so."""
+        return await asyncio.to_thread(self.clean_now)
+
+    def clean_now(self) -> list[Cleaned]:
+        """The same, in the caller's thread."""
+        with self._lock:
+            if not self._services:
+                return []
+        sockets = self._end_sockets()
+        done = []
+        for family in Family:
+            begin = time.monotonic()
+            flows = sum(map(ctnetlink.delete, list(filter(self._is_stale, ctnetlink.udp_flows(family)))))
+            done.append(Cleaned(family, time.monotonic() - begin, flows, sockets[family]))
+        return done
+
+    def _is_stale(self, flow: ctnetlink.Flow) -> bool:
+        with self._lock:
+            return self._services.is_stale(
+                flow.family, (flow.destination, flow.destination_port), (flow.replier, flow.replier_port)
+            )
+
+    def _end_sockets(self) -> dict[Family, int]:
+        ended = dict.fromkeys(Family, 0)
+        for found in list(sock_diag.connected_udp()):
+            endpoint = found.peer, found.peer_port
+            wanted = self._peers(found.cookie, endpoint)
+            if wanted is None:
+                continue
+            family = Family.IPV4 if len(found.peer) == 4 else Family.IPV6
+            with self._lock:
+                stale = self._services.is_stale(family, wanted, endpoint)
+            if stale and sock_diag.destroy(found):
+                ended[family] += 1
+        return ended
+
+
+def peers_in(maps: Mapping[str, Map], btf: Btf) -> Peers:
+    """Reads the programs' memory of translated sockets (``socket_peers4``, ``socket_peers6``)."""
+    layouts = {4: btf.struct("socket_peer4_key"), 16: btf.struct("socket_peer6_key")}
+    values = {4: btf.struct("socket_peer4"), 16: btf.struct("socket_peer6")}
+    tables = {4: maps["socket_peers4"], 16: maps["socket_peers6"]}
+
+    def look_up(cookie: int, endpoint: Place) -> Place | None:
+        address, port = endpoint
+        size = len(address)
+        key = layouts[size].pack(cookie=cookie, address=address, port=port, protocol=int(Protocol.UDP))
+        value = tables[size].lookup(key)
+        if value is None:
+            return None
+        wanted = values[size].unpack(value)
+        return bytes(wanted["address"]), int(wanted["port"])
+
+    return look_up
