@@ -5,11 +5,6 @@
 
 #include "packet.h"
 
-static __always_inline bool is_loopback4(__be32 address)
-{
-	return (address & bpf_htonl(0xff000000)) == bpf_htonl(0x7f000000);
-}
-
 /*
  * The node's own address.  Byte by byte: a memcpy must cast the volatile away,
  * and the compiler would then use the zeros that stand in the object file.

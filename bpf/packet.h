@@ -187,14 +187,37 @@ static __always_inline bool parse_ipv6(struct __sk_buff *skb, __u32 offset, stru
 	return parse_transport(skb, offset, p);
 }
 
+/* VLAN 0 is a priority alone; any other tag makes the frame that of the VLAN device above this one. */
+static __always_inline bool belongs_to_vlan(struct __sk_buff *skb)
+{
+	return skb->vlan_present && (skb->vlan_tci & VLAN_ID_MASK);
+}
+
+static __always_inline bool is_loopback4(__be32 address)
+{
+	return (address & bpf_htonl(0xff000000)) == bpf_htonl(0x7f000000);
+}
+
+/*
+ * A packet of any protocol from elsewhere to 127.0.0.0/8.  route_localnet, which localhost NodePorts are
+ * served with, lets it in (service-semantics 8).  Nothing lawful looks like this on a wire: answers to flows that
+ * began on loopback come to the node's own address, and translation to a loopback address follows after this.
+ */
+static __always_inline bool is_for_loopback(struct __sk_buff *skb, __u32 link)
+{
+	struct iphdr *ip;
+
+	if (skb->protocol != bpf_htons(ETH_P_IP) || belongs_to_vlan(skb))
+		return false;
+	ip = bytes_at(skb, link, sizeof(*ip));
+	return ip && is_loopback4(ip->daddr);
+}
+
 /* False: not a packet that any service could be meant by. `link` is the length of the link header. */
 static __always_inline bool parse_packet(struct __sk_buff *skb, __u32 link, struct packet *p)
 {
-	/*
-	 * A tagged frame belongs to the VLAN device above this one, which has a program of its own;
-	 * VLAN 0 is a priority alone, and the frame this device's.
-	 */
-	if (skb->vlan_present && (skb->vlan_tci & VLAN_ID_MASK))
+	/* The VLAN device has a program of its own. */
+	if (belongs_to_vlan(skb))
 		return false;
 	if (skb->protocol == bpf_htons(ETH_P_IP))
 		return parse_ipv4(skb, link, p);

@@ -70,6 +70,8 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 	struct packet p = {};
 	struct frontend *found, f;
 
+	if (settings.localhost_node_ports && is_for_loopback(skb, link))
+		return drop(DROP_LOOPBACK_DESTINATION);
 	if (!parse_packet(skb, link, &p)) {
 		if (bridge_port)
 			lift_later_fragment(skb);

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pyebpf_proxy import __version__, node_checks
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.config_watch import ConfigWatch
-from pyebpf_proxy.datapath import preflight
+from pyebpf_proxy.datapath import preflight, sysctls
 from pyebpf_proxy.datapath.datapath import Datapath
 from pyebpf_proxy.datapath.preparation import Preparation
 from pyebpf_proxy.errors import FatalError
@@ -33,6 +33,7 @@ def run(settings: Effective, source: Source, watch: ConfigWatch | None = None) -
     directory = RunDirectory(settings.directory)
     directory.acquire()
     datapath = Datapath(settings)
+    sysctls.adjust_oom_score(settings.kernel.oom_score_adj)
     try:
         _log.info(
             "pyebpf-proxy starts",

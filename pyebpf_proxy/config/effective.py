@@ -12,6 +12,7 @@ from pyebpf_proxy.config import addresses, durations, validation
 from pyebpf_proxy.config.addresses import Address, Network
 from pyebpf_proxy.config.families import Stated
 from pyebpf_proxy.config.flags import Flags
+from pyebpf_proxy.config.kernel import KernelSettings, kernel_settings, localhost_node_ports
 from pyebpf_proxy.config.loader import ConfigError
 from pyebpf_proxy.config.model import KubeProxyConfiguration
 from pyebpf_proxy.services.model import Family
@@ -39,7 +40,9 @@ class Effective:
     interface_name_prefix: str
     #: CIDRs, or the one word ``primary``; empty: every local address (spec/service-semantics §8).
     node_port_addresses: tuple[str, ...]
+    #: In force: asked for, and a loopback address is among those that serve NodePorts.
     localhost_node_ports: bool
+    kernel: KernelSettings
     #: Seconds.
     sync_period: float
     min_sync_period: float
@@ -101,7 +104,8 @@ def effective(config: KubeProxyConfiguration, flags: Flags) -> Effective:
         bridge_interface=config.detect_local.bridge_interface,
         interface_name_prefix=config.detect_local.interface_name_prefix,
         node_port_addresses=tuple(config.node_port_addresses or ()),
-        localhost_node_ports=config.iptables.localhost_node_ports is not False and not nft_mode,
+        localhost_node_ports=localhost_node_ports(config),
+        kernel=kernel_settings(config),
         sync_period=durations.seconds(sync_period),
         min_sync_period=durations.seconds(min_sync_period),
         bind_address=None if bind_address is None or bind_address.is_unspecified else bind_address,

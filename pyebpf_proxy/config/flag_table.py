@@ -86,9 +86,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("ipvs-scheduler", "string", "", "How an endpoint is chosen in mode ipvs; empty: rr.", str, "ipvs.scheduler"),
         Flag("ipvs-exclude-cidrs", "strings", "", "Virtual servers there stay at clean-up.", read.strings, "ipvs.exclude_cidrs"),
         _switch("ipvs-strict-arp", "Service addresses are on no device.", "ipvs.strict_arp"),
-        _duration("ipvs-tcp-timeout", "0s", "Not used.", "ipvs.tcp_timeout"),
-        _duration("ipvs-tcpfin-timeout", "0s", "Not used.", "ipvs.tcp_fin_timeout"),
-        _duration("ipvs-udp-timeout", "0s", "Not used.", "ipvs.udp_timeout"),
+        _duration("ipvs-tcp-timeout", "0s", "Mode ipvs: nf_conntrack_tcp_timeout_established; 0: left alone.", "ipvs.tcp_timeout"),
+        _duration("ipvs-tcpfin-timeout", "0s", "Mode ipvs: nf_conntrack_tcp_timeout_fin_wait; 0: left alone.", "ipvs.tcp_fin_timeout"),
+        _duration("ipvs-udp-timeout", "0s", "Mode ipvs: nf_conntrack_udp_timeout and _udp_timeout_stream; 0: left alone.", "ipvs.udp_timeout"),
     ),
     "Connection table (not used yet; 0: left alone)": (
         _number("conntrack-max-per-core", "32768", "Entries per CPU.", "conntrack.max_per_core"),
@@ -105,7 +105,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _switch("bind-address-hard-fail", "Not used yet: an address of these servers that cannot be had ends the program.", "bind_address_hard_fail"),
         _switch("profiling", "Not used yet: profiles are served beside the metrics.", "enable_profiling"),
         Flag("show-hidden-metrics-for-version", "string", "", "The previous minor release, as 1.35; no metric is hidden.", str, "show_hidden_metrics_for_version"),
-        _number("oom-score-adj", "-999", "Not used yet: written to /proc/self/oom_score_adj (-1000 to 1000).", "oom_score_adj"),
+        _number("oom-score-adj", "-999", "Written to /proc/self/oom_score_adj (-1000 to 1000).", "oom_score_adj"),
     ),
     "Log": (
         Flag("logging-format", "string", "text", "text or json."),

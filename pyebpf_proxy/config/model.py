@@ -84,7 +84,7 @@ class IPTables(Section):
     ] = None
     masquerade_all: Annotated[bool, _says(_MASQUERADE_ALL + " Also in mode ipvs.")] = False
     localhost_node_ports: Annotated[
-        bool | None, _says("NodePorts answer on 127.0.0.0/8 (by socket programs; route_localnet is not touched).")
+        bool | None, _says("NodePorts answer on 127.0.0.0/8; in mode iptables route_localnet is set to 1 for it.")
     ] = None
     sync_period: Annotated[Duration, _says(_PERIOD)] = 0
     min_sync_period: Annotated[Duration, _says(_MIN_PERIOD)] = 0
@@ -112,11 +112,15 @@ class IPVS(Section):
         ),
     ] = None
     strict_arp: Annotated[
-        bool, _says(_IPVS + " Service addresses are on no device, so nothing answers ARP for them.", "strictARP")
+        bool, _says("arp_ignore is set to 1 and arp_announce to 2; false leaves both alone.", "strictARP")
     ] = False
-    tcp_timeout: Annotated[Duration, _says(_IPVS)] = 0
-    tcp_fin_timeout: Annotated[Duration, _says(_IPVS)] = 0
-    udp_timeout: Annotated[Duration, _says(_IPVS)] = 0
+    tcp_timeout: Annotated[
+        Duration, _says("nf_conntrack_tcp_timeout_established, over conntrack's; 0: left to that.")
+    ] = 0
+    tcp_fin_timeout: Annotated[Duration, _says("nf_conntrack_tcp_timeout_fin_wait; 0: left alone.")] = 0
+    udp_timeout: Annotated[
+        Duration, _says("nf_conntrack_udp_timeout and _udp_timeout_stream, over conntrack's; 0: left to those.")
+    ] = 0
 
 
 class NFTables(Section):
@@ -157,20 +161,19 @@ class Conntrack(Section):
 
     go_name = "KubeProxyConntrackConfiguration"
     max_per_core: Annotated[
-        int | None, _says("Not used yet: entries of the connection table per CPU (nf_conntrack_max); 0: left alone.")
+        int | None,
+        _says("Entries of the connection table per CPU (nf_conntrack_max, and hashsize to go with it); 0: left alone."),
     ] = None
-    min: Annotated[int | None, _says("Not used yet: at least so many entries, unless maxPerCore is 0.")] = None
+    min: Annotated[int | None, _says("At least so many entries, unless maxPerCore is 0.")] = None
     tcp_established_timeout: Annotated[
-        PointerDuration, _says("Not used yet: nf_conntrack_tcp_timeout_established; 0: left alone.")
+        PointerDuration, _says("nf_conntrack_tcp_timeout_established; 0: left alone.")
     ] = None
-    tcp_close_wait_timeout: Annotated[
-        PointerDuration, _says("Not used yet: nf_conntrack_tcp_timeout_close_wait; 0: left alone.")
-    ] = None
-    tcp_be_liberal: Annotated[
-        bool, _says("Not used yet: nf_conntrack_tcp_be_liberal is set to 1; false leaves it alone.")
-    ] = False
-    udp_timeout: Annotated[Duration, _says("Not used yet: nf_conntrack_udp_timeout; 0: left alone.")] = 0
-    udp_stream_timeout: Annotated[Duration, _says("Not used yet: nf_conntrack_udp_timeout_stream; 0: left alone.")] = 0
+    tcp_close_wait_timeout: Annotated[PointerDuration, _says("nf_conntrack_tcp_timeout_close_wait; 0: left alone.")] = (
+        None
+    )
+    tcp_be_liberal: Annotated[bool, _says("nf_conntrack_tcp_be_liberal is set to 1; false leaves it alone.")] = False
+    udp_timeout: Annotated[Duration, _says("nf_conntrack_udp_timeout; 0: left alone.")] = 0
+    udp_stream_timeout: Annotated[Duration, _says("nf_conntrack_udp_timeout_stream; 0: left alone.")] = 0
 
 
 class VModule(Section):
@@ -268,7 +271,7 @@ class KubeProxyConfiguration(Section):
     node_port_addresses: Annotated[
         list[str] | None, _says("Local addresses that serve NodePorts: CIDRs, or primary.")
     ] = None
-    oom_score_adj: Annotated[int | None, _says("Not used yet: written to /proc/self/oom_score_adj.")] = None
+    oom_score_adj: Annotated[int | None, _says("Written to /proc/self/oom_score_adj.")] = None
     conntrack: Annotated[Conntrack, _says("Settings of the kernel's connection table.")] = Conntrack()
     config_sync_period: Annotated[Duration, _says("Accepted; what the API server has is followed without polling.")] = 0
     port_range: Annotated[str, _says(_NONE)] = ""

@@ -8,6 +8,8 @@ became of the others. Nothing is removed that is not ours:
   and empty (``tc``);
 * the table by its name; other tables, and the conntrack entries of flows that go on, stay;
 * pins in our folder only; the bpffs is unmounted only if we mounted it and it is empty (``mounts``);
+* node settings are put back first, while the programs still guard what they open, and only those that still are as we
+  wrote them (``sysctls``);
 * of the run directory only what its owners name, and the directory itself if that leaves it empty.
 """
 
@@ -20,12 +22,19 @@ from pathlib import Path
 from pyebpf_proxy.datapath.mounts import release_bpffs, table_name
 from pyebpf_proxy.datapath.nft import Table
 from pyebpf_proxy.datapath.report import Report
+from pyebpf_proxy.datapath.sysctls import restore
 from pyebpf_proxy.datapath.tc import Filters
 
 
 def cleanup(directory: Path, own_files: Iterable[str] = ()) -> Report:
     """Removes the instance of this directory. ``own_files``: files in the directory, by name, that the caller made."""
     report = Report()
+    try:
+        restored, problems = restore(directory)
+        report.removed += restored
+        report.problems += problems
+    except OSError as error:
+        report.problems.append(str(error))
     for step in (_filters, _table, _pins):
         try:
             report.removed += step(directory)

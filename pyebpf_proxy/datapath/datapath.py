@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.config.effective import Effective
-from pyebpf_proxy.datapath import cgroups, mounts
+from pyebpf_proxy.datapath import cgroups, mounts, sysctls
 from pyebpf_proxy.datapath.cleanup import cleanup
 from pyebpf_proxy.datapath.cluster_addresses import ClusterAddresses
 from pyebpf_proxy.datapath.kube_proxy.beside import Beside
@@ -54,8 +54,10 @@ class _Parts:
 class Datapath:
     """One instance in the kernel. Making it does nothing; ``start`` does everything, ``close`` leaves everything."""
 
-    def __init__(self, effective: Effective) -> None:
+    def __init__(self, effective: Effective, warn_node: sysctls.WarnNode | None = None) -> None:
+        """``warn_node``: where a Warning event on this Node goes, by reason and text."""
         self._effective = effective
+        self._warn_node = warn_node
         self._pods = PodNetwork()
         self._stack = ExitStack()
         self._parts: _Parts | None = None
@@ -78,7 +80,7 @@ class Datapath:
             return _problems(parts)
 
     def prepare(self) -> None:
-        """The part of ``start`` that makes places: mounts and the nft table, which brings conntrack."""
+        """The part of ``start`` that makes places: mounts, the nft table, which brings conntrack, and node settings."""
         with self._undone_if_it_fails():
             self._prepare()
 
@@ -116,8 +118,12 @@ class Datapath:
             _log.warning(bpffs.warning)
         # Before the programs: it brings conntrack and NAT, whose functions they call.
         table = Table(mounts.table_name(directory))
-        self._drop_invalid = not self._effective.nft_mode and not conntrack_is_liberal()
+        kernel = self._effective.kernel
+        liberal = kernel.conntrack.tcp_be_liberal or conntrack_is_liberal()
+        self._drop_invalid = not self._effective.nft_mode and not liberal
         self._ensure(table)
+        # After conntrack is there, before its timeouts are read for the programs.
+        sysctls.apply(kernel, directory, self._warn_node)
         return bpffs.path, table
 
     def _start(self, facts: NodeFacts, wanted: Delta) -> _Parts:

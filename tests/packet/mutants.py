@@ -112,6 +112,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "ranges for every kind": ("policy.h", "f->kind != LOAD_BALANCER || ", ""),
     "NodePorts on every address": ("frontend.h", "return node && node->node_ports ? f : NULL;", "return f;"),
+    "loopback let in": ("tc.bpf.c", "return drop(DROP_LOOPBACK_DESTINATION);", "count(DROP_LOOPBACK_DESTINATION);"),
+    "loopback always guarded": ("tc.bpf.c", "settings.localhost_node_ports && is_for_loopback", "is_for_loopback"),
+    "one loopback address only": (
+        "packet.h",
+        "(address & bpf_htonl(0xff000000)) == bpf_htonl(0x7f000000)",
+        "address == bpf_htonl(0x7f000001)",
+    ),
     "every bridged packet lifted": ("bridge.h", "!is_translated_reply(skb, p) ||", ""),
 }
 

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel's settings: written only where they differ, read back, remembered, and put back by ``--cleanup``.
+
+What a setting was before we changed it stands in ``<directory>/node-settings.json``, written before the setting is.
+The first former value stays there over restarts and other configurations. Clean-up puts it back only where the setting
+still is what we wrote: what somebody else has set since is theirs.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyebpf_proxy.config.kernel import KernelSettings
+from pyebpf_proxy.datapath.node_settings import CONNTRACK_MAX, HASHSIZE, Setting, count_cpus, wanted
+from pyebpf_proxy.datapath.refused import RefusedError
+from pyebpf_proxy.log import Logger
+
+RECORD = "node-settings.json"
+OOM_SCORE_ADJ = "proc/self/oom_score_adj"
+#: Reason and text of the Node's event, as kube-proxy words it.
+READ_ONLY_SYS = "readOnlySysFS"
+READ_ONLY_SYS_NOTE = (
+    "CRI error: /sys is read-only: cannot modify conntrack limits, problems may arise later"
+    " (If running Docker, see docker issue #24000)"
+)
+
+#: Takes reason and text of a Warning event on the Node.
+WarnNode = Callable[[str, str], None]
+
+_ROOT = Path("/")
+_log = Logger("datapath")
+
+
+class SysctlError(RefusedError):
+    """A setting that could not be had, and without which kube-proxy would not start either."""
+
+
+@dataclass
+class Change:
+    """What a setting was before us, and what we have put there last."""
+
+    was: str
+    wrote: str
+
+
+class Record:
+    """What was changed, by path, in the instance's run directory. OSError if it cannot be written."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / RECORD
+        self.changes: dict[str, Change] = {}
+        try:
+            content = json.loads(self._file.read_text())
+            self.changes = {path: Change(str(entry["was"]), str(entry["wrote"])) for path, entry in content.items()}
+        except FileNotFoundError:
+            pass
+        except (ValueError, KeyError, TypeError, AttributeError):
+            _log.warning(
+                "the record of changed node settings cannot be read, they will not be put back", file=self._file
+            )
+
+    def note(self, path: str, was: str, wrote: str) -> None:
+        """Remember a change; what the setting was at first stays."""
+        known = self.changes.get(path)
+        self.changes[path] = Change(known.was if known else was, wrote)
+        self._write()
+
+    def forget(self, path: str) -> None:
+        """Drop a change; the file goes with the last one."""
+        self.changes.pop(path, None)
+        self._write()
+
+    def discard(self) -> None:
+        """Take the file away where nothing is left to be remembered, readable or not."""
+        if not self.changes:
+            self._file.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        if not self.changes:
+            self.discard()
+            return
+        content = {path: {"was": change.was, "wrote": change.wrote} for path, change in self.changes.items()}
+        fresh = self._file.with_suffix(".new")
+        fresh.write_text(json.dumps(content, indent=1) + "\n")
+        fresh.replace(self._file)
+
+
+def apply(settings: KernelSettings, directory: Path, warn_node: WarnNode | None = None, root: Path = _ROOT) -> None:
+    """Write what differs; conntrack must be loaded. ``directory``: the run directory, which must be there.
+
+    Works with and without a running data plane. SysctlError names the first setting that is needed and cannot be had;
+    what is not needed is logged. ``warn_node`` is called where kube-proxy records an event on its Node.
+    """
+    record = Record(directory)
+    refused: set[str] = set()
+    for setting in wanted(settings, count_cpus(root, len(os.sched_getaffinity(0)))):
+        if setting.path == HASHSIZE and CONNTRACK_MAX in refused:
+            continue  # The table's size follows from its limit, and that one is not ours to set.
+        try:
+            _ensure(setting, record, root)
+        except OSError as error:
+            refused.add(setting.path)
+            _refused(setting, error, root, warn_node)
+
+
+def adjust_oom_score(value: int | None, root: Path = _ROOT) -> None:
+    """``oomScoreAdj`` of this process; that it cannot be had is only logged, as kube-proxy does it."""
+    if value is None:
+        return
+    path = root / OOM_SCORE_ADJ
+    try:
+        _put(path, str(value), _read(path), at_least=False)
+    except OSError as error:
+        _log.warning("oomScoreAdj cannot be set", value=value, error=_reason(error))
+
+
+def restore(directory: Path, root: Path = _ROOT) -> tuple[list[str], list[str]]:
+    """Put back what still is as we wrote it. Returns what was put back and what could not be, one line each."""
+    record = Record(directory)
+    restored, problems = [], []
+    for path, change in reversed(list(record.changes.items())):
+        name = path.removeprefix("proc/sys/")
+        try:
+            if _read(root / path) == change.wrote:
+                _put(root / path, change.was, change.wrote, at_least=False)
+                restored.append(f"setting {name}={change.wrote}, it is {change.was} again")
+            else:
+                _log.info("somebody else has set this since, it stays", setting=name)
+        except FileNotFoundError:
+            pass  # Its module is gone, and with it what we wrote.
+        except OSError as error:
+            problems.append(f"{name} cannot be set back to {change.was}: {_reason(error)}")
+            continue
+        record.forget(path)
+    record.discard()
+    return restored, problems
+
+
+def _ensure(setting: Setting, record: Record, root: Path) -> None:
+    path = root / setting.path
+    try:
+        now = _read(path)
+    except FileNotFoundError:
+        if setting.optional:
+            _log.debug("there is no such setting", setting=setting.name)
+            return
+        raise
+    if _is(now, setting.value, setting.at_least):
+        return
+    value = str(setting.value)
+    known = record.changes.get(setting.path)
+    record.note(setting.path, now, value)
+    try:
+        taken = _put(path, value, now, setting.at_least)
+    except OSError:
+        left = _read(path)
+        if left != now:
+            record.note(setting.path, now, left)
+        elif known is not None:
+            record.note(setting.path, known.was, known.wrote)
+        else:
+            record.forget(setting.path)  # What has not changed need not be put back.
+        raise
+    if taken != value:
+        record.note(setting.path, now, taken)  # rounded by the kernel
+    _log.info("node setting changed", setting=setting.name, value=taken, before=now, field=setting.field)
+
+
+def _put(path: Path, value: str, now: str, at_least: bool) -> str:
+    """Write unless it is so already, and read back; OSError also if the kernel has made something else of it."""
+    if now == value:
+        return now
+    # Never made anew: a setting that is not there is not there.
+    descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, value.encode())
+    finally:
+        os.close(descriptor)
+    taken = _read(path)
+    if not _is(taken, int(value), at_least):
+        raise OSError(errno.EINVAL, f"the kernel does not take it, it is {taken}")
+    return taken
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip()
+
+
+def _is(text: str, value: int, at_least: bool) -> bool:
+    try:
+        number = int(text)
+    except ValueError:
+        return False
+    return number >= value if at_least else number == value
+
+
+def _refused(setting: Setting, error: OSError, root: Path, warn_node: WarnNode | None) -> None:
+    """Say that a setting could not be had, or raise SysctlError."""
+    reason = _reason(error)
+    if setting.path == HASHSIZE and error.errno == errno.EROFS:
+        _log.warning(READ_ONLY_SYS_NOTE, setting=setting.name, value=setting.value)
+        if warn_node is not None:
+            warn_node(READ_ONLY_SYS, READ_ONLY_SYS_NOTE)
+    elif setting.machine_wide and _not_for_this_namespace(root / setting.path, error):
+        _log.warning(
+            "one value for the whole machine, it cannot be set from this network namespace and stays",
+            setting=setting.name,
+            value=setting.value,
+            field=setting.field,
+        )
+    elif setting.fatal:
+        raise SysctlError(
+            error.errno,
+            f"{setting.name} cannot be set to {setting.value} ({setting.field}): {reason};"
+            f" set it beforehand, or have it left alone with {setting.leave}",
+        ) from error
+    else:
+        _log.warning("cannot be set", setting=setting.name, value=setting.value, field=setting.field, error=reason)
+
+
+def _not_for_this_namespace(path: Path, error: OSError) -> bool:
+    """The kernel shows what is the whole machine's without write permission in other network namespaces than the
+    first one, or refuses with EOPNOTSUPP (hashsize)."""
+    if error.errno == errno.EOPNOTSUPP:
+        return True
+    try:
+        return error.errno in (errno.EACCES, errno.EPERM) and not path.stat().st_mode & 0o222
+    except OSError:
+        return False
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

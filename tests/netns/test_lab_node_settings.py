@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node settings of spec/service-semantics §12, read back in the node's namespace, and what they open and close."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import moved, reasons, wait_until
+from scapy.layers.inet import ICMP, IP, TCP, UDP
+from scapy.layers.l2 import Ether
+from scapy.packet import Packet
+
+from pyebpf_proxy.datapath.preflight import effective_capabilities
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.client import ANSWERED, ask
+from pyebpf_proxy.lab.cluster import Lab, Node
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 1)
+CAP_SYS_RESOURCE = 24
+NETFILTER = "net.netfilter.nf_conntrack_"
+CONF = "net.ipv4.conf.all."
+TIMEOUTS = {
+    "tcpEstablishedTimeout": ("tcp_timeout_established", "1h0m1.9s", 3601),
+    "tcpCloseWaitTimeout": ("tcp_timeout_close_wait", "90s", 90),
+    "udpTimeout": ("udp_timeout", "41s", 41),
+    "udpStreamTimeout": ("udp_timeout_stream", "181s", 181),
+}
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    """One node with one pod that serves; the agent is the test's to start, and is cleaned up after each."""
+    with Lab(nodes=1) as lab:
+        WEB.endpoints = (lab.add_pod("web-1", lab.nodes[0]),)
+        write_nodes(lab)
+        write_services(lab, WEB)
+        yield lab.nodes[0]
+
+
+@pytest.fixture(autouse=True)
+def as_before(node: Node) -> Iterator[None]:
+    """Whatever a test has set is as before when it is over: clean-up puts it back."""
+    before = every(node)
+    yield
+    if node.agent.process is not None:
+        node.agent.kill()
+    node.agent.cleanup()
+    assert every(node) == before
+
+
+def every(node: Node) -> dict[str, int]:
+    """All that an agent could set in a network namespace."""
+    names = [NETFILTER + name for name, _, _ in TIMEOUTS.values()]
+    names += [NETFILTER + name for name in ("max", "tcp_be_liberal", "tcp_timeout_fin_wait")]
+    names += [CONF + name for name in ("route_localnet", "arp_ignore", "arp_announce")] + ["net.ipv4.ip_forward"]
+    return {name: number(node, name) for name in names}
+
+
+def number(node: Node, name: str) -> int:
+    return int(node.namespace.run("sysctl", "-n", name))
+
+
+def started(node: Node, **config: Any) -> None:
+    node.agent.start(config)
+    node.agent.wait_synced()
+
+
+def set_by_us(node: Node) -> set[str]:
+    return set(json.loads((node.agent.directory / "node-settings.json").read_text()))
+
+
+def test_what_the_configuration_names_is_set(node: Node) -> None:
+    timeouts = {field: text for field, (_, text, _) in TIMEOUTS.items()}
+    started(node, conntrack=timeouts | {"tcpBeLiberal": True})
+    assert {name: number(node, NETFILTER + name) for name, _, _ in TIMEOUTS.values()} == {
+        name: value for name, _, value in TIMEOUTS.values()
+    }
+    assert number(node, NETFILTER + "tcp_be_liberal") == 1
+    assert number(node, CONF + "route_localnet") == 1
+    assert (number(node, CONF + "arp_ignore"), number(node, CONF + "arp_announce")) == (0, 0)
+
+
+def test_defaults_are_kube_proxys_and_zero_leaves_alone(node: Node) -> None:
+    before = every(node)
+    started(node)
+    assert number(node, NETFILTER + "tcp_timeout_established") == 86400
+    assert number(node, NETFILTER + "tcp_timeout_close_wait") == 3600
+    node.agent.stop()
+    assert number(node, NETFILTER + "tcp_timeout_established") == 86400, "an agent that ends leaves everything"
+    node.agent.cleanup()
+    nothing = {"maxPerCore": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"}
+    started(node, conntrack=nothing, iptables={"localhostNodePorts": False})
+    assert every(node) == before
+    assert not (node.agent.directory / "node-settings.json").exists()
+
+
+def test_sub_second_timeouts_are_zero(node: Node) -> None:
+    started(node, conntrack={"udpTimeout": "999ms"})
+    assert number(node, NETFILTER + "udp_timeout") == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, 1),
+        ({"iptables": {"localhostNodePorts": False}}, 0),
+        ({"nodePortAddresses": ["192.0.2.0/24"]}, 0),
+        ({"nodePortAddresses": ["127.0.0.0/8"]}, 1),
+        ({"mode": "nftables"}, 0),
+        ({"mode": "ipvs"}, 0),
+    ],
+    ids=["by default", "switched off", "no loopback address", "a loopback address", "nftables", "ipvs"],
+)
+def test_route_localnet_is_set_only_where_localhost_node_ports_are_in_force(
+    node: Node, config: dict[str, Any], expected: int
+) -> None:
+    started(node, **config)
+    assert number(node, CONF + "route_localnet") == expected
+
+
+def test_mode_ipvs(node: Node) -> None:
+    node.namespace.sysctl({"net.ipv4.ip_forward": 0})
+    try:
+        started(
+            node,
+            mode="ipvs",
+            ipvs={"strictARP": True, "tcpTimeout": "15m", "tcpFinTimeout": "70s", "udpTimeout": "50s"},
+        )
+        assert (number(node, CONF + "arp_ignore"), number(node, CONF + "arp_announce")) == (1, 2)
+        assert number(node, "net.ipv4.ip_forward") == 1
+        found = {name: number(node, NETFILTER + name) for name in ("tcp_timeout_established", "tcp_timeout_fin_wait")}
+        assert found == {"tcp_timeout_established": 900, "tcp_timeout_fin_wait": 70}
+        assert (number(node, NETFILTER + "udp_timeout"), number(node, NETFILTER + "udp_timeout_stream")) == (50, 50)
+        node.agent.stop()
+        node.agent.cleanup()
+        assert number(node, "net.ipv4.ip_forward") == 0
+    finally:
+        node.namespace.sysctl({"net.ipv4.ip_forward": 1})
+
+
+def test_the_machines_own_limit_is_not_set_from_here(node: Node) -> None:
+    """A network namespace may not change it; the agent says so in one line, and serves."""
+    before = number(node, NETFILTER + "max")
+    hashsize = Path("/sys/module/nf_conntrack/parameters/hashsize").read_text()
+    node.agent.log_file.unlink(missing_ok=True)
+    started(node, conntrack={"maxPerCore": 1, "min": before + 4096})
+    lines = [line for line in node.agent.log().splitlines() if "one value for the whole machine" in line]
+    assert len(lines) == 1
+    assert "setting=net/netfilter/nf_conntrack_max" in lines[0]
+    assert "field=conntrack.maxPerCore" in lines[0]
+    assert number(node, NETFILTER + "max") == before
+    assert Path("/sys/module/nf_conntrack/parameters/hashsize").read_text() == hashsize
+
+
+def test_restarts_keep_the_first_former_value_and_others_settings_stay(node: Node) -> None:
+    started(node, conntrack={"tcpEstablishedTimeout": "100s", "udpTimeout": "41s"})
+    node.agent.kill()
+    started(node, conntrack={"tcpEstablishedTimeout": "200s", "udpTimeout": "41s"})
+    assert number(node, NETFILTER + "tcp_timeout_established") == 200
+    node.agent.stop()
+    former = number(node, CONF + "arp_ignore")
+    node.namespace.sysctl({NETFILTER + "udp_timeout": 77})
+    node.agent.cleanup()
+    try:
+        assert number(node, NETFILTER + "udp_timeout") == 77
+        assert number(node, CONF + "arp_ignore") == former
+    finally:
+        node.namespace.sysctl({NETFILTER + "udp_timeout": 30})  # the kernel's own, which as_before compares with
+
+
+def read_only_proc(node: Node, config: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Start an agent whose /proc/sys can only be read, until it ends or has synced once; in namespaces of its own."""
+    script = 'mount -o bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && exec "$@"'
+    path = node.agent.folder / "config.yaml"
+    path.write_text(json.dumps(node.agent.configuration(config)))
+    arguments = ["--config", str(path), "--manifests", str(node.agent.manifests)]
+    arguments += ["--directory", str(node.agent.directory)]
+    inside = ["unshare", "--mount", "sh", "-c", script, "sh", *command(), *arguments]
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", node.namespace.name, *inside],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(lambda: process.poll() is not None or len(node.agent.synced()) == 2, "it ended or has synced", 60)
+        process.terminate()
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, "", said)
+
+
+def test_what_is_so_already_is_not_written(node: Node) -> None:
+    """With a /proc/sys that can only be read it starts if nothing differs, and otherwise ends with one clear line."""
+    same = {"maxPerCore": 0, "tcpEstablishedTimeout": "100s", "tcpCloseWaitTimeout": "0s"}
+    started(node, conntrack=same)
+    node.agent.stop()
+    done = read_only_proc(node, {"conntrack": same})
+    assert done.returncode == 0, done.stderr
+    assert "net/" not in done.stderr
+
+    done = read_only_proc(node, {"conntrack": same | {"tcpEstablishedTimeout": "101s"}})
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if " error " in line][-1].endswith(
+        "net/netfilter/nf_conntrack_tcp_timeout_established cannot be set to 101 (conntrack.tcpEstablishedTimeout):"
+        " Read-only file system; set it beforehand, or have it left alone with conntrack.tcpEstablishedTimeout: 0s"
+    )
+    assert "Traceback" not in done.stderr
+    assert number(node, NETFILTER + "tcp_timeout_established") == 100
+
+
+def test_oom_score_adj(node: Node) -> None:
+    own = Path("/proc/self/oom_score_adj").read_text().strip()
+    higher = str(min(int(own) + 300, 1000))
+    for value in (int(higher), -999):
+        node.agent.log_file.unlink(missing_ok=True)
+        started(node, oomScoreAdj=value)
+        assert node.agent.process is not None
+        found = Path(f"/proc/{node.agent.process.pid}/oom_score_adj").read_text().strip()
+        if value < int(own) and not effective_capabilities() >> CAP_SYS_RESOURCE & 1:
+            # Not even root may lower it here: said, and nothing else.
+            assert found == own
+            assert 'oomScoreAdj cannot be set value=-999 error="Permission denied"' in node.agent.log()
+        else:
+            assert found == str(value)
+            assert "oomScoreAdj" not in node.agent.log()
+        node.agent.stop()
+
+
+# ---- the guard ---------------------------------------------------------------------------------------------------
+
+
+def _send(device: str, packet: bytes) -> None:
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sock:
+        sock.bind((device, 0))
+        sock.send(packet)
+
+
+def _mac(node: Node) -> str:
+    (link,) = json.loads(node.namespace.run("ip", "-j", "link", "show", "dev", "eth0"))
+    address: str = link["address"]
+    return address
+
+
+@pytest.mark.parametrize("carried", [TCP(dport=30001, flags="S"), UDP(dport=30001), ICMP()], ids=["TCP", "UDP", "ICMP"])
+def test_loopback_is_closed_to_other_hosts(node: Node, carried: Packet) -> None:
+    """The router sends a packet for 127.0.0.1 straight to the node: it goes nowhere, and is counted."""
+    port = WEB.target("NodePort", node).ports["tcp"]
+    started(node)
+    assert number(node, CONF + "route_localnet") == 1
+    assert node.namespace.call(ask, "127.0.0.1", port).kind == ANSWERED
+    frame = Ether(dst=_mac(node)) / IP(src="192.0.2.77", dst="127.0.0.1") / carried
+    before = reasons(node)
+    node.lab.core.call(_send, node.name, bytes(frame))
+    wait_until(lambda: moved(before, reasons(node)), "the packet was counted")
+    assert moved(before, reasons(node)) == {"drop_loopback_destination": 1}
+
+
+def test_without_localhost_node_ports_no_guard_is_needed(node: Node) -> None:
+    started(node, iptables={"localhostNodePorts": False})
+    assert number(node, CONF + "route_localnet") == 0
+    frame = Ether(dst=_mac(node)) / IP(src="192.0.2.77", dst="127.0.0.1") / TCP(dport=30001, flags="S")
+    martians = _martians(node)
+    before = reasons(node)
+    node.lab.core.call(_send, node.name, bytes(frame))
+    wait_until(lambda: _martians(node) > martians, "the kernel has dropped it")
+    assert moved(before, reasons(node)) == {}
+
+
+def _martians(node: Node) -> int:
+    """How many packets the kernel has not routed for their addresses (IpInAddrErrors and its relatives)."""
+    text = node.namespace.run("cat", "/proc/net/stat/rt_cache")
+    names, *rows = (line.split() for line in text.splitlines())
+    return sum(int(row[names.index("in_martian_dst")], 16) for row in rows)
