@@ -85,12 +85,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "Mode ipvs (there is no IPVS underneath)": (
         Flag("ipvs-scheduler", "string", "", "How an endpoint is chosen in mode ipvs; empty: rr.", str, "ipvs.scheduler"),
         Flag("ipvs-exclude-cidrs", "strings", "", "Virtual servers there stay at clean-up.", read.strings, "ipvs.exclude_cidrs"),
-        _switch("ipvs-strict-arp", "Service addresses are on no device.", "ipvs.strict_arp"),
+        _switch("ipvs-strict-arp", "Mode ipvs: arp_ignore is set to 1 and arp_announce to 2.", "ipvs.strict_arp"),
         _duration("ipvs-tcp-timeout", "0s", "Mode ipvs: nf_conntrack_tcp_timeout_established; 0: left alone.", "ipvs.tcp_timeout"),
         _duration("ipvs-tcpfin-timeout", "0s", "Mode ipvs: nf_conntrack_tcp_timeout_fin_wait; 0: left alone.", "ipvs.tcp_fin_timeout"),
         _duration("ipvs-udp-timeout", "0s", "Mode ipvs: nf_conntrack_udp_timeout and _udp_timeout_stream; 0: left alone.", "ipvs.udp_timeout"),
     ),
-    "Connection table (not used yet; 0: left alone)": (
+    "Connection table (0: left alone)": (
         _number("conntrack-max-per-core", "32768", "Entries per CPU.", "conntrack.max_per_core"),
         _number("conntrack-min", "131072", "At least so many entries.", "conntrack.min"),
         _duration("conntrack-tcp-timeout-established", "24h0m0s", "Idle established TCP connections.", "conntrack.tcp_established_timeout"),
