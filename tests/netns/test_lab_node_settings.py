@@ -211,10 +211,11 @@ def test_what_is_so_already_is_not_written(node: Node) -> None:
 
     done = read_only_proc(node, {"conntrack": same | {"tcpEstablishedTimeout": "101s"}})
     assert done.returncode == 1
-    assert [line for line in done.stderr.splitlines() if " error " in line][-1].endswith(
+    (error,) = [line for line in done.stderr.splitlines() if " error " in line]
+    assert (
         "net/netfilter/nf_conntrack_tcp_timeout_established cannot be set to 101 (conntrack.tcpEstablishedTimeout):"
         " Read-only file system; set it beforehand, or have it left alone with conntrack.tcpEstablishedTimeout: 0s"
-    )
+    ) in error
     assert "Traceback" not in done.stderr
     assert number(node, NETFILTER + "tcp_timeout_established") == 100
 
