@@ -26,7 +26,7 @@ def run(path: Path, exclude_cidrs: Sequence[Network] = ()) -> None:
     ``exclude_cidrs``: IPVS services there are others'. FatalError if an agent runs on the folder, or if something of
     any part is left; the other parts are done all the same.
     """
-    preflight.check_rights()
+    preflight.check_rights(["CAP_NET_ADMIN"])
     directory = RunDirectory(path)
     directory.acquire()
     try:

@@ -155,13 +155,15 @@ class Datapath:
         return _Parts(loaded, table, node, writer, clusters, udp, udp_touched)
 
     def _attach(self, loaded: Loaded, node: Node, pins: Path) -> None:
-        cgroup, found = mounts.open_cgroup2()
+        cgroup = mounts.open_cgroup2()
+        if cgroup.warning:
+            _log.warning(cgroup.warning)
         try:
-            cgroups.attach(loaded.sock.programs, cgroup, pins / "links")
+            cgroups.attach(loaded.sock.programs, cgroup.descriptor, pins / "links")
         finally:
-            os.close(cgroup)
+            os.close(cgroup.descriptor)
         node.attach({name: program.fd for name, program in loaded.tc.programs.items()})
-        _log.info("attached", devices=len(node.attached), cgroup=found, pins=pins)
+        _log.info("attached", devices=len(node.attached), cgroup=cgroup.found, pins=pins)
 
     def _follow(self, loop: asyncio.AbstractEventLoop, node: Node) -> None:
         descriptor = node.fileno()

@@ -147,14 +147,29 @@ def release_bpffs(directory: Path) -> list[str]:
     return gone
 
 
-def open_cgroup2() -> tuple[int, str]:
-    """File descriptor of the root of the cgroup2 hierarchy, and where it was found (for messages).
+class Cgroup2(NamedTuple):
+    """An open cgroup, where it was found (for messages), and what somebody should know about it, "" if all is well."""
+
+    descriptor: int
+    found: str
+    warning: str = ""
+
+
+def open_cgroup2() -> Cgroup2:
+    """The root of the cgroup2 hierarchy; the highest cgroup that is to be seen where the root is not.
 
     Where it is mounted nowhere a detached mount is made, that nobody sees and that ends with the descriptor.
     """
-    for candidate in _cgroup2_candidates():
-        if file_system_type(candidate) == CGROUP2_SUPER_MAGIC:
-            return os.open(candidate, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), str(candidate)
+    candidates = [place for place in _cgroup2_candidates() if file_system_type(place) == CGROUP2_SUPER_MAGIC]
+    for candidate in [*filter(_is_root_cgroup, candidates), *candidates[:1]]:
+        warning = (
+            ""
+            if _is_root_cgroup(candidate)
+            else f"{candidate} is not the root of the cgroups: this node's own processes outside it are not served;"
+            " in a pod: mount the node's /sys/fs/cgroup there"
+        )
+        descriptor = os.open(candidate, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return Cgroup2(descriptor, str(candidate), warning)
     try:
         mount = _detached_cgroup2()
     except OSError as error:
@@ -164,9 +179,15 @@ def open_cgroup2() -> tuple[int, str]:
             "connections to services (CONFIG_CGROUPS, mount -t cgroup2 none /sys/fs/cgroup/unified)",
         ) from error
     try:
-        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mount), "a mount of our own"
+        descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mount)
+        return Cgroup2(descriptor, "a mount of our own")
     finally:
         os.close(mount)
+
+
+def _is_root_cgroup(cgroup: Path) -> bool:
+    """The root alone has no such file (Documentation/admin-guide/cgroup-v2); that of a cgroup namespace has it."""
+    return not (cgroup / "cgroup.type").exists()
 
 
 def _cgroup2_candidates() -> Iterator[Path]:

@@ -6,11 +6,17 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from pyebpf_proxy.errors import FatalError
 
-_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
+# Devices, nftables and attaching; the verifier, which lets only those compare packet pointers whom it trusts with them;
+# bpf() itself. tests/netns/test_deploy_capabilities.py tries without each.
+_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_PERFMON": 38, "CAP_BPF": 39}
+_SYS_ADMIN = 21
+#: What CAP_SYS_ADMIN stands for as well (capabilities(7)).
+_IN_SYS_ADMIN = frozenset({"CAP_PERFMON", "CAP_BPF"})
 _BTF = Path("/sys/kernel/btf/vmlinux")
 _OBJECTS = Path(__file__).resolve().parent.parent / "bpf"
 
@@ -35,11 +41,29 @@ def check() -> None:
             raise FatalError(f"the BPF object {_OBJECTS / name} is missing; build it with `make setup` (needs clang)")
 
 
-def check_rights() -> None:
+def check_rights(needed: Collection[str] = tuple(_CAPABILITIES)) -> None:
     """FatalError if this process may not do what must be done."""
-    missing = [name for name, bit in _CAPABILITIES.items() if not effective_capabilities() >> bit & 1]
+    held = effective_capabilities()
+    privileged = bool(held >> _SYS_ADMIN & 1)
+    missing = [
+        name for name in needed if not (held >> _CAPABILITIES[name] & 1 or (privileged and name in _IN_SYS_ADMIN))
+    ]
     if missing:
-        raise FatalError(f"not allowed: {' and '.join(missing)} missing; run as root (sudo), in a pod: privileged")
+        raise FatalError(
+            f"not allowed: {' and '.join(missing)} missing; run as root (sudo), in a pod: add the capabilities of"
+            " deploy/base/daemonset.yaml"
+        )
+
+
+def unreachable_modules() -> str:
+    """Why kernel functions that live in modules cannot be called from BPF, "" if they can or if there are none.
+
+    Their type information is had by number, and that takes CAP_SYS_ADMIN (bpf(2), BPF_BTF_GET_FD_BY_ID).
+    """
+    modular = [name for name in ("nf_conntrack", "nf_nat") if (_BTF.parent / name).exists()]
+    if not modular or effective_capabilities() >> _SYS_ADMIN & 1:
+        return ""
+    return f"{' and '.join(modular)} are modules here, and calling them from BPF takes CAP_SYS_ADMIN"
 
 
 def effective_capabilities() -> int:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from pyebpf_proxy.config.effective import Scheduler
 from pyebpf_proxy.datapath.libbpf import BpfError, Map, Object
-from pyebpf_proxy.datapath.preflight import old_kernel
+from pyebpf_proxy.datapath.preflight import old_kernel, unreachable_modules
 
 #: Part of the pins' path. Changes with every change of bpf/maps.h that a program of the other version could not read.
 LAYOUT_VERSION = 1
@@ -154,7 +154,7 @@ def _load_tc(
             return tc.load(), attempt, why
         except BpfError as error:
             tc.close()
-            why = why or f"the kernel does not accept the direct lane: {error}"
+            why = why or unreachable_modules() or f"the kernel does not accept the direct lane: {error}"
             if attempt is attempts[-1]:
                 raise
         except BaseException:

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf]
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    fd, _ = mounts.open_cgroup2()
+    fd = mounts.open_cgroup2().descriptor
     path = Path(os.readlink(f"/proc/self/fd/{fd}")) / f"pep-test-{os.getpid()}"
     os.close(fd)
     path.mkdir()

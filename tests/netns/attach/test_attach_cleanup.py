@@ -57,7 +57,7 @@ class Instance:
 
 @pytest.fixture
 def instance(namespace: None, tmp_path: Path, bpf_objects: Path, shell: Shell) -> Iterator[Instance]:
-    fd, _ = mounts.open_cgroup2()
+    fd = mounts.open_cgroup2().descriptor
     cgroup = Path(os.readlink(f"/proc/self/fd/{fd}")) / f"pep-test-{os.getpid()}"
     os.close(fd)
     cgroup.mkdir()

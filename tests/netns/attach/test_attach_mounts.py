@@ -237,7 +237,8 @@ def test_cgroup2_is_found_wherever_it_is(where: str, tmp_path: Path) -> None:
         if where:
             sh(f"mount -t cgroup2 none {{where}}")
         before = Path("/proc/self/mountinfo").read_text()
-        fd, found = mounts.open_cgroup2()
+        fd, found, warning = mounts.open_cgroup2()
+        assert not warning
         assert found == (where or "a mount of our own"), found
         assert os.path.exists(f"/proc/self/fd/{{fd}}/cgroup.controllers")
         assert os.path.samestat(os.fstat(fd), os.stat("/proc/self/fd/%d" % fd))
@@ -254,7 +255,7 @@ def test_cgroup2_of_process_1_is_found_from_a_private_mount_namespace(tmp_path: 
 
         def agent():
             leave_init()
-            fd, found = mounts.open_cgroup2()
+            fd, found, _ = mounts.open_cgroup2()
             assert found == "/proc/1/root/sys/fs/cgroup", found
 
         as_process_1(agent)

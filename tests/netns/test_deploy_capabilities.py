@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent as the DaemonSet runs it: its capabilities and no others, a read-only root, its mounts and no others."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import moved, node_client, outside_client, pod_client, reasons, wait_until
+
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.client import ANSWERED, ask
+from pyebpf_proxy.lab.cluster import Lab
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.deployment import manifests
+from tests.deployment.container import Container
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+WEB = Kind("web", 1)
+DAEMON_SET = manifests.one(manifests.base(), "DaemonSet")
+NEEDED = manifests.capabilities(DAEMON_SET)
+
+
+def pod(lab: Lab, capabilities: list[str] = NEEDED, without: str = "") -> manifests.Object:
+    """The DaemonSet's pod with a folder of manifests instead of the API server; ``without``: a volume left out."""
+    specification: manifests.Object = copy.deepcopy(DAEMON_SET["spec"]["template"]["spec"])
+    (container,) = specification["containers"]
+    container["securityContext"]["capabilities"]["add"] = capabilities
+    container["args"].append("--manifests=/manifests")
+    container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != without]
+    container["volumeMounts"].append({"name": "manifests", "mountPath": "/manifests", "readOnly": True})
+    specification["volumes"].append({"name": "manifests", "hostPath": {"path": str(lab.manifests)}})
+    return specification
+
+
+def contained(lab: Lab, specification: manifests.Object) -> Container:
+    """That pod's container on the first node; what is the machine's is replaced by what is the lab's."""
+    node = lab.nodes[0]
+    for name in ("config", "run"):
+        (node.agent.folder / name).mkdir(parents=True, exist_ok=True)
+    (node.agent.folder / "config" / "config.conf").write_text(yaml.safe_dump(node.agent.configuration()))
+    return Container(
+        specification,
+        node.namespace.name,
+        node.agent.folder,
+        command(),
+        node.name,
+        substitutes={
+            "config": node.agent.folder / "config",
+            "run": node.agent.folder / "run",
+            "bpffs": node.agent.directory / "bpf",
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Lab]:
+    """One node with a pod that serves and one that asks; no agent."""
+    with Lab(nodes=1) as lab:
+        WEB.endpoints = (lab.add_pod("web-1", lab.nodes[0]),)
+        lab.add_pod("asking", lab.nodes[0], serve=False)
+        write_nodes(lab)
+        write_services(lab, WEB)
+        yield lab
+
+
+def wait_ready(lab: Lab, container: Container) -> None:
+    def ready() -> bool:
+        assert container.process is not None
+        assert container.process.poll() is None, container.log()
+        stamps = lab.nodes[0].agent.synced()
+        return len(stamps) == 2 and all(stamps.values())
+
+    wait_until(ready, "the agent in the container has programmed both families", 60)
+
+
+def test_with_what_the_manifest_gives_it_serves(small: Lab, family: int, protocol: str) -> None:
+    node = small.nodes[0]
+    with contained(small, pod(small)) as container:
+        container.start()
+        wait_ready(small, container)
+        assert "warning" not in container.log()
+        before = reasons(node)
+        for who in (pod_client(small.pods["asking"]), node_client(node), outside_client(small)):
+            target = WEB.target("NodePort" if who.kind == "external" else "ClusterIP", node)
+            outcome = who.namespace.call(ask, target.address.of(family), target.ports[protocol], protocol)
+            assert outcome.kind == ANSWERED, (who.name, outcome)
+        assert moved(before, reasons(node))["new_flow_direct"] == 2, "the node's own process needs no translation"
+
+
+def test_it_ends_by_sigterm_and_another_pod_takes_over(small: Lab) -> None:
+    """It is process 1 of its pod; pins and lock are the node's, so traffic goes on in between and after."""
+    node = small.nodes[0]
+    target = WEB.target("LoadBalancer", node)
+    for _ in range(2):
+        with contained(small, pod(small)) as container:
+            container.start()
+            wait_ready(small, container)
+            assert container.terminate() == 0
+            assert small.client.call(ask, target.address.v4, 80).kind == ANSWERED
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_each_capability_is_needed(small: Lab, name: str) -> None:
+    with contained(small, pod(small, [other for other in NEEDED if other != name])) as container:
+        container.start()
+        assert container.wait_ended() == 1
+        assert f"not allowed: CAP_{name} missing" in container.log().splitlines()[-1]
+
+
+def test_without_the_nodes_bpffs_it_says_so(small: Lab) -> None:
+    with contained(small, pod(small, without="bpffs")) as container:
+        container.start()
+        assert container.wait_ended() == 1
+        assert "no bpffs, and mounting one failed" in container.log()
+        assert "mount -t bpf bpf /sys/fs/bpf" in container.log()
+
+
+def test_without_the_nodes_cgroups_it_says_so(small: Lab) -> None:
+    """All it sees then is its own cgroup, as the root of a hierarchy."""
+    with contained(small, pod(small, without="cgroup")) as container:
+        container.start()
+        wait_ready(small, container)
+        assert "is not the root of the cgroups: this node's own processes outside it are not served" in container.log()
+
+
+def test_the_capabilities_of_its_own_are_all_it_has(small: Lab) -> None:
+    """The container itself: what the tests above rest on."""
+    specification = pod(small)
+    (container,) = specification["containers"]
+    script = "grep Cap /proc/self/status; touch /x; touch /run/y; echo 1 >/proc/sys/net/ipv4/ip_forward; ls /proc"
+    container["command"], container["args"] = ["/bin/sh", "-c", script], []
+    with contained(small, specification) as made:
+        made.start()
+        made.wait_ended()
+        said = made.log()
+    bits = sum(1 << {"NET_ADMIN": 12, "PERFMON": 38, "BPF": 39}[name] for name in NEEDED)
+    for name in ("CapPrm", "CapEff", "CapBnd"):
+        assert f"{name}:\t{bits:016x}" in said
+    assert said.count("Read-only file system") == 3, said
+    assert "\n1\n" in said
+    assert "\n2\n" not in said, "it sees processes of the machine"

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""deploy/: every kustomization builds, and what it builds keeps to what docs/deploy.md promises."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyebpf_proxy import __version__
+from pyebpf_proxy.config.complete import complete
+from pyebpf_proxy.config.flags import parse
+from tests.deployment import manifests
+from tests.deployment.manifests import DEPLOY, ROOT, Object, build, container, one
+
+KUSTOMIZATIONS = sorted(
+    path.parent for path in DEPLOY.rglob("kustomization.yaml") if "kind: Component" not in path.read_text()
+)
+NAMES = [str(path.relative_to(DEPLOY)) for path in KUSTOMIZATIONS]
+#: Those that run our image.
+OURS = [path for path in KUSTOMIZATIONS if any(each["kind"] == "ServiceAccount" for each in build(path))]
+KUBEADM = DEPLOY / "overlays" / "kubeadm"
+BACK = DEPLOY / "overlays" / "kubeadm-back"
+#: Folders of the node that the pod may see; each has its reason in docs/deploy.md.
+HOST_PATHS = {"/run/pyebpf-proxy", "/sys/fs/bpf", "/sys/fs/cgroup"}
+
+
+def pod(objects: tuple[Object, ...]) -> Object:
+    template: Object = one(objects, "DaemonSet")["spec"]["template"]
+    return template
+
+
+@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=NAMES)
+def test_it_builds_and_every_object_is_named_once(folder: Path) -> None:
+    names = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in build(folder)]
+    assert names
+    assert len(names) == len(set(names))
+    cluster_wide = {"ClusterRole", "ClusterRoleBinding"}
+    assert all((namespace is None) == (kind in cluster_wide) for kind, namespace, _ in names)
+    assert {namespace for _, namespace, _ in names} <= {None, "kube-system"}
+
+
+def test_every_file_is_used() -> None:
+    """A manifest that no kustomization names is a manifest that nobody applies."""
+    loose = []
+    for path in DEPLOY.rglob("*.yaml"):
+        siblings = path.with_name("kustomization.yaml")
+        if path.name != "kustomization.yaml" and siblings.exists():
+            listed = re.findall(r"^\s+- (?:path: )?(\S+)$", siblings.read_text(), re.MULTILINE)
+            if path.name not in listed:
+                loose.append(path)
+    assert loose == []
+
+
+@pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
+def test_names_labels_and_image_fit_together(folder: Path) -> None:
+    objects = build(folder)
+    daemon_set = one(objects, "DaemonSet")
+    labels = pod(objects)["metadata"]["labels"]
+    assert daemon_set["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert "app.kubernetes.io/version" not in labels, "a selector or a template with the version restarts every pod"
+    assert container(daemon_set)["image"].rpartition(":")[2] == __version__
+    for each in objects:
+        if each["metadata"]["name"] == "pyebpf-proxy":
+            assert each["metadata"]["labels"]["app.kubernetes.io/version"] == __version__
+    account = one(objects, "ServiceAccount")["metadata"]
+    assert pod(objects)["spec"]["serviceAccountName"] == account["name"]
+    binding = one(objects, "ClusterRoleBinding")
+    (subject,) = binding["subjects"]
+    assert (subject["kind"], subject["namespace"], subject["name"]) == (
+        "ServiceAccount",
+        account["namespace"],
+        account["name"],
+    )
+    assert binding["roleRef"]["name"] == one(objects, "ClusterRole")["metadata"]["name"]
+
+
+def test_the_role_grants_nothing_beyond_what_is_asked() -> None:
+    granted = {
+        (group, resource, verb)
+        for rule in one(manifests.base(), "ClusterRole")["rules"]
+        for group, resource, verb in itertools.product(rule["apiGroups"], rule["resources"], rule["verbs"])
+        if rule.keys() <= {"apiGroups", "resources", "verbs"}
+    }
+    read = [
+        ("", "services"),
+        ("", "nodes"),
+        ("discovery.k8s.io", "endpointslices"),
+        ("networking.k8s.io", "servicecidrs"),
+    ]
+    assert granted == {
+        *((*what, verb) for what in read for verb in ("list", "watch")),
+        ("events.k8s.io", "events", "create"),
+        ("events.k8s.io", "events", "patch"),
+    }
+
+
+@pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
+def test_the_container_may_as_little_as_possible(folder: Path) -> None:
+    objects = build(folder)
+    specification = pod(objects)["spec"]
+    security = container(one(objects, "DaemonSet"))["securityContext"]
+    assert security["privileged"] is False
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["readOnlyRootFilesystem"] is True
+    assert security["capabilities"]["drop"] == ["ALL"]
+    assert set(security["capabilities"]["add"]) <= {"NET_ADMIN", "BPF", "PERFMON"}
+    assert specification["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostPID", "hostIPC", "shareProcessNamespace"} & specification.keys()
+    assert "initContainers" not in specification
+    paths = {volume["hostPath"]["path"] for volume in specification["volumes"] if "hostPath" in volume}
+    assert paths <= HOST_PATHS
+
+
+@pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
+def test_volumes_and_mounts_fit_together(folder: Path) -> None:
+    objects = build(folder)
+    volumes = [volume["name"] for volume in pod(objects)["spec"]["volumes"]]
+    mounts = container(one(objects, "DaemonSet"))["volumeMounts"]
+    assert sorted(volumes) == sorted(mount["name"] for mount in mounts)
+    kinds = {volume["name"]: volume for volume in pod(objects)["spec"]["volumes"]}
+    for mount in mounts:
+        if "configMap" in kinds[mount["name"]] or mount["name"] == "cgroup":
+            assert mount["readOnly"] is True
+
+
+@pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
+def test_it_runs_on_every_node_and_is_not_evicted(folder: Path) -> None:
+    specification = pod(build(folder))["spec"]
+    assert specification["hostNetwork"] is True
+    assert specification["priorityClassName"] == "system-node-critical"
+    assert specification["tolerations"] == [{"operator": "Exists"}]
+    assert specification["nodeSelector"] == {"kubernetes.io/os": "linux"}
+    assert specification["dnsPolicy"] == "Default", "cluster DNS is a Service"
+    resources = container(one(build(folder), "DaemonSet"))["resources"]
+    assert "limits" not in resources, "an agent that is throttled or killed programs late"
+
+
+@pytest.mark.parametrize("folder", [DEPLOY / "base", KUBEADM], ids=lambda folder: folder.name)
+def test_probes_ask_the_healthz_server(folder: Path) -> None:
+    agent = container(one(build(folder), "DaemonSet"))
+    probes = {name: agent[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert all(probe["port"] == 10256 for probe in probes.values())
+    assert "host" not in probes["livenessProbe"], "the node's address works in every family"
+    # /healthz is 503 while a node is being deleted, which is no reason to kill its agent.
+    assert {name: probe["path"] for name, probe in probes.items()} == {
+        "startupProbe": "/livez",
+        "livenessProbe": "/livez",
+        "readinessProbe": "/healthz",
+    }
+
+
+@pytest.mark.parametrize("folder", [DEPLOY / "base", KUBEADM], ids=lambda folder: folder.name)
+def test_the_command_line_names_mounted_files_and_the_node(folder: Path) -> None:
+    agent = container(one(build(folder), "DaemonSet"))
+    assert "command" not in agent, "the image says what is run"
+    assert agent["args"] == ["--config=/var/lib/kube-proxy/config.conf", "--hostname-override=$(NODE_NAME)"]
+    assert "/var/lib/kube-proxy" in [mount["mountPath"] for mount in agent["volumeMounts"]]
+    (variable,) = agent["env"]
+    assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
+
+
+def test_the_configuration_is_valid_once_it_is_filled_in(tmp_path: Path) -> None:
+    data: dict[str, Any] = one(manifests.base(), "ConfigMap")["data"]
+    assert data.keys() == {"config.conf", "kubeconfig.conf"}
+    assert re.findall(r"<[^>]*>", "".join(data.values())) == ["<10.244.0.0/16>", "<control-plane-endpoint>"]
+    assert all(name in (ROOT / "docs" / "deploy.md").read_text() for name in ("clusterCIDR", "control-plane-endpoint"))
+    file = tmp_path / "config.conf"
+    file.write_text(re.sub(r"[<>]", "", data["config.conf"]))
+    warnings: list[str] = []
+    configuration = complete(parse(["--config", str(file)]), lambda text, file: warnings.append(text))
+    assert warnings == []
+    assert configuration.client_connection.kubeconfig == "/var/lib/kube-proxy/kubeconfig.conf"
+
+
+def test_kubeadm_uses_its_own_configuration_and_parks_kube_proxy() -> None:
+    objects = build(KUBEADM)
+    assert "ConfigMap" not in [each["kind"] for each in objects]
+    (volume,) = (volume for volume in pod(objects)["spec"]["volumes"] if volume["name"] == "config")
+    assert volume["configMap"] == {"name": "kube-proxy"}
+    parked = one(objects, "DaemonSet", "kube-proxy")
+    selector = parked["spec"]["template"]["spec"].pop("nodeSelector")
+    assert selector == {"pyebpf-proxy/parked": "true"}
+    assert parked["spec"]["template"]["spec"] == {}, "all else of it is kubeadm's"
+    (back,) = build(BACK / "kube-proxy")
+    assert back["spec"]["template"]["spec"].pop("nodeSelector") == {"kubernetes.io/os": "linux"}
+    assert back == parked
+
+
+def test_cleaning_up_needs_one_capability_and_no_api() -> None:
+    objects = build(BACK / "cleanup")
+    agent = container(one(objects, "DaemonSet"))
+    assert "pyebpf-proxy --cleanup &&" in agent["command"][2]
+    assert agent["securityContext"]["capabilities"]["add"] == ["NET_ADMIN"]
+    assert not {"livenessProbe", "startupProbe"} & agent.keys()
+    assert "kube-proxy" not in [each["metadata"]["name"] for each in objects], "deleting this folder must spare it"
+
+
+def test_the_component_adds_one_capability(tmp_path: Path) -> None:
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    relative = Path("/".join([".."] * (len(overlay.parts) - 1))) / str(DEPLOY).lstrip("/")
+    (overlay / "kustomization.yaml").write_text(
+        f"resources: [{relative}/base]\ncomponents: [{relative}/components/direct-lane]\n"
+    )
+    added = manifests.capabilities(one(build(overlay), "DaemonSet"))
+    assert added == [*manifests.capabilities(one(manifests.base(), "DaemonSet")), "SYS_ADMIN"]
