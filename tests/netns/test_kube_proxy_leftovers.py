@@ -149,13 +149,21 @@ def test_a_table_that_iptables_cannot_read_is_told(room: Namespace) -> None:
         assert any("table nat holds rules that iptables cannot read" in problem for problem in report.problems)
 
 
-def test_forward_that_drops_is_told(room: Namespace, kind: str) -> None:
+@pytest.mark.parametrize("at_start", [False, True])
+def test_where_forward_drops(room: Namespace, kind: str, at_start: bool) -> None:
     load_kube_proxy(room, kind, 4)
     room.run(f"iptables-{kind}", "-P", "FORWARD", "DROP")
-    report = remove(room)
-    assert report.problems == []
-    assert [text for text in report.warnings if "FORWARD drops by default" in text]
-    assert ":FORWARD DROP [0:0]" in saved(room, kind, 4)
+    before = [line for line in saved(room, kind, 4) if "KUBE-FORWARD" in line]
+    assert len(before) == 5
+    for _ in range(2):
+        report = remove(room, at_start=at_start)
+        assert report.problems == []
+        left = [line for line in saved(room, kind, 4) if "KUBE-" in line and "KUBE-FIREWALL" not in line]
+        assert left == (before if at_start else [])
+        assert ":FORWARD DROP [0:0]" in saved(room, kind, 4)
+        if at_start:
+            assert [text for text in report.warnings if "KUBE-FORWARD stays" in text]
+    assert bool(report.warnings) is at_start  # it is told when it goes, and as long as it stays
 
 
 def test_nftables_tables_go_and_others_stay(room: Namespace) -> None:

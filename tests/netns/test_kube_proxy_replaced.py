@@ -102,6 +102,28 @@ def test_a_connection_made_through_kube_proxy_goes_on(node_lab: Lab, lane: str, 
         node.agent.stop()
 
 
+def test_where_forward_drops_connections_go_on_and_new_ones_are_made(node_lab: Lab, lane: str, family: int) -> None:
+    """As with Docker on the node, and a pod network that brings no rules of its own."""
+    node, client, pod = node_lab.nodes[0], node_lab.client, LB.endpoints[0]
+    server = pod.namespace.start(serve_echo, family)
+    load_kube_proxy(node.namespace, "nft", family, in_the_lab(recorded(family), pod))
+    node.namespace.run("iptables-nft" if family == 4 else "ip6tables-nft", "-P", "FORWARD", "DROP")
+    try:
+        wait_until(lambda: pod.namespace.run("ss", "-Hlnt", f"sport = :{ECHO_PORT}"), "the server listens")
+        client.call(connect, vip(10).of(family), 80)
+        assert client.call(exchange, "by kube-proxy") == "by kube-proxy"
+        node.agent.start(QUICK, agent_lane(lane))
+        node.agent.wait_synced()
+        wait_until(lambda: "removed what kube-proxy left behind" in node.agent.log(), "the leftovers are gone")
+        assert client.call(exchange, "by us") == "by us"
+        client.call(connect, vip(10).of(family), 80)  # which ends the first, so that the server takes this one
+        assert client.call(exchange, "a new one") == "a new one"
+        assert "KUBE-FORWARD stays" in node.agent.log()
+    finally:
+        server.stop()
+        node.agent.stop()
+
+
 def test_a_kube_proxy_that_goes_on_is_told_once(node_lab: Lab) -> None:
     node = node_lab.nodes[0]
     LB.endpoints[0].serve()

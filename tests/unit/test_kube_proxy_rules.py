@@ -109,11 +109,34 @@ def test_older_kube_proxies_jumps_by_other_conditions() -> None:
     assert (planned.chains, planned.jumps) == (1, 1)
 
 
-def test_forward_drops_only_if_it_does_and_kube_proxy_accepted() -> None:
-    text = "*filter\n:FORWARD {} [0:0]\n:{} - [0:0]\nCOMMIT\n"
-    assert plan(text.format("DROP", "KUBE-FORWARD")).forward_drops
-    assert not plan(text.format("ACCEPT", "KUBE-FORWARD")).forward_drops
-    assert not plan(text.format("DROP", "KUBE-SERVICES")).forward_drops
+FORWARD = (
+    "*filter\n:FORWARD {} [0:0]\n:KUBE-FORWARD - [0:0]\n:KUBE-SERVICES - [0:0]\n"
+    '-A FORWARD -m comment --comment "kubernetes forwarding rules" -j KUBE-FORWARD\n'
+    "{}COMMIT\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule", "drops"),
+    [
+        ("DROP", "", True),
+        ("ACCEPT", "-A FORWARD -j REJECT --reject-with icmp-host-prohibited\n", True),
+        ("ACCEPT", "-A FORWARD -j DROP\n", True),
+        ("ACCEPT", "-A FORWARD -p udp -j DROP\n", False),
+        ("ACCEPT", "", False),
+    ],
+)
+def test_where_forward_drops_kube_proxys_accepts_stay_at_a_start_and_go_at_cleanup(
+    policy: str, rule: str, drops: bool
+) -> None:
+    text = FORWARD.format(policy, rule)
+    assert plan(text).forward_drops is drops
+    assert "-X KUBE-FORWARD" in plan(text).script
+    kept = plan(text, keep_forward=True)
+    assert kept.forward_drops is drops
+    assert ("KUBE-FORWARD" in kept.script) is not drops
+    assert "-X KUBE-SERVICES" in kept.script
+    assert kept.kept == []
 
 
 def test_virtual_servers_in_excluded_ranges_stay() -> None:

@@ -26,9 +26,13 @@ PATIENCE = 300
 LOCK_PATIENCE = 10
 #: Where the tools are if PATH does not say.
 FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin:/usr/bin:/bin"
-FORWARD_DROPS = (
-    "the built-in chain FORWARD drops by default, and kube-proxy's rules that accepted pods' and services' packets"
-    " there are gone: let them pass by a rule of your own"
+FORWARD_GONE = (
+    "the built-in chain FORWARD drops by default, and kube-proxy's KUBE-FORWARD, which accepted services' packets"
+    " there, is gone: let them pass by a rule of your own"
+)
+FORWARD_KEPT = (
+    "the built-in chain FORWARD drops by default, so kube-proxy's KUBE-FORWARD stays, which accepts services' packets"
+    " there; --cleanup removes it"
 )
 
 
@@ -54,12 +58,15 @@ class Variant:
 VARIANTS = tuple(Variant(kind, family) for kind in ("nft", "legacy") for family in (4, 6))
 
 
-def remove(report: Report) -> bool:
-    """Remove kube-proxy's chains and jumps of both families and variants. True if mode ipvs had made some."""
+def remove(report: Report, *, keep_forward: bool = False) -> bool:
+    """Remove kube-proxy's chains and jumps of both families and variants. True if mode ipvs had made some.
+
+    ``keep_forward``: see ``rules.plan``.
+    """
     ipvs = False
     for variant in VARIANTS:
         try:
-            done = _remove(variant)
+            done = _remove(variant, keep_forward)
         except (ToolError, OSError) as error:
             report.problems.append(f"{variant}: {error}")
             continue
@@ -67,7 +74,7 @@ def remove(report: Report) -> bool:
             report.removed.append(f"{variant}: {done.chains} chains and {done.jumps} jumps")
         report.problems += [f"{variant}: {text}" for text in done.kept]
         if done.forward_drops:
-            report.warnings.append(f"{variant}: {FORWARD_DROPS}")
+            report.warnings.append(f"{variant}: {FORWARD_KEPT if keep_forward else FORWARD_GONE}")
         ipvs |= done.ipvs
     return ipvs
 
@@ -92,7 +99,7 @@ def legacy_tables(family: int) -> list[str]:
         return []
 
 
-def _remove(variant: Variant) -> Plan:
+def _remove(variant: Variant, keep_forward: bool) -> Plan:
     """One variant's rules, read and removed; what was planned last."""
     if variant.kind == "nft":
         chains = Ruleset().chains(FAMILIES[variant.family])
@@ -103,7 +110,7 @@ def _remove(variant: Variant) -> Plan:
         return Plan()
     for attempt in range(ATTEMPTS):
         saved = _run(variant, "save")
-        planned = plan(saved)
+        planned = plan(saved, keep_forward=keep_forward)
         # iptables-nft leaves out a table in which somebody has made rules that it does not know.
         unreadable = [table for table in sorted(tables) if f"*{table}\n" not in saved] if variant.kind == "nft" else []
         if unreadable:

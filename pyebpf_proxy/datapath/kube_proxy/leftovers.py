@@ -14,11 +14,12 @@ def remove(exclude_cidrs: Sequence[Network], *, at_start: bool = False) -> Repor
     """What ``kube-proxy --cleanup`` removes (spec/configuration §6). Every part is tried, problems are one line each.
 
     ``at_start``: nobody has asked for it, so virtual servers and ipsets go only where a device or a rule shows that
-    kube-proxy's mode ipvs was here; else they are somebody else's, who has nothing to do with Kubernetes.
+    kube-proxy's mode ipvs was here; else they are somebody else's, who has nothing to do with Kubernetes. And the
+    chain KUBE-FORWARD stays where connections would end without it (``rules.plan``).
     """
     report = Report()
     device = ipvs.device_exists()
-    by_ipvs = iptables.remove(report)
+    by_ipvs = iptables.remove(report, keep_forward=at_start)
     if device or by_ipvs or not at_start:
         if ipvs.ipvs_loaded():
             ipvs.step(report, "IPVS", lambda: ipvs.remove_servers(exclude_cidrs, report))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 #: kube-proxy makes it in every table it uses, to notice that somebody has flushed the rules.
 CANARY = "KUBE-PROXY-CANARY"
+#: It accepts, in the built-in chain FORWARD, what services need.
+FORWARD = "KUBE-FORWARD"
 #: By table; the canary is in each of them, and in mangle nothing else is.
 CHAINS: Mapping[str, frozenset[str]] = {
     "nat": frozenset(
@@ -30,7 +32,7 @@ CHAINS: Mapping[str, frozenset[str]] = {
         {
             "KUBE-SERVICES",
             "KUBE-EXTERNAL-SERVICES",
-            "KUBE-FORWARD",
+            FORWARD,
             "KUBE-NODEPORTS",
             "KUBE-PROXY-FIREWALL",
             "KUBE-NODE-PORT",
@@ -73,7 +75,7 @@ class Plan:
     jumps: int = 0
     #: Whether mode ipvs made some of them.
     ipvs: bool = False
-    #: Whether the built-in chain FORWARD drops what nothing accepts, and kube-proxy's accepts go.
+    #: Whether the built-in chain FORWARD drops what nothing accepts, so that kube-proxy's accepts matter.
     forward_drops: bool = False
     #: Chains that stay because rules of others need them, one line each.
     kept: list[str] = field(default_factory=list)
@@ -94,11 +96,15 @@ def is_ours_to_remove(table: str, chain: str) -> bool:
     return table == "nat" and chain.startswith(PREFIXES)
 
 
-def plan(saved: str) -> Plan:
-    """How to remove kube-proxy's part of a ruleset as ``iptables-save`` writes it (without counters)."""
+def plan(saved: str, *, keep_forward: bool = False) -> Plan:
+    """How to remove kube-proxy's part of a ruleset as ``iptables-save`` writes it (without counters).
+
+    ``keep_forward``: where FORWARD drops by default, KUBE-FORWARD stays: it accepts established connections and what
+    is marked for masquerading, ours as kube-proxy's (spec/service-semantics §5.1), and nothing in another table could.
+    """
     result = Plan()
     for table in _tables(saved):
-        result.script += _plan_table(table, result)
+        result.script += _plan_table(table, result, keep_forward)
     return result
 
 
@@ -118,8 +124,12 @@ def _tables(saved: str) -> list[_Table]:
     return tables
 
 
-def _plan_table(table: _Table, result: Plan) -> str:
+def _plan_table(table: _Table, result: Plan, keep_forward: bool) -> str:
     doomed = {chain for chain in table.chains if is_ours_to_remove(table.name, chain)}
+    if table.name == "filter" and FORWARD in doomed and _forward_drops(table):
+        result.forward_drops = True
+        if keep_forward:
+            doomed.discard(FORWARD)
     if not doomed:
         return ""
     jumps = []
@@ -134,8 +144,6 @@ def _plan_table(table: _Table, result: Plan) -> str:
     for chain, rule in needed.items():
         result.kept.append(f"table {table.name}: chain {chain} stays, a rule of others uses it: {rule}")
     gone = sorted(doomed - _reached(table, needed, doomed))
-    if table.name == "filter" and "KUBE-FORWARD" in gone and table.policies.get("FORWARD") == "DROP":
-        result.forward_drops = True
     result.chains += len(gone)
     result.jumps += len(jumps)
     result.ipvs |= not IPVS_CHAINS.isdisjoint(gone)
@@ -144,6 +152,13 @@ def _plan_table(table: _Table, result: Plan) -> str:
     lines += [f"-D {rule}" for rule in jumps]
     lines += [f"-X {chain}" for chain in gone]
     return "\n".join([f"*{table.name}", *lines, "COMMIT", ""]) if lines else ""
+
+
+def _forward_drops(table: _Table) -> bool:
+    """By its policy, or by a rule for everything, as some distributions have it."""
+    return table.policies.get("FORWARD") == "DROP" or any(
+        chain == "FORWARD" and rule.startswith(("FORWARD -j DROP", "FORWARD -j REJECT")) for chain, rule in table.rules
+    )
 
 
 def _reached(table: _Table, start: Collection[str], within: Collection[str]) -> set[str]:
