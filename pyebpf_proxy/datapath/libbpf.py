@@ -188,13 +188,15 @@ class Object:
         reuse: Mapping[str, Map] | None = None,
         programs: Container[str] | None = None,
         without: Container[str] = (),
+        resized: Path | None = None,
     ) -> Object:
         """Read an object file; nothing of it is in the kernel before :meth:`load`.
 
         Maps are pinned under ``pin_dir`` by their names, and taken from there if they exist. ``rodata`` sets
         constants by variable name, ``max_entries`` the sizes of maps; ``reuse`` gives maps that other objects
         have. ``programs``: only these are loaded. ``without``: maps that are not made; only code that the constants
-        make dead may refer to them. Raises BpfError; FatalError if the file is missing.
+        make dead may refer to them. ``resized``: a map whose pin has another size is made anew and pinned in this
+        folder; without it that is an error. Raises BpfError; FatalError if the file is missing.
         """
         if not path.exists():
             raise FatalError(f"{path} is missing: run make build")
@@ -204,7 +206,7 @@ class Object:
             )
         opened = cls(pointer, path)
         try:
-            opened._prepare(pin_dir, rodata or {}, max_entries or {}, reuse or {}, programs, without)
+            opened._prepare(pin_dir, rodata or {}, max_entries or {}, reuse or {}, programs, without, resized)
         except BaseException:
             opened.close()
             raise
@@ -225,6 +227,7 @@ class Object:
         reuse: Mapping[str, Map],
         programs: Container[str] | None,
         without: Container[str],
+        resized: Path | None,
     ) -> None:
         for name, value in rodata.items():
             self._set_rodata(name, value)
@@ -240,8 +243,8 @@ class Object:
             if name in reuse:
                 checked(self._lib.bpf_map__reuse_fd(pointer, reuse[name].fd), f"share map {name}")
             elif pin_dir is not None:
-                self._compare_with_pin(name, pointer, pin_dir / name)
-                path = os.fsencode(pin_dir / name)
+                other_size = self._compare_with_pin(name, pointer, pin_dir / name, resized is not None)
+                path = os.fsencode((resized if resized is not None and other_size else pin_dir) / name)
                 checked(self._lib.bpf_map__set_pin_path(pointer, path), f"pin map {name}")
         for program in self.programs.values():
             if programs is not None and program.name not in programs:
@@ -256,19 +259,19 @@ class Object:
         start = checked_pointer(self._lib.bpf_map__initial_value(pointer, total), f"constant {variable}")
         ffi.memmove(start + offset, value, size)
 
-    def _compare_with_pin(self, name: str, pointer: Any, path: Path) -> None:
-        """libbpf would only say "parameter mismatch"."""
+    def _compare_with_pin(self, name: str, pointer: Any, path: Path, any_size: bool) -> bool:
+        """Whether the pin has another size. libbpf would only say "parameter mismatch"."""
         try:
             pinned = Map.open_pinned(path)
         except BpfError as error:
             if error.errno == errors.ENOENT:
-                return
+                return False
             raise
         pinned.close()
         wanted = self._describe(name, pointer)
         differences = [
             f"{what} {getattr(pinned, what)} instead of {getattr(wanted, what)}"
-            for what in ("type", "key_size", "value_size", "max_entries")
+            for what in ("type", "key_size", "value_size", *(() if any_size else ("max_entries",)))
             if getattr(pinned, what) != getattr(wanted, what)
         ]
         if differences:
@@ -277,6 +280,12 @@ class Object:
                 "run pyebpf-proxy --cleanup first",
                 errors.EEXIST,
             )
+        return pinned.max_entries != wanted.max_entries
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The entries of each map that is not of this object alone; known before :meth:`load`."""
+        return {name: self._describe(name, p).max_entries for name, p in self._maps.items() if "." not in name}
 
     def _describe(self, name: str, pointer: Any) -> Map:
         lib = self._lib

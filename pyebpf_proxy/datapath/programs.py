@@ -16,6 +16,7 @@ from typing import Literal
 from pyebpf_proxy.config.effective import Scheduler
 from pyebpf_proxy.datapath.libbpf import BpfError, Map, Object
 from pyebpf_proxy.datapath.preflight import old_kernel, unreachable_modules
+from pyebpf_proxy.datapath.resize import Resize
 
 #: Part of the pins' path. Changes with every change of bpf/maps.h that a program of the other version could not read.
 LAYOUT_VERSION = 1
@@ -78,7 +79,7 @@ _SCHEDULER_MAPS = {
 class Loaded:
     """The programs in the kernel, and the maps that they share."""
 
-    def __init__(self, tc: Object, sock: Object, settings: Settings, why: str) -> None:
+    def __init__(self, tc: Object, sock: Object, settings: Settings, why: str, resize: Resize | None = None) -> None:
         self.tc = tc
         self.sock = sock
         self.settings = settings
@@ -87,6 +88,14 @@ class Loaded:
         #: Why it is not the direct one, or "".
         self.why = why
         self.maps: dict[str, Map] = {**sock.maps, **tc.maps}
+        self._resize = resize
+        #: Maps that were pinned with another size: the old one and the new one.
+        self.resized = resize.take_over(self.maps, tc.btf) if resize is not None else {}
+
+    def attached(self) -> None:
+        """No program of a former run is attached any more: what those remembered last is in our maps then."""
+        if self._resize is not None:
+            self._resize.finish(self.maps, self.tc.btf)
 
     def close(self) -> None:
         """Close the descriptors; pinned and attached things stay."""
@@ -104,11 +113,15 @@ def load(
 ) -> Loaded:
     """Load both objects with the best lane that the kernel accepts.
 
-    ``pin_dir``: where the maps are pinned, and taken from if they are there already. ``sizes``: max_entries by map.
+    ``pin_dir``: where the maps are pinned, and taken from if they are there already. ``sizes``: max_entries by map; a
+    pinned map of another size is replaced by one with its entries (``resize``), FatalError if they do not fit.
     Raises BpfError if even the programs without conntrack are refused; then no new pin is left behind.
     """
+    resize: Resize | None = None
     if pin_dir is not None:
         pin_dir.mkdir(parents=True, exist_ok=True)
+        resize = Resize(pin_dir)
+        resize.begin()
     before = _pins(pin_dir)
     sizes = {**(sizes or {})}
     if "slots" in sizes:
@@ -118,7 +131,7 @@ def load(
         tc, settings, why = _load_tc(settings, pin_dir, sizes, lane, objects)
         sock = _open(objects / "sock.bpf.o", settings, pin_dir, sizes, reuse=tc.maps if pin_dir is None else None)
         try:
-            loaded = Loaded(tc, sock.load(), settings, why)
+            loaded = Loaded(tc, sock.load(), settings, why, resize)
             if pin_dir is not None:
                 # Of a former run with another scheduler; the programs of that run still hold theirs.
                 for name in unused_maps(settings.scheduler):
@@ -130,6 +143,8 @@ def load(
     except BaseException as error:
         if tc is not None:
             tc.close()
+        if resize is not None:
+            resize.abandon()
         for pin in _pins(pin_dir) - before:
             pin.unlink(missing_ok=True)
         if isinstance(error, BpfError) and (old := old_kernel()):
@@ -179,6 +194,7 @@ def _open(
         rodata={"settings": packed},
         max_entries=sizes,
         reuse=reuse,
+        resized=Resize(pin_dir).made if pin_dir is not None else None,
         without=unused_maps(settings.scheduler),
     )
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,3 +64,15 @@ def loaded(kernel: Loaded) -> Iterator[Loaded]:
 @pytest.fixture
 def writer(loaded: Loaded) -> Writer:
     return Writer(loaded, in_pods)
+
+
+@pytest.fixture
+def bpffs(tmp_path: Path) -> Iterator[Path]:
+    """A bpffs of the test's own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    path = tmp_path / "bpf"
+    path.mkdir()
+    if libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, None):
+        raise OSError(ctypes.get_errno(), "mount bpffs")
+    yield path
+    libc.umount2(os.fsencode(path), 2)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import subprocess
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.needs_bpf
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = {"tables": 300, "reasons": 40, "slots": 1000}
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def u32(number: int) -> bytes:
@@ -33,16 +31,6 @@ def u32(number: int) -> bytes:
 def opened(bpf_objects: Path) -> Iterator[Object]:
     with Object.open(bpf_objects / "tc.bpf.o", max_entries=SIZES) as o:
         yield o.load()
-
-
-@pytest.fixture
-def bpffs(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "bpf"
-    path.mkdir()
-    if _libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, None):
-        raise OSError(ctypes.get_errno(), "mount bpffs")
-    yield path
-    _libc.umount2(os.fsencode(path), 2)
 
 
 def build(folder: Path, name: str, source: str) -> Path:
@@ -291,15 +279,17 @@ def test_pinned_maps_are_shared_and_outlive_the_process(bpf_objects: Path, bpffs
         Map.open_pinned(pins / "nothing")
 
 
-def test_a_pin_of_another_size_is_named(bpf_objects: Path, bpffs: Path) -> None:
-    load(Settings(netns_cookie=1), pin_dir=bpffs, sizes=SIZES, objects=bpf_objects).close()
-    before = sorted(bpffs.iterdir())
+def test_a_pin_of_another_kind_is_named(bpf_objects: Path, bpffs: Path) -> None:
+    pins = bpffs / "maps"
+    load(Settings(netns_cookie=1), pin_dir=pins, sizes=SIZES, objects=bpf_objects).close()
+    (pins / "slots").rename(pins / "tables")
+    before = sorted(bpffs.rglob("*"))
     with pytest.raises(BpfError) as caught:
-        load(Settings(netns_cookie=1), pin_dir=bpffs, sizes={**SIZES, "tables": 301}, objects=bpf_objects)
-    assert f"pinned map tables ({bpffs}/tables) is not the one needed: max_entries 300 instead of 301" in str(
+        load(Settings(netns_cookie=1), pin_dir=pins, sizes=SIZES, objects=bpf_objects)
+    assert f"pinned map tables ({pins}/tables) is not the one needed: type 2 instead of 1, value_size 8" in str(
         caught.value
     )
-    assert sorted(bpffs.iterdir()) == before
+    assert sorted(bpffs.rglob("*")) == before
 
 
 # ---- lanes --------------------------------------------------------------------------------------------------

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maps of a former run that have another size: the new ones take their place with everything that was in them.
+
+Beside the folder of the pins (``maps``) there are two more while this goes on:
+
+1. ``maps-resized``: the new maps, made and pinned there when the new programs are loaded. Entries are copied.
+   Up to here nothing has changed; what a killed start left there is thrown away by the next.
+2. Each old pin gets a second name in ``maps-former``, then the new one is renamed over it: one step, there is no
+   moment without a pin. Killed between two maps, the next start finds some new and some old, with the same contents.
+3. The old programs go on with the old maps, and write to them (affinity, sockets), until the new programs are in
+   their places. Then what was written meanwhile is brought over, and ``maps-former`` goes. Killed before, the next
+   start does it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyebpf_proxy.datapath.btf import Btf
+from pyebpf_proxy.datapath.layouts import Layouts
+from pyebpf_proxy.datapath.libbpf import BpfError, Map
+from pyebpf_proxy.errors import FatalError
+
+_BPF_NOEXIST = 1
+_ARRAY, _PERCPU_ARRAY, _LRU_HASH = 2, 6, 9
+#: Maps that the programs write to while they run: what the old ones were told last is brought over.
+WRITTEN_BY_PROGRAMS = (
+    *("affinities", "socket_peers4", "socket_peers6", "socket_flows", "lifted_fragments"),
+    *("choices", "localities", "locality_sets"),
+)
+#: Of these the values begin with the time of their newest use.
+_WITH_TIME = ("affinities", "socket_flows", "localities", "locality_sets")
+#: Arrays of which what is beyond the new end may go: counters, and turns of lists that are no more.
+_MAY_BE_CUT = ("reasons", "turns")
+
+
+class Resize:
+    """The change of sizes of the maps pinned in ``pins``."""
+
+    def __init__(self, pins: Path) -> None:
+        self.pins = pins
+        self.made = pins.with_name(f"{pins.name}-resized")
+        self.former = pins.with_name(f"{pins.name}-former")
+
+    def begin(self) -> None:
+        """Make room for new maps; what a start that did not get through left is thrown away."""
+        self.abandon()
+        self.made.mkdir(mode=0o700)
+
+    def abandon(self) -> None:
+        """Drop the new maps; those in force are as they were."""
+        _remove(self.made)
+
+    def take_over(self, maps: Mapping[str, Map], btf: Btf) -> dict[str, tuple[int, int]]:
+        """Fill the new maps and put their pins in place of the old ones: old and new size of each.
+
+        Raises FatalError if the entries of one do not fit, BpfError if the kernel refuses something; then nothing has
+        changed.
+        """
+        sizes: dict[str, tuple[int, int]] = {}
+        with _opened(self.made) as new, _opened(self.pins) as old:
+            for name in sorted(new):
+                sizes[name] = old[name].max_entries, new[name].max_entries
+                _copy(old[name], new[name], old, btf)
+        for name in sizes:
+            self._swap(name)
+        self.abandon()
+        # From a start that was killed between its swaps and its end.
+        self._bring_over(maps, btf)
+        return sizes
+
+    def finish(self, maps: Mapping[str, Map], btf: Btf) -> None:
+        """The new programs are in their places: what the old ones wrote until then is brought over."""
+        if self.former.is_dir():
+            self._bring_over(maps, btf)
+            _remove(self.former)
+
+    def _swap(self, name: str) -> None:
+        self.former.mkdir(mode=0o700, exist_ok=True)
+        # An earlier start may have got no further either: each former map has its own name.
+        taken = {entry.name for entry in self.former.iterdir()}
+        number = next(n for n in range(len(taken) + 1) if f"{name}-{n}" not in taken)
+        os.link(self.pins / name, self.former / f"{name}-{number}")
+        os.rename(self.made / name, self.pins / name)
+
+    def _bring_over(self, maps: Mapping[str, Map], btf: Btf) -> None:
+        if not self.former.is_dir():
+            return
+        with _opened(self.former) as former:
+            for pin, old in former.items():
+                name = pin.rpartition("-")[0]
+                if name in WRITTEN_BY_PROGRAMS and name in maps:
+                    rows = list(old.items())
+                    if name == "affinities":
+                        rows = _bound(rows, maps[name], maps, btf)
+                    _merge(rows, maps[name], name in _WITH_TIME)
+
+
+def _copy(old: Map, new: Map, all_old: Mapping[str, Map], btf: Btf) -> None:
+    keys, values = old.dump()
+    rows = _rows(old, keys, values)
+    if old.type in (_ARRAY, _PERCPU_ARRAY):
+        used = _used(old, rows, all_old, btf)
+        if used > new.max_entries and old.name not in _MAY_BE_CUT:
+            raise _does_not_fit(old, new, f"uses {used} of its {old.max_entries} places")
+        rows = rows[: new.max_entries]
+    elif old.name == "affinities":
+        rows = _bound(rows, new, all_old, btf)
+    if len(rows) > new.max_entries:
+        raise _does_not_fit(old, new, f"has {len(rows)} entries")
+    new.update_batch(b"".join([key for key, _ in rows]), b"".join([value for _, value in rows]))
+    if new.type == _LRU_HASH and (kept := len(new.dump()[0]) // new.key_size) < len(rows):
+        # Such a map keeps some of its places ready for each CPU.
+        raise _does_not_fit(old, new, f"has {len(rows)} entries, of which {kept} were kept")
+
+
+def _does_not_fit(old: Map, new: Map, what: str) -> FatalError:
+    return FatalError(
+        f"map {old.name} cannot get the size {new.max_entries}: it {what}; give it a larger one in the file of"
+        " --datapath-config, or run pyebpf-proxy --cleanup first"
+    )
+
+
+def _rows(table: Map, keys: bytes, values: bytes) -> list[tuple[bytes, bytes]]:
+    count = len(keys) // table.key_size
+    stored = len(values) // count if count else 0
+    size = table.key_size
+    return [(keys[i * size : (i + 1) * size], values[i * stored : (i + 1) * stored]) for i in range(count)]
+
+
+def _used(table: Map, rows: list[tuple[bytes, bytes]], maps: Mapping[str, Map], btf: Btf) -> int:
+    """How many places of an array are needed, from its beginning on."""
+    if table.name != "slots":
+        return max((i + 1 for i, (_, value) in enumerate(rows) if any(value)), default=0)
+    # Words that were given up are not wiped: only what a table in force names is in use.
+    layouts = Layouts(btf)
+    in_force = maps["services"].dump()[1]
+    words = [in_force[i : i + 4] for i in range(0, len(in_force), 8)]
+    ends = [0]
+    for key, value in maps["tables"].items():
+        service, first, cluster, local = layouts.table.unpack(value)[:4]
+        if service < len(words) and words[service] == key:
+            ends.append(first + cluster + local)
+    return max(ends)
+
+
+def _bound(rows: list[tuple[bytes, bytes]], new: Map, maps: Mapping[str, Map], btf: Btf) -> list[tuple[bytes, bytes]]:
+    """If there is no room for all clients: those that are still bound to an endpoint."""
+    if len(rows) <= new.max_entries:
+        return rows
+    layouts = Layouts(btf)
+    seconds: dict[bytes, int] = {}
+    for _, value in maps["tables"].items():
+        row = layouts.table.unpack(value)
+        number = layouts.u32.pack(row[0])
+        seconds[number] = max(seconds.get(number, 0), row[4])
+    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    return [
+        (key, value)
+        for key, value in rows
+        if layouts.affinity.unpack(value)[0] + seconds.get(key[:4], 0) * 1_000_000_000 > now
+    ]
+
+
+def _merge(rows: list[tuple[bytes, bytes]], new: Map, with_time: bool) -> None:
+    """Entries that ``new`` has not, or has from an earlier time."""
+    present = dict(new.items())
+    for key, value in rows:
+        found = present.get(key)
+        if found is None:
+            try:
+                new.update(key, value, _BPF_NOEXIST)
+            except BpfError as error:
+                if error.errno != errno.EEXIST:  # a program was quicker
+                    raise
+        elif with_time and _time(value) > _time(found):
+            new.update(key, value)
+
+
+def _time(value: bytes) -> int:
+    return int.from_bytes(value[:8], sys.byteorder)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[dict[str, Map]]:
+    maps: dict[str, Map] = {}
+    try:
+        for pin in sorted(folder.iterdir()):
+            maps[pin.name] = Map.open_pinned(pin)
+        yield maps
+    finally:
+        for table in maps.values():
+            table.close()
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_dir():
+        for pin in folder.iterdir():
+            pin.unlink(missing_ok=True)
+        folder.rmdir()

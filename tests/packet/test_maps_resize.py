@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other sizes than those of a former run: everything is still there, also after a kill at any point."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service_maps import SIZES, logical
+from service_plans import first_plan, in_pods, name_of, slot_backends
+
+from pyebpf_proxy.config.datapath_model import Maps
+from pyebpf_proxy.datapath.btf import Btf
+from pyebpf_proxy.datapath.libbpf import Map, Object
+from pyebpf_proxy.datapath.maps import Writer
+from pyebpf_proxy.datapath.programs import Loaded, Settings, load
+from pyebpf_proxy.datapath.resize import Resize
+from pyebpf_proxy.errors import FatalError
+
+pytestmark = pytest.mark.needs_bpf
+
+#: The LRU maps keep places ready for each CPU: small ones would lose entries by themselves.
+ROOM = SIZES | dict.fromkeys(("affinities", "socket_peers4", "socket_peers6", "socket_flows"), 1024)
+
+
+@pytest.fixture
+def pins(bpffs: Path) -> Path:
+    return bpffs / "instance" / "maps"
+
+
+def u32(number: int) -> bytes:
+    return number.to_bytes(4, sys.byteorder)
+
+
+def start(pins: Path, sizes: dict[str, int], objects: Path) -> Loaded:
+    return load(Settings(netns_cookie=1), pin_dir=pins, sizes=sizes, objects=objects)
+
+
+def client(number: int, service: int = 1) -> bytes:
+    return u32(service) + bytes((10, 9, number >> 8, number & 255)) + bytes(12)
+
+
+def affinity(btf: Btf, backend: int, last_used: int) -> bytes:
+    return btf.struct("affinity").pack(last_used=last_used, backend=backend)
+
+
+def pinned(pins: Path) -> dict[str, tuple[int, int]]:
+    """Each pin's inode, which a map keeps, and its size."""
+    found = {}
+    for pin in pins.iterdir():
+        table = Map.open_pinned(pin)
+        found[pin.name] = pin.stat().st_ino, table.max_entries
+        table.close()
+    return found
+
+
+def beside(pins: Path) -> list[str]:
+    return sorted(path.name for path in pins.parent.iterdir() if path != pins)
+
+
+def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Path) -> None:
+    web = name_of("web")
+    loaded = start(pins, ROOM, bpf_objects)
+    Writer(loaded, in_pods).apply(first_plan())
+    expected = logical(loaded, complete=True)
+    loaded.maps["affinities"].update(client(1), affinity(loaded.tc.btf, 1, 77))
+    loaded.maps["reasons"].update(u32(3), bytes(range(1, 9)) * (len(loaded.maps["reasons"].lookup(u32(3)) or b"") // 8))
+    counted = loaded.maps["reasons"].lookup(u32(3))
+    adopted = Writer(loaded, in_pods)
+    number, backends = adopted.service_id(web), slot_backends(loaded, adopted, web)
+    del adopted
+    loaded.close()
+    larger = {name: size * 2 for name, size in ROOM.items()}
+    for sizes in (larger, ROOM, ROOM | {"slots": 512, "tables": 4096}):
+        before = {name: size for name, (_, size) in pinned(pins).items()}
+        loaded = start(pins, sizes, bpf_objects)
+        changed = {name: (before[name], size) for name, size in sizes.items() if before[name] != size}
+        assert loaded.resized == changed
+        assert {name: loaded.maps[name].max_entries for name in sizes} == sizes
+        assert {name: size for name, (_, size) in pinned(pins).items()}.items() >= sizes.items()
+        assert logical(loaded, complete=True) == expected
+        assert loaded.maps["affinities"].lookup(client(1)) == affinity(loaded.tc.btf, 1, 77)
+        assert loaded.maps["reasons"].lookup(u32(3)) == counted
+        writer = Writer(loaded, in_pods)
+        assert (writer.service_id(web), slot_backends(loaded, writer, web)) == (number, backends)
+        assert writer.apply(first_plan()) == []
+        assert not writer.has_garbage
+        loaded.attached()
+        assert beside(pins) == []
+        del writer
+        loaded.close()
+
+
+def test_what_does_not_fit_is_named_and_nothing_changes(bpf_objects: Path, pins: Path) -> None:
+    loaded = start(pins, ROOM, bpf_objects)
+    for number in range(200):
+        loaded.maps["frontends4"].update(bytes((10, 0, 0, number, 80, 0, 6, 0)), bytes(8))
+        loaded.maps["socket_peers4"].update(u32(number) + bytes(12), bytes(8))
+    loaded.maps["services"].update(u32(99), u32(1) + bytes(4))
+    loaded.close()
+    before = pinned(pins)
+    for name, size, what in (
+        ("frontends4", 100, "has 200 entries"),
+        ("services", 99, "uses 100 of its 256 places"),
+        ("socket_peers4", 100, "has 200 entries"),
+    ):
+        words = f"^map {name} cannot get the size {size}: it {what}; give it a larger one"
+        with pytest.raises(FatalError, match=words):
+            start(pins, ROOM | {"tables": 999, name: size}, bpf_objects)
+        assert pinned(pins) == before
+        assert beside(pins) == []
+
+
+def test_slots_that_no_table_in_force_names_need_no_place(bpf_objects: Path, pins: Path) -> None:
+    loaded = start(pins, ROOM, bpf_objects)
+    loaded.maps["slots"].update(u32(900), u32(5) + bytes(4))
+    loaded.close()
+    loaded = start(pins, ROOM | {"slots": 512}, bpf_objects)
+    assert loaded.resized == {"slots": (1024, 512)}
+    loaded.close()
+
+
+def test_clients_that_are_bound_to_nothing_any_more_need_no_place(bpf_objects: Path, pins: Path) -> None:
+    loaded = start(pins, ROOM | {"affinities": 4096}, bpf_objects)
+    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    row = loaded.tc.btf.struct("table").pack(service=1, affinity_seconds=60)
+    loaded.maps["tables"].update(u32(1), row)
+    for number in range(1500):
+        last_used = now if number < 20 else now - 61_000_000_000
+        loaded.maps["affinities"].update(client(number), affinity(loaded.tc.btf, number, last_used))
+    loaded.close()
+    loaded = start(pins, ROOM, bpf_objects)
+    loaded.attached()
+    assert {key for key, _ in loaded.maps["affinities"].items()} == {client(number) for number in range(20)}
+    loaded.close()
+
+
+def test_what_the_old_programs_write_until_they_are_replaced(bpf_objects: Path, pins: Path) -> None:
+    loaded = start(pins, ROOM, bpf_objects)
+    btf = loaded.tc.btf
+    old = Map.open_pinned(pins / "affinities")
+    for number in (1, 2, 3):
+        old.update(client(number), affinity(btf, number, 100))
+    loaded.close()
+    loaded = start(pins, ROOM | {"affinities": 2048}, bpf_objects)
+    assert beside(pins) == ["maps-former"]
+    old.update(client(1), affinity(btf, 11, 200))  # an old program, later
+    old.update(client(4), affinity(btf, 4, 200))
+    loaded.maps["affinities"].update(client(2), affinity(btf, 22, 300))  # a new one
+    loaded.attached()
+    found = {key: btf.struct("affinity").unpack(value)["backend"] for key, value in loaded.maps["affinities"].items()}
+    assert found == {client(1): 11, client(2): 22, client(3): 3, client(4): 4}
+    assert beside(pins) == []
+    old.close()
+    loaded.close()
+
+
+def _maps_only(pins: Path, sizes: dict[str, int], objects: Path) -> tuple[Object, Resize]:
+    """As ``load`` does it, without the verifier's time."""
+    resize = Resize(pins)
+    resize.begin()
+    maps = Object.open(objects / "tc.bpf.o", pin_dir=pins, max_entries=sizes, programs=(), resized=resize.made).load()
+    resize.take_over(maps.maps, maps.btf)
+    return maps, resize
+
+
+def _dies_at(k: int, work: Callable[[], Any]) -> bool:
+    """Do it in a process that ends by itself at the k-th change, as by kill -9; False: it had fewer."""
+    child = os.fork()
+    if child == 0:
+        count = itertools.count(1)
+
+        def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **more: Any) -> Any:
+                if next(count) == k:
+                    os._exit(9)
+                return real(*arguments, **more)
+
+            return call
+
+        code = 1
+        try:
+            for place, name in ((os, "link"), (os, "rename"), (os, "unlink"), (os, "mkdir"), (os, "rmdir")):
+                setattr(place, name, watched(getattr(place, name)))
+            Map.update_batch = watched(Map.update_batch)  # type: ignore[method-assign]
+            Map.update = watched(Map.update)  # type: ignore[method-assign]
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, 9), "the child failed"
+    return code == 9
+
+
+def test_killed_at_any_change_the_next_start_takes_it_up(bpf_objects: Path, bpffs: Path, tmp_path: Path) -> None:
+    smaller = ROOM | {"affinities": 2048, "frontends4": 600, "services": 300}
+    other = ROOM | {"affinities": 1024, "frontends4": 700, "services": 400}
+    k = 0
+    while True:
+        k += 1
+        pins = bpffs / f"run{k}" / "maps"
+        pins.mkdir(parents=True)
+        maps, resize = _maps_only(pins, ROOM, bpf_objects)
+        resize.finish(maps.maps, maps.btf)
+        btf = maps.btf
+        old = maps.maps["affinities"]
+        old.update(client(1), affinity(btf, 1, 100))
+        maps.maps["frontends4"].update(bytes(8), bytes(8))
+        maps.maps["services"].update(u32(9), u32(1) + bytes(4))
+
+        over = tmp_path / f"over{k}"
+
+        def change(pins: Path = pins, over: Path = over) -> None:
+            opened, resize = _maps_only(pins, smaller, bpf_objects)
+            over.touch()
+            resize.finish(opened.maps, opened.btf)
+
+        inode = (pins / "affinities").stat().st_ino
+        died = _dies_at(k, change)
+        # As long as programs of before may run, their map is somewhere.
+        there = any(path.stat().st_ino == inode for path in pins.parent.rglob("affinities*"))
+        assert there or over.exists(), f"killed at change {k}"
+        old.update(client(2), affinity(btf, 2, 200))
+        again, resize = _maps_only(pins, other, bpf_objects)
+        if died:
+            resize.finish(again.maps, again.btf)
+            found = {key for key, _ in again.maps["affinities"].items()}
+            assert found == {client(1), *([client(2)] if there else [])}, f"killed at change {k}"
+            assert [key for key, _ in again.maps["frontends4"].items()] == [bytes(8)]
+            assert again.maps["services"].lookup(u32(9)) == u32(1) + bytes(4)
+            assert {n: again.maps[n].max_entries for n in other if n in again.maps}.items() <= other.items()
+            assert beside(pins) == [], f"killed at change {k}"
+        again.close()
+        maps.close()
+        if not died:
+            break
+    assert k > 12
+
+
+def test_the_sizes_of_the_model_are_those_of_the_header(bpf_objects: Path) -> None:
+    sizes: dict[str, int] = {}
+    for name in ("tc.bpf.o", "sock.bpf.o"):
+        with Object.open(bpf_objects / name) as opened:
+            sizes |= opened.sizes
+    fixed = {"reasons", "node_port_hints"}
+    assert Maps().model_dump() == {name: size for name, size in sizes.items() if name not in fixed}
