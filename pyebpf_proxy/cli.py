@@ -14,6 +14,7 @@ from pyebpf_proxy import KUBERNETES_VERSION, __version__
 from pyebpf_proxy.config.flags import Flags, UsageError, parse, usage
 
 if TYPE_CHECKING:
+    from pyebpf_proxy.config.datapath_model import DatapathConfiguration
     from pyebpf_proxy.config.effective import Effective
     from pyebpf_proxy.config.model import KubeProxyConfiguration
     from pyebpf_proxy.kube.source import Source
@@ -64,19 +65,18 @@ def _run(flags: Flags) -> int:
         log.configure("json")
     try:
         config = _configuration(flags)
+        own = _own(flags)
         if flags.write_config_to:
             _write(config, flags.write_config_to)
             return 0
-        settings = _settings(config, flags)
-        if flags.values.get("datapath-config"):
-            raise FatalError("--datapath-config is not there yet")
+        settings = _settings(config, flags, own)
         if flags.cleanup:
             _cleanup(settings)
         else:
             _agent(settings, flags)
     except ConfigError as error:
         # The text is kube-proxy's; which file is meant stands beside it.
-        logger.error(str(error), file=flags.config or None)
+        logger.error(str(error), file=error.file or flags.config or None)
         return 1
     except (FatalError, DatapathError) as error:
         logger.error("Error running ProxyServer", error=str(error))
@@ -106,6 +106,17 @@ def _configuration(flags: Flags) -> KubeProxyConfiguration:
     return config
 
 
+def _own(flags: Flags) -> DatapathConfiguration | None:
+    """What is ours alone. Checked whatever is to be done, so that a mistake is known before it matters."""
+    if not flags.datapath_config:
+        return None
+    from pathlib import Path
+
+    from pyebpf_proxy.config.datapath_config import read
+
+    return read(Path(flags.datapath_config))
+
+
 def _write(config: KubeProxyConfiguration, path: str) -> None:
     from pyebpf_proxy.config.loader import ConfigError
     from pyebpf_proxy.config.writer import document
@@ -120,11 +131,11 @@ def _write(config: KubeProxyConfiguration, path: str) -> None:
         raise ConfigError(f"open {path}: {(error.strerror or str(error)).lower()}") from None
 
 
-def _settings(config: KubeProxyConfiguration, flags: Flags) -> Effective:
+def _settings(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfiguration | None) -> Effective:
     from pyebpf_proxy.config.effective import effective
     from pyebpf_proxy.log import Logger
 
-    settings = effective(config, flags)
+    settings = effective(config, flags, own)
     logger = Logger("config")
     if config.mode == "ipvs":
         logger.warning("mode ipvs: there is no IPVS here; docs/ipvs-mode.md says what its settings do")

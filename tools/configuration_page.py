@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints docs/configuration.md, made from the models and the table of flags: every field and flag, and its effect.
+"""Prints pages of docs/, made from the models and the table of flags: every field and flag, and its effect.
 
 .venv/bin/python tools/configuration_page.py >docs/configuration.md
+.venv/bin/python tools/configuration_page.py datapath >docs/datapath-configuration.md
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pyebpf_proxy.config import durations
 from pyebpf_proxy.config.complete import complete
+from pyebpf_proxy.config.datapath_model import DatapathConfiguration, Maps, Size
 from pyebpf_proxy.config.decode import bare, fields_of
 from pyebpf_proxy.config.defaults import with_defaults
 from pyebpf_proxy.config.flag_table import DEPRECATED, GROUPS, IGNORED
@@ -33,13 +35,129 @@ kube-proxy's words; what differs on purpose is in [differences.md](differences.m
 * Zero means the default where kube-proxy cannot tell it from absent: the text says where zero is a value of its own.
 * `pyebpf-proxy --write-config-to FILE` writes what is in force.
 * The section of `mode` gives syncPeriod, minSyncPeriod and masqueradeAll (mode ipvs: masqueradeAll from `iptables`).
+* What is ours and not kube-proxy's has a file of its own: [datapath-configuration.md](datapath-configuration.md).
 
+"""
+
+
+DATAPATH_HEAD = """# The options of our own
+
+<!-- Made by tools/configuration_page.py; a test compares. -->
+
+What is pyebpf-proxy's and not kube-proxy's stands in a document of its own, given by `--datapath-config FILE`: YAML
+or JSON, `apiVersion: datapath.pyebpf-proxy.io/v1alpha1`, `kind: DatapathConfiguration`. Nothing of it is ever in a
+KubeProxyConfiguration, and `--write-config-to` does not write it.
+[examples/datapath-config.yaml](../examples/datapath-config.yaml) shows every field.
+
+* The file is read strictly: an unknown or duplicate field, a wrong type or a value out of range ends the program,
+  before anything is done, also with `--write-config-to` and `--cleanup` (which takes the folder from `directory`).
+  All errors are told at once, each by its path: `maps.backends4: must be from 256 to 4194304, not 3`.
+* Every field but `apiVersion` and `kind` may be left out; `null` is as if it were.
+* The flags `--lane`, `--directory` and `--manifests` win over the file.
+* A change needs a new start of the agent. No connection is lost by it.
+
+"""
+
+MAPS_TEXT = """
+## Sizes of the maps
+
+The names are those of [bpf/maps.h](../bpf/maps.h), which [maps.md](maps.md) explains. "Empty" is the kernel memory
+that a map of the default size takes before anything is in it, "each" what one entry takes beside: estimates for a
+64-bit kernel (`bpftool map show` has the true figure). A map that is full is named in the log, with the service that
+found no place.
+
+"""
+
+DATAPATH_FOOT = """
+All maps of the default sizes take some {total} MB empty, without those of single schedulers. The largest are
+preallocated: `backends4`, `endpoints4` (for a quick first sync), and those that the programs write to (the kernel's
+LRU maps are always so).
+
+### When a size changes
+
+The maps of the run before are pinned. The next start makes maps of the new sizes beside them, copies what is in them,
+and puts the new pins in place of the old ones; the old programs go on with the old maps until the new ones replace
+them, and what they wrote meanwhile (clients' affinity, sockets) is brought over then. Connections, endpoints and
+affinity stay. While it goes on, old and new maps both take memory. If the entries of one map do not fit, the start
+ends with its name, how many there are and the size, and nothing has changed; of `affinities`, clients whose time is
+over need no place. Service ids and places in `slots` are not moved: an array must be large enough for the last one in
+use. `--cleanup` always helps, at the price of what was remembered.
+
+Killed at any point, the next start takes up what is there ([resize.py](../pyebpf_proxy/datapath/resize.py) says how).
+
+## socketLB: off
+
+The programs on the root cgroup are what translates connections of the node's own processes, and of pods in the host's
+network. The tc programs see what *enters* the node. So without the socket programs:
+
+* What comes from pods and from outside is served as before: ClusterIPs, NodePorts, external and load balancer
+  addresses.
+* **The node's own processes reach no Service**, at none of its addresses, NodePorts on 127.0.0.1 and on the node's
+  own addresses included: their packets are not translated by anything and leave by the routes, or are refused. The
+  kubelet, and agents in the host's network that talk to ClusterIPs (the API server's `kubernetes` Service among
+  them), need another way.
+* When the programs of a former run are detached, TCP connections made through them go on: their sockets are connected
+  to the endpoint itself. UDP sockets that were translated show the endpoint's address from then on, in `getpeername`
+  and as the source of answers; unconnected ones talk to the Service's address untranslated.
+
+It is for nodes where another program owns the sockets. `all`, which also translates the sockets of pods, is not there
+yet.
+
+## What a reviewer must check
+
+* `Maps` has every map of bpf/maps.h but `reasons` and `node_port_hints`, whose sizes follow from what is in them, and
+  `turns`, which is as large as `slots`; defaults are those of the header (a test compares).
+* No room reads the document: it ends in `Effective` (config/effective.py).
+* A map that the programs write to is in `WRITTEN_BY_PROGRAMS` of resize.py, or its newest entries are lost when its
+  size changes.
+* In resize.py there is no moment in which a pin is missing, and none in which an old map that a program writes to has
+  no pin.
 """
 
 
 def main() -> None:
     """Print the page."""
-    sys.stdout.write(page())
+    sys.stdout.write(datapath_page() if sys.argv[1:] == ["datapath"] else page())
+
+
+def datapath_page() -> str:
+    """The page of the options of our own."""
+    parts = [DATAPATH_HEAD, "## Fields\n\n| field | type | default | effect |\n|---|---|---|---|\n"]
+    values = DatapathConfiguration()
+    for name, info in DatapathConfiguration.model_fields.items():
+        if name != "maps":
+            row = (f"`{info.alias}`", _kind(info), _shown(getattr(values, name), None), _cell(info.description or ""))
+            parts.append(f"| {' | '.join(row)} |\n")
+    parts.append("| `maps` | mapping |  | Sizes of the BPF maps: below. |\n")
+    parts += [MAPS_TEXT, "| field | holds | default | range | empty | each |\n|---|---|---|---|---|---|\n"]
+    total = 0
+    for name, info in Maps.model_fields.items():
+        extra: Any = info.json_schema_extra
+        size = Size(*extra["size"])
+        default = getattr(values.maps, name)
+        total += 0 if "Made only in mode" in (info.description or "") else default * size.empty_bytes
+        cells = (
+            f"`maps.{info.alias}`",
+            _cell(info.description or ""),
+            f"`{default}`",
+            f"{size.least}-{size.most}",
+            f"{default * size.empty_bytes / 1e6:.1f} MB" if size.empty_bytes else "",
+            f"{size.used_bytes} bytes" if size.used_bytes else "",
+        )
+        parts.append(f"| {' | '.join(cells)} |\n")
+    parts.append(DATAPATH_FOOT.replace("{total}", f"{total / 1e6:.0f}"))
+    return "".join(parts)
+
+
+def _kind(info: Any) -> str:
+    import typing
+
+    kind = bare(info.annotation)
+    if typing.get_origin(kind) is typing.Literal:
+        return _cell("|".join(typing.get_args(kind)))
+    if typing.get_origin(kind) is list:
+        return "list of CIDRs" if info.alias == "podNetwork" else "list of texts"
+    return {"str": "text"}.get(kind.__name__, kind.__name__)
 
 
 def page() -> str:
@@ -101,7 +219,7 @@ def _shown(value: Any, reader: Reader | None) -> str:
         value = str(value).lower()
     elif isinstance(value, float):
         value = f"{value:g}"
-    return "" if value in ("", None) or value == {} else f"`{value}`"
+    return "" if value in ("", None) or value in ({}, []) else f"`{value}`"
 
 
 def _cell(text: str) -> str:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
 from pyebpf_proxy.config import addresses, durations, validation
 from pyebpf_proxy.config.addresses import Address, Network
+from pyebpf_proxy.config.datapath_model import DatapathConfiguration
 from pyebpf_proxy.config.families import Stated
 from pyebpf_proxy.config.flags import Flags
 from pyebpf_proxy.config.kernel import KernelSettings, kernel_settings, localhost_node_ports
@@ -19,6 +21,7 @@ from pyebpf_proxy.services.model import Family
 
 Lane = Literal["auto", "netfilter"]
 Scheduler = Literal["rr", "wrr", "sh", "dh", "mh", "lc", "wlc", "sed", "nq", "lblc", "lblcr"]
+SocketLB = Literal["node", "off"]
 DetectLocalMode = Literal["ClusterCIDR", "NodeCIDR", "BridgeInterface", "InterfaceNamePrefix"]
 
 
@@ -57,6 +60,12 @@ class Effective:
     directory: Path
     manifests: Path | None
     log_format: Literal["text", "json"]
+    #: Whose connections are translated in the socket: those of the node itself, or nobody's.
+    socket_lb: SocketLB
+    #: Ranges that are pods' beside what the cluster says: for the choice of the lane, not for who counts as a pod.
+    pod_network: tuple[Network, ...]
+    #: Entries by map, for every map whose size can be chosen.
+    map_sizes: Mapping[str, int]
 
     @property
     def masquerade_mark(self) -> int:
@@ -84,14 +93,19 @@ def scheduler(text: str) -> Scheduler:
     return cast(Scheduler, name)
 
 
-def effective(config: KubeProxyConfiguration, flags: Flags) -> Effective:
-    """The settings of a completed and validated ``config`` together with the flags."""
+def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfiguration | None = None) -> Effective:
+    """The settings of a completed and validated ``config`` together with the flags and our ``own`` document.
+
+    Where both say something, flags win over our document; None stands for its defaults.
+    """
+    own = own or DatapathConfiguration()
     nft_mode = config.mode == "nftables"
     section = config.nftables if nft_mode else config.iptables
     sync_period, min_sync_period = validation.periods(config)
     bind_address = addresses.parse_ip(config.bind_address)
     # Validation has been: the metrics address splits, its port is a number.
     metrics = addresses.split_host_port(config.metrics_bind_address)
+    manifests = flags.manifests if "manifests" in flags.given else own.manifests
     return Effective(
         node_name=node_name(config.hostname_override),
         nft_mode=nft_mode,
@@ -120,10 +134,13 @@ def effective(config: KubeProxyConfiguration, flags: Flags) -> Effective:
             detect_local_mode=config.detect_local_mode,
         ),
         ipvs_exclude_cidrs=tuple(filter(None, map(addresses.parse_cidr, config.ipvs.exclude_cidrs or ()))),
-        lane=cast(Lane, flags.lane),
-        directory=Path(flags.directory),
-        manifests=Path(flags.manifests) if flags.manifests else None,
+        lane=cast(Lane, flags.lane) if "lane" in flags.given else own.lane,
+        directory=Path(flags.directory if "directory" in flags.given else own.directory),
+        manifests=Path(manifests) if manifests else None,
         log_format="json" if config.logging.format == "json" else "text",
+        socket_lb=own.socket_lb,
+        pod_network=tuple(own.pod_network),
+        map_sizes=own.maps.model_dump(),
     )
 
 

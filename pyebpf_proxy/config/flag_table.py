@@ -118,8 +118,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("log-json-info-buffer-size", "quantity", "0", _JSON_ALPHA, read.quantity),
     ),
     "Of pyebpf-proxy alone": (
+        Flag("datapath-config", "string", "", "File of kind DatapathConfiguration: what is ours and not kube-proxy's (docs/datapath-configuration.md). The flags below win over it."),
         Flag("manifests", "string", "", "Take Services, EndpointSlices and Nodes from the files of this folder."),
-        Flag("datapath-config", "string", "", "Not there yet: file of kind DatapathConfiguration, what is ours and not kube-proxy's."),
         Flag("directory", "string", DEFAULT_DIRECTORY, "Run folder. Instances with different folders share nothing: pins, nft table and lock hang on it.", read.not_empty),
         Flag("lane", "auto|netfilter", "auto", "How first packets are carried: by conntrack kfuncs where the kernel has them, or always by netfilter.", read.lane),
     ),

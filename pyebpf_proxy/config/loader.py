@@ -21,7 +21,14 @@ MAX_FILE_SIZE = 1 << 20
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used; the text is one line, in kube-proxy's words where it has some."""
+    """The configuration cannot be used; the text is one line, in kube-proxy's words where it has some.
+
+    ``file``: which one is meant, where that is not the one of ``--config``.
+    """
+
+    def __init__(self, text: str, file: str = "") -> None:
+        super().__init__(text)
+        self.file = file
 
 
 class Read(NamedTuple):
@@ -33,12 +40,19 @@ class Read(NamedTuple):
 
 def read(path: Path) -> Read:
     """The file without its defaults; ConfigError names what is wrong."""
-    return decode_text(_content(path))
+    try:
+        text = content(path)
+    except ValueError as error:
+        raise ConfigError(f"failed complete: {error}") from None
+    return decode_text(text)
 
 
-def decode_text(content: bytes) -> Read:
+def decode_text(text: bytes) -> Read:
     """The document without its defaults, and the warning of the lenient second pass."""
-    fields, duplicates = _parsed(content)
+    try:
+        fields, duplicates = parsed(text)
+    except ValueError as error:
+        _fail(str(error))
     decoded = decode(_without_kind(fields))
     if decoded.errors:
         _fail(in_one_line(decoded.errors))
@@ -53,16 +67,14 @@ def _fail(text: str) -> NoReturn:
     raise ConfigError(f"failed complete: failed to decode: {text}")
 
 
-def _parsed(content: bytes) -> tuple[object, list[str]]:
-    if json_text.is_json(content):
+def parsed(text: bytes) -> tuple[object, list[str]]:
+    """YAML or JSON as plain values, and duplicate keys in words (JSON's are in its ``Pairs``); ValueError."""
+    if json_text.is_json(text):
         try:
-            return json_text.load(content), []
+            return json_text.load(text), []
         except ValueError as error:
-            _fail(f"couldn't get version/kind; json parse error: {error}")
-    try:
-        document = yaml_text.load(content)
-    except ValueError as error:
-        _fail(str(error))
+            raise ValueError(f"couldn't get version/kind; json parse error: {error}") from None
+    document = yaml_text.load(text)
     return document.value, document.duplicates
 
 
@@ -96,27 +108,28 @@ def _without_kind(fields: object) -> object:
     return dict(rest) if isinstance(fields, dict) else json_text.Pairs(rest)
 
 
-def _content(path: Path) -> bytes:
+def content(path: Path) -> bytes:
+    """What stands in a file, in bounded time and memory; ValueError says in Go's words why that cannot be had."""
     try:
         # Not blocking: a FIFO must not hang the start.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigError(f"failed complete: open {path}: {_reason(error)}") from None
+        raise ValueError(f"open {path}: {_reason(error)}") from None
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
-            raise ConfigError(f"failed complete: read {path}: is a directory")
+            raise ValueError(f"read {path}: is a directory")
         if not stat.S_ISREG(mode):
-            raise ConfigError(f"failed complete: read {path}: not a regular file")
+            raise ValueError(f"read {path}: not a regular file")
         with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(MAX_FILE_SIZE + 1)
+            text = file.read(MAX_FILE_SIZE + 1)
     except OSError as error:
-        raise ConfigError(f"failed complete: read {path}: {_reason(error)}") from None
+        raise ValueError(f"read {path}: {_reason(error)}") from None
     finally:
         os.close(descriptor)
-    if len(content) > MAX_FILE_SIZE:
-        raise ConfigError(f"failed complete: read {path}: larger than 1 MiB, the size of a ConfigMap")
-    return content
+    if len(text) > MAX_FILE_SIZE:
+        raise ValueError(f"read {path}: larger than 1 MiB, the size of a ConfigMap")
+    return text
 
 
 def _reason(error: OSError) -> str:

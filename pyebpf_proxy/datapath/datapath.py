@@ -131,8 +131,10 @@ class Datapath:
         directory = effective.directory
         bpffs, table = self._prepare()
         pins = mounts.pin_directory(bpffs, directory, LAYOUT_VERSION)
-        loaded = load(settings(effective, facts), pins / "maps", lane=effective.lane)
+        loaded = load(settings(effective, facts), pins / "maps", effective.map_sizes, effective.lane)
         self._stack.callback(loaded.close)
+        for name, (old, new) in loaded.resized.items():
+            _log.info("a map has another size", map=name, old=old, new=new)
         self._counters = _counters(loaded), loaded.maps["reasons"]
         self._learn(facts)
         self._say_lane(loaded)
@@ -155,15 +157,22 @@ class Datapath:
         return _Parts(loaded, table, node, writer, clusters, udp, udp_touched)
 
     def _attach(self, loaded: Loaded, node: Node, pins: Path) -> None:
+        found = self._attach_sockets(loaded, pins / "links") if self._effective.socket_lb == "node" else "none"
+        node.attach({name: program.fd for name, program in loaded.tc.programs.items()})
+        if self._effective.socket_lb == "off" and cgroups.detach(pins / "links"):
+            _log.info("the socket programs of a former run are detached")
+        loaded.attached()
+        _log.info("attached", devices=len(node.attached), cgroup=found, pins=pins)
+
+    def _attach_sockets(self, loaded: Loaded, links: Path) -> str:
         cgroup = mounts.open_cgroup2()
         if cgroup.warning:
             _log.warning(cgroup.warning)
         try:
-            cgroups.attach(loaded.sock.programs, cgroup.descriptor, pins / "links")
+            cgroups.attach(loaded.sock.programs, cgroup.descriptor, links)
         finally:
             os.close(cgroup.descriptor)
-        node.attach({name: program.fd for name, program in loaded.tc.programs.items()})
-        _log.info("attached", devices=len(node.attached), cgroup=cgroup.found, pins=pins)
+        return cgroup.found
 
     def _follow(self, loop: asyncio.AbstractEventLoop, node: Node) -> None:
         descriptor = node.fileno()
@@ -249,7 +258,7 @@ class Datapath:
     def _learn(self, facts: NodeFacts) -> bool:
         """Take in what the Nodes say; True if that changes which addresses are pods'."""
         ranges: Iterable[Network] = self._effective.pod_cidrs.values() or facts.pod_cidrs
-        return self._pods.update(ranges, facts.node_addresses)
+        return self._pods.update([*ranges, *self._effective.pod_network], facts.node_addresses)
 
     def _say_lane(self, loaded: Loaded) -> None:
         if loaded.lane != "direct":

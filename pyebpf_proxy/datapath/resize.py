@@ -156,8 +156,7 @@ def _bound(rows: list[tuple[bytes, bytes]], new: Map, maps: Mapping[str, Map], b
         return rows
     layouts = Layouts(btf)
     seconds: dict[bytes, int] = {}
-    for _, value in maps["tables"].items():
-        row = layouts.table.unpack(value)
+    for row in layouts.table.iter_unpack(maps["tables"].dump()[1]):
         number = layouts.u32.pack(row[0])
         seconds[number] = max(seconds.get(number, 0), row[4])
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)

@@ -17,6 +17,8 @@ from typing import Any
 
 import yaml
 
+from pyebpf_proxy.config.datapath_model import API_VERSION, KIND
+
 from . import addresses
 from .namespace import LabError, Namespace, die_with_parent
 
@@ -76,19 +78,26 @@ class Agent:
         }
         return base | (changes or {})
 
-    def start(self, config: dict[str, Any] | None = None, lane: str = "auto") -> None:
-        """Start the process. Does not wait: ``wait_synced``."""
+    def start(
+        self, config: dict[str, Any] | None = None, lane: str | None = "auto", own: dict[str, Any] | None = None
+    ) -> None:
+        """Start the process. Does not wait: ``wait_synced``. ``own``: fields of a DatapathConfiguration, for a file."""
         if self.process is not None:
             raise LabError(f"the agent of {self.node_name} runs already")
         self.folder.mkdir(exist_ok=True, parents=True)
         path = self.folder / "config.yaml"
         path.write_text(yaml.safe_dump(self.configuration(config), sort_keys=False))
         arguments = ["--config", str(path), "--manifests", str(self.manifests), *self._directory()]
+        arguments += [] if lane is None else ["--lane", lane]
+        if own is not None:
+            path = self.folder / "datapath.yaml"
+            path.write_text(yaml.safe_dump({"apiVersion": API_VERSION, "kind": KIND, **own}, sort_keys=False))
+            arguments += ["--datapath-config", str(path)]
         self.started = time.time()
         self._ever_started = True
         with open(self.log_file, "ab") as log:
             self.process = subprocess.Popen(
-                ["ip", "netns", "exec", self.namespace.name, *command(), *arguments, "--lane", lane],
+                ["ip", "netns", "exec", self.namespace.name, *command(), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/configuration.md: made from the models and the flags, and still what they say."""
+"""The pages of docs/ that are made from the models and the flags: still what they say."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pyebpf_proxy.config.datapath_model import DatapathConfiguration, Maps
 from pyebpf_proxy.config.decode import fields_of
 from pyebpf_proxy.config.flag_table import FLAGS
 from pyebpf_proxy.config.model import KubeProxyConfiguration
@@ -29,6 +30,19 @@ def generator() -> Any:
 def test_the_page_is_what_the_models_say() -> None:
     shown = (ROOT / "docs" / "configuration.md").read_text()
     assert shown == generator().page(), "run .venv/bin/python tools/configuration_page.py >docs/configuration.md"
+
+
+def test_the_page_of_our_own_options_is_what_the_model_says() -> None:
+    shown = (ROOT / "docs" / "datapath-configuration.md").read_text()
+    command = ".venv/bin/python tools/configuration_page.py datapath >docs/datapath-configuration.md"
+    assert shown == generator().datapath_page(), f"run {command}"
+
+
+def test_every_option_of_our_own_has_a_line_with_its_effect() -> None:
+    text = (ROOT / "docs" / "datapath-configuration.md").read_text()
+    fields = re.findall(r"^\| `([\w.]+)` \| \S.* \| .* \| \S.* \|$", text, re.MULTILINE)
+    names = [str(info.alias) for info in DatapathConfiguration.model_fields.values()]
+    assert fields == names + [f"maps.{info.alias}" for info in Maps.model_fields.values()]
 
 
 def test_every_flag_and_field_has_a_line_with_its_effect() -> None:

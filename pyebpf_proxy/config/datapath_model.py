@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The document ``datapath.pyebpf-proxy.io/v1alpha1 DatapathConfiguration``: what is ours and not kube-proxy's.
+
+``datapath_config`` reads files by this model; the descriptions are what docs/datapath-configuration.md is made of.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
+
+from pyebpf_proxy.config import gotext
+from pyebpf_proxy.config.addresses import Network, parse_cidr
+from pyebpf_proxy.config.flag_table import DEFAULT_DIRECTORY
+
+API_VERSION = "datapath.pyebpf-proxy.io/v1alpha1"
+KIND = "DatapathConfiguration"
+_DEVICE = re.compile(r"[^\s/:]{1,15}")
+
+
+class Size(NamedTuple):
+    """The bounds of a map's size, and what it costs: bytes for each entry of its size, and for each one in use.
+
+    As the kernel's hash maps, arrays and tries are made on 64-bit machines; ``bpftool map`` shows the true sum.
+    """
+
+    least: int
+    most: int
+    empty_bytes: int
+    used_bytes: int
+
+    def check(self, value: int) -> int:
+        """``value``, if it is within the bounds; ValueError."""
+        if not self.least <= value <= self.most:
+            raise ValueError(f"must be from {self.least} to {self.most}, not {value}")
+        return value
+
+
+def _size(text: str, size: Size) -> Any:
+    return Field(description=text, json_schema_extra={"size": list(size)})
+
+
+def _checked(size: Size) -> Any:
+    return AfterValidator(size.check)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+
+
+_MANY = 1 << 22
+# By what the maps are made of: entries that are made when needed cost only their bucket while there are none.
+_SMALL = Size(256, _MANY, 16, 64)
+_WIDE = Size(256, _MANY, 16, 96)
+_NAMES = Size(256, _MANY, 16, 256)
+_WORDS = Size(256, _MANY, 8, 0)
+_READY = Size(256, _MANY, 88, 0)
+_TRIE = Size(256, _MANY, 0, 64)
+_NODE = Size(64, 1 << 16, 16, 64)
+_ROUTES = Size(256, 1 << 20, 0, 64)
+_AFFINITIES = Size(1024, _MANY, 104, 0)
+_PEERS4 = Size(1024, _MANY, 88, 0)
+_PEERS6 = Size(1024, _MANY, 120, 0)
+_FLOWS = Size(1024, _MANY, 96, 0)
+_SETS = Size(1024, _MANY, 160, 0)
+_FRAGMENTS = Size(1024, 1 << 16, 112, 0)
+
+_IPVS = "Made only in mode ipvs with the scheduler "
+_OLDEST_GO = " When it is full, what was used longest ago goes."
+
+
+class Maps(_Section):
+    """Section ``maps``: how many entries each map holds; the names are those of bpf/maps.h in camelCase."""
+
+    frontends4: Annotated[int, _checked(_SMALL), _size("IPv4 addresses and ports of Services.", _SMALL)] = 65536
+    frontends6: Annotated[int, _checked(_SMALL), _size("IPv6 addresses and ports of Services.", _SMALL)] = 65536
+    services: Annotated[
+        int, _checked(_WORDS), _size("Service ports (of both families, one more than are served).", _WORDS)
+    ] = 65536
+    service_names: Annotated[
+        int, _checked(_NAMES), _size("Names of the service ports: as many as services.", _NAMES)
+    ] = 65536
+    tables: Annotated[
+        int, _checked(_WIDE), _size("Versions of service ports: up to two for each while they change.", _WIDE)
+    ] = 131072
+    slots: Annotated[
+        int,
+        _checked(_WORDS),
+        _size(
+            "Places in the lists of endpoints: each is in a cluster list, those here in a local one too.",
+            _WORDS,
+        ),
+    ] = 524288
+    backends4: Annotated[int, _checked(_READY), _size("IPv4 endpoints, counted by service port.", _READY)] = 131072
+    backends6: Annotated[int, _checked(_WIDE), _size("IPv6 endpoints, counted by service port.", _WIDE)] = 131072
+    endpoints4: Annotated[
+        int, _checked(_READY), _size("Different IPv4 endpoints, and those of UDP service ports once more.", _READY)
+    ] = 131072
+    endpoints6: Annotated[
+        int, _checked(_WIDE), _size("Different IPv6 endpoints, and those of UDP service ports once more.", _WIDE)
+    ] = 131072
+    affinities: Annotated[
+        int, _checked(_AFFINITIES), _size("Clients of service ports with session affinity." + _OLDEST_GO, _AFFINITIES)
+    ] = 65536
+    source_ranges4: Annotated[int, _checked(_TRIE), _size("IPv4 loadBalancerSourceRanges.", _TRIE)] = 65536
+    source_ranges6: Annotated[int, _checked(_TRIE), _size("IPv6 loadBalancerSourceRanges.", _TRIE)] = 65536
+    node_addresses4: Annotated[int, _checked(_NODE), _size("IPv4 addresses of the node.", _NODE)] = 4096
+    node_addresses6: Annotated[int, _checked(_NODE), _size("IPv6 addresses of the node.", _NODE)] = 4096
+    masquerade4: Annotated[int, _checked(_ROUTES), _size("Devices and IPv4 subnets of the node.", _ROUTES)] = 16384
+    masquerade6: Annotated[int, _checked(_ROUTES), _size("Devices and IPv6 subnets of the node.", _ROUTES)] = 16384
+    devices: Annotated[int, _checked(_NODE), _size("Network devices of the node.", _NODE)] = 4096
+    lifted_fragments: Annotated[
+        int, _checked(_FRAGMENTS), _size("Fragmented replies between ports of a bridge." + _OLDEST_GO, _FRAGMENTS)
+    ] = 1024
+    socket_peers4: Annotated[
+        int, _checked(_PEERS4), _size("Sockets of the node that talk to a Service over IPv4." + _OLDEST_GO, _PEERS4)
+    ] = 32768
+    socket_peers6: Annotated[
+        int, _checked(_PEERS6), _size("Sockets of the node that talk to a Service over IPv6." + _OLDEST_GO, _PEERS6)
+    ] = 32768
+    socket_flows: Annotated[
+        int, _checked(_FLOWS), _size("Services that unconnected UDP sockets of the node talk to." + _OLDEST_GO, _FLOWS)
+    ] = 32768
+    connections: Annotated[
+        int, _checked(_WIDE), _size(_IPVS + "lc, wlc, sed, nq, lblc and lblcr: endpoints of both families.", _WIDE)
+    ] = 262144
+    choices: Annotated[
+        int, _checked(_SMALL), _size(_IPVS + "lc, wlc, sed, nq, lblc and lblcr: endpoints of both families.", _SMALL)
+    ] = 262144
+    localities: Annotated[
+        int, _checked(_AFFINITIES), _size(_IPVS + "lblc: addresses of Services." + _OLDEST_GO, _AFFINITIES)
+    ] = 65536
+    locality_sets: Annotated[
+        int, _checked(_SETS), _size(_IPVS + "lblcr: addresses of Services." + _OLDEST_GO, _SETS)
+    ] = 65536
+
+
+def _path(text: str) -> str:
+    if not text.startswith("/") or "\0" in text:
+        raise ValueError(f"must be an absolute path, not {gotext.quote(text)}")
+    return text
+
+
+def _socket_lb(value: object) -> object:
+    # Unquoted, off is a boolean in YAML.
+    if value is False:
+        return "off"
+    if value == "all":
+        raise ValueError('"all" (also the sockets of pods) is not in this release: node or off can be had')
+    return value
+
+
+def _no_fast_path(value: bool) -> bool:
+    if value:
+        raise ValueError("there is no fast path in this release: only false can be had")
+    return value
+
+
+def _device(text: str) -> str:
+    if not _DEVICE.fullmatch(text) or text in (".", ".."):
+        raise ValueError(f"must be the name of a network device, not {gotext.quote(text)}")
+    return text
+
+
+def _no_devices(devices: list[str]) -> list[str]:
+    if devices:
+        raise ValueError("there is no XDP in this release: only an empty list can be had")
+    return devices
+
+
+def _network(value: object) -> Network:
+    if isinstance(value, ipaddress.IPv4Network | ipaddress.IPv6Network):
+        return value
+    if not isinstance(value, str):
+        raise PydanticCustomError("string_type", "a text")
+    network = parse_cidr(value)
+    if network is None:
+        raise ValueError(f"must be a CIDR, as 10.0.0.0/8 or fd00::/48, not {gotext.quote(value)}")
+    address = value.partition("/")[0]
+    if network.network_address != ipaddress.ip_address(address):
+        raise ValueError(f"{gotext.quote(value)} has bits behind its prefix; is {network} meant?")
+    return network
+
+
+class DatapathConfiguration(_Section):
+    """The whole document."""
+
+    api_version: Annotated[Literal["datapath.pyebpf-proxy.io/v1alpha1"], Field(description="Always this.")] = (
+        "datapath.pyebpf-proxy.io/v1alpha1"
+    )
+    kind: Annotated[Literal["DatapathConfiguration"], Field(description="Always this.")] = "DatapathConfiguration"
+    lane: Annotated[
+        Literal["auto", "netfilter"],
+        Field(
+            description="auto: first packets are carried by conntrack kfuncs where the kernel has them; netfilter:"
+            " always by netfilter. The flag --lane wins."
+        ),
+    ] = "auto"
+    directory: Annotated[
+        str,
+        AfterValidator(_path),
+        Field(
+            description="Run folder. Instances with different folders share nothing: pins, nft table and lock hang"
+            " on it. The flag --directory wins."
+        ),
+    ] = DEFAULT_DIRECTORY
+    manifests: Annotated[
+        str | None,
+        AfterValidator(lambda text: text if text is None else _path(text)),
+        Field(
+            description="Services, EndpointSlices and Nodes are taken from the files of this folder."
+            " The flag --manifests wins."
+        ),
+    ] = None
+    socket_lb: Annotated[
+        Literal["node", "off"],
+        BeforeValidator(_socket_lb),
+        Field(
+            alias="socketLB",
+            description="node: the node's own connections to Services are translated at connect and sendmsg, by"
+            " programs on the root cgroup; off: these programs are not attached, those of a former run are detached.",
+        ),
+    ] = "node"
+    fast_path: Annotated[
+        bool, AfterValidator(_no_fast_path), Field(description="Not there yet: only false can be had.")
+    ] = False
+    xdp_devices: Annotated[
+        list[Annotated[str, AfterValidator(_device)]],
+        AfterValidator(_no_devices),
+        Field(description="Not there yet: only an empty list can be had."),
+    ] = []
+    pod_network: Annotated[
+        list[Annotated[Network, PlainValidator(_network)]],
+        Field(
+            description="Ranges that count as the pod network beside clusterCIDR, or, without that, beside the Nodes'"
+            " podCIDRs: flows to endpoints in them may take the direct lane."
+        ),
+    ] = []
+    maps: Annotated[Maps, Field(description="Sizes of the BPF maps.")] = Maps()

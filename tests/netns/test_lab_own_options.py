@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent with a DatapathConfiguration: map sizes that change under connections, lanes, no socket programs."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import moved, reasons
+from test_lab_life import ECHO, Transfers
+
+from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
+from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.lab.load import Load, failed
+from pyebpf_proxy.lab.manifests import Port
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+STICKY = Kind("sticky", 21, sessionAffinity="ClientIP")
+WEB = Kind("web", 10)
+SMALL = {
+    **dict.fromkeys(("frontends4", "frontends6", "services", "serviceNames", "tables", "backends4", "backends6"), 512),
+    **dict.fromkeys(("affinities", "socketPeers4", "socketPeers6", "socketFlows"), 2048),
+    "slots": 4096,
+}
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Lab]:
+    """One node with two pods that serve and one that asks; the agent is the test's to start."""
+    with Lab(nodes=1) as lab:
+        (node,) = lab.nodes
+        pods = (lab.add_pod("web-1", node), lab.add_pod("web-2", node))
+        lab.add_pod("toolbox", node)
+        for kind in (WEB, ECHO, STICKY):
+            kind.endpoints = pods
+        write_nodes(lab)
+        write_services(lab, WEB, ECHO, STICKY)
+        yield lab
+
+
+@pytest.fixture(autouse=True)
+def ended(small: Lab) -> Iterator[None]:
+    yield
+    small.nodes[0].agent.stop()
+
+
+def shown(node: Node, name: str) -> int:
+    """The size that bpftool says."""
+    found: dict[str, Any] = json.loads(
+        node.namespace.run("bpftool", "-j", "map", "show", "pinned", str(node.agent.pin(name)))
+    )
+    return int(found["max_entries"])
+
+
+def snake(name: str) -> str:
+    return re.sub("[A-Z]", lambda letter: "_" + letter[0].lower(), name)
+
+
+def pods_of(lab: Lab, address: str) -> set[str]:
+    return {outcome.answer.pod for outcome in lab.client.call(ask_many, 5, address, 80) if outcome.answer}
+
+
+@pytest.mark.parametrize("ending", ["kill", "stop"])
+def test_other_map_sizes_while_connections_run(small: Lab, ending: str) -> None:
+    node = small.nodes[0]
+    agent = node.agent
+    toolbox = small.pods["toolbox"].namespace
+    sticky = STICKY.target("LoadBalancer", node).address
+    agent.start()
+    agent.wait_synced()
+    assert shown(node, "slots") == 524288
+    kept = {address: pods_of(small, address) for address in sticky}
+    assert {len(pods) for pods in kept.values()} == {1}
+    echo = ECHO.target("LoadBalancer", node).address
+    own = ECHO.target("ClusterIP", node).address
+    transfers = [
+        Transfers(small.client, echo.v4, 7, 3), Transfers(small.client, echo.v6, 7, 3),
+        Transfers(toolbox, own.v4, 7, 3), Transfers(node.namespace, own.v6, 7, 3),
+    ]  # fmt: skip
+    web = WEB.target("LoadBalancer", node).address
+    loads = [Load(small.client, web.v4, 80), Load(toolbox, WEB.target("ClusterIP", node).address.v6, 80)]
+    for sizes in (SMALL, {}, {"slots": 100_000, "affinities": 5000, "devices": 200}):
+        getattr(agent, ending)()
+        agent.start(own={"maps": sizes})
+        agent.wait_synced()
+        assert {name: shown(node, snake(name)) for name in sizes} == sizes
+        least = [each.least() for each in transfers]
+        deadline = time.monotonic() + 20
+        while not all(each.least() > was + 3 for each, was in zip(transfers, least, strict=True)):
+            assert time.monotonic() < deadline, "transfers go on"
+            assert not any(each.done() for each in transfers), [each.stop() for each in transfers if each.done()]
+            time.sleep(0.05)
+        assert {address: pods_of(small, address) for address in sticky} == kept
+    assert [text for each in transfers if (text := each.stop())] == []
+    for load in loads:
+        samples = load.stop()
+        assert samples
+        assert not failed(samples)
+    assert "map=slots old=4096 new=524288" in agent.log()
+    assert not list(agent.directory.glob("bpf/**/maps-*"))
+
+
+def test_sizes_that_are_too_small_end_the_start_and_what_is_served_goes_on(small: Lab, family: int) -> None:
+    node = small.nodes[0]
+    agent = node.agent
+    many = Kind("many", 30)
+    many.ports = [Port(f"port-{number}", number, 8080) for number in range(1, 100)]
+    write_services(small, many)
+    agent.start()
+    agent.wait_synced()
+    agent.stop()
+    agent.start(own={"maps": {"frontends4": 256}})
+    assert agent.wait_ended() == 1
+    assert "map frontends4 cannot get the size 256: it has " in agent.log()
+    assert small.client.call(ask, WEB.target("LoadBalancer", node).address.of(family), 80).kind == ANSWERED
+    (small.manifests / "many.yaml").unlink()
+
+
+def test_the_lane_of_the_file_and_the_flag_over_it(small: Lab, family: int) -> None:
+    node = small.nodes[0]
+    address = WEB.target("LoadBalancer", node).address.of(family)
+    for lane, direct in ((None, False), ("auto", True)):
+        node.agent.start(lane=lane, own={"lane": "netfilter"})
+        node.agent.wait_synced()
+        before = reasons(node)
+        assert small.client.call(ask, address, 80).kind == ANSWERED
+        assert ("new_flow_direct" in moved(before, reasons(node))) == direct
+        node.agent.stop()
+
+
+def test_pod_networks_that_the_cluster_does_not_name(small: Lab, family: int) -> None:
+    node = small.nodes[0]
+    address = WEB.target("LoadBalancer", node).address.of(family)
+    ranges = str(node.pod_cidr.v4), str(node.pod_cidr.v6)
+    for own, direct in (({}, False), ({"podNetwork": list(ranges)}, True)):
+        node.agent.start({"clusterCIDR": "192.0.2.0/24,2001:db8:9::/64"}, own=own)
+        node.agent.wait_synced()
+        before = reasons(node)
+        assert small.client.call(ask, address, 80).kind == ANSWERED
+        assert ("new_flow_direct" in moved(before, reasons(node))) == direct
+        node.agent.stop()
+
+
+def test_without_socket_programs(small: Lab, family: int, protocol: str) -> None:
+    """Those of a former run go; what passes the node is served as ever; the node's own processes reach no Service."""
+    node = small.nodes[0]
+    agent = node.agent
+    agent.start()
+    agent.wait_synced()
+    target = WEB.target("ClusterIP", node)
+    asked = target.address.of(family), target.ports[protocol], protocol
+    assert node.namespace.call(ask, *asked).kind == ANSWERED
+    agent.stop()
+    agent.start(own={"socketLB": "off"})
+    agent.wait_synced()
+    assert "the socket programs of a former run are detached" in agent.log()
+    assert not [*agent.directory.glob("bpf/**/links/*")]
+    for kind in ("LoadBalancer", "NodePort"):
+        other = WEB.target(kind, node)  # type: ignore[arg-type]
+        assert small.client.call(ask, other.address.of(family), other.ports[protocol], protocol).kind == ANSWERED
+    assert small.pods["toolbox"].namespace.call(ask, *asked).kind == ANSWERED
+    assert node.namespace.call(ask, *asked, timeout=0.5).kind != ANSWERED
+    agent.stop()
+    agent.start()
+    agent.wait_synced()
+    assert node.namespace.call(ask, *asked).kind == ANSWERED

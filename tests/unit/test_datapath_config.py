@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--datapath-config: every field good and bad, every error by its path, bounds on bad input."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+import string
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyebpf_proxy.config import datapath_config, flags
+from pyebpf_proxy.config.complete import complete
+from pyebpf_proxy.config.datapath_model import API_VERSION, KIND, DatapathConfiguration, Maps
+from pyebpf_proxy.config.effective import Effective, effective
+from pyebpf_proxy.config.loader import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = f"apiVersion: {API_VERSION}\nkind: {KIND}\n"
+
+
+def read(text: str) -> DatapathConfiguration:
+    return datapath_config.decode_text((HEADER + text).encode())
+
+
+def errors(text: str, header: str = HEADER) -> str:
+    with pytest.raises(ValueError) as caught:
+        datapath_config.decode_text((header + text).encode())
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+def settings(own: DatapathConfiguration, *arguments: str) -> Effective:
+    config = complete(flags.parse([]), lambda text, file: None)
+    return effective(config, flags.parse(arguments), own)
+
+
+def test_without_fields_the_defaults_hold() -> None:
+    assert read("") == DatapathConfiguration()
+    found = settings(read(""))
+    assert (found.lane, str(found.directory), found.manifests) == ("auto", "/run/pyebpf-proxy", None)
+    assert (found.socket_lb, found.pod_network) == ("node", ())
+    assert found.map_sizes["backends4"] == 131072
+
+
+GOOD: list[tuple[str, str, Any]] = [
+    ("lane: netfilter", "lane", "netfilter"),
+    ("lane: auto", "lane", "auto"),
+    ("lane: null", "lane", "auto"),
+    ("directory: /run/other", "directory", "/run/other"),
+    ("manifests: /etc/services", "manifests", "/etc/services"),
+    ("socketLB: node", "socket_lb", "node"),
+    ('socketLB: "off"', "socket_lb", "off"),
+    ("socketLB: off", "socket_lb", "off"),  # a boolean in YAML
+    ("fastPath: false", "fast_path", False),
+    ("xdpDevices: []", "xdp_devices", []),
+    ("maps: {services: 256}", "maps", Maps(services=256)),
+    ("maps: {serviceNames: 4194304, socketPeers6: 1024}", "maps", Maps(service_names=4194304, socket_peers6=1024)),
+    ("maps: {}", "maps", Maps()),
+    ("maps:", "maps", Maps()),
+]
+
+
+@pytest.mark.parametrize(("text", "field", "value"), GOOD, ids=[case[0] for case in GOOD])
+def test_a_good_field(text: str, field: str, value: object) -> None:
+    assert getattr(read(text), field) == value
+
+
+def test_pod_networks() -> None:
+    found = settings(read("podNetwork: [10.0.0.0/8, 'fd00::/48', 192.0.2.7/32]")).pod_network
+    assert [str(network) for network in found] == ["10.0.0.0/8", "fd00::/48", "192.0.2.7/32"]
+
+
+BAD: list[tuple[str, str]] = [
+    ("lane: fast", 'lane: must be auto or netfilter, not "fast"'),
+    ("lane: 7", "lane: must be auto or netfilter, not 7"),
+    ("lane: [auto]", "lane: must be auto or netfilter, not a list"),
+    ("directory: run", 'directory: must be an absolute path, not "run"'),
+    ('directory: ""', 'directory: must be an absolute path, not ""'),
+    ('directory: "/a\\0b"', 'directory: must be an absolute path, not "/a\\x00b"'),
+    ("directory: {}", "directory: must be a text, not a mapping"),
+    ("manifests: 3", "manifests: must be a text, not 3"),
+    ("manifests: ./here", 'manifests: must be an absolute path, not "./here"'),
+    ("socketLB: all", 'socketLB: "all" (also the sockets of pods) is not in this release: node or off can be had'),
+    ("socketLB: on", "socketLB: must be node or off, not true"),
+    ("socketLB: pods", 'socketLB: must be node or off, not "pods"'),
+    ("fastPath: true", "fastPath: there is no fast path in this release: only false can be had"),
+    ('fastPath: "false"', 'fastPath: must be true or false, not "false"'),
+    ("fastPath: 0", "fastPath: must be true or false, not 0"),
+    ("xdpDevices: [eth0]", "xdpDevices: there is no XDP in this release: only an empty list can be had"),
+    ("xdpDevices: [eth0, 7]", "xdpDevices[1]: must be a text, not 7"),
+    ("xdpDevices: [a/b]", 'xdpDevices[0]: must be the name of a network device, not "a/b"'),
+    ("xdpDevices: [null]", "xdpDevices[0]: must be a text, not null"),
+    ("xdpDevices: eth0", 'xdpDevices: must be a list, not "eth0"'),
+    ("podNetwork: [10.0.0.0/8, pods]", 'podNetwork[1]: must be a CIDR, as 10.0.0.0/8 or fd00::/48, not "pods"'),
+    ("podNetwork: [10.0.0.0/33]", 'podNetwork[0]: must be a CIDR, as 10.0.0.0/8 or fd00::/48, not "10.0.0.0/33"'),
+    ("podNetwork: [10.1.0.0/8]", 'podNetwork[0]: "10.1.0.0/8" has bits behind its prefix; is 10.0.0.0/8 meant?'),
+    ("podNetwork: [7]", "podNetwork[0]: must be a text, not 7"),
+    ("podNetwork: [{}]", "podNetwork[0]: must be a text, not a mapping"),
+    ("podNetwork: 10.0.0.0/8", 'podNetwork: must be a list, not "10.0.0.0/8"'),
+    ("maps: 3", "maps: must be a mapping of fields, not 3"),
+    ("maps: [backends4]", "maps: must be a mapping of fields, not a list"),
+    ("maps: {backends4: many}", 'maps.backends4: must be a whole number, not "many"'),
+    ('maps: {backends4: "512"}', 'maps.backends4: must be a whole number, not "512"'),
+    ("maps: {backends4: 512.5}", "maps.backends4: must be a whole number, not 512.5"),
+    ("maps: {backends4: true}", "maps.backends4: must be a whole number, not true"),
+    ("maps: {backends4: -1}", "maps.backends4: must be from 256 to 4194304, not -1"),
+    ("maps: {devices: 65537}", "maps.devices: must be from 64 to 65536, not 65537"),
+    ("maps: {slots: 99999999999}", "maps.slots: must be from 256 to 4194304, not 99999999999"),
+    ("maps: {backend4: 512}", "maps.backend4: unknown field, is backends4 meant?"),
+    ("maps: {service_names: 512}", "maps.service_names: unknown field, is serviceNames meant?"),
+    ("maps: {reasons: 512}", "maps.reasons: unknown field"),
+    ("lanes: auto", "lanes: unknown field, is lane meant?"),
+    ("Lane: auto", "Lane: unknown field, is lane meant?"),
+    ("socketlb: node", "socketlb: unknown field, is socketLB meant?"),
+    ("mode: iptables", "mode: unknown field"),
+    ("mode:", "mode: unknown field"),
+    (f"{'x' * 500}: 1", f"{'x' * 60}…: unknown field"),
+    ("lane: auto\nlane: auto", 'line 4: key "lane" already set in map'),
+    ("maps:\n  slots: 512\n  slots: 512", 'line 5: key "slots" already set in map'),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), BAD, ids=[case[0][:40] for case in BAD])
+def test_a_bad_field_is_named_by_its_path(text: str, said: str) -> None:
+    assert errors(text) == said
+
+
+@pytest.mark.parametrize("name", [info.alias for info in Maps.model_fields.values()])
+def test_every_map_has_its_bounds(name: str) -> None:
+    field = next(name_ for name_, info in Maps.model_fields.items() if info.alias == name)
+    extra: Any = Maps.model_fields[field].json_schema_extra
+    least, most, *_ = extra["size"]
+    for size in (least, most):
+        assert getattr(read(f"maps: {{{name}: {size}}}").maps, field) == size
+    for size in (least - 1, most + 1):
+        assert errors(f"maps: {{{name}: {size}}}") == f"maps.{name}: must be from {least} to {most}, not {size}"
+
+
+def test_all_errors_are_told_at_once() -> None:
+    said = errors("lane: fast\nfoo: 1\nmaps: {backends4: 1, bar: 2}\nxdpDevices: [a, 1]\nfastPath: yes\n")
+    assert said.startswith("[")
+    assert said.endswith("]")
+    paths = ("lane: ", "foo: ", "maps.backends4: ", "maps.bar: ", "xdpDevices[1]: ", "fastPath: ")
+    assert [path for path in paths if path not in said] == []
+    assert said.count(": must be") == 3
+
+
+def test_many_errors_are_counted() -> None:
+    said = errors("\n".join(f"field{number}: 1" for number in range(150)))
+    assert said.count("unknown field") == 100
+    assert said.endswith(", and 50 more]")
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ("", f"[apiVersion: is missing, must be {API_VERSION}, kind: is missing, must be {KIND}]"),
+        (f"kind: {KIND}\n", f"apiVersion: is missing, must be {API_VERSION}"),
+        (
+            "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: iptables\n",
+            f'[apiVersion: must be {API_VERSION}, not "kubeproxy.config.k8s.io/v1alpha1",'
+            f' kind: must be {KIND}, not "KubeProxyConfiguration"]',
+        ),
+        ("[1, 2]", "the file holds no fields"),
+        ("text", "the file holds no fields"),
+        ("lane: [", "yaml: line 1: did not find expected node content"),
+        ("{", "couldn't get version/kind; json parse error: line 1: expecting property name enclosed in double quotes"),
+    ],
+)
+def test_another_document(header: str, said: str) -> None:
+    assert errors("", header) == said
+
+
+def test_json_is_read_with_its_duplicates() -> None:
+    text = f'{{"apiVersion": "{API_VERSION}", "kind": "{KIND}", "lane": "netfilter", "maps": {{"slots": 512}}}}'
+    assert datapath_config.decode_text(text.encode()).maps.slots == 512
+    assert errors("", text.replace("512", "9" * 5000)) == f"maps.slots: must be from 256 to 4194304, not 1{'0' * 30}"
+    double = text.replace('"slots": 512', '"slots": 512, "slots": 512').replace('"lane"', '"lane": "auto", "lane"')
+    assert errors("", double) == "[lane: duplicate field, maps.slots: duplicate field]"
+
+
+def test_flags_win() -> None:
+    own = read("lane: netfilter\ndirectory: /run/file\nmanifests: /etc/file\n")
+    found = settings(own)
+    assert (found.lane, str(found.directory), str(found.manifests)) == ("netfilter", "/run/file", "/etc/file")
+    found = settings(own, "--lane=auto", "--directory=/run/flag", "--manifests=/etc/flag")
+    assert (found.lane, str(found.directory), str(found.manifests)) == ("auto", "/run/flag", "/etc/flag")
+
+
+# ---- bad files ------------------------------------------------------------------------------------------------
+
+
+def files(folder: Path) -> dict[str, tuple[Path, str]]:
+    deep = folder / "deep"
+    deep.write_text(HEADER + "lane: " + "[" * 5000)
+    large = folder / "large"
+    large.write_bytes(b"#" * 10_000_000)
+    fifo = folder / "fifo"
+    os.mkfifo(fifo)
+    bomb = folder / "bomb"
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
+    bomb.write_text(HEADER + "\n".join(lines))
+    nul = folder / "nul"
+    nul.write_bytes(HEADER.encode() + b"lane: \0")
+    return {
+        "deep nesting": (deep, "yaml: exceeded max depth of 1000"),
+        "10 MB": (large, f"read {large}: larger than 1 MiB, the size of a ConfigMap"),
+        "a FIFO": (fifo, f"read {fifo}: not a regular file"),
+        "a folder": (folder, f"read {folder}: is a directory"),
+        "nothing": (folder / "none", f"open {folder / 'none'}: no such file or directory"),
+        "anchors": (bomb, "yaml: document contains excessive aliasing"),
+        "NUL": (nul, "yaml: control characters are not allowed"),
+    }
+
+
+def test_bad_files_are_one_line_each(tmp_path: Path) -> None:
+    for what, (path, said) in files(tmp_path).items():
+        with pytest.raises(ConfigError) as caught:
+            datapath_config.read(path)
+        assert str(caught.value) == f"datapath configuration: {said}", what
+        assert caught.value.file == str(path)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pyebpf_proxy", *arguments], capture_output=True, text=True, check=False, timeout=30
+    )
+
+
+@pytest.mark.parametrize("also", [[], ["--cleanup"], ["--write-config-to"]], ids=str)
+def test_the_command_line_says_which_file(tmp_path: Path, also: list[str]) -> None:
+    """A mistake is told whatever is to be done, and nothing is done."""
+    path, written = tmp_path / "own.yaml", tmp_path / "written"
+    path.write_text(HEADER + "lane: fast\n")
+    also = [*also, str(written)] if also == ["--write-config-to"] else also
+    result = run("--datapath-config", str(path), *also)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert 'datapath configuration: lane: must be auto or netfilter, not "fast"' in result.stderr
+    assert f"file={path}" in result.stderr
+    assert not written.exists()
+
+
+def test_what_is_written_is_kube_proxys_alone(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(HEADER + "lane: netfilter\nmaps: {slots: 512}\n")
+    for name, arguments in (("with", ["--datapath-config", str(path)]), ("without", [])):
+        assert run("--write-config-to", str(tmp_path / name), *arguments).returncode == 0
+    assert (tmp_path / "with").read_text() == (tmp_path / "without").read_text()
+
+
+# ---- properties -----------------------------------------------------------------------------------------------
+
+networks = st.ip_addresses().flatmap(
+    lambda ip: st.integers(0, ip.max_prefixlen).map(
+        lambda length: str(ipaddress.ip_network((ip, length), strict=False))
+    )
+)
+paths = st.text(string.ascii_letters + string.digits + "/-_. é", max_size=30).map(lambda text: "/" + text)
+sizes = st.fixed_dictionaries(
+    {}, optional={str(info.alias): st.integers(1024, 65536) for info in Maps.model_fields.values()}
+)
+documents = st.fixed_dictionaries(
+    {"apiVersion": st.just(API_VERSION), "kind": st.just(KIND)},
+    optional={
+        "lane": st.sampled_from(("auto", "netfilter")),
+        "directory": paths,
+        "manifests": paths,
+        "socketLB": st.sampled_from(("node", "off")),
+        "fastPath": st.just(False),
+        "xdpDevices": st.just([]),
+        "podNetwork": st.lists(networks, max_size=4),
+        "maps": sizes,
+    },
+)
+
+
+@given(documents)
+def test_what_is_written_is_read_again(document: dict[str, Any]) -> None:
+    for text in (yaml.safe_dump(document), json.dumps(document)):
+        config = datapath_config.decode_text(text.encode())
+        whole = config.model_dump(mode="json", by_alias=True)
+        assert {name: value for name, value in whole.items() if name in document and name != "maps"} == {
+            name: value for name, value in document.items() if name != "maps"
+        }
+        assert whole["maps"].items() >= document.get("maps", {}).items()
+        assert datapath_config.decode_text(yaml.safe_dump(whole).encode()) == config
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+names = st.sampled_from(
+    ["lane", "directory", "socketLB", "fastPath", "xdpDevices", "podNetwork", "maps", "maps.slots", "x"]
+)
+
+
+@given(names, values)
+def test_any_value_is_taken_or_named(name: str, value: object) -> None:
+    field, _, inner = name.partition(".")
+    document = {"apiVersion": API_VERSION, "kind": KIND, field: {inner: value} if inner else value}
+    try:
+        datapath_config.decode_text(json.dumps(document).encode())
+    except ValueError as error:
+        said = str(error)
+        assert "\n" not in said
+        assert re.match(rf"\[?{re.escape(name)}[.:\[]", said), said
+
+
+def test_the_example_is_good() -> None:
+    config = datapath_config.read(ROOT / "examples" / "datapath-config.yaml")
+    assert config.maps.model_dump() == Maps().model_dump()
+    document = yaml.safe_load((ROOT / "examples" / "datapath-config.yaml").read_text())
+    known = {str(info.alias) for info in DatapathConfiguration.model_fields.values()}
+    assert set(document) | {"manifests"} == known, "every field is shown"
