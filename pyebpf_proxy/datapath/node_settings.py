@@ -16,6 +16,8 @@ from pathlib import Path
 from pyebpf_proxy.config.kernel import Conntrack, Ipvs, KernelSettings
 
 HASHSIZE = "sys/module/nf_conntrack/parameters/hashsize"
+#: The same number by another name.
+BUCKETS = "proc/sys/net/netfilter/nf_conntrack_buckets"
 CONNTRACK_MAX = "proc/sys/net/netfilter/nf_conntrack_max"
 #: Kube-proxy's limit of what maxPerCore and the number of CPUs come to.
 MAX_SCALED = 1 << 20

@@ -12,11 +12,11 @@ import errno
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyebpf_proxy.config.kernel import KernelSettings
-from pyebpf_proxy.datapath.node_settings import CONNTRACK_MAX, HASHSIZE, Setting, count_cpus, wanted
+from pyebpf_proxy.datapath.node_settings import BUCKETS, CONNTRACK_MAX, HASHSIZE, Setting, count_cpus, wanted
 from pyebpf_proxy.datapath.refused import RefusedError
 from pyebpf_proxy.log import Logger
 
@@ -33,6 +33,8 @@ READ_ONLY_SYS_NOTE = (
 WarnNode = Callable[[str, str], None]
 
 _ROOT = Path("/")
+#: A container's own /proc/sys is read-only, whatever it may; the manifest mounts the node's /proc/sys/net here.
+HOST = Path("host")
 _log = Logger("datapath")
 
 
@@ -104,6 +106,8 @@ def apply(settings: KernelSettings, directory: Path, warn_node: WarnNode | None 
         try:
             _ensure(setting, record, root)
         except OSError as error:
+            if setting.path == HASHSIZE and error.errno == errno.EROFS and _ensured_by_sysctl(setting, record, root):
+                continue
             refused.add(setting.path)
             _refused(setting, error, root, warn_node)
 
@@ -126,8 +130,9 @@ def restore(directory: Path, root: Path = _ROOT) -> tuple[list[str], list[str]]:
     for path, change in reversed(list(record.changes.items())):
         name = path.removeprefix("proc/sys/")
         try:
-            if _read(root / path) == change.wrote:
-                _put(root / path, change.was, change.wrote, at_least=False)
+            place = _place(root, path)
+            if _read(place) == change.wrote:
+                _put(place, change.was, change.wrote, at_least=False)
                 restored.append(f"setting {name}={change.wrote}, it is {change.was} again")
             else:
                 _log.info("somebody else has set this since, it stays", setting=name)
@@ -142,7 +147,7 @@ def restore(directory: Path, root: Path = _ROOT) -> tuple[list[str], list[str]]:
 
 
 def _ensure(setting: Setting, record: Record, root: Path) -> None:
-    path = root / setting.path
+    path = _place(root, setting.path)
     try:
         now = _read(path)
     except FileNotFoundError:
@@ -169,6 +174,21 @@ def _ensure(setting: Setting, record: Record, root: Path) -> None:
     if taken != value:
         record.note(setting.path, now, taken)  # rounded by the kernel
     _log.info("node setting changed", setting=setting.name, value=taken, before=now, field=setting.field)
+
+
+def _ensured_by_sysctl(setting: Setting, record: Record, root: Path) -> bool:
+    """The size of the table by its other name, which is below /proc/sys/net: in a container /sys is read-only."""
+    try:
+        _ensure(replace(setting, path=BUCKETS), record, root)
+    except OSError:
+        return False
+    return True
+
+
+def _place(root: Path, path: str) -> Path:
+    """Where a setting is to be written: at the node's mount of it where a manifest gives one."""
+    mounted = root / HOST / path
+    return mounted if mounted.exists() else root / path
 
 
 def _put(path: Path, value: str, now: str, at_least: bool) -> str:
@@ -206,7 +226,7 @@ def _refused(setting: Setting, error: OSError, root: Path, warn_node: WarnNode |
         _log.warning(READ_ONLY_SYS_NOTE, setting=setting.name, value=setting.value)
         if warn_node is not None:
             warn_node(READ_ONLY_SYS, READ_ONLY_SYS_NOTE)
-    elif setting.machine_wide and _not_for_this_namespace(root / setting.path, error):
+    elif setting.machine_wide and _not_for_this_namespace(_place(root, setting.path), error):
         _log.warning(
             "one value for the whole machine, it cannot be set from this network namespace and stays",
             setting=setting.name,

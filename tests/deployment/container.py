@@ -82,7 +82,7 @@ class Container:
         self._cgroup = _cgroup2() / f"{self.namespace}-container"
         self._cgroup.mkdir(exist_ok=True)
         namespaces = ["--mount", "--pid", "--fork", "--kill-child", "--cgroup", "--ipc", "--uts"]
-        with open(self.folder / "container.log", "ab") as log:
+        with open(self.folder / "container.log", "wb") as log:
             self.process = subprocess.Popen(
                 [
                     *("sh", "-c", 'echo $$ >"$0"/cgroup.procs && exec "$@"', str(self._cgroup)),
@@ -97,7 +97,7 @@ class Container:
             )
 
     def log(self) -> str:
-        """What all its runs have said."""
+        """What it has said since its last start."""
         return (self.folder / "container.log").read_text(errors="replace")
 
     def wait_ended(self, deadline: float = 60.0) -> int:

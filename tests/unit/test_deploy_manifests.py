@@ -25,7 +25,7 @@ OURS = [path for path in KUSTOMIZATIONS if any(each["kind"] == "ServiceAccount" 
 KUBEADM = DEPLOY / "overlays" / "kubeadm"
 BACK = DEPLOY / "overlays" / "kubeadm-back"
 #: Folders of the node that the pod may see; each has its reason in docs/deploy.md.
-HOST_PATHS = {"/run/pyebpf-proxy", "/sys/fs/bpf", "/sys/fs/cgroup"}
+HOST_PATHS = {"/run/pyebpf-proxy", "/sys/fs/bpf", "/sys/fs/cgroup", "/proc/sys/net"}
 
 
 def pod(objects: tuple[Object, ...]) -> Object:

@@ -305,6 +305,21 @@ def test_a_read_only_sys_is_an_event_on_the_node(tree: Tree, monkeypatch: pytest
     assert f"{HASHSIZE}" not in tree.record()
 
 
+def test_in_a_container_the_mount_of_the_node_is_written(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc/sys and /sys are read-only there, /host/proc/sys/net is not; the hash table is had by its other name."""
+    for name, value in (("max", "262144"), ("buckets", "65536"), ("udp_timeout", "30")):
+        tree.put(f"host/proc/sys/{NETFILTER}{name}", value)
+    refuse(monkeypatch, tree.root / HASHSIZE, errno.EROFS)
+    tree.apply(KernelSettings(Conntrack(max_per_core=1, min=1000000, udp=41)))
+    host = {name: tree.get(f"host/proc/sys/{NETFILTER}{name}") for name in ("max", "buckets", "udp_timeout")}
+    assert host == {"max": "1000000", "buckets": "250000", "udp_timeout": "41"}
+    assert (tree.netfilter("max"), tree.netfilter("udp_timeout"), tree.get(HASHSIZE)) == ("262144", "30", "65536")
+    assert tree.warnings == []
+    restored, problems = tree.restore()
+    assert (len(restored), problems) == (3, [])
+    assert tree.get(f"host/proc/sys/{NETFILTER}buckets") == "65536"
+
+
 def test_another_refusal_of_the_hash_table_ends_the_start(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(monkeypatch, tree.root / HASHSIZE, errno.ENOMEM)
     with pytest.raises(sysctls.SysctlError, match="hashsize cannot be set to 250000"):
