@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pyebpf_proxy import __version__, node_checks
 from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.config.shown import Shown
 from pyebpf_proxy.config_watch import ConfigWatch
 from pyebpf_proxy.datapath import preflight, sysctls
 from pyebpf_proxy.datapath.datapath import Datapath
@@ -18,15 +19,20 @@ from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.proxy import Proxy
 from pyebpf_proxy.run_directory import RunDirectory
-from pyebpf_proxy.servers.metrics import Metrics, MetricsServer
+from pyebpf_proxy.servers.health import Health, HealthPages
+from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
+from pyebpf_proxy.servers.observer import Observer
+from pyebpf_proxy.servers.pages import metrics_pages
+from pyebpf_proxy.servers.serving import Servers
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
 _log = Logger("agent")
 
 
-def run(settings: Effective, source: Source, watch: ConfigWatch | None = None) -> None:
+def run(settings: Effective, source: Source, shown: Shown, watch: ConfigWatch | None = None) -> None:
     """Be the agent until SIGTERM or SIGINT; FatalError or DatapathError if that is impossible.
 
+    ``shown``: what the servers show of the configuration.
     ``watch``: of the configuration file; a change ends the agent with a FatalError. What is attached stays then.
     """
     preflight.check()
@@ -42,7 +48,7 @@ def run(settings: Effective, source: Source, watch: ConfigWatch | None = None) -
             mode="nftables" if settings.nft_mode else "iptables",
             directory=settings.directory,
         )
-        asyncio.run(_serve(settings, source, datapath, watch))
+        asyncio.run(_serve(settings, source, datapath, shown, watch))
     finally:
         # A start that came to nothing takes its folder away; an instance that serves keeps it.
         directory.release(remove=not datapath.present())
@@ -60,8 +66,8 @@ def prepare(settings: Effective, source: Source) -> None:
     try:
         planner = _planner(settings)
         preparation = Preparation(Datapath(settings))
-        metrics = Metrics(dict)
-        proxy = Proxy(settings, source, planner, preparation, metrics, _facts(planner), _checks(settings), once=True)
+        observer = Observer(Metrics(DatapathNumbers()), _health(settings), planner, settings.node_name)
+        proxy = Proxy(settings, source, planner, preparation, observer, _facts(planner), _checks(settings), once=True)
         asyncio.run(proxy.run())
         prepared = preparation.done
     finally:
@@ -69,6 +75,10 @@ def prepare(settings: Effective, source: Source) -> None:
     if not prepared:
         raise FatalError("stopped before everything was prepared")
     _log.info("prepared", directory=settings.directory)
+
+
+def _health(settings: Effective) -> Health:
+    return Health(2 * settings.sync_period)
 
 
 def _planner(settings: Effective) -> Planner:
@@ -84,17 +94,29 @@ def _checks(settings: Effective) -> Callable[[NodeFacts], None]:
     return lambda facts: node_checks.check(settings.stated, facts)
 
 
-async def _serve(settings: Effective, source: Source, datapath: Datapath, watch: ConfigWatch | None) -> None:
+async def _serve(
+    settings: Effective, source: Source, datapath: Datapath, shown: Shown, watch: ConfigWatch | None
+) -> None:
     planner = _planner(settings)
-    metrics = Metrics(datapath.reasons)
-    server = MetricsServer(settings.metrics_address, metrics.registry) if settings.metrics_address else None
+    metrics = Metrics(DatapathNumbers(datapath.reasons, datapath.fill))
+    health = _health(settings)
+    observer = Observer(metrics, health, planner, settings.node_name)
+    loop = asyncio.get_running_loop()
+    unserved: asyncio.Future[None] = loop.create_future()
 
-    guards = [watch.wait] if watch is not None else []
-    if server is not None:
-        server.start()
+    def end(error: str) -> None:
+        if not unserved.done():
+            unserved.set_exception(FatalError(error))
+
+    def fatal(error: str) -> None:
+        loop.call_soon_threadsafe(end, error)
+
+    health_pages = HealthPages(health, observer.node_eligible, metrics.count)
+    servers = Servers(settings, health_pages, metrics_pages(shown, metrics), events=None, fatal=fatal)
+    guards = [lambda: unserved, *([watch.wait] if watch is not None else [])]
+    servers.start()
     try:
-        await Proxy(settings, source, planner, datapath, metrics, _facts(planner), _checks(settings), guards).run()
+        await Proxy(settings, source, planner, datapath, observer, _facts(planner), _checks(settings), guards).run()
     finally:
-        if server is not None:
-            server.stop()
+        servers.stop()
         datapath.close()

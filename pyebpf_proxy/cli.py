@@ -73,7 +73,7 @@ def _run(flags: Flags) -> int:
         if flags.cleanup:
             _cleanup(settings)
         else:
-            _agent(settings, flags)
+            _agent(settings, config, flags)
     except ConfigError as error:
         # The text is kube-proxy's; which file is meant stands beside it.
         logger.error(str(error), file=error.file or flags.config or None)
@@ -155,7 +155,7 @@ def _source(settings: Effective) -> Source:
     return ManifestSource(settings.manifests, Logger("manifests").error)
 
 
-def _agent(settings: Effective, flags: Flags) -> None:
+def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) -> None:
     # First what may be wrong with the command line, then the slow import.
     source = _source(settings)
     if flags.values.get("init-only"):
@@ -171,8 +171,9 @@ def _agent(settings: Effective, flags: Flags) -> None:
 
         watch = ConfigWatch(Path(flags.config))
     from pyebpf_proxy.agent import run
+    from pyebpf_proxy.config.shown import shown
 
-    run(settings, source, watch)
+    run(settings, source, shown(config, flags), watch)
 
 
 def _cleanup(settings: Effective) -> None:

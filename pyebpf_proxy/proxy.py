@@ -11,7 +11,7 @@ import asyncio
 import gc
 import signal
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from pyebpf_proxy.config.effective import Effective
@@ -68,11 +68,12 @@ class Datapath(Protocol):
 
 
 class Observer(Protocol):
-    """What is used of ``servers.metrics.Metrics``."""
+    """What is used of ``servers.observer.Observer``."""
 
-    def changed(self, services: int, slices: int) -> None: ...
+    def changed(self, changes: Sequence[Change], complete: bool) -> None: ...
     def queued(self) -> None: ...
-    def synced(self, seconds: float, ok: bool) -> None: ...
+    def planned(self, delta: Delta) -> None: ...
+    def synced(self, seconds: float, ok: bool, full: bool, problems: Collection[str]) -> None: ...
 
 
 class Proxy:
@@ -143,9 +144,7 @@ class Proxy:
         if batch.complete and not self._complete:
             self._complete = True
             self._life.listed()
-        services = sum(change.kind == "Service" for change in batch.changes)
-        slices = sum(change.kind == "EndpointSlice" for change in batch.changes)
-        self._metrics.changed(services, slices)
+        self._metrics.changed(batch.changes, self._complete)
         # Nothing is programmed before everything has been listed once (spec/service-semantics §1.5).
         if self._complete and self._life.ready and (batch.changes or not self._running):
             self._metrics.queued()
@@ -171,6 +170,8 @@ class Proxy:
         wanted = self._schedule.started()
         begin = time.monotonic()
         ok = True
+        full = not (wanted and self._running) or self._failed
+        problems: Collection[str] = ()
         try:
             problems = self._program(full=not wanted) if self._running else self._begin()
         except DatapathError as error:
@@ -179,10 +180,11 @@ class Proxy:
             ok = False
             _log.error("sync failed, tried again", error=str(error))
         else:
-            self._tell([*problems, *map(str, self._planner.conflicts)])
+            problems = [*problems, *map(str, self._planner.conflicts)]
+            self._tell(problems)
         self._failed = not ok
         end = time.monotonic()
-        self._metrics.synced(end - begin, ok)
+        self._metrics.synced(end - begin, ok, full, problems)
         self._schedule.finished(end, ok)
         if self._once:
             self._stop.set()
@@ -193,6 +195,7 @@ class Proxy:
     def _program(self, full: bool) -> Collection[str]:
         changes, self._changes = self._changes, []
         delta = self._planner.update(changes)
+        self._metrics.planned(delta)
         facts = self._read_facts()
         if facts != self._facts:
             self._datapath.node_changed(facts)
@@ -218,6 +221,7 @@ class Proxy:
     def _start(self) -> Collection[str]:
         changes, self._changes = self._changes, []
         wanted = self._planner.update(changes)
+        self._metrics.planned(wanted)
         facts = self._read_facts()
         if not facts.node_ips:
             _log.warning(

@@ -52,6 +52,11 @@ class Effective:
     #: An address that replaces the Node's own of its family; None: 0.0.0.0 or ::.
     bind_address: Address | None
     metrics_address: tuple[str, int] | None
+    #: None: there is no health server.
+    healthz_address: tuple[str, int] | None
+    #: An address of these two that cannot be had ends the agent.
+    bind_address_hard_fail: bool
+    enable_profiling: bool
     #: What has to fit the families of the Node.
     stated: Stated
     #: Virtual servers there are left alone when kube-proxy's leftovers are removed.
@@ -106,6 +111,7 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
     # Validation has been: the metrics address splits, its port is a number.
     metrics = addresses.split_host_port(config.metrics_bind_address)
     manifests = flags.manifests if "manifests" in flags.given else own.manifests
+    healthz = addresses.split_host_port(config.healthz_bind_address)
     return Effective(
         node_name=node_name(config.hostname_override),
         nft_mode=nft_mode,
@@ -124,6 +130,9 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
         min_sync_period=durations.seconds(min_sync_period),
         bind_address=None if bind_address is None or bind_address.is_unspecified else bind_address,
         metrics_address=None if metrics is None else (metrics[0], int(metrics[1])),
+        healthz_address=None if healthz is None else (healthz[0], int(healthz[1])),
+        bind_address_hard_fail=config.bind_address_hard_fail,
+        enable_profiling=config.enable_profiling,
         stated=Stated(
             cluster_cidrs=tuple(config.cluster_cidr.split(",")) if config.cluster_cidr else (),
             node_port_addresses=tuple(config.node_port_addresses or ()),

@@ -243,10 +243,11 @@ class KubeProxyConfiguration(Section):
     bind_address: Annotated[
         str, _says("Unless unspecified, the Node's address of its family, which becomes the primary one.")
     ] = ""
-    healthz_bind_address: Annotated[str, _says("Not used yet: where /healthz and /livez are served.")] = ""
+    healthz_bind_address: Annotated[str, _says("Where /healthz and /livez are served; empty: nowhere.")] = ""
     metrics_bind_address: Annotated[str, _says("Where /metrics is served.")] = ""
     bind_address_hard_fail: Annotated[
-        bool, _says("Not used yet: an address of these servers that cannot be had ends the program.")
+        bool,
+        _says("An address of these two that cannot be had ends the program; otherwise it is tried again every 5 s."),
     ] = False
     enable_profiling: Annotated[bool, _says("Not used yet: profiles are served beside the metrics.")] = False
     show_hidden_metrics_for_version: Annotated[str, _says("Accepted; no metric is hidden.")] = ""

@@ -239,6 +239,11 @@ class Datapath:
             for name, key in keys.items()
         }
 
+    def fill(self) -> Mapping[str, tuple[int, int]]:
+        """Entries used and room of every map that the control plane fills. Counted, not read. Safe in any thread."""
+        parts = self._parts
+        return {} if parts is None else parts.writer.fill()
+
     # ---- parts -------------------------------------------------------------------------------------------------
 
     def _running(self) -> _Parts:

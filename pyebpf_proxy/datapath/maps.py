@@ -127,6 +127,10 @@ class Writer:
         """The service ports in the maps."""
         return self._mirror.records.keys()
 
+    def fill(self) -> Mapping[str, tuple[int, int]]:
+        """Entries used and room, by map."""
+        return self._mirror.fill()
+
     def __getitem__(self, name: ServicePortName) -> ServicePort:
         """What the maps hold of a service port. Raises KeyError."""
         return self._mirror.records[name].plan

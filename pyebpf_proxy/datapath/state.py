@@ -48,6 +48,14 @@ class State:
         self._inside: dict[bytes, bool] = {}
         self._counts = [layouts.endpoint.pack(i) for i in range(64)]
 
+    def fill(self) -> dict[str, tuple[int, int]]:
+        """Entries used and room, by map."""
+        used = self.used | {
+            "services": self.room["services"] - 1 - self.service_ids.available,
+            "slots": self.room["slots"] - self.slot_ranges.available,
+        }
+        return {name: (used[name], room) for name, room in self.room.items()}
+
     # ---- after the maps were written -----------------------------------------------------------------------
 
     def commit(self, change: Change, garbage: Garbage) -> None:

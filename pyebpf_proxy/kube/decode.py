@@ -192,12 +192,21 @@ def decode_document(
         yield Decoded(_key_of(kind, document), None, (f"{_prefix(kind, document)}apiVersion: {what}",))
         return
     try:
-        value = msgspec.convert(document, group.type)
+        value = msgspec.convert(_with_text_keys(document), group.type)
     except (msgspec.ValidationError, RecursionError) as error:
         key = _key_of(kind, document)
         yield Decoded(key, None, (_prefix(kind, document) + _type_message(document, error),))
         return
     yield _finish(kind, value)
+
+
+def _with_text_keys(document: dict[Any, Any]) -> dict[Any, Any]:
+    """YAML has annotations whose keys are numbers: none that is read, so they are left out."""
+    metadata = document.get("metadata")
+    if not isinstance(metadata, dict) or not isinstance(annotations := metadata.get("annotations"), dict):
+        return document
+    kept = {key: value for key, value in annotations.items() if isinstance(key, str)}
+    return {**document, "metadata": {**metadata, "annotations": kept}}
 
 
 def _finish(kind: str, value: Object) -> Decoded:

@@ -11,6 +11,12 @@ import msgspec
 from msgspec import field
 
 
+class Annotations(msgspec.Struct, gc=False):
+    """The used part of ``metadata.annotations``; others are not kept."""
+
+    last_change_trigger_time: str | None = field(default=None, name="endpoints.kubernetes.io/last-change-trigger-time")
+
+
 class ObjectMeta(msgspec.Struct, rename="camel", gc=False):
     """The used part of ObjectMeta."""
 
@@ -18,6 +24,8 @@ class ObjectMeta(msgspec.Struct, rename="camel", gc=False):
     namespace: str | None = None
     labels: dict[str, str] | None = None
     creation_timestamp: str | None = None
+    deletion_timestamp: str | None = None
+    annotations: Annotations | None = None
 
 
 class ServicePort(msgspec.Struct, rename="camel", gc=False):
@@ -138,11 +146,18 @@ class NodeAddress(msgspec.Struct, gc=False):
     address: str | None = None
 
 
+class Taint(msgspec.Struct, gc=False):
+    """``spec.taints[]`` of a Node; value and effect are never read."""
+
+    key: str | None = None
+
+
 class NodeSpec(msgspec.Struct, gc=False):
     """``spec`` of a Node."""
 
     pod_cidr: str | None = field(default=None, name="podCIDR")
     pod_cidrs: tuple[str, ...] | None = field(default=None, name="podCIDRs")
+    taints: tuple[Taint, ...] | None = None
 
 
 class NodeStatus(msgspec.Struct, gc=False):

@@ -1,201 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics and their server (spec/metrics; metricsBindAddress)."""
+"""The metrics of kube-proxy that apply here, by its names, labels, buckets and words (spec/metrics), and our own."""
 
 from __future__ import annotations
 
-import http.server
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
-import prometheus_client
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from pyebpf_proxy.log import Logger
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.servers.health import FAMILIES
+from pyebpf_proxy.servers.numbers import EXP15, NETPROG, Counter, Gauge, Histogram, Labels, Read, Registry
 
-FAMILIES = {Family.IPV4: "IPv4", Family.IPV6: "IPv6"}
-#: Buckets "exp15" of spec/metrics §1, seconds.
-EXP15 = tuple(0.001 * 2**power for power in range(15))
-BIND_RETRY_SECONDS = 5.0
+_ALPHA = "[ALPHA] "
+_FAMILY = ("ip_family",)
+#: The reasons that say which way a new flow went, by the value of the label ``lane``.
+_LANES = {"new_flow_direct": "direct", "new_flow_netfilter": "netfilter", "new_flow_socket": "socket"}
 
-_log = Logger("metrics")
+
+class DatapathNumbers(NamedTuple):
+    """What is read from the data plane at a scrape; each function is quick and safe in any thread.
+
+    ``reasons``: packets and socket calls by reason. ``maps``: entries used and room, by map.
+    """
+
+    reasons: Callable[[], Mapping[str, int]] = dict
+    maps: Callable[[], Mapping[str, tuple[int, int]]] = dict
 
 
 class Metrics:
-    """Every metric of the agent, in a registry of its own."""
+    """Every number that our own code writes. The fields are written by one thread each."""
 
-    def __init__(self, reasons: Callable[[], Mapping[str, int]]) -> None:
-        """``reasons`` is called at every scrape, in the server's thread: packets by reason since the maps exist."""
-        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = CollectorRegistry()
-        prometheus_client.ProcessCollector(registry=self.registry)
-        prometheus_client.PlatformCollector(registry=self.registry)
-        prometheus_client.GCCollector(registry=self.registry)
-        self.registry.register(_Reasons(reasons))
-        self._duration = prometheus_client.Histogram(
-            "kubeproxy_sync_proxy_rules_duration_seconds",
-            "SyncProxyRules latency in seconds",
-            ["ip_family"],
-            buckets=EXP15,
-            registry=self.registry,
+    def __init__(self, datapath: DatapathNumbers) -> None:
+        self.duration = _histogram("sync_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds", EXP15)
+        self.full_duration = _histogram(
+            "sync_full_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds for full resyncs", EXP15
         )
-        self._last = self._gauge(
-            "kubeproxy_sync_proxy_rules_last_timestamp_seconds", "The last time proxy rules were successfully synced"
+        self.partial_duration = _histogram(
+            "sync_partial_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds for partial resyncs", EXP15
         )
-        self._queued = self._gauge(
-            "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds",
+        self.last_synced = _gauge(
+            "sync_proxy_rules_last_timestamp_seconds", "The last time proxy rules were successfully synced", _FAMILY
+        )
+        self.last_queued = _gauge(
+            "sync_proxy_rules_last_queued_timestamp_seconds",
             "The last time a sync of proxy rules was queued",
+            _FAMILY,
         )
-        self._endpoint_changes = self._counter(
-            "kubeproxy_sync_proxy_rules_endpoint_changes_total", "Cumulative proxy rules Endpoint changes"
+        self.programming = _histogram(
+            "network_programming_duration_seconds", "In Cluster Network Programming Latency in seconds", NETPROG
         )
-        self._service_changes = self._counter(
-            "kubeproxy_sync_proxy_rules_service_changes_total", "Cumulative proxy rules Service changes"
+        self.endpoint_pending = _gauge(
+            "sync_proxy_rules_endpoint_changes_pending", "Pending proxy rules Endpoint changes"
         )
+        self.endpoint_total = _counter(
+            "sync_proxy_rules_endpoint_changes_total", "Cumulative proxy rules Endpoint changes"
+        )
+        self.service_pending = _gauge("sync_proxy_rules_service_changes_pending", "Pending proxy rules Service changes")
+        self.service_total = _counter(
+            "sync_proxy_rules_service_changes_total", "Cumulative proxy rules Service changes"
+        )
+        self.no_local = _gauge(
+            "sync_proxy_rules_no_local_endpoints_total",
+            "Number of services with a Local traffic policy and no endpoints",
+            ("traffic_policy", "ip_family"),
+        )
+        self.healthz = _counter("proxy_healthz_total", "Cumulative proxy healthz HTTP status", ("code",))
+        self.livez = _counter("proxy_livez_total", "Cumulative proxy livez HTTP status", ("code",))
+        self.synced_ports = Counter("pyebpf_proxy_synced_service_ports_total", "Service ports that syncs had to change")
+        self.failed_syncs = Counter("pyebpf_proxy_failed_syncs_total", "Syncs that the kernel refused")
+        self.problems = Gauge(
+            "pyebpf_proxy_service_port_problems", "Service ports or addresses that cannot be served as they say, now"
+        )
+        self.source_complete = Gauge(
+            "pyebpf_proxy_source_complete", "1 when everything that exists has been delivered once"
+        )
+        self.source_delivered = Gauge(
+            "pyebpf_proxy_source_last_delivery_timestamp_seconds", "When the source last delivered something"
+        )
+        self.objects = Gauge("pyebpf_proxy_objects", "Kubernetes objects in use, by kind", ("kind",))
         for family in FAMILIES.values():
-            # Zero until the first sync, and there from the start, as kube-proxy's.
-            self._last.labels(family)
-            self._queued.labels(family)
-            self._duration.labels(family)
+            self.last_synced.set(family, value=0)
+            self.last_queued.set(family, value=0)
+        self.registry = Registry()
+        self.registry.add(*(family for family in vars(self).values() if isinstance(family, Counter | Histogram)))
+        self.kubernetes_count = sum(name.startswith("kubeproxy_") for name in self.registry.names)
+        self.registry.add(*_read(datapath))
 
-    def changed(self, services: int, slices: int) -> None:
-        """Events came from the source. Both families' trackers see a Service, only its own sees a slice."""
-        self._service_changes.inc(len(FAMILIES) * services)
-        self._endpoint_changes.inc(slices)
-
-    def queued(self) -> None:
-        """A sync was asked for."""
-        now = time.time()
-        for family in FAMILIES.values():
-            self._queued.labels(family).set(now)
-
-    def synced(self, seconds: float, ok: bool) -> None:
-        """A sync, of both families, ended after ``seconds``."""
-        now = time.time()
-        for family in FAMILIES.values():
-            self._duration.labels(family).observe(seconds)
-            if ok:
-                self._last.labels(family).set(now)
-
-    def _gauge(self, name: str, text: str) -> prometheus_client.Gauge:
-        return prometheus_client.Gauge(name, text, ["ip_family"], registry=self.registry)
-
-    def _counter(self, name: str, text: str) -> prometheus_client.Counter:
-        return prometheus_client.Counter(name, text, registry=self.registry)
+    def count(self, path: str, code: int) -> None:
+        """An answer of the health server."""
+        (self.healthz if path == "/healthz" else self.livez).add(str(code))
 
 
-class _Reasons(Collector):
-    def __init__(self, read: Callable[[], Mapping[str, int]]) -> None:
-        self._read = read
+def _read(datapath: DatapathNumbers) -> Iterable[Read]:
+    def lanes() -> Iterable[tuple[Labels, float]]:
+        return [((_LANES[name],), number) for name, number in datapath.reasons().items() if name in _LANES]
 
-    def describe(self) -> Iterator[CounterMetricFamily]:
-        # So that registering does not read the maps, which do not exist yet.
-        yield self._family()
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        family = self._family()
-        for reason, packets in self._read().items():
-            family.add_metric([reason], packets)
-        yield family
-
-    @staticmethod
-    def _family() -> CounterMetricFamily:
-        return CounterMetricFamily(
-            "pyebpf_proxy_reasons", "Packets and socket calls by why they were treated as they were", labels=["reason"]
-        )
-
-
-class MetricsServer:
-    """Serves ``/metrics`` from a thread of its own; an address that cannot be bound is tried again every 5 s."""
-
-    def __init__(self, address: tuple[str, int], registry: CollectorRegistry) -> None:
-        self._address = address
-        self._handler = _handler(registry)
-        self._stopping = threading.Event()
-        self._server: _Server | None = None
-        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-
-    def start(self) -> None:
-        """Bind and serve in the background; returns at once."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Close the socket; requests being answered are given up with the process."""
-        self._stopping.set()
-        if self._server is not None:
-            self._server.shutdown()
-        self._thread.join(timeout=1)
-
-    def _run(self) -> None:
-        server = self._bind()
-        if server is None:
-            return
-        with server:
-            self._server = server
-            if not self._stopping.is_set():
-                server.serve_forever(poll_interval=0.1)
-
-    def _bind(self) -> _Server | None:
-        host, port = self._address
-        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        while not self._stopping.is_set():
-            try:
-                server = _server_class(host)((host, port), self._handler)
-            except OSError as error:
-                _log.error(
-                    "metrics address cannot be bound, tried again",
-                    address=shown,
-                    error=error.strerror,
-                    seconds=int(BIND_RETRY_SECONDS),
-                )
-                self._stopping.wait(BIND_RETRY_SECONDS)
-            else:
-                _log.info("metrics are served", address=shown)
-                return server
-        return None
+    yield Read(
+        CounterMetricFamily,
+        "pyebpf_proxy_reasons_total",
+        "Packets and socket calls by why they were treated as they were",
+        ("reason",),
+        lambda: [((name,), number) for name, number in datapath.reasons().items()],
+    )
+    yield Read(CounterMetricFamily, "pyebpf_proxy_flows_total", "New flows by the lane they took", ("lane",), lanes)
+    yield Read(
+        GaugeMetricFamily,
+        "pyebpf_proxy_map_entries",
+        "Entries of a BPF map that the control plane has written",
+        ("map",),
+        lambda: [((name,), used) for name, (used, _) in datapath.maps().items()],
+    )
+    yield Read(
+        GaugeMetricFamily,
+        "pyebpf_proxy_map_max_entries",
+        "Entries that a BPF map has room for",
+        ("map",),
+        lambda: [((name,), room) for name, (_, room) in datapath.maps().items()],
+    )
 
 
-class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 64
+def _histogram(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+    return Histogram(f"kubeproxy_{name}", _ALPHA + text, _FAMILY, bounds)
 
 
-class _Server6(_Server):
-    address_family = socket.AF_INET6
+def _gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+    return Gauge(f"kubeproxy_{name}", _ALPHA + text, labels)
 
 
-def _server_class(host: str) -> type[_Server]:
-    return _Server6 if ":" in host else _Server
-
-
-def _handler(registry: CollectorRegistry) -> type[http.server.BaseHTTPRequestHandler]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        #: A client that sends nothing does not keep a thread for ever.
-        timeout = 30
-
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            if path != "/metrics":
-                self._answer(404, "text/plain; charset=utf-8", b"404 page not found\n")
-                return
-            encode, content_type = prometheus_client.exposition.choose_encoder(self.headers.get("Accept", ""))
-            self._answer(200, content_type, encode(registry))
-
-        do_HEAD = do_GET  # noqa: N815 - the library's naming
-
-        def _answer(self, code: int, content_type: str, body: bytes) -> None:
-            self.send_response(code)
-            self.send_header("Content-Type", content_type)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            """A scrape is not a thing that matters."""
-
-    return Handler
+def _counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+    return Counter(f"kubeproxy_{name}", _ALPHA + text, labels)

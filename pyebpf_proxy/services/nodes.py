@@ -12,6 +12,8 @@ from .model import Family
 if TYPE_CHECKING:
     from ..kube import objects
 
+#: Set by the cluster autoscaler before it removes a Node.
+TO_BE_DELETED_TAINT = "ToBeDeletedByClusterAutoscaler"
 ZONE_LABEL = "topology.kubernetes.io/zone"
 
 Network = IPv4Network | IPv6Network
@@ -53,3 +55,11 @@ def view_node(node: objects.Node) -> NodeView:
 
 
 NO_NODE = NodeView("", {}, frozenset(), ())
+
+
+def is_eligible(node: objects.Node | None) -> bool:
+    """Whether load balancers may send traffic to a Node: it exists and is not going away (spec §11.2)."""
+    if node is None or node.metadata.deletion_timestamp is not None:
+        return False
+    taints = (node.spec.taints if node.spec is not None else None) or ()
+    return all(taint.key != TO_BE_DELETED_TAINT for taint in taints)

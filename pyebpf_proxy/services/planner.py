@@ -86,6 +86,22 @@ class Planner:
         """Addresses that more than one service port names, now. Its members are texts for people by ``str``."""
         return frozenset(self._conflicts.values())
 
+    def service(self, namespace: str, name: str) -> objects.Service | None:
+        """A Service that is served, as the last update took it in."""
+        return self._services.get(ServiceKey(namespace, name))
+
+    def service_of_slice(self, namespace: str, name: str) -> tuple[str, str] | None:
+        """Namespace and name of the Service that a slice in use belongs to."""
+        return self._service_of_slice.get((namespace, name))
+
+    def counts(self) -> dict[str, int]:
+        """How many objects of each kind are in use."""
+        return {
+            "Service": len(self._services),
+            "EndpointSlice": len(self._service_of_slice),
+            "Node": len(self._nodes),
+        }
+
     def get(self, name: ServicePortName) -> ServicePort | None:
         """A service port as planned now: without the addresses that it lost to others."""
         wanted = self._wanted.get(name)

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -102,18 +102,24 @@ class Recorder:
 
 class Counter:
     def __init__(self) -> None:
-        self.services = self.slices = self.asked = 0
+        self.changes = self.asked = self.planned_ports = 0
+        self.complete: list[bool] = []
         self.syncs: list[bool] = []
+        self.full: list[bool] = []
 
-    def changed(self, services: int, slices: int) -> None:
-        self.services += services
-        self.slices += slices
+    def changed(self, changes: Sequence[Change], complete: bool) -> None:
+        self.changes += len(changes)
+        self.complete.append(complete)
 
     def queued(self) -> None:
         self.asked += 1
 
-    def synced(self, seconds: float, ok: bool) -> None:
+    def planned(self, delta: Delta) -> None:
+        self.planned_ports += len(delta)
+
+    def synced(self, seconds: float, ok: bool, full: bool, problems: Collection[str]) -> None:
         self.syncs.append(ok)
+        self.full.append(full)
 
 
 def settings(minimum: str = "1ms", retry: str = "1000ms") -> Effective:
@@ -169,7 +175,8 @@ def test_nothing_is_programmed_before_everything_has_been_listed(world: World) -
 
     world.run(play, settings())
     assert world.datapath.calls[0] == ("start", ["a", "b"])
-    assert world.metrics.services == 2
+    assert world.metrics.changes == world.metrics.planned_ports == 2
+    assert world.metrics.complete == [False, True]
     assert world.metrics.syncs == [True]
 
 
@@ -210,6 +217,7 @@ def test_after_a_failed_sync_everything_is_compared_again(world: World) -> None:
     calls = [call for call in world.datapath.calls if call[0].startswith("apply")]
     assert calls == [("apply all", ["a", "b"]), ("apply", ["c"])]
     assert world.metrics.syncs == [True, False, False, True, True]
+    assert world.metrics.full == [True, False, True, True, False]
 
 
 def test_what_fails_at_the_start_ends_the_agent_with_the_reason(world: World) -> None:

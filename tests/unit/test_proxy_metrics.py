@@ -1,132 +1,284 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics, read over HTTP as Prometheus reads them (spec/metrics)."""
+"""The metrics: what happens to objects in, the page as Prometheus reads it out (spec/metrics)."""
 
 from __future__ import annotations
 
-import http.client
-import socket
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from pyebpf_proxy.servers import metrics as room
-from pyebpf_proxy.servers.metrics import Metrics, MetricsServer
+from pyebpf_proxy.kube.objects import (
+    Annotations,
+    Endpoint,
+    EndpointConditions,
+    EndpointPort,
+    EndpointSlice,
+    Node,
+    ObjectMeta,
+    Service,
+    ServicePort,
+    ServiceSpec,
+)
+from pyebpf_proxy.kube.source import Change
+from pyebpf_proxy.servers.health import Health, Moment
+from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
+from pyebpf_proxy.servers.numbers import NETPROG, text
+from pyebpf_proxy.servers.observer import Observer
+from pyebpf_proxy.services.planner import Planner, PlanSettings
 
-REASONS = {"new_flow_direct": 7, "reject_no_endpoints": 0}
-
-
-def free_port(family: int = socket.AF_INET, host: str = "127.0.0.1") -> int:
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def get(host: str, port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, str]:
-    deadline = time.monotonic() + 5
-    while True:
-        connection = http.client.HTTPConnection(host, port, timeout=5)
-        try:
-            connection.request(method, path)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
-        except ConnectionRefusedError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.005)
-        finally:
-            connection.close()
+REASONS = {"new_flow_direct": 7, "lane_sctp": 1, "new_flow_netfilter": 2, "reject_no_endpoints": 0}
+MAPS = {"services": (3, 100)}
+START = 1795239500_000_000_000
+K = "kubeproxy_"
+SYNC = f"{K}sync_proxy_rules_"
 
 
-def values(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
-    return {
-        (sample.name, tuple(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+class World:
+    """Observer and planner as the agent has them, and a clock that stands."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics(DatapathNumbers(lambda: REASONS, lambda: MAPS))
+        self.planner = Planner(PlanSettings(node_name="here"))
+        self.seconds = 0.0
+        self.health = Health(60)
+        self.applied = 0
+        self.observer = Observer(self.metrics, self.health, self.planner, "here", self.now, self.count)
+
+    def now(self) -> Moment:
+        return Moment(self.seconds, START + round(self.seconds * 1e9))
+
+    def count(self) -> None:
+        self.applied += 1
+
+    def change(self, *changes: Change) -> None:
+        self._changes = [*getattr(self, "_changes", []), *changes]
+        self.observer.changed(changes, complete=True)
+        self.observer.queued()
+
+    def sync(self, ok: bool = True, full: bool = False, problems: Sequence[str] = ()) -> None:
+        changes, self._changes = self._changes, []
+        self.observer.planned(self.planner.update(changes))
+        self.observer.synced(0.003, ok, full, problems)
+
+    def __getitem__(self, key: str | tuple[str, ...]) -> float | None:
+        """The value of a sample: its name, then its label values."""
+        name, *labels = (key,) if isinstance(key, str) else key
+        return self.page().get((name, *labels))
+
+    def page(self) -> dict[tuple[str, ...], float]:
+        _, body = text(self.metrics.registry, "")
+        return {
+            (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+            for family in read_text(body.decode())
+            for sample in family.samples
+        }
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics(lambda: REASONS)
+def world() -> World:
+    return World()
 
 
-@pytest.fixture
-def serve(metrics: Metrics) -> Iterator[object]:
-    servers = []
-
-    def serve(host: str, port: int) -> None:
-        server = MetricsServer((host, port), metrics.registry)
-        server.start()
-        servers.append(server)
-
-    yield serve
-    for server in servers:
-        server.stop()
+def service(name: str = "s", gone: bool = False, **spec: str) -> Change:
+    ports = (ServicePort(name="p", protocol="TCP", port=80),)
+    made = Service(
+        ObjectMeta(name, "ns"),
+        ServiceSpec(type="ClusterIP", cluster_ip="10.96.0.9", cluster_ips=("10.96.0.9",), ports=ports, **spec),  # type: ignore[arg-type]
+    )
+    return Change("Service", "ns", name, None if gone else made)
 
 
-def test_what_a_scrape_sees(metrics: Metrics, serve) -> None:
-    port = free_port()
-    serve("127.0.0.1", port)
-    before = values(get("127.0.0.1", port)[1])
+def endpoints(
+    *nodes: str,
+    name: str = "s-1",
+    of: str = "s",
+    trigger: str | None = None,
+    gone: bool = False,
+    kind: str = "IPv4",
+    ready: bool = True,
+) -> Change:
+    made = EndpointSlice(
+        ObjectMeta(
+            name,
+            "ns",
+            labels={"kubernetes.io/service-name": of},
+            annotations=Annotations(trigger) if trigger else None,
+        ),
+        address_type=kind,
+        ports=(EndpointPort("p", "TCP", 80),),
+        endpoints=tuple(
+            Endpoint(
+                addresses=(f"10.1.0.{number}",),
+                node_name=node,
+                conditions=EndpointConditions(ready=ready, serving=ready),
+            )
+            for number, node in enumerate(nodes, 1)
+        ),
+    )
+    return Change("EndpointSlice", "ns", name, None if gone else made)
+
+
+def test_syncs(world: World) -> None:
+    before = world.page()
     for family in ("IPv4", "IPv6"):
-        assert before["kubeproxy_sync_proxy_rules_last_timestamp_seconds", (family,)] == 0
-    start = time.time()
-    metrics.changed(services=2, slices=3)
-    metrics.queued()
-    metrics.synced(0.003, ok=True)
-    metrics.synced(0.003, ok=False)
-    after = values(get("127.0.0.1", port)[1])
+        assert before[f"{SYNC}last_timestamp_seconds", family] == 0
+        assert before[f"{SYNC}last_queued_timestamp_seconds", family] == 0
+    world.seconds = 5
+    world.change(service())
+    world.seconds = 6
+    world.sync(full=True)
+    world.seconds = 7
+    world.change(service(session_affinity="ClientIP"))
+    world.sync(ok=False)
+    page = world.page()
     for family in ("IPv4", "IPv6"):
-        assert start <= after["kubeproxy_sync_proxy_rules_last_timestamp_seconds", (family,)] <= time.time()
-        assert start <= after["kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", (family,)] <= time.time()
-        assert after["kubeproxy_sync_proxy_rules_duration_seconds_count", (family,)] == 2
-        assert after["kubeproxy_sync_proxy_rules_duration_seconds_bucket", (family, "0.002")] == 0
-        assert after["kubeproxy_sync_proxy_rules_duration_seconds_bucket", (family, "0.004")] == 2
-    assert after["kubeproxy_sync_proxy_rules_service_changes_total", ()] == 4
-    assert after["kubeproxy_sync_proxy_rules_endpoint_changes_total", ()] == 3
-    assert after["pyebpf_proxy_reasons_total", ("new_flow_direct",)] == 7
-    assert after["pyebpf_proxy_reasons_total", ("reject_no_endpoints",)] == 0
-    assert after["process_open_fds", ()] > 0
-    assert not [name for name, _ in after if name.endswith("_created")]
+        assert page[f"{SYNC}last_timestamp_seconds", family] == START / 1e9 + 6
+        assert page[f"{SYNC}last_queued_timestamp_seconds", family] == START / 1e9 + 7
+        assert page[f"{SYNC}duration_seconds_count", family] == 2
+        assert page[f"{SYNC}duration_seconds_bucket", family, "0.002"] == 0
+        assert page[f"{SYNC}duration_seconds_bucket", family, "0.004"] == 2
+        assert page[f"{K}sync_full_proxy_rules_duration_seconds_count", family] == 1
+        assert page[f"{K}sync_partial_proxy_rules_duration_seconds_count", family] == 1
+    assert page["pyebpf_proxy_failed_syncs_total",] == 1
+    assert page["pyebpf_proxy_synced_service_ports_total",] == 2
+    assert world.applied == 1
+    assert all(its.healthy for its in world.health.report(world.now()).families.values())
 
 
-def test_a_failed_sync_leaves_the_timestamp(metrics: Metrics, serve) -> None:
-    port = free_port()
-    serve("127.0.0.1", port)
-    metrics.synced(1, ok=False)
-    seen = values(get("127.0.0.1", port)[1])
-    assert seen["kubeproxy_sync_proxy_rules_last_timestamp_seconds", ("IPv4",)] == 0
+def test_service_changes(world: World) -> None:
+    total, pending = f"{SYNC}service_changes_total", f"{SYNC}service_changes_pending"
+    world.change(service("a"), service("b"))
+    assert (world[total], world[pending]) == (4, 2)  # both families count
+    world.change(service("b", gone=True))  # undone before a sync saw it
+    assert (world[total], world[pending]) == (6, 1)
+    world.sync()
+    assert world[pending] == 0
+    world.change(service("a", session_affinity="ClientIP"))
+    assert world[pending] == 1
+    world.change(service("a"))
+    assert (world[total], world[pending]) == (10, 0)
 
 
-def test_other_paths_are_not_found_and_head_has_no_body(serve) -> None:
-    port = free_port()
-    serve("127.0.0.1", port)
-    assert get("127.0.0.1", port, "/nothing") == (404, "404 page not found\n")
-    assert get("127.0.0.1", port, "/metrics?x=1") != (404, "404 page not found\n")
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    for method in ("HEAD", "GET"):  # one connection: a body after HEAD would be taken for the next answer
-        connection.request(method, "/nothing")
-        assert connection.getresponse().read() == (b"" if method == "HEAD" else b"404 page not found\n")
-    connection.close()
+def test_endpoint_changes(world: World) -> None:
+    total, pending = f"{SYNC}endpoint_changes_total", f"{SYNC}endpoint_changes_pending"
+    world.change(endpoints("here"), endpoints("there", name="s-2"), endpoints(name="f", kind="FQDN"))
+    assert (world[total], world[pending]) == (2, 2)  # only those of a family, by that one
+    world.sync()
+    assert (world[total], world[pending]) == (2, 0)
+    world.change(endpoints(gone=True), endpoints(name="f", kind="FQDN", gone=True))
+    assert (world[total], world[pending]) == (3, 1)
 
 
-def test_ipv6(serve) -> None:
-    port = free_port(socket.AF_INET6, "::1")
-    serve("::1", port)
-    assert get("::1", port)[0] == 200
+def test_network_programming(world: World) -> None:
+    count, total = f"{K}network_programming_duration_seconds_count", f"{K}network_programming_duration_seconds_sum"
+    assert world[count, "IPv4"] is None  # nothing before the first observation, as kube-proxy's
+    world.seconds = 10
+    world.change(
+        endpoints("here", trigger="2026-11-21T05:38:25Z"),  # 5 s after the start
+        endpoints("here", name="s-2", of="t", trigger="2026-11-21T05:38:29.5+00:00"),
+        endpoints("here", name="old", of="u", trigger="2026-11-21T05:38:19Z"),  # before it
+        endpoints("here", name="bad", of="u", trigger="yesterday"),
+        endpoints("here", name="local", of="u", trigger="2026-11-21T05:38:25"),  # no zone
+        endpoints("here", name="none", of="u"),
+        endpoints("here", name="gone", of="v", trigger="2026-11-21T05:38:25Z"),
+    )
+    world.change(endpoints(name="gone", of="v", gone=True))
+    world.sync(ok=False)
+    assert world[count, "IPv4"] is None
+    world.seconds = 11
+    world.change()
+    world.sync()
+    assert (world[count, "IPv4"], world[total, "IPv4"]) == (2, 7.5)
+    assert world[f"{K}network_programming_duration_seconds_bucket", "IPv4", "1"] == 0
+    assert world[f"{K}network_programming_duration_seconds_bucket", "IPv4", "2"] == 1
+    world.change()
+    world.sync()
+    assert world[count, "IPv4"] == 2  # each once
+    assert world[count, "IPv6"] is None
 
 
-def test_an_address_in_use_is_tried_again(serve, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr(room, "BIND_RETRY_SECONDS", 0.01)
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        serve("127.0.0.1", port)
-        deadline = time.monotonic() + 5
-        while "metrics address cannot be bound" not in caplog.text:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-    assert get("127.0.0.1", port)[0] == 200
+def test_buckets() -> None:
+    assert len(NETPROG) == 81
+    assert NETPROG[:5] == (0, 0.25, 0.5, 1, 2)
+    assert NETPROG[-3:] == (240, 270, 300)
+
+
+LOCAL = {"internal_traffic_policy": "Local"}
+EXTERNAL = {"external_traffic_policy": "Local", "type": "NodePort"}
+
+
+@pytest.mark.parametrize(
+    ("policies", "nodes", "ready", "internal", "external"),
+    [
+        (LOCAL, ["there"], True, 1, 0),
+        (EXTERNAL, ["there"], True, 0, 1),
+        (LOCAL | EXTERNAL, ["there"], True, 1, 1),
+        (LOCAL | EXTERNAL, ["there", "here"], True, 0, 0),
+        (LOCAL | EXTERNAL, [], True, 0, 0),
+        (LOCAL | EXTERNAL, ["there"], False, 0, 0),
+        ({}, ["there"], True, 0, 0),
+    ],
+)
+def test_no_local_endpoints(
+    world: World, policies: dict[str, str], nodes: list[str], ready: bool, internal: int, external: int
+) -> None:
+    name = f"{SYNC}no_local_endpoints_total"
+    made = service(**{key: value for key, value in policies.items() if key != "type"})
+    spec = made.object.spec  # type: ignore[union-attr]
+    if "type" in policies:
+        spec.type, spec.ports = "NodePort", (ServicePort(name="p", protocol="TCP", port=80, node_port=30080),)  # type: ignore[union-attr]
+    world.change(made, endpoints(*nodes, ready=ready))
+    world.sync()
+    assert (world[name, "IPv4", "internal"], world[name, "IPv4", "external"]) == (internal, external)
+    assert (world[name, "IPv6", "internal"], world[name, "IPv6", "external"]) == (0, 0)
+    world.change(service(gone=True))
+    world.sync()
+    assert (world[name, "IPv4", "internal"], world[name, "IPv4", "external"]) == (0, 0)
+
+
+def test_our_own(world: World) -> None:
+    world.change(service(), endpoints("here"), Change("Node", "", "here", Node()))
+    world.sync(problems=["one"])
+    page = world.page()
+    assert page["pyebpf_proxy_reasons_total", "lane_sctp"] == 1
+    assert page["pyebpf_proxy_reasons_total", "reject_no_endpoints"] == 0
+    assert page["pyebpf_proxy_flows_total", "direct"] == 7
+    assert page["pyebpf_proxy_flows_total", "netfilter"] == 2
+    assert page["pyebpf_proxy_map_entries", "services"] == 3
+    assert page["pyebpf_proxy_map_max_entries", "services"] == 100
+    assert page["pyebpf_proxy_service_port_problems",] == 1
+    assert page["pyebpf_proxy_source_complete",] == 1
+    assert [page["pyebpf_proxy_objects", kind] for kind in ("Service", "EndpointSlice", "Node")] == [1, 1, 1]
+    assert world.observer.node_eligible()
+    world.change(Change("Node", "", "here", None), Change("Node", "", "there", Node()))
+    assert not world.observer.node_eligible()
+
+
+def test_answers_of_the_health_server(world: World) -> None:
+    for path, code in (("/healthz", 200), ("/healthz", 503), ("/healthz", 200), ("/livez", 503)):
+        world.metrics.count(path, code)
+    assert (world[f"{K}proxy_healthz_total", "200"], world[f"{K}proxy_healthz_total", "503"]) == (2, 1)
+    assert (world[f"{K}proxy_livez_total", "200"], world[f"{K}proxy_livez_total", "503"]) == (None, 1)
+
+
+def test_both_formats_say_the_same(world: World) -> None:
+    world.seconds = 10
+    world.change(service(), endpoints("here", trigger="2026-11-21T05:38:25Z"))
+    world.sync()
+    kind, plain = text(world.metrics.registry, "*/*")
+    assert kind == "text/plain; version=0.0.4; charset=utf-8; escaping=underscores"
+    kind, open_ = text(world.metrics.registry, "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.1")
+    assert kind.startswith("application/openmetrics-text; version=1.0.0")
+    assert b"# HELP kubeproxy_sync_proxy_rules_duration_seconds [ALPHA] SyncProxyRules latency in seconds\n" in plain
+    assert b'_bucket{ip_family="IPv4",le="1"}' in plain
+
+    def samples(families: object) -> list[tuple[object, ...]]:
+        return sorted(
+            (s.name, s.value, *(float(v) if k == "le" else v for k, v in sorted(s.labels.items())))
+            for family in families  # type: ignore[attr-defined]
+            for s in family.samples
+        )
+
+    assert samples(read_text(plain.decode())) == samples(read_openmetrics(open_.decode()))

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration, flags and gates in force as texts: what the metrics server shows of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from pyebpf_proxy.config import durations, gates, gotext
+from pyebpf_proxy.config.flag_table import FLAGS, Flag
+from pyebpf_proxy.config.flags import Flags
+from pyebpf_proxy.config.model import API_VERSION, KIND, FlushFrequency, KubeProxyConfiguration, Reader
+
+#: Left out when they hold nothing.
+_OMITTED = frozenset(("featureGates", "windowsRunAsService", "vmodule", "splitStream"))
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """``configz``: JSON text. ``flags``: value by flag. ``gates``: stage and whether it is on, by gate."""
+
+    mode: str = "iptables"
+    configz: str = "{}"
+    flags: dict[str, str] = field(default_factory=dict)
+    gates: dict[str, tuple[str, bool]] = field(default_factory=dict)
+
+    def on(self, gate: str) -> bool:
+        """Whether a feature is on."""
+        return self.gates.get(gate, ("", False))[1]
+
+
+def shown(config: KubeProxyConfiguration, flags: Flags) -> Shown:
+    """What is to be shown of a completed and validated configuration."""
+    enabled = gates.apply(config.feature_gates)
+    document: dict[str, Any] = {"kind": KIND, "apiVersion": API_VERSION, **_object(config)}
+    return Shown(
+        mode=config.mode or "iptables",
+        configz=json.dumps({API_VERSION.partition("/")[0]: document}, separators=(",", ":"), ensure_ascii=False),
+        flags={flag.name: _flag(flag, flags) for flag in FLAGS},
+        gates={name: (gate.stage, enabled.on(name)) for name, gate in gates.KNOWN.items()},
+    )
+
+
+def _object(section: BaseModel) -> dict[str, Any]:
+    found = {}
+    for name, info in type(section).model_fields.items():
+        key = info.alias or name
+        value = getattr(section, name)
+        if key in _OMITTED and not value:
+            continue
+        reader = next((entry for entry in info.metadata if isinstance(entry, Reader)), None)
+        found[key] = _value(value, reader)
+    return found
+
+
+def _value(value: Any, reader: Reader | None) -> Any:
+    if isinstance(value, FlushFrequency):
+        return durations.format(value.nanoseconds) if value.as_text else value.nanoseconds
+    if value is not None and reader in (Reader.DURATION, Reader.POINTER_DURATION):
+        return durations.format(value)
+    if isinstance(value, BaseModel):
+        return _object(value)
+    if isinstance(value, dict):
+        return {key: value[key] for key in sorted(value)}
+    if isinstance(value, list):
+        return [_value(item, None) for item in value]
+    if isinstance(value, float):
+        text = gotext.float_text(value, 32)
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+    return value
+
+
+def _flag(flag: Flag, flags: Flags) -> str:
+    """As Go's pflag shows the value."""
+    value = flags.values.get(flag.name)
+    if value is None:
+        if flag.default:
+            return flag.default
+        return "false" if flag.alone == "true" else "[]" if flag.type == "strings" else ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return ",".join(f"{key}={_text(value[key])}" for key in sorted(value))
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    if isinstance(value, FlushFrequency):
+        return durations.format(value.nanoseconds)
+    if flag.type == "duration":
+        return durations.format(value)
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return gotext.float_text(value, 32) if isinstance(value, float) else str(value)

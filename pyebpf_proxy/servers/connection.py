@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One HTTP connection: bytes in, requests to the handler, answers out. h11 knows HTTP; the bounds are here."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any, cast
+
+import h11
+
+from pyebpf_proxy.log import Logger
+from pyebpf_proxy.servers.http import Handler, Pool, Request, Response, Share, http_date
+
+#: As Go's net/http.
+MAX_HEADER_BYTES = (1 << 20) + 4096
+#: A request without much in it; larger ones are not taken while many bytes are kept.
+SMALL_BYTES = 16 << 10
+#: No client needs more; parsing them is what would cost.
+MAX_HEADER_LINES = 500
+MAX_BODY_BYTES = 64 << 10
+#: Seconds for a request to be complete, for the next one to begin, and for an answer to be taken.
+REQUEST_SECONDS = 10.0
+IDLE_SECONDS = 120.0
+WRITE_SECONDS = 30.0
+#: For the peer to read why it was refused.
+LINGER_SECONDS = 0.5
+#: So many pipelined requests are answered before others have their turn.
+TURN = 8
+WRITE_BUFFER = 256 << 10
+
+_log = Logger("servers")
+_share = Share()
+
+
+class Connection(asyncio.Protocol):
+    """The server's side of one connection."""
+
+    def __init__(self, handler: Handler, pool: Pool, siblings: set[Connection]) -> None:
+        """``siblings``: the connections of the same listener; it adds and removes itself."""
+        self._handler = handler
+        self._pool = pool
+        self._siblings = siblings
+        self._loop = asyncio.get_running_loop()
+        self._buffer = bytearray()
+        self._seen = 0  # up to there no end of a header was found
+        self._parser: h11.Connection | None = None
+        self._request: h11.Request | None = None
+        self._body = b""
+        self._kept = 0
+        self._ended = False
+        self._writing = True
+        self._scheduled = False
+        self._refused = False
+        self._deadline = self._loop.time() + REQUEST_SECONDS
+        self._transport: asyncio.Transport
+
+    # ---- asyncio's calls ---------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        _share.breathe()
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(WRITE_BUFFER)
+        self._siblings.add(self)
+        self._pool.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._keep(0)
+        self._buffer.clear()
+        self._siblings.discard(self)
+        self._pool.remove(self)
+
+    def data_received(self, data: bytes) -> None:
+        _share.breathe()
+        if self._refused or self._transport.is_closing():
+            return
+        if not self._buffer and self._request is None:
+            self._deadline = self._loop.time() + REQUEST_SECONDS
+        self._buffer += data
+        self._turn()
+
+    def eof_received(self) -> bool:
+        # A peer that has sent all may still read: what is complete is answered, then the connection is closed.
+        self._ended = True
+        if self._refused:
+            return False
+        self._turn()
+        return True
+
+    def pause_writing(self) -> None:
+        self._writing = False
+        self._deadline = self._loop.time() + WRITE_SECONDS
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._writing = True
+        self._deadline = self._loop.time() + REQUEST_SECONDS
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+            self._turn()
+
+    # ---- bounds ------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Cut it off."""
+        self._transport.abort()
+
+    def look(self, now: float) -> None:
+        """Cut it off if it takes too long."""
+        if now >= self._deadline:
+            self.abort()
+
+    def _keep(self, count: int) -> None:
+        self._pool.kept += count - self._kept
+        self._kept = count
+
+    def _too_much(self) -> bool:
+        count = len(self._buffer)
+        return count > MAX_HEADER_BYTES or (count > SMALL_BYTES and self._pool.kept > self._pool.kept_bytes)
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Answer what is complete, a few at a time."""
+        self._scheduled = False
+        for _ in range(TURN):
+            if self._refused or not self._writing or self._transport.is_closing():
+                return
+            if not self._step():
+                self._keep(len(self._buffer))
+                if self._ended:
+                    self._transport.close()
+                return
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._turn)
+
+    def _step(self) -> bool:
+        """Take one request; False if none is complete."""
+        try:
+            if self._request is None and not self._head():
+                return False
+            if not self._read_body():
+                return False
+        except h11.RemoteProtocolError as error:
+            status = error.error_status_hint
+            self._refuse(status if status in (413, 431, 501) else 400)
+            return False
+        self._answer()
+        return True
+
+    def _head(self) -> bool:
+        buffer = self._buffer
+        if not self._seen:
+            # Empty lines before a request are allowed.
+            while buffer[:2] == b"\r\n":
+                del buffer[:2]
+        start = max(0, self._seen - 3)
+        ends = [end for mark in (b"\n\r\n", b"\n\n") if (end := buffer.find(mark, start) + len(mark)) >= len(mark)]
+        self._keep(len(buffer))
+        if not ends:
+            self._seen = len(buffer)
+            if self._too_much():
+                self._refuse(431)
+            return False
+        end = min(ends)
+        self._seen = 0
+        if end > MAX_HEADER_BYTES or buffer.count(b"\n", 0, end) > MAX_HEADER_LINES:
+            self._refuse(431)
+            return False
+        self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
+        self._parser.receive_data(bytes(buffer[:end]))
+        del buffer[:end]
+        event = self._parser.next_event()
+        if not isinstance(event, h11.Request):
+            self._refuse(400)
+            return False
+        self._request, self._body = event, b""
+        return True
+
+    def _read_body(self) -> bool:
+        parser = self._parser
+        assert parser is not None
+        while True:
+            event: Any = parser.next_event()
+            if event is h11.NEED_DATA:
+                if parser.they_are_waiting_for_100_continue:
+                    self._write(parser.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")))
+                if not self._buffer:
+                    return False
+                parser.receive_data(bytes(self._buffer))
+                self._buffer.clear()
+            elif isinstance(event, h11.Data):
+                self._body += event.data
+                if len(self._body) > MAX_BODY_BYTES:
+                    self._refuse(413)
+                    return False
+            elif isinstance(event, h11.EndOfMessage):
+                # What came behind it is the next request.
+                self._buffer[:0] = parser.trailing_data[0]
+                return True
+            else:
+                self._refuse(400)
+                return False
+
+    def _answer(self) -> None:
+        parser, request = self._parser, self._request
+        assert parser is not None
+        assert request is not None
+        self._request = None
+        self._deadline = self._loop.time() + IDLE_SECONDS
+        self._pool.touch(self)
+        path, _, query = request.target.decode("latin-1").partition("?")
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(list(request.headers))}
+        method = request.method.decode("latin-1")
+        try:
+            answer = self._handler(Request(method, path, query, headers, self._body))
+        except Exception:
+            _log.internal_error()
+            answer = Response(500, (("Content-Type", "text/plain; charset=utf-8"),), b"500 Internal Server Error\n")
+        fields = [*answer.headers, ("Date", http_date()), ("Content-Length", str(len(answer.body)))]
+        reason = HTTPStatus(answer.status).phrase
+        out = parser.send(h11.Response(status_code=answer.status, headers=fields, reason=reason)) or b""
+        if method != "HEAD":
+            out += parser.send(h11.Data(data=answer.body)) or b""
+        out += parser.send(h11.EndOfMessage()) or b""
+        self._write(out)
+        if parser.our_state is not h11.DONE:
+            self._transport.close()
+
+    def _refuse(self, status: int) -> None:
+        """What is no request, or too much of one, is answered as Go does, and the connection closed."""
+        text = f"{status} {HTTPStatus(status).phrase}"
+        head = f"HTTP/1.1 {text}\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n"
+        self._buffer.clear()
+        self._keep(0)
+        self._write((head + text).encode())
+        # Closed by the peer, or by us a little later: a socket closed with unread data in it takes the answer back.
+        self._refused = True
+        self._deadline = self._loop.time() + LINGER_SECONDS
+        if self._transport.can_write_eof() and not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def _write(self, data: bytes | None) -> None:
+        if data and not self._transport.is_closing():
+            self._transport.write(data)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters, gauges and histograms as plain numbers, and their text for Prometheus.
+
+Writers add to numbers and never wait; a scrape copies them and does the rest in the servers' thread. Names, help
+and bucket texts are those of kube-proxy's own library, down to ``le="1"`` where Python's says ``le="1.0"``;
+prometheus_client writes the text.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+#: Buckets "exp15" of spec/metrics §1, seconds.
+EXP15 = tuple(0.001 * 2**power for power in range(15))
+#: Buckets "netprog": the leading 0 is kube-proxy's.
+NETPROG = (0.0, 0.25, 0.5, *map(float, (*range(1, 60), *range(60, 120, 5), *range(120, 301, 30))))
+
+Labels = tuple[str, ...]
+
+
+class Family(Protocol):
+    """One metric with its samples."""
+
+    name: str
+
+    def collect(self) -> Metric:
+        """A copy of the present values."""
+
+
+class Counter:
+    """A number for each combination of label values that has been seen; without labels, 0 from the start."""
+
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily
+
+    def __init__(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
+        self.name = name
+        self._text = text
+        self._labels = list(labels)
+        self._values: dict[Labels, float] = {} if labels else {(): 0.0}
+
+    def add(self, *labels: str, value: float = 1.0) -> None:
+        """Add ``value`` to the number of these label values. One thread writes one metric."""
+        self._values[labels] = self._values.get(labels, 0.0) + value
+
+    def get(self, *labels: str) -> float:
+        """The number as it is now; 0 if it was never written."""
+        return self._values.get(labels, 0.0)
+
+    def collect(self) -> Metric:
+        """A copy of the present values."""
+        family = self.kind(self.name, self._text, labels=self._labels)
+        for labels, value in sorted(self._values.copy().items()):
+            family.add_metric(labels, value)
+        return family
+
+
+class Gauge(Counter):
+    """A number that is set."""
+
+    kind = GaugeMetricFamily
+
+    def set(self, *labels: str, value: float) -> None:
+        """Put ``value`` in the place of the number."""
+        self._values[labels] = value
+
+
+class Histogram:
+    """How often values fell into which bucket."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
+        self.name = name
+        self._text = text
+        self._labels = list(labels)
+        self._bounds = tuple(bounds)
+        self._texts = [*map(_go_float, bounds), "+Inf"]
+        # One list each: how many in every bucket, then their sum.
+        self._values: dict[Labels, list[float]] = {} if labels else {(): self._zeroes()}
+
+    def observe(self, *labels: str, value: float) -> None:
+        """Note one value."""
+        counts = self._values.get(labels)
+        if counts is None:
+            counts = self._values[labels] = self._zeroes()
+        counts[bisect_left(self._bounds, value)] += 1
+        counts[-1] += value
+
+    def collect(self) -> Metric:
+        """A copy of the present values."""
+        family = HistogramMetricFamily(self.name, self._text, labels=self._labels)
+        for labels, counts in sorted(self._values.copy().items()):
+            *numbers, total = counts.copy()
+            buckets = []
+            seen = 0.0
+            for text, number in zip(self._texts, numbers, strict=True):
+                seen += number
+                buckets.append((text, seen))
+            family.add_metric(labels, buckets, total)
+        return family
+
+    def _zeroes(self) -> list[float]:
+        return [0.0] * (len(self._bounds) + 2)
+
+
+class Read:
+    """Numbers that are somewhere else and are read at every scrape."""
+
+    def __init__(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        read: Callable[[], Iterable[tuple[Labels, float]]],
+    ) -> None:
+        """``read`` is called in the servers' thread and must be quick."""
+        self.name = name
+        self._make: Callable[[], CounterMetricFamily | GaugeMetricFamily] = partial(
+            kind, name, text, labels=list(labels)
+        )
+        self._read = read
+
+    def collect(self) -> Metric:
+        """The present values."""
+        family = self._make()
+        for labels, value in self._read():
+            family.add_metric(labels, value)
+        return family
+
+
+class Registry:
+    """All metrics, in the order of their names."""
+
+    def __init__(self) -> None:
+        self._families: list[Family] = []
+        self._others: list[Callable[[], Iterable[Metric]]] = []
+
+    def add(self, *families: Family) -> None:
+        """Take metrics in; two of one name are a mistake."""
+        self._families += families
+        assert len(self.names) == len(set(self.names)), self.names
+
+    def add_collector(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        """Take in something that makes its metrics itself, at every scrape."""
+        self._others.append(collect)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of what was taken in by ``add``."""
+        return [family.name for family in self._families]
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric as it is now."""
+        metrics = [family.collect() for family in self._families]
+        for collect in self._others:
+            metrics += collect()
+        yield from sorted(metrics, key=lambda metric: metric.name)
+
+
+def text(registry: Registry, accept: str) -> tuple[str, bytes]:
+    """Content type and body for a scrape: OpenMetrics if that is accepted, else kube-proxy's text format."""
+    from prometheus_client import exposition
+    from prometheus_client.openmetrics import exposition as openmetrics
+
+    if "application/openmetrics-text" in accept:
+        metrics = [_canonical(metric) for metric in registry.collect()]
+        return openmetrics.CONTENT_TYPE_LATEST, openmetrics.generate_latest(_Collected(metrics))  # type: ignore[no-untyped-call]
+    body = exposition.generate_latest(_Collected(list(registry.collect())))
+    return "text/plain; version=0.0.4; charset=utf-8; escaping=underscores", body
+
+
+class _Collected:
+    """What prometheus_client takes for a registry."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
+def _canonical(metric: Metric) -> Metric:
+    """OpenMetrics wants ``le="1.0"``."""
+    if metric.type == "histogram":
+        metric.samples = [
+            sample._replace(labels={**sample.labels, "le": repr(float(sample.labels["le"]))})
+            if sample.labels.get("le", "+Inf") != "+Inf"
+            else sample
+            for sample in metric.samples
+        ]
+    return metric
+
+
+def _go_float(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)

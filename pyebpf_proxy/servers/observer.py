@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loop tells, turned into metrics and health (spec/metrics §3). No I/O; the clock is given."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol, cast
+
+from pyebpf_proxy.kube.objects import EndpointSlice, Node, Service
+from pyebpf_proxy.kube.source import Change
+from pyebpf_proxy.servers.health import FAMILIES, Health, Moment
+from pyebpf_proxy.servers.metrics import Metrics
+from pyebpf_proxy.services.endpoints import service_of
+from pyebpf_proxy.services.locality import NoLocal
+from pyebpf_proxy.services.model import ServicePort, ServicePortName
+from pyebpf_proxy.services.nodes import is_eligible
+
+_TRACKED = {"IPv4", "IPv6"}
+
+
+class Known(Protocol):
+    """What is used of ``services.planner.Planner``: what the last sync has taken in."""
+
+    def service(self, namespace: str, name: str) -> Service | None:
+        """A Service that is served."""
+
+    def service_of_slice(self, namespace: str, name: str) -> tuple[str, str] | None:
+        """Namespace and name of the Service of a slice that is used."""
+
+    def counts(self) -> Mapping[str, int]:
+        """How many objects of each kind are in use."""
+
+
+class Observer:
+    """The ``Observer`` of :class:`pyebpf_proxy.proxy.Proxy`; everything is called in the thread that programs."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        health: Health,
+        known: Known,
+        node_name: str,
+        clock: Callable[[], Moment] = Moment.now,
+        applied: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``applied`` is called after every successful sync."""
+        self._metrics = metrics
+        self._health = health
+        self._known = known
+        self._node_name = node_name
+        self._clock = clock
+        self._applied = applied
+        self._start = clock().wall
+        self._no_local = NoLocal()
+        self._pending_services: dict[tuple[str, str], Service | None] = {}
+        # By service: (family, trigger time in ns) of what no sync has applied yet; and slices of these.
+        self._triggers: dict[tuple[str, str], list[tuple[str, int]]] = {}
+        self._service_of_new: dict[tuple[str, str], tuple[str, str]] = {}
+        self._eligible = False
+
+    def node_eligible(self) -> bool:
+        """Whether our Node may get traffic (§11.2). Safe in any thread."""
+        return self._eligible
+
+    def changed(self, changes: Sequence[Change], complete: bool = True) -> None:
+        """The source delivered. Both families' trackers see a Service, only its own sees a slice."""
+        metrics = self._metrics
+        metrics.source_delivered.set(value=self._clock().wall / 1e9)
+        metrics.source_complete.set(value=float(complete or metrics.source_complete.get() == 1))
+        for kind, namespace, name, value in changes:
+            key = (namespace, name)
+            if kind == "Service":
+                metrics.service_total.add(value=len(FAMILIES))
+                self._service(key, cast("Service | None", value))
+            elif kind == "EndpointSlice":
+                self._slice(key, cast("EndpointSlice | None", value))
+            elif name == self._node_name:
+                self._eligible = is_eligible(cast("Node | None", value))
+        metrics.service_pending.set(value=len(self._pending_services))
+
+    def queued(self) -> None:
+        """A sync was asked for."""
+        now = self._clock()
+        for family, text in FAMILIES.items():
+            self._metrics.last_queued.set(text, value=now.wall / 1e9)
+            self._health.queued(family, now)
+
+    def planned(self, delta: Mapping[ServicePortName, ServicePort | None]) -> None:
+        """A sync has taken the changes; ``delta`` is what it has to write."""
+        self._pending_services.clear()
+        self._metrics.service_pending.set(value=0)
+        self._metrics.endpoint_pending.set(value=0)
+        self._metrics.synced_ports.add(value=len(delta))
+        for kind, count in self._known.counts().items():
+            self._metrics.objects.set(kind, value=count)
+        self._no_local.update(delta)
+
+    def synced(self, seconds: float, ok: bool, full: bool, problems: Collection[str] = ()) -> None:
+        """A sync, of both families, ended after ``seconds``; ``problems`` are of service ports that were left out."""
+        now = self._clock()
+        metrics = self._metrics
+        for family, text in FAMILIES.items():
+            metrics.duration.observe(text, value=seconds)
+            (metrics.full_duration if full else metrics.partial_duration).observe(text, value=seconds)
+            if ok:
+                metrics.last_synced.set(text, value=now.wall / 1e9)
+                self._health.updated(family, now)
+                for policy, count in self._no_local.counts(family).items():
+                    metrics.no_local.set(policy, text, value=count)
+        if not ok:
+            metrics.failed_syncs.add()
+            return
+        metrics.problems.set(value=len(problems))
+        for times in self._triggers.values():
+            for text, trigger in times:
+                metrics.programming.observe(text, value=(now.wall - trigger) / 1e9)
+        self._triggers.clear()
+        self._service_of_new.clear()
+        self._applied()
+
+    # ---- changes -----------------------------------------------------------------------------------------------
+
+    def _service(self, key: tuple[str, str], service: Service | None) -> None:
+        """A change that is undone before a sync took it is none."""
+        if self._known.service(*key) == service:
+            self._pending_services.pop(key, None)
+        else:
+            self._pending_services[key] = service
+
+    def _slice(self, key: tuple[str, str], endpoint_slice: EndpointSlice | None) -> None:
+        if endpoint_slice is None:
+            service = self._service_of_new.pop(key, None) or self._known.service_of_slice(*key)
+            if service is None:
+                return
+            # The time of a deletion is not known, and what was pending for the service is not measured either.
+            self._triggers.pop(service, None)
+        else:
+            name = service_of(endpoint_slice)
+            if name is None or endpoint_slice.address_type not in _TRACKED:
+                return
+            service = (key[0], name)
+            self._service_of_new[key] = service
+            trigger = _trigger_time(endpoint_slice)
+            if trigger is not None and trigger > self._start:
+                self._triggers.setdefault(service, []).append((endpoint_slice.address_type, trigger))
+        self._metrics.endpoint_total.add()
+        self._metrics.endpoint_pending.add()
+
+
+def _trigger_time(endpoint_slice: EndpointSlice) -> int | None:
+    """Nanoseconds since 1970 of the annotation; None if it has none that can be read."""
+    annotations = endpoint_slice.metadata.annotations
+    text = annotations.last_change_trigger_time if annotations is not None else None
+    if text is None:
+        return None
+    try:
+        moment = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    if moment.tzinfo is None:
+        return None
+    return int(moment.timestamp() * 1e6) * 1000

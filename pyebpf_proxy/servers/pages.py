@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paths of the metrics server (spec/service-semantics §11.3)."""
+
+from __future__ import annotations
+
+from pyebpf_proxy.config.shown import Shown
+from pyebpf_proxy.servers import standard
+from pyebpf_proxy.servers.health import JSON_HEADERS, NOT_FOUND, TEXT_HEADERS
+from pyebpf_proxy.servers.http import Handler, Request, Response
+from pyebpf_proxy.servers.metrics import Metrics
+from pyebpf_proxy.servers.numbers import Registry, text
+
+
+class Mux:
+    """Paths and who answers them, to the letter; any method, as kube-proxy's."""
+
+    def __init__(self, paths: dict[str, Handler]) -> None:
+        self._paths = paths
+
+    @property
+    def paths(self) -> list[str]:
+        """What there is."""
+        return sorted(self._paths)
+
+    def __call__(self, request: Request) -> Response:
+        handler = self._paths.get(request.path)
+        return NOT_FOUND if handler is None else handler(request)
+
+
+def fixed(headers: tuple[tuple[str, str], ...], body: str) -> Handler:
+    """A page that is always the same."""
+    answer = Response(200, headers, body.encode())
+    return lambda request: answer
+
+
+def scrape(registry: Registry, start: float) -> Handler:
+    """A page of metrics; ``start``: when the process began, seconds since 1970."""
+
+    def answer(request: Request) -> Response:
+        content_type, body = text(registry, request.headers.get("accept", ""))
+        return Response(200, (("Content-Type", content_type), ("Process-Start-Time-Unix", str(round(start)))), body)
+
+    return answer
+
+
+def healthz(request: Request) -> Response:
+    """The generic check of Kubernetes' servers, with its one check ``ping``."""
+    if "verbose" in request.query.split("&") or request.query.startswith("verbose="):
+        return Response(200, TEXT_HEADERS, b"[+]ping ok\nhealthz check passed\n")
+    return Response(200, TEXT_HEADERS, b"ok")
+
+
+def ping(request: Request) -> Response:
+    """The check ``ping`` alone."""
+    return Response(200, (("Content-Type", "text/plain; charset=utf-8"),), b"ok")
+
+
+def metrics_pages(shown: Shown, metrics: Metrics) -> Mux:
+    """The metrics server's pages, and the standard metrics added to ``metrics``."""
+    start = standard.start_time()
+    standard.add_process(metrics.registry)
+    standard.add_build(metrics.registry, shown.gates, metrics.kubernetes_count)
+    slis = Registry()
+    standard.add_slis(slis, start)
+    paths: dict[str, Handler] = {
+        "/configz": fixed(JSON_HEADERS, shown.configz),
+        "/healthz": healthz,
+        "/healthz/ping": ping,
+        "/metrics": scrape(metrics.registry, start),
+        "/metrics/slis": scrape(slis, start),
+        "/proxyMode": fixed(TEXT_HEADERS, shown.mode),
+    }
+    return Mux(paths)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP server of all ports: one thread with a loop of its own, whose clients cannot harm anything else.
+
+What a client can cost is bounded: connections, bytes kept, header lines, requests handled in one go, and the share of
+time that the thread takes from the one that programs. Handlers are plain functions and run on the server's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from ipaddress import ip_address
+from typing import Any, Literal
+
+from pyebpf_proxy.config.addresses import join_host_port
+from pyebpf_proxy.log import Logger
+from pyebpf_proxy.servers.connection import Connection
+from pyebpf_proxy.servers.http import Handler, Pool
+
+Network = Literal["tcp", "tcp4", "tcp6"]
+
+BIND_RETRY_SECONDS = 5.0
+#: How often connections that have taken too long are looked for.
+SWEEP_SECONDS = 1.0
+BACKLOG = 1024
+
+_log = Logger("servers")
+
+
+class BindError(Exception):
+    """An address cannot be had; the text is Go's: ``listen tcp 1.2.3.4:5: bind: address already in use``."""
+
+
+def listening_socket(host: str, port: int, network: Network = "tcp") -> socket.socket:
+    """A listening socket as Go makes it: with ``tcp``, 0.0.0.0 and :: both mean all addresses of both families."""
+    address = ip_address(host)
+    both = network == "tcp" and address.is_unspecified and socket.has_ipv6
+    family = socket.AF_INET6 if both or address.version == 6 else socket.AF_INET
+    step = "socket"
+    try:
+        try:
+            listener = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:
+            if not both:
+                raise
+            # A kernel without IPv6.
+            both, family = False, socket.AF_INET
+            listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            step = "bind"
+            listener.setblocking(False)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if both else 1)
+            listener.bind(("::" if both else host, port))
+            step = "listen"
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise BindError(f"listen {network} {join_host_port(host, port)}: {step}: {why}") from None
+    return listener
+
+
+class Open:
+    """One address being listened on, with its connections. Only for the server's thread."""
+
+    def __init__(self, listener: socket.socket, handler: Handler, pool: Pool) -> None:
+        self._connections: set[Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._closed = False
+        self._starting = asyncio.get_running_loop().create_task(
+            self._start(listener, lambda: Connection(handler, pool, self._connections))
+        )
+
+    async def _start(self, listener: socket.socket, connection: Callable[[], asyncio.Protocol]) -> None:
+        try:
+            self._server = await asyncio.get_running_loop().create_server(connection, sock=listener, backlog=BACKLOG)
+        finally:
+            if self._closed or self._server is None:
+                listener.close()
+        if self._closed:
+            self._server.close()
+
+    def close(self) -> None:
+        """Stop listening and cut all connections."""
+        self._closed = True
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.abort()
+
+
+class Server:
+    """The thread and its loop. ``call`` is for other threads; what it calls may use ``open`` and ``serve``."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="servers", daemon=True)
+        self._pools: list[Pool] = []
+        self._opened: list[Open] = []
+        self._retries: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Start the thread; returns at once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close every socket and end the thread."""
+        if self._thread.is_alive():
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=2)
+
+    def call(self, function: Callable[..., None], *arguments: object) -> None:
+        """Run a function on the server's thread, soon. Safe in any thread, also when the server has ended."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def pool(self, limit: int) -> Pool:
+        """A new bound for connections; those in it are looked after."""
+        pool = Pool(limit)
+        self._pools.append(pool)
+        return pool
+
+    def open(self, host: str, port: int, handler: Handler, pool: Pool, network: Network = "tcp") -> Open:
+        """Listen now; raises BindError. Only in the server's thread."""
+        opened = Open(listening_socket(host, port, network), handler, pool)
+        self._opened.append(opened)
+        return opened
+
+    def close(self, opened: Open) -> None:
+        """The opposite of ``open``."""
+        self._opened.remove(opened)
+        opened.close()
+
+    def serve(
+        self,
+        address: tuple[str, int],
+        handler: Handler,
+        pool: Pool,
+        failed: Callable[[str], bool],
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Listen as soon as it is possible. Safe in any thread.
+
+        ``failed`` is given the reason in the server's thread, and says whether it is tried again in 5 s.
+        """
+
+        async def retry() -> None:
+            while True:
+                try:
+                    self.open(*address, handler, pool)
+                    ready()
+                    return
+                except BindError as error:
+                    if not failed(str(error)):
+                        return
+                await asyncio.sleep(BIND_RETRY_SECONDS)
+
+        def begin() -> None:
+            task = self._loop.create_task(retry())
+            self._retries.add(task)
+            task.add_done_callback(self._retries.discard)
+
+        self.call(begin)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(_say)
+        sweep = self._loop.create_task(self._sweep())
+        try:
+            self._loop.run_forever()
+        finally:
+            for opened in self._opened:
+                opened.close()
+            for task in (sweep, *self._retries):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            now = self._loop.time()
+            for pool in self._pools:
+                for connection in pool:
+                    connection.look(now)
+
+
+def _say(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What goes wrong with a socket is one line, not a traceback."""
+    error = context.get("exception")
+    if isinstance(error, OSError):
+        _log.warning("a server's socket failed", error=error.strerror or str(error))
+    else:
+        _log.error("internal error in the servers", what=context.get("message"), error=repr(error) if error else None)

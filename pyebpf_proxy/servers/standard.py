@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics that every Kubernetes program has: the process, the build, the feature gates (spec/metrics §5)."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import prometheus_client
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import CollectorRegistry
+
+from pyebpf_proxy import KUBERNETES_VERSION
+from pyebpf_proxy.servers.numbers import Labels, Registry
+
+#: What RLIMIT_AS is shown as where there is no limit, as Go's library does.
+_NO_LIMIT = float(1 << 64)
+
+
+def start_time() -> float:
+    """When this process began, seconds since 1970; now where /proc does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+        return int(boot.split()[1]) + ticks / _ticks()
+    except (OSError, ValueError, IndexError, StopIteration):
+        return time.time()
+
+
+def add_process(registry: Registry) -> None:
+    """What prometheus_client knows of the process and of Python, and the limit it leaves out."""
+    own = CollectorRegistry()
+    prometheus_client.ProcessCollector(registry=own)
+    prometheus_client.PlatformCollector(registry=own)
+    prometheus_client.GCCollector(registry=own)
+    registry.add_collector(own.collect)
+    registry.add_collector(_memory_limit)
+
+
+def add_slis(registry: Registry, start: float) -> None:
+    """``/metrics/slis``: no check is registered in kube-proxy, so only the start of the process is there."""
+    registry.add_collector(lambda: [_single("process_start_time_seconds", _START, start)])
+
+
+_START = "[ALPHA] Start time of the process since unix epoch in seconds."
+
+
+def add_build(registry: Registry, gates: Mapping[str, tuple[str, bool]], alpha: int) -> None:
+    """Build and gates; ``gates``: stage and whether it is on, by name. ``alpha``: how many ALPHA metrics there are."""
+    build = _family("kubernetes_build_info", _BUILD, build_info(), [(tuple(build_info().values()), 1.0)])
+    features = _family(
+        "kubernetes_feature_enabled",
+        "[BETA] This metric records the data about the stage and enablement of a k8s feature.",
+        ("name", "stage"),
+        [((name, "" if stage == "GA" else stage), float(on)) for name, (stage, on) in sorted(gates.items())],
+    )
+    registered = _family(
+        "registered_metrics_total",
+        "[BETA] The count of registered metrics broken by stability level and deprecation version.",
+        ("deprecated_version", "stability_level"),
+        [(("", "ALPHA"), float(alpha)), (("", "BETA"), 5.0)],
+    )
+    none = [
+        _single("disabled_metrics_total", "[BETA] The count of disabled metrics.", 0.0),
+        _single("hidden_metrics_total", "[BETA] The count of hidden metrics.", 0.0),
+    ]
+    for metric in (registered, *none):
+        metric.type = "counter"
+    fixed = [build, features, registered, *none]
+    registry.add_collector(lambda: fixed)
+
+
+def build_info() -> dict[str, str]:
+    """Labels of ``kubernetes_build_info``: the release that is followed, and what runs it."""
+    major, minor = KUBERNETES_VERSION.removeprefix("v").split(".")[:2]
+    machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    return {
+        "build_date": "",
+        "compiler": platform.python_implementation(),
+        "git_commit": "",
+        "git_tree_state": "",
+        "git_version": KUBERNETES_VERSION,
+        "go_version": "",
+        "major": major,
+        "minor": minor,
+        "platform": f"{sys.platform}/{machine}",
+    }
+
+
+_BUILD = (
+    "[BETA] A metric with a constant '1' value labeled by major, minor, git version, git commit, git tree state, build"
+    " date, Go version, and compiler from which Kubernetes was built, and platform on which it is running."
+)
+
+
+def _memory_limit() -> Iterable[Metric]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _NO_LIMIT if soft == resource.RLIM_INFINITY else float(soft)
+    text = "Maximum amount of virtual memory available in bytes."
+    return [_single("process_virtual_memory_max_bytes", text, limit)]
+
+
+def _single(name: str, text: str, value: float) -> Metric:
+    return _family(name, text, (), [((), value)])
+
+
+def _family(name: str, text: str, labels: Iterable[str], values: Iterable[tuple[Labels, float]]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=list(labels))
+    for found, value in values:
+        family.add_metric(found, value)
+    return family
+
+
+def _ticks() -> int:
+    import os
+
+    return os.sysconf("SC_CLK_TCK")
