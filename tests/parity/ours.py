@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import re
 import subprocess
@@ -16,7 +17,8 @@ from pyebpf_proxy import cli
 from tests.parity.answer import Answer
 from tests.parity.case import Case
 
-_LINE = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z (\w+) (.*?)(?: file=\S+)?$")
+_LINE = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z (\w+) (.*?)(?: file=\S+)?(?: error=(.*))?$")
+_ENDED = "Error running ProxyServer"
 
 
 def ask(case: Case, *, apart: bool = False) -> Answer:
@@ -70,10 +72,14 @@ def _answer(status: int, output: str, errors: str, document: str | None, folder:
 
 
 def _said(line: str) -> tuple[str, str]:
+    """Severity and message; for what ended a run, its reason."""
     if line.startswith('{"time": '):
-        import json
-
         entry = json.loads(line)
-        return entry["level"], entry["message"].replace("\n", "\\n")
+        reason = entry["error"] if entry["message"] == _ENDED else entry["message"]
+        return entry["level"], reason.replace("\n", "\\n")
     match = _LINE.match(line)
-    return (match[1], match[2]) if match else ("", line)
+    if match is None:
+        return "", line
+    if match[2] != _ENDED:
+        return match[1], match[2]
+    return match[1], json.loads(match[3]) if match[3].startswith('"') else match[3]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.parity import commands, files
+from tests.parity import commands, files, starts
 from tests.parity.answer import Answer
 from tests.parity.case import Case
 from tests.parity.generated import generate
@@ -19,7 +19,7 @@ GENERATED = 500
 
 def all_cases() -> list[Case]:
     """What is recorded: every case in words, and generated ones of one seed."""
-    return [*files.cases(), *commands.cases(), *generate(SEED, GENERATED)]
+    return [*files.cases(), *commands.cases(), *starts.cases(), *generate(SEED, GENERATED)]
 
 
 def write(release: str, answers: Iterable[tuple[Case, Answer]]) -> int:
