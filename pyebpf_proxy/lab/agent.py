@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,16 @@ class Agent:
         return base | (changes or {})
 
     def start(
-        self, config: dict[str, Any] | None = None, lane: str | None = "auto", own: dict[str, Any] | None = None
+        self,
+        config: dict[str, Any] | None = None,
+        lane: str | None = "auto",
+        own: dict[str, Any] | None = None,
+        enter: Sequence[str] = (),
     ) -> None:
-        """Start the process. Does not wait: ``wait_synced``. ``own``: fields of a DatapathConfiguration, for a file."""
+        """Start the process. Does not wait: ``wait_synced``. ``own``: fields of a DatapathConfiguration, for a file.
+
+        ``enter``: the command that runs it in the node's network namespace, if not ``ip netns exec``.
+        """
         if self.process is not None:
             raise LabError(f"the agent of {self.node_name} runs already")
         self.folder.mkdir(exist_ok=True, parents=True)
@@ -97,7 +105,7 @@ class Agent:
         self._ever_started = True
         with open(self.log_file, "ab") as log:
             self.process = subprocess.Popen(
-                ["ip", "netns", "exec", self.namespace.name, *command(), *arguments],
+                [*(enter or ("ip", "netns", "exec", self.namespace.name)), *command(), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

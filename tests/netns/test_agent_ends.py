@@ -104,6 +104,25 @@ def test_init_only_prepares_and_ends_and_a_start_finds_it(lab: Lab) -> None:
     assert node.agent.stop() == 0
 
 
+def test_after_init_only_a_start_needs_few_rights(lab: Lab) -> None:
+    node = lab.nodes[0]
+    server, pod = lab.add_pod("web-1", node), lab.add_pod("asker", node)
+    WEB.endpoints = (server,)
+    write_nodes(lab)
+    write_services(lab, WEB)
+    assert run_init_only(node).returncode == 0
+    few = "-all,+net_admin,+bpf,+perfmon"
+    # As a container has it: /sys as the host's, which ``ip netns exec`` would mount anew.
+    enter = ("nsenter", f"--net=/run/netns/{node.namespace.name}")
+    node.agent.start(enter=(*enter, "setpriv", f"--bounding-set={few}", f"--inh-caps={few}"))
+    node.agent.wait_synced()
+    assert " error " not in node.agent.log()
+    target = WEB.target("ClusterIP", node)
+    for family in (4, 6):
+        assert pod.namespace.call(ask, target.address.of(family), 80).answer is not None
+    assert node.agent.stop() == 0
+
+
 def test_init_only_is_refused_as_a_start_would_be(lab: Lab) -> None:
     node = lab.nodes[0]
     node.namespace.sysctl({"net.ipv6.conf.all.disable_ipv6": 1})
