@@ -98,6 +98,8 @@ def test_init_only_prepares_and_ends_and_a_start_finds_it(lab: Lab) -> None:
     assert "nodePortAddresses is unset" in ran.stderr
     tables = node.namespace.run("nft", "list", "tables")
     assert "pyebpf-proxy" in tables
+    timeout = "net.netfilter.nf_conntrack_tcp_timeout_close_wait"
+    assert node.namespace.run("sysctl", "-n", timeout).strip() == "3600"
     assert not [path for path in (directory / "bpf").rglob("*") if path.name == "frontends4"]
     node.agent.start()
     node.agent.wait_synced()
