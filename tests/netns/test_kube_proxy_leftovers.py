@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -134,6 +134,19 @@ def _remove_without_tools() -> Report:
         return leftovers.remove([])
     finally:
         os.environ["PATH"], iptables.FOLDERS = path, folders
+
+
+def test_a_missing_right_is_told(room: Namespace, tmp_path: Path) -> None:
+    load_kube_proxy(room, "legacy", 4)
+    load_kube_proxy(room, "nft", 6)
+    room.run("nft", "-f", str(DATA / "nftables.nft"))
+    done = run_cleanup(room, tmp_path / "state", before=["setpriv", "--bounding-set=-net_raw", "--inh-caps=-net_raw"])
+    assert done.returncode == 1
+    error = next(line for line in done.stderr.splitlines() if " error " in line)
+    assert "iptables-legacy IPv4: iptables-legacy-save: " in error
+    assert "Permission denied (you must be root); iptables-legacy needs CAP_NET_RAW" in error
+    assert "iptables-nft" not in error
+    assert done.stderr.count("removed what kube-proxy left behind") == 3
 
 
 def test_a_table_that_iptables_cannot_read_is_told(room: Namespace) -> None:
@@ -280,10 +293,10 @@ def _make_servers(addresses: list[str]) -> None:
             handle.service("add", IPVSService(addr=address, port=80, protocol=6, sched_name="rr"))
 
 
-def run_cleanup(room: Namespace, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command itself."""
+def run_cleanup(room: Namespace, folder: Path, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """The command itself; ``before``: a command that runs it."""
     return subprocess.run(
-        ["ip", "netns", "exec", room.name, *command(), "--cleanup", "--directory", str(folder), *arguments],
+        ["ip", "netns", "exec", room.name, *before, *command(), "--cleanup", "--directory", str(folder)],
         capture_output=True,
         text=True,
         check=False,

@@ -142,3 +142,19 @@ def test_a_kube_proxy_that_goes_on_is_told_once(node_lab: Lab) -> None:
         assert node_lab.client.call(ask, vip(10).v4, 80).kind == ANSWERED
     finally:
         node.agent.stop()
+
+
+def test_what_could_not_be_removed_is_no_kube_proxy_that_runs(node_lab: Lab) -> None:
+    node = node_lab.nodes[0]
+    load_kube_proxy(node.namespace, "nft", 4)
+    node.namespace.run("iptables-nft", "-t", "mangle", "-A", "PREROUTING", "-j", "KUBE-PROXY-CANARY")
+    node.agent.start(QUICK)
+    try:
+        node.agent.wait_synced()
+        wait_until(lambda: "not everything that kube-proxy left behind" in node.agent.log(), "the problem is told")
+        assert node.namespace.call(leftovers.running) == {"iptables"}
+        node.namespace.run("nft", "-f", str(DATA / "nftables.nft"))
+        wait_until(lambda: "a kube-proxy in mode nftables runs beside" in node.agent.log(), "the warning")
+        assert "a kube-proxy in mode iptables runs beside" not in node.agent.log()
+    finally:
+        node.agent.stop()

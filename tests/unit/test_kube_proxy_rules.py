@@ -95,7 +95,7 @@ def test_a_chain_that_a_rule_of_others_names_stays_with_all_that_it_leads_to(rul
 def test_words_in_comments_are_no_jumps() -> None:
     planned = plan(
         f"*nat\n{BUILT_IN}:KUBE-SERVICES - [0:0]\n"
-        r'-A PREROUTING -m comment --comment "a \" -j KUBE-SERVICES" -j RETURN'
+        r'-A PREROUTING -m comment --comment "a \" -j KUBE-SERVICES b" -j RETURN'
         "\nCOMMIT\n"
     )
     assert planned.script == "*nat\n:KUBE-SERVICES - [0:0]\n-X KUBE-SERVICES\nCOMMIT\n"

@@ -172,5 +172,8 @@ def _execute(command: list[str], script: str | None = None) -> str:
         raise ToolError(f"{name}: {(error.strerror or str(error)).lower()}") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("#")]
-        raise ToolError(f"{name}: {lines[0].strip() if lines else f'exit status {done.returncode}'}")
+        why = lines[0].strip() if lines else f"exit status {done.returncode}"
+        # Unlike the other variant it opens a raw socket.
+        hint = "; iptables-legacy needs CAP_NET_RAW" if "you must be root" in why else ""
+        raise ToolError(f"{name}: {why}{hint}")
     return done.stdout
