@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--cleanup``: the real kube-proxy's and ours, from the same rules to the same rules.
+
+The rules are those that kube-proxy made itself (tests/netns/kube_proxy), beside rules of others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.namespace import Namespace
+from tests.cluster import reference
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "netns"))
+from kube_proxy_tools import DATA, FOREIGN, FOREIGN_LATER, load_kube_proxy, restore, saved
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
+
+FAMILIES = (4, 6)
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def kube_proxy() -> Path:
+    """The real program; an error, not a skip, where it was not built."""
+    program = reference.kube_proxy()
+    if not program.exists():
+        pytest.fail(f"{program} is missing: run tests/cluster/build.sh")
+    return program
+
+
+@pytest.fixture
+def rooms() -> Iterator[tuple[Namespace, Namespace]]:
+    """Two namespaces with the same rules: one for kube-proxy, one for us."""
+    made = [Namespace(f"pep-clean-{os.getpid()}-{next(_numbers)}") for _ in range(2)]
+    try:
+        for room in made:
+            room.create()
+        yield made[0], made[1]
+    finally:
+        for room in made:
+            room.remove()
+
+
+def test_rules_are_the_same_afterwards(kube_proxy: Path, rooms: tuple[Namespace, Namespace], tmp_path: Path) -> None:
+    """iptables-nft is the variant that the program ``iptables`` is here, and the one that kube-proxy cleans up."""
+    for room in rooms:
+        for family in FAMILIES:
+            restore(room, "nft", family, FOREIGN)
+            load_kube_proxy(room, "nft", family)
+            restore(room, "nft", family, FOREIGN_LATER)
+        room.run("nft", "-f", str(DATA / "nftables.nft"))
+        room.run("nft", "add table ip kube-proxy-of-others; add table inet kube-proxy")
+    before = [saved(rooms[0], "nft", family) for family in FAMILIES]
+    assert before == [saved(rooms[1], "nft", family) for family in FAMILIES]
+
+    theirs = [str(kube_proxy), "--cleanup"]
+    ours = [*command(), "--cleanup", "--directory", str(tmp_path / "state")]
+    for room, program in zip(rooms, (theirs, ours), strict=True):
+        done = subprocess.run(
+            ["ip", "netns", "exec", room.name, *program], capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+    after = [saved(rooms[0], "nft", family) for family in FAMILIES]
+    assert after != before
+    assert [saved(rooms[1], "nft", family) for family in FAMILIES] == after
+    tables = [sorted(room.run("nft", "list", "tables").splitlines()) for room in rooms]
+    assert tables[0] == tables[1]
