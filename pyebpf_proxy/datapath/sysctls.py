@@ -249,7 +249,7 @@ def _not_for_this_namespace(path: Path, error: OSError) -> bool:
     if error.errno == errno.EOPNOTSUPP:
         return True
     try:
-        return error.errno in (errno.EACCES, errno.EPERM) and not path.stat().st_mode & 0o222
+        return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and not path.stat().st_mode & 0o222
     except OSError:
         return False
 

@@ -220,6 +220,24 @@ def test_what_is_so_already_is_not_written(node: Node) -> None:
     assert number(node, NETFILTER + "tcp_timeout_established") == 100
 
 
+def test_a_first_start_that_fails_changes_nothing(node: Node) -> None:
+    """The last of three settings is more than the kernel can hold: the two before it are put back at once."""
+    before = every(node)
+    node.agent.log_file.unlink(missing_ok=True)
+    node.agent.start(
+        {"conntrack": {"tcpEstablishedTimeout": "100s", "udpTimeout": "41s", "udpStreamTimeout": "99999h"}}
+    )
+    assert node.agent.wait_ended(60) == 1
+    assert (
+        "nf_conntrack_udp_timeout_stream cannot be set to 359996400 (conntrack.udpStreamTimeout): Invalid argument"
+        in (node.agent.log())
+    )
+    assert "Traceback" not in node.agent.log()
+    assert "setting=net/netfilter/nf_conntrack_udp_timeout value=41 before=30" in node.agent.log()
+    assert every(node) == before
+    assert not (node.agent.directory / "node-settings.json").exists()
+
+
 def test_oom_score_adj(node: Node) -> None:
     own = Path("/proc/self/oom_score_adj").read_text().strip()
     higher = str(min(int(own) + 300, 1000))

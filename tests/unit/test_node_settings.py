@@ -327,14 +327,25 @@ def test_another_refusal_of_the_hash_table_ends_the_start(tree: Tree, monkeypatc
     assert tree.warnings == []
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
 def test_what_is_the_machines_stays_in_another_network_namespace(
-    tree: Tree, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """As the kernel shows it there: without write permission."""
-    refuse(monkeypatch, tree.root / f"proc/sys/{NETFILTER}max", errno.EACCES, 0o444)
+    refuse(monkeypatch, tree.root / f"proc/sys/{NETFILTER}max", number, 0o444)
     tree.apply(KernelSettings(Conntrack(max_per_core=1, min=1000000, tcp_established=900)))
     assert (tree.netfilter("max"), tree.get(HASHSIZE)) == ("262144", "65536")
     assert tree.netfilter("tcp_timeout_established") == "900"
+    assert tree.warnings == []
+
+
+def test_a_hash_table_of_the_machine_stays_in_another_network_namespace(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its limit is as wanted, its size is not, and the kernel refuses to change it from there."""
+    refuse(monkeypatch, tree.root / HASHSIZE, errno.EOPNOTSUPP)
+    tree.apply(KernelSettings(Conntrack(max_per_core=1, min=300000, tcp_established=900)))
+    assert (tree.get(HASHSIZE), tree.netfilter("tcp_timeout_established")) == ("65536", "900")
     assert tree.warnings == []
 
 
