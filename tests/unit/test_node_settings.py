@@ -256,6 +256,17 @@ def test_the_first_former_value_stays(tree: Tree) -> None:
     assert tree.netfilter("tcp_timeout_established") == "432000"
 
 
+def test_an_agent_that_dies_while_it_writes_has_remembered(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", dies)
+        with pytest.raises(KeyboardInterrupt):
+            tree.apply(ESTABLISHED)
+    assert tree.record() == {f"proc/sys/{NETFILTER}tcp_timeout_established": {"was": "432000", "wrote": "900"}}
+
+
 def test_what_somebody_else_has_set_since_stays(tree: Tree) -> None:
     tree.apply(KernelSettings(Conntrack(tcp_established=900, udp=40)))
     tree.put(f"proc/sys/{NETFILTER}udp_timeout", "77")
