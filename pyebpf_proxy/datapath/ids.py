@@ -19,6 +19,10 @@ class Ids:
         # Until the end is reached for the first time, everything from _next on is free.
         self._wrapped = False
 
+    def __contains__(self, number: int) -> bool:
+        """Whether it is in use."""
+        return number in self._used
+
     @property
     def available(self) -> int:
         return self._limit - 1 - len(self._used)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from pyebpf_proxy.cycles import without_cycle_search
 from pyebpf_proxy.datapath import grace
 from pyebpf_proxy.datapath.changes import Change, Garbage, NoRoomError
+from pyebpf_proxy.datapath.flows import Route
 from pyebpf_proxy.datapath.layouts import Layouts
 from pyebpf_proxy.datapath.libbpf import BpfError
 from pyebpf_proxy.datapath.maps_adopt import adopt
@@ -138,6 +139,14 @@ class Writer:
     def service_id(self, name: ServicePortName) -> int:
         """The number of a service port in all maps. Raises KeyError."""
         return self._mirror.records[name].id
+
+    def backends_of(self, routes: Iterable[Route]) -> Iterator[tuple[Route, int]]:
+        """Routes of flows, each with the number of every backend that it leads to."""
+        return self._mirror.backends_of(routes)
+
+    def has_backend(self, number: int) -> bool:
+        """Whether this is a backend's number in the maps."""
+        return number in self._mirror.backend_ids
 
     @property
     def room(self) -> dict[str, tuple[int, int]]:

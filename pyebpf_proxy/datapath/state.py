@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
 from pyebpf_proxy.datapath.changes import Change, Garbage, Record
+from pyebpf_proxy.datapath.flows import Route
 from pyebpf_proxy.datapath.ids import Ids
 from pyebpf_proxy.datapath.layouts import Layouts
 from pyebpf_proxy.datapath.ranges import Ranges
@@ -169,6 +170,35 @@ class State:
             if moved:
                 result.append((name, moved))
         return result
+
+    def backends_of(self, routes: Iterable[Route]) -> Iterator[tuple[Route, int]]:
+        """The backend that each route of a flow leads to; nothing for what is no service's.
+
+        A node's socket was translated before its packets: of its service nothing is known, so the flow is one of every
+        backend with that address.
+        """
+        direct: dict[tuple[int, bytes, int], Route] = {}
+        for route in routes:
+            protocol, address, port, endpoint, endpoint_port = route
+            if (address, port) == (endpoint, endpoint_port):
+                direct[protocol, address, port] = route
+                continue
+            key = self.layouts.frontend_key[Family.IPV4 if len(address) == 4 else Family.IPV6]
+            owner = self.owners.get(key.pack(address, port, protocol))
+            if owner is None:
+                owner = self.owners.get(key.pack(bytes(len(address)), port, protocol))
+            record = self.records.get(self.names[owner]) if owner is not None else None
+            for local in (False, True):
+                number = record and record.backends.get(Endpoint(endpoint, endpoint_port, local))
+                if number:
+                    yield route, number
+        if not direct:
+            return
+        for name, record in self.records.items():
+            for e, number in record.backends.items():
+                found = direct.get((name.protocol, e.address, e.port))
+                if found is not None:
+                    yield found, number
 
     # ---- small things --------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "mh without the port": ("scheduler.h", "hash_of(&p->source) + port", "hash_of(&p->source)"),
     "mh by position": ("scheduler.h", "c->client + hash_of(&b.address) + b.port", "c->client + i"),
     "lc without the count": ("connections.h", "l->active = counted->active;", ""),
-    "lc without choices": ("connections.h", "l->active += since;", ""),
+    "lc without choices": ("connections.h", "l->active += since;", ";"),
     "lc counts choices twice": ("connections.h", "since -= counted->choices;", ""),
     "lc with choices from before": ("connections.h", "if (since > 0)", ""),
     "inactive as active": ("connections.h", "#define INACTIVE_PER_ACTIVE 256", "#define INACTIVE_PER_ACTIVE 1"),

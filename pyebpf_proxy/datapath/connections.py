@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many connections each endpoint has, for the schedulers of mode ipvs that go by it (docs/ipvs-mode.md).
+
+The programs add what they choose to ``choices``; here the kernel's connection table is counted again and again, and
+``connections`` says what was found and which choices are in it. Only the programs write ``choices`` and only this
+writes ``connections``, so neither undoes what the other does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from pyebpf_proxy.datapath import flows
+from pyebpf_proxy.datapath.btf import Btf
+from pyebpf_proxy.datapath.flows import Count, Route
+from pyebpf_proxy.datapath.libbpf import Map
+from pyebpf_proxy.log import Logger
+
+#: Seconds from the end of one count to the next, at least.
+INTERVAL = 1.0
+#: A count that takes long is followed by a pause of so many times that: it never takes more than a tenth of a CPU.
+PAUSE_FACTOR = 9
+
+_log = Logger("datapath")
+
+
+class Connections:
+    """Keeps the map ``connections`` true.
+
+    ``backends``: from routes of flows to backend ids; ``exists``: whether an id is one still.
+    """
+
+    def __init__(
+        self,
+        maps: Mapping[str, Map],
+        btf: Btf,
+        backends: Callable[[Iterable[Route]], Iterator[tuple[Route, int]]],
+        exists: Callable[[int], bool],
+    ) -> None:
+        self._connections, self._choices = maps["connections"], maps["choices"]
+        self._own = [maps["node_addresses4"], maps["node_addresses6"]]
+        self._value = btf.struct("connections").packer("active", "inactive", "choices")
+        self._backends = backends
+        self._exists = exists
+        # What a former run has left is in force until the first count.
+        self._written = dict(self._connections.items())
+        self._said = ""
+
+    async def run(self) -> None:
+        """Count for ever. What the kernel refuses is said once; the last count stays in force."""
+        while True:
+            begin = time.monotonic()
+            try:
+                await self.count()
+                self._said = ""
+            except OSError as error:
+                if str(error) != self._said:
+                    _log.error("connections could not be counted, tried again", error=str(error))
+                self._said = str(error)
+            await asyncio.sleep(max(INTERVAL, PAUSE_FACTOR * (time.monotonic() - begin)))
+
+    async def count(self) -> None:
+        """One count. Raises OSError."""
+        # First the choices: a flow that is chosen meanwhile may be counted twice until the next count, but never lost.
+        choices = {key: int.from_bytes(value, sys.byteorder) for key, value in self._choices.items()}
+        own = {key for of in self._own for key, _ in of.items()}
+        self._write(choices, await asyncio.to_thread(flows.count, own))
+
+    def _write(self, choices: Mapping[bytes, int], found: Mapping[Route, Count]) -> None:
+        counts: dict[bytes, Count] = {}
+        for route, number in self._backends(found):
+            key = number.to_bytes(4, sys.byteorder)
+            before, more = counts.get(key, Count(0, 0)), found[route]
+            counts[key] = Count(before.active + more.active, before.inactive + more.inactive)
+        changed = {}
+        for key in choices.keys() | counts.keys() | self._written.keys():
+            if self._exists(int.from_bytes(key, sys.byteorder)):
+                value = self._value.pack(*counts.get(key, Count(0, 0)), choices.get(key, 0))
+                if self._written.get(key) != value:
+                    changed[key] = value
+        self._connections.update_batch(b"".join(changed), b"".join(changed.values()))
+        self._written.update(changed)
+        gone = [
+            key for key in choices.keys() | self._written.keys() if not self._exists(int.from_bytes(key, sys.byteorder))
+        ]
+        if gone:
+            self._connections.delete_batch(b"".join(gone))
+            self._choices.delete_batch(b"".join(gone))
+            for key in gone:
+                self._written.pop(key, None)
