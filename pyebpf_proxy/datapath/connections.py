@@ -75,19 +75,19 @@ class Connections:
             key = number.to_bytes(4, sys.byteorder)
             before, more = counts.get(key, Count(0, 0)), found[route]
             counts[key] = Count(before.active + more.active, before.inactive + more.inactive)
-        changed = {}
+        changed: dict[bytes, bytes] = {}
+        gone: list[bytes] = []
         for key in choices.keys() | counts.keys() | self._written.keys():
-            if self._exists(int.from_bytes(key, sys.byteorder)):
-                value = self._value.pack(*counts.get(key, Count(0, 0)), choices.get(key, 0))
-                if self._written.get(key) != value:
-                    changed[key] = value
+            if not self._exists(int.from_bytes(key, sys.byteorder)):
+                gone.append(key)
+                continue
+            value = self._value.pack(*counts.get(key, Count(0, 0)), choices.get(key, 0))
+            if self._written.get(key) != value:
+                changed[key] = value
         self._connections.update_batch(b"".join(changed), b"".join(changed.values()))
         self._written.update(changed)
-        gone = [
-            key for key in choices.keys() | self._written.keys() if not self._exists(int.from_bytes(key, sys.byteorder))
-        ]
-        if gone:
-            self._connections.delete_batch(b"".join(gone))
-            self._choices.delete_batch(b"".join(gone))
-            for key in gone:
-                self._written.pop(key, None)
+        for key in gone:
+            self._written.pop(key, None)
+        # In this order: a count without its choices is a low one, choices without their count are only themselves.
+        self._connections.delete_batch(b"".join(gone))
+        self._choices.delete_batch(b"".join(gone))

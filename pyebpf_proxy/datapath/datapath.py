@@ -17,6 +17,7 @@ from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath import cgroups, mounts, sysctls
 from pyebpf_proxy.datapath.cleanup import cleanup
 from pyebpf_proxy.datapath.cluster_addresses import ClusterAddresses
+from pyebpf_proxy.datapath.connections import Connections
 from pyebpf_proxy.datapath.kube_proxy.beside import Beside
 from pyebpf_proxy.datapath.libbpf import Map
 from pyebpf_proxy.datapath.links import MAPS, Node
@@ -24,7 +25,7 @@ from pyebpf_proxy.datapath.maps import Writer
 from pyebpf_proxy.datapath.nft import Table
 from pyebpf_proxy.datapath.nft_rules import Prefix
 from pyebpf_proxy.datapath.pod_network import PodNetwork
-from pyebpf_proxy.datapath.programs import LAYOUT_VERSION, Loaded, load
+from pyebpf_proxy.datapath.programs import LAYOUT_VERSION, LEAST_CONNECTIONS, Loaded, load
 from pyebpf_proxy.datapath.settings import conntrack_is_liberal, node_config, settings
 from pyebpf_proxy.datapath.udp_cleanup import Cleaned, UdpCleanup, peers_in
 from pyebpf_proxy.errors import DatapathError
@@ -75,6 +76,7 @@ class Datapath:
         with self._undone_if_it_fails():
             self._parts = parts = self._start(facts, wanted)
             self._follow(asyncio.get_running_loop(), parts.node)
+            self._count_connections(parts)
             # Not before: until everything is attached, kube-proxy's rules carry the traffic.
             self._beside.replaced()
             return _problems(parts)
@@ -185,6 +187,15 @@ class Datapath:
 
         loop.add_reader(descriptor, read)
         self._stack.callback(loop.remove_reader, descriptor)
+
+    def _count_connections(self, parts: _Parts) -> None:
+        """Where the scheduler goes by connections, somebody has to count them."""
+        if parts.loaded.settings.scheduler < LEAST_CONNECTIONS:
+            return
+        writer = parts.writer
+        connections = Connections(parts.loaded.maps, parts.loaded.tc.btf, writer.backends_of, writer.has_backend)
+        task = asyncio.create_task(connections.run(), name="connections")
+        self._stack.callback(task.cancel)
 
     # ---- while it runs -----------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel's connection table, counted: how many flows each endpoint has by each address that was asked for.
 
-One dump by ctnetlink, read as bytes: pyroute2's messages take some 20 times as long for each flow, and a table may hold a
-million of them. The tuples stand where the kernel has put them since there is ctnetlink; an entry that looks different is
-read attribute by attribute.
+One dump by ctnetlink, read as bytes: pyroute2's messages take many times as long for each flow, and a table may hold
+a million of them. The tuples stand where the kernel has put them since there is ctnetlink; an entry that looks
+different is read attribute by attribute.
 """
 
 from __future__ import annotations

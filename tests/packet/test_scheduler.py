@@ -247,6 +247,19 @@ def test_lblc_leaves_an_endpoint_that_is_gone(node: World) -> None:
     assert first not in asks(node, count=2)
 
 
+def test_lblc_finds_an_endpoint_that_moved_within_its_list(node: World) -> None:
+    """The remembered position is a hint."""
+    load(node, "lblc").service(PODS[:3])
+    (first,) = asks(node)
+    localities = node.object.maps["localities"]
+    layout = node.object.btf.struct("affinity")
+    ((key, value),) = localities.items()
+    for asked, position in enumerate((0, 1, 2, 3, 4_000_000_000), start=1):
+        counted(node, first, 0, choices=asked)
+        localities.update(key, layout.pack(**{**layout.unpack(value), "position": position}))
+        assert asks(node) == [first]
+
+
 def members(world: World) -> set[int]:
     ((_, raw),) = world.object.maps["locality_sets"].items()
     return {int.from_bytes(raw[at : at + 4], sys.byteorder) for at in range(8, len(raw), 4)} - {0}

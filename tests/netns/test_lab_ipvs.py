@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mode ipvs with real connections: exact turns, and loads as the kernel's connection table shows them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import agent_lane, wait_until
+
+from pyebpf_proxy.lab.client import ask, ask_many, family_of
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.namespace import Namespace
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 20)
+HELD = 12
+
+
+@pytest.fixture(scope="module")
+def ipvs(lane: str) -> Iterator[Lab]:
+    with Lab() as lab:
+        first, second = lab.nodes
+        lab.add_pod("toolbox", first)
+        WEB.endpoints = (lab.add_pod("web-1", second), lab.add_pod("web-2", second), lab.add_pod("web-3", first))
+        write_nodes(lab)
+        write_services(lab, WEB)
+        yield lab
+
+
+@contextmanager
+def agents(lab: Lab, lane: str, scheduler: str) -> Iterator[None]:
+    lab.start_agents({"mode": "ipvs", "ipvs": {"scheduler": scheduler, "minSyncPeriod": "10ms"}}, agent_lane(lane))
+    try:
+        yield
+    finally:
+        lab.stop_agents()
+
+
+def askers(lab: Lab, family: int) -> dict[str, tuple[Namespace, str]]:
+    """Who asks, and which address: through tc from outside and from a pod, through the socket programs on the node."""
+    vip, cluster_ip = (WEB.target(kind, lab.nodes[0]).address.of(family) for kind in ("LoadBalancer", "ClusterIP"))  # type: ignore[arg-type]
+    return {
+        "client": (lab.client, vip),
+        "pod": (lab.pods["toolbox"].namespace, cluster_ip),
+        "node": (lab.nodes[0].namespace, cluster_ip),
+    }
+
+
+def pods(namespace: Namespace, address: str, count: int, protocol: str = "tcp") -> Counter[str]:
+    outcomes = namespace.call(ask_many, count, address, 80 if protocol == "tcp" else 53, protocol)
+    return Counter(outcome.answer.pod if outcome.answer else outcome.kind for outcome in outcomes)
+
+
+class Held:
+    """Connections that stay open, in a process of their own, until ``close``."""
+
+    def __init__(self, namespace: Namespace, address: str, count: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self._end, ready = context.Event(), context.Event()
+        self._task = namespace.start(_hold, address, count, ready, self._end)
+        assert ready.wait(20), self._task.result(1)
+
+    def close(self) -> None:
+        self._end.set()
+        self._task.result(30)
+
+
+def _hold(address: str, count: int, ready: Any, end: Any) -> None:
+    sockets = [socket.create_connection((address, 80), timeout=10) for _ in range(count)]
+    assert sockets[0].family == family_of(address)
+    ready.set()
+    end.wait(120)
+    for each in sockets:
+        each.close()
+
+
+def test_rr_takes_exact_turns_whoever_asks(ipvs: Lab, lane: str) -> None:
+    """All in one: the three ways share the turns of a list, so 3 × 12 connections are 12 for each endpoint."""
+    with agents(ipvs, lane, "rr"):
+        for family in (4, 6):
+            total: Counter[str] = Counter()
+            for name, (namespace, address) in askers(ipvs, family).items():
+                found = pods(namespace, address, 12)
+                assert found == {"web-1": 4, "web-2": 4, "web-3": 4}, name
+                total += found
+            assert set(total.values()) == {12}
+            assert pods(*askers(ipvs, family)["client"], 9, "udp") == {"web-1": 3, "web-2": 3, "web-3": 3}
+
+
+def test_hashes_keep_a_client_over_a_restart(ipvs: Lab, lane: str) -> None:
+    before = {}
+    for _ in range(2):
+        with agents(ipvs, lane, "sh"):
+            for family in (4, 6):
+                for name, (namespace, address) in askers(ipvs, family).items():
+                    found = pods(namespace, address, 6)
+                    assert len(found) == 1, (name, found)
+                    assert before.setdefault((family, name), found) == found
+    assert len({pod for found in before.values() for pod in found}) > 1
+
+
+@pytest.mark.parametrize("who", ["client", "pod", "node"])
+def test_lc_goes_by_the_connections_that_there_are(ipvs: Lab, lane: str, who: str) -> None:
+    """web-1 holds long connections: new ones go to the other, and after those have closed to both again."""
+    namespace, address = askers(ipvs, 4)[who]
+    everybody = WEB.endpoints
+    held = None
+    with agents(ipvs, lane, "lc"):
+        try:
+            WEB.endpoints = everybody[:1]
+            ipvs.wait_synced(write_services(ipvs, WEB))
+            held = Held(namespace, address, HELD)
+            WEB.endpoints = everybody[:2]
+            ipvs.wait_synced(write_services(ipvs, WEB))
+            # More than are held, so that it is seen that those to web-2 have ended.
+            for _ in range(3):
+                assert pods(namespace, address, HELD // 2) == {"web-2": HELD // 2}
+                wait_until(lambda: _load(ipvs, "web-2") == 0, "the ended connections to web-2 are not active")
+            wait_until(lambda: _load(ipvs, "web-1") == HELD, "the held connections to web-1 are active")
+            held.close()
+            held = None
+            wait_until(lambda: _load(ipvs, "web-1") == 0, "the closed connections to web-1 are not active")
+            wait_until(lambda: "web-1" in pods(namespace, address, 1), "web-1 is asked again")
+            found = pods(namespace, address, 64)
+            assert min(found["web-1"], found["web-2"]) > 16, found
+        finally:
+            if held is not None:
+                held.close()
+            WEB.endpoints = everybody
+            write_services(ipvs, WEB)
+
+
+def _load(lab: Lab, pod: str) -> int:
+    """Active connections of a pod's TCP backends on the first node, as the programs see them."""
+    node = lab.nodes[0]
+
+    def dump(name: str) -> dict[int, Any]:
+        text = node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin(name)))
+        # An entry that is written anew in that moment has no value.
+        found = (entry["formatted"] for entry in json.loads(text) if "formatted" in entry)
+        return {entry["key"]: entry["value"] for entry in found}
+
+    address = [int(part) for part in lab.pods[pod].address.v4.split(".")]
+    choices, connections = dump("choices"), dump("connections")
+    total = 0
+    for number, backend in dump("backends4").items():
+        if backend["address"] == address and backend["protocol"] == "TCP":
+            counted = connections.get(number, {"active": 0, "choices": 0})
+            total += counted["active"] + choices.get(number, 0) - counted["choices"]
+    return total
+
+
+def test_a_first_answer_comes_with_every_scheduler(ipvs: Lab, lane: str) -> None:
+    for scheduler in ("dh", "mh", "sed", "lblc", "lblcr"):
+        with agents(ipvs, lane, scheduler):
+            for family in (4, 6):
+                for name, (namespace, address) in askers(ipvs, family).items():
+                    outcome = namespace.call(ask, address, 80)
+                    assert outcome.answer is not None, (scheduler, name, outcome)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel's connection table counted for the schedulers of mode ipvs (docs/ipvs-mode.md), entries made by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+from service_maps import SIZES, wipe
+from service_plans import frontend, in_pods, name_of, service, slot_backends
+from world import _libc, enter_namespace
+
+from pyebpf_proxy.datapath import flows
+from pyebpf_proxy.datapath.connections import Connections
+from pyebpf_proxy.datapath.flows import Count, Route
+from pyebpf_proxy.datapath.maps import Writer
+from pyebpf_proxy.datapath.programs import LEAST_CONNECTIONS, Loaded, Settings, load
+from pyebpf_proxy.services.model import Family, FrontendKind, Protocol
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+CLIENT, VIP, POD, NODE = ("192.0.2.9", "203.0.113.20", "10.244.2.5", "10.0.0.1")
+CLIENT6, VIP6, POD6 = ("2001:db8::9", "2001:db8:1::20", "fd00:10:244:2::5")
+
+
+@pytest.fixture
+def namespace() -> Iterator[None]:
+    """An empty connection table."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    assert _libc.unshare(0x40000000) == 0
+    yield
+    enter_namespace(home)
+    os.close(home)
+
+
+@pytest.fixture(scope="module")
+def counting(bpf_objects: Path) -> Iterator[Loaded]:
+    sizes = {**SIZES, "connections": 256, "choices": 256}
+    loaded = load(Settings(netns_cookie=1, scheduler=LEAST_CONNECTIONS), sizes=sizes, objects=bpf_objects)
+    yield loaded
+    loaded.close()
+
+
+def flow(
+    source: str, address: str, endpoint: str, sport: int, state: str = "", port: int = 80, target: int = 8080
+) -> None:
+    """One entry: ``source`` asked for ``address``, ``endpoint`` answers. Without a state: UDP."""
+    protocol = ["-p", "tcp", "--state", state] if state else ["-p", "udp"]
+    ports = [
+        "--sport",
+        str(sport),
+        "--dport",
+        str(port),
+        "--reply-port-src",
+        str(target),
+        "--reply-port-dst",
+        str(sport),
+    ]
+    addresses = ["-s", source, "-d", address, "--reply-src", endpoint, "--reply-dst", source]
+    command = ["conntrack", "-I", *addresses, *protocol, *ports, "-t", "600"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def route(address: str, endpoint: str, protocol: int = 6, port: int = 80, target: int = 8080) -> Route:
+    return Route(protocol, ip_address(address).packed, port, ip_address(endpoint).packed, target)
+
+
+def test_states_are_active_or_not_as_ipvs_has_them(namespace: None) -> None:
+    active = ["SYN_SENT", "SYN_RECV", "ESTABLISHED"]
+    inactive = ["FIN_WAIT", "CLOSE_WAIT", "LAST_ACK", "TIME_WAIT", "CLOSE"]
+    for number, state in enumerate([*active, *inactive]):
+        flow(CLIENT, VIP, POD, 1000 + number, state)
+        flow(CLIENT6, VIP6, POD6, 1000 + number, state)
+    for number in range(4):
+        flow(CLIENT, VIP, POD, 2000 + number)
+    assert flows.count(set()) == {
+        route(VIP, POD): Count(3, 5),
+        route(VIP6, POD6): Count(3, 5),
+        route(VIP, POD, 17): Count(4, 0),
+    }
+
+
+def test_an_entry_that_looks_different_is_read_too(namespace: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source, address, endpoint in ((CLIENT, VIP, POD), (CLIENT6, VIP6, POD6)):
+        flow(source, address, endpoint, 1000, "ESTABLISHED")
+        flow(source, address, endpoint, 1001, "TIME_WAIT")
+        flow(source, address, endpoint, 1002)
+    fast = flows.count(set())
+    assert len(fast) == 4
+    read = []
+    slow = flows._slow_flow
+    monkeypatch.setattr(flows, "_slow_flow", lambda message: read.append(message) or slow(message))
+    assert flows.count(set()) == fast
+    assert not read
+    monkeypatch.setattr(flows, "_FAST", {f: (of, reply, first) for f, (of, first, reply) in flows._FAST.items()})
+    assert flows.count(set()) == fast
+    assert len(read) == 6
+
+
+def test_what_is_not_translated_counts_only_if_it_is_the_nodes_own(namespace: None) -> None:
+    flow(CLIENT, POD, POD, 1000, "ESTABLISHED", port=8080)
+    flow(NODE, POD, POD, 1001, "ESTABLISHED", port=8080)
+    assert flows.count(set()) == {}
+    assert flows.count({ip_address(NODE).packed}) == {route(POD, POD, port=8080): Count(1, 0)}
+
+
+def test_a_refused_dump_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flows, "_CT_GET", 0x1FF)
+    with pytest.raises(flows.RefusedError, match=r"^list of connections: "):
+        flows.count(set())
+
+
+def _number(raw: bytes | None) -> int:
+    return int.from_bytes(raw or b"", sys.byteorder)
+
+
+def test_counts_reach_the_backends_of_the_service_that_was_asked(namespace: None, counting: Loaded) -> None:
+    """By VIP, by NodePort, and by the node's own sockets; of two services with one endpoint each has its own."""
+    wipe(counting)
+    writer = Writer(counting, in_pods)
+    web, other = name_of("web"), name_of("other")
+    frontends = (frontend(VIP), frontend("0.0.0.0", 30080, FrontendKind.NODE_PORT))
+    writer.apply(
+        {
+            web: service(web, (), f"{POD}:8080", "10.244.1.5:8080 local", frontends=frontends),
+            other: service(other, ("10.96.0.7",), f"{POD}:8080"),
+        }
+    )
+    counting.maps["node_addresses4"].update(ip_address(NODE).packed, bytes(4))
+    remote, local, others = *slot_backends(counting, writer, web)[:2], slot_backends(counting, writer, other)[0]
+    for number in range(3):
+        flow(CLIENT, VIP, POD, 1000 + number, "ESTABLISHED")
+    flow(CLIENT, NODE, POD, 1100, "TIME_WAIT", port=30080)
+    flow(CLIENT, "10.96.0.7", POD, 1200, "ESTABLISHED")
+    flow(NODE, "10.244.1.5", "10.244.1.5", 1300, "ESTABLISHED", port=8080)
+    flow(CLIENT, "203.0.113.99", POD, 1400, "ESTABLISHED")  # nobody's address
+    choices, connections = counting.maps["choices"], counting.maps["connections"]
+    layout = counting.tc.btf.struct("connections")
+    key = {number: number.to_bytes(4, sys.byteorder) for number in (remote, local, others, 9999)}
+    choices.update(key[remote], (7).to_bytes(4, sys.byteorder))
+    choices.update(key[9999], (3).to_bytes(4, sys.byteorder))  # of a backend that is gone
+
+    def found() -> dict[int, dict[str, int | bytes]]:
+        return {_number(k): layout.unpack(v) for k, v in connections.items()}
+
+    counter = Connections(counting.maps, counting.tc.btf, writer.backends_of, writer.has_backend)
+    asyncio.run(counter.count())
+    assert found() == {
+        remote: {"active": 3, "inactive": 1, "choices": 7},
+        local: {"active": 1, "inactive": 0, "choices": 0},
+        others: {"active": 1, "inactive": 0, "choices": 0},
+    }
+    assert _number(choices.lookup(key[remote])) == 7  # the programs' own
+    assert choices.lookup(key[9999]) is None
+
+    # A restart knows what was written, and takes it back when the flows are gone; a service that goes takes its counts.
+    subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
+    writer.apply({other: None})
+    writer.collect()
+    counter = Connections(counting.maps, counting.tc.btf, writer.backends_of, writer.has_backend)
+    asyncio.run(counter.count())
+    assert found() == {
+        remote: {"active": 0, "inactive": 0, "choices": 7},
+        local: {"active": 0, "inactive": 0, "choices": 0},
+    }
+
+
+def test_ipv6_nodeports_are_found(namespace: None, counting: Loaded) -> None:
+    wipe(counting)
+    writer = Writer(counting, in_pods)
+    name = name_of("web", Family.IPV6, Protocol.TCP)
+    writer.apply(
+        {name: service(name, (), f"[{POD6}]:8080", frontends=(frontend("::", 30080, FrontendKind.NODE_PORT),))}
+    )
+    flow(CLIENT6, "fd00:10::1", POD6, 1000, "ESTABLISHED", port=30080)
+    (backend,) = slot_backends(counting, writer, name)
+    found = dict(writer.backends_of(flows.count(set())))
+    assert found == {route("fd00:10::1", POD6, port=30080): backend}
