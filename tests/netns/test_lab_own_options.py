@@ -14,6 +14,7 @@ from lab_services import Kind, write_nodes, write_services
 from lab_tools import moved, reasons
 from test_lab_life import ECHO, Transfers
 
+from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.load import Load, failed
@@ -21,6 +22,7 @@ from pyebpf_proxy.lab.manifests import Port
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
+LOOPBACK = Dual("127.0.0.1", "::1")
 STICKY = Kind("sticky", 21, sessionAffinity="ClientIP")
 WEB = Kind("web", 10)
 SMALL = {
@@ -166,6 +168,10 @@ def test_without_socket_programs(small: Lab, family: int, protocol: str) -> None
         assert small.client.call(ask, other.address.of(family), other.ports[protocol], protocol).kind == ANSWERED
     assert small.pods["toolbox"].namespace.call(ask, *asked).kind == ANSWERED
     assert node.namespace.call(ask, *asked, timeout=0.5).kind != ANSWERED
+    node_port = WEB.target("NodePort", node)
+    for address in (node_port.address.of(family), LOOPBACK.of(family)):
+        outcome = node.namespace.call(ask, address, node_port.ports[protocol], protocol, timeout=0.5)
+        assert outcome.kind != ANSWERED, (address, outcome)
     agent.stop()
     agent.start()
     agent.wait_synced()

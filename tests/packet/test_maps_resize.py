@@ -15,7 +15,7 @@ import pytest
 from service_maps import SIZES, logical
 from service_plans import first_plan, in_pods, name_of, slot_backends
 
-from pyebpf_proxy.config.datapath_model import Maps
+from pyebpf_proxy.config.datapath_model import Maps, Size
 from pyebpf_proxy.datapath.btf import Btf
 from pyebpf_proxy.datapath.libbpf import Map, Object
 from pyebpf_proxy.datapath.maps import Writer
@@ -253,3 +253,22 @@ def test_the_sizes_of_the_model_are_those_of_the_header(bpf_objects: Path) -> No
     fixed = {"reasons", "node_port_hints", "turns"}
     assert sizes["turns"] == sizes["slots"]
     assert Maps().model_dump() == {name: size for name, size in sizes.items() if name not in fixed}
+
+
+def test_the_memory_that_the_page_names_is_what_the_kernel_takes(bpf_objects: Path) -> None:
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 4):
+        pytest.skip("before Linux 6.4 fdinfo has an estimate of its own, not what a map takes")
+    wrong = {}
+    for name in ("tc.bpf.o", "sock.bpf.o"):
+        with Object.open(bpf_objects / name, programs=()) as opened:
+            opened.load()
+            for table in opened.maps.values():
+                if table.name not in Maps.model_fields:
+                    continue
+                extra: Any = Maps.model_fields[table.name].json_schema_extra
+                said = Size(*extra["size"]).empty_bytes * table.max_entries
+                lines = Path(f"/proc/self/fdinfo/{table.fd}").read_text().splitlines()
+                (taken,) = (int(line.split()[1]) for line in lines if line.startswith("memlock:"))
+                if not 0.85 * taken <= said + 10_000 <= 1.15 * taken + 20_000:
+                    wrong[table.name] = said, taken
+    assert wrong == {}

@@ -18,6 +18,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pyebpf_proxy.cli import main
 from pyebpf_proxy.config import datapath_config, flags
 from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.datapath_model import API_VERSION, KIND, DatapathConfiguration, Maps
@@ -196,6 +197,16 @@ def test_flags_win() -> None:
     assert (found.lane, str(found.directory), str(found.manifests)) == ("netfilter", "/run/file", "/etc/file")
     found = settings(own, "--lane=auto", "--directory=/run/flag", "--manifests=/etc/flag")
     assert (found.lane, str(found.directory), str(found.manifests)) == ("auto", "/run/flag", "/etc/flag")
+
+
+def test_cleanup_takes_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(HEADER + "directory: /run/of-the-file\n")
+    cleaned: list[Path] = []
+    monkeypatch.setattr("pyebpf_proxy.cleanup.run", lambda directory, *more: cleaned.append(directory))
+    assert main(["--cleanup", "--datapath-config", str(path)]) == 0
+    assert main(["--cleanup", "--datapath-config", str(path), "--directory=/run/of-the-flag"]) == 0
+    assert cleaned == [Path("/run/of-the-file"), Path("/run/of-the-flag")]
 
 
 # ---- bad files ------------------------------------------------------------------------------------------------
