@@ -164,12 +164,12 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
         prepare(settings, source)
         return
     watch = None
-    if flags.config:
+    if flags.config or flags.datapath_config:
         from pathlib import Path
 
         from pyebpf_proxy.config_watch import ConfigWatch
 
-        watch = ConfigWatch(Path(flags.config))
+        watch = ConfigWatch(*(Path(name) if name else None for name in (flags.config, flags.datapath_config)))
     from pyebpf_proxy.agent import run
     from pyebpf_proxy.config.shown import shown
 

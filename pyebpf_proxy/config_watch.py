@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends the agent when its configuration file is written or renamed (spec/configuration §6).
+"""Ends the agent when one of its configuration files is written or renamed (spec/configuration §6).
 
 The watch is on the file that the path leads to, as kube-proxy's (fsnotify) is. Who replaces the file, as editors and
 ConfigMap volumes do, removes the watched one: nothing happens then, and nothing is followed from there on.
@@ -16,6 +16,7 @@ from pyebpf_proxy.config.loader import ConfigError
 from pyebpf_proxy.errors import FatalError
 
 UPDATED = "content of the proxy server's configuration file was updated"
+OWN_UPDATED = "content of the datapath configuration file was updated"
 OVERFLOW = "fsnotify: queue or buffer overflow"
 
 # What fsnotify calls Write and Rename. Chmod, Create and Remove would do nothing.
@@ -25,12 +26,15 @@ _EVENTS = flags.MODIFY | flags.MOVE_SELF
 class ConfigWatch:
     """Watches from when it is made; ``wait`` then also tells what has happened in between."""
 
-    def __init__(self, path: Path) -> None:
-        """ConfigError if the kernel gives no watch."""
+    def __init__(self, path: Path | None, own: Path | None = None) -> None:
+        """``path``: kube-proxy's file; ``own``: that of ``--datapath-config``. ConfigError if there is no watch."""
+        self._texts: dict[int, str] = {}
         try:
             self._inotify = INotify(nonblocking=True)
             try:
-                self._inotify.add_watch(path, _EVENTS)
+                for file, text in ((path, UPDATED), (own, OWN_UPDATED)):
+                    if file is not None:
+                        self._texts[self._inotify.add_watch(file, _EVENTS)] = text
             except OSError:
                 self._inotify.close()
                 raise
@@ -64,4 +68,4 @@ class ConfigWatch:
             if event.mask & flags.Q_OVERFLOW:
                 raise FatalError(OVERFLOW)
             if event.mask & _EVENTS:
-                raise FatalError(UPDATED)
+                raise FatalError(self._texts[event.wd])

@@ -54,7 +54,8 @@ KubeProxyConfiguration, and `--write-config-to` does not write it.
   All errors are told at once, each by its path: `maps.backends4: must be from 256 to 4194304, not 3`.
 * Every field but `apiVersion` and `kind` may be left out; `null` is as if it were.
 * The flags `--lane`, `--directory` and `--manifests` win over the file.
-* A change needs a new start of the agent. No connection is lost by it.
+* A change needs a new start of the agent. No connection is lost by it. Written or renamed, the file ends the agent
+  with status 1, as kube-proxy's file does, so that what started it starts it again.
 
 """
 

@@ -128,6 +128,17 @@ def test_the_file_is_watched_that_a_link_leads_to(file: Path) -> None:
     watch.close()
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_our_own_file_is_watched_too(file: Path, both: bool) -> None:
+    own = file.with_name("datapath.yaml")
+    own.write_text("kind: DatapathConfiguration\n")
+    watch = ConfigWatch(file if both else None, own)
+    assert asyncio.run(outcome(watch, lambda: append(own))) == "content of the datapath configuration file was updated"
+    if both:
+        assert asyncio.run(outcome(watch, lambda: append(file))) == config_watch.UPDATED
+    watch.close()
+
+
 @pytest.mark.parametrize("what", ["overflow", "read error"])
 def test_an_error_of_the_watch_ends_the_agent(file: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = ConfigWatch(file)
