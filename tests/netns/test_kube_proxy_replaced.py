@@ -6,8 +6,11 @@ The rules are the recorded ones with the lab's addresses in them: the service ``
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from kube_proxy_tools import DATA, load_kube_proxy, recorded, saved
@@ -17,7 +20,7 @@ from lab_tools import agent_lane, wait_until
 from pyebpf_proxy.datapath.kube_proxy import leftovers
 from pyebpf_proxy.lab.addresses import CLIENT_CIDR, vip
 from pyebpf_proxy.lab.client import ANSWERED, ask
-from pyebpf_proxy.lab.cluster import Lab, Pod
+from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -158,3 +161,38 @@ def test_what_could_not_be_removed_is_no_kube_proxy_that_runs(node_lab: Lab) -> 
         assert "a kube-proxy in mode iptables runs beside" not in node.agent.log()
     finally:
         node.agent.stop()
+
+
+def test_the_end_does_not_wait_for_the_tools(node_lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """iptables-legacy-restore waits 10 s for its lock, which is held here; the agent's end must not."""
+    node = node_lab.nodes[0]
+    load_kube_proxy(node.namespace, "legacy", 4)
+    before = chains(node)
+    lock = tmp_path / "xtables.lock"
+    monkeypatch.setenv("XTABLES_LOCKFILE", str(lock))
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        node.agent.start(QUICK)
+        node.agent.wait_synced()
+        wait_until(lambda: _restore_waits(node.namespace.name), "the tool waits for the lock")
+        node.agent.terminate()
+        assert node.agent.wait_ended(5) == 0
+        assert chains(node) == before
+
+
+def chains(node: Node) -> list[str]:
+    """Chains of kube-proxy, without counters."""
+    return [line.split()[0] for line in saved(node.namespace, "legacy", 4) if line.startswith(":KUBE-")]
+
+
+def _restore_waits(namespace: str) -> bool:
+    """Whether an iptables-legacy-restore runs in the namespace."""
+    pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True).stdout.split()
+    return any(b"iptables-legacy-restore" in _command_line(pid) for pid in pids)
+
+
+def _command_line(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # ended meanwhile
+        return b""

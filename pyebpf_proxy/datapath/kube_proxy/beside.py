@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """When leftovers of kube-proxy go: once the agent serves. And whether a kube-proxy goes on working beside it.
 
-All of it happens in a thread, beside the loop: with the rules of 10 000 services the tools take seconds.
+All of it happens in a thread, beside the loop: with the rules of 10 000 services the tools take seconds, or a minute.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.datapath.kube_proxy import leftovers
 from pyebpf_proxy.log import Logger
+
+T = TypeVar("T")
 
 _log = Logger("kube-proxy")
 
@@ -41,9 +46,9 @@ class Beside:
 
     async def _remove(self) -> None:
         try:
-            report = await asyncio.to_thread(leftovers.remove, self._exclude_cidrs, at_start=True)
+            report = await _in_thread(lambda: leftovers.remove(self._exclude_cidrs, at_start=True))
             # What could not be removed is no sign of a kube-proxy that runs.
-            self._told = await asyncio.to_thread(leftovers.running)
+            self._told = await _in_thread(leftovers.running)
         except Exception as error:  # whatever it is, services work without it
             _log.warning("leftovers of kube-proxy were not removed", error=str(error))
             return
@@ -56,7 +61,7 @@ class Beside:
 
     async def _look(self) -> None:
         try:
-            modes = await asyncio.to_thread(leftovers.running)
+            modes = await _in_thread(leftovers.running)
         except Exception as error:
             _log.debug("whether a kube-proxy runs beside could not be seen", error=str(error))
             return
@@ -67,3 +72,24 @@ class Beside:
             )
         # One that was stopped and cleaned up, and comes back, is told again.
         self._told = modes
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """What ``work`` returns or raises. The agent's end does not wait for it: what a tool does is whole, or not done."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except Exception as error:
+            tell(future.set_exception, error)
+        else:
+            tell(future.set_result, result)
+
+    def tell(how: Callable[..., None], what: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(lambda: None if future.done() else how(what))
+
+    threading.Thread(target=run, name="leftovers", daemon=True).start()
+    return await future
