@@ -176,7 +176,8 @@ def _merge(rows: list[tuple[bytes, bytes]], new: Map, with_time: bool) -> None:
             try:
                 new.update(key, value, _BPF_NOEXIST)
             except BpfError as error:
-                if error.errno != errno.EEXIST:  # a program was quicker
+                # A program was quicker, or there is no room any more for what is remembered.
+                if error.errno not in (errno.EEXIST, errno.E2BIG):
                     raise
         elif with_time and _time(value) > _time(found):
             new.update(key, value)

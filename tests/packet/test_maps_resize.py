@@ -20,7 +20,7 @@ from pyebpf_proxy.datapath.btf import Btf
 from pyebpf_proxy.datapath.libbpf import Map, Object
 from pyebpf_proxy.datapath.maps import Writer
 from pyebpf_proxy.datapath.programs import Loaded, Settings, load
-from pyebpf_proxy.datapath.resize import Resize
+from pyebpf_proxy.datapath.resize import Resize, _merge
 from pyebpf_proxy.errors import FatalError
 
 pytestmark = pytest.mark.needs_bpf
@@ -159,6 +159,15 @@ def test_what_the_old_programs_write_until_they_are_replaced(bpf_objects: Path, 
     assert beside(pins) == []
     old.close()
     loaded.close()
+
+
+def test_what_is_brought_over_to_a_full_map_is_let_go(bpf_objects: Path) -> None:
+    with Object.open(bpf_objects / "tc.bpf.o", max_entries={"choices": 4}, programs=()) as opened:
+        choices = opened.load().maps["choices"]
+        for number in range(4):
+            choices.update(u32(number), u32(1))
+        _merge([(u32(2), u32(7)), (u32(9), u32(7))], choices, with_time=False)
+        assert dict(choices.items()) == {u32(number): u32(1) for number in range(4)}
 
 
 def _maps_only(pins: Path, sizes: dict[str, int], objects: Path) -> tuple[Object, Resize]:
