@@ -15,7 +15,7 @@ import msgspec
 import yaml
 
 from . import validation
-from .objects import EndpointSlice, Node, Service
+from .objects import EndpointSlice, Node, Service, ServiceCIDR
 from .source import Kind, Object
 
 
@@ -67,6 +67,7 @@ _KINDS: dict[str, _Group] = {
         True,
     ),
     "Node": _Group(Node, "", validation.check_node, None, False, False),
+    "ServiceCIDR": _Group(ServiceCIDR, "networking.k8s.io", validation.check_service_cidr, None, False, False),
 }
 
 # YAML's anchors can make a list its own item.
@@ -120,6 +121,20 @@ def decode_json(data: bytes) -> Iterator[Decoded]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableError(_json_message(data, error)) from None
     yield from decode_document(document)
+
+
+def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
+    """One object of a known kind, as the API server writes it (in a list without its kind). Raises UnreadableError."""
+    try:
+        try:
+            return _finish(kind, _READERS[kind].decode(data))
+        except msgspec.ValidationError:
+            document = _read_any.decode(data)  # the way over plain values finds out what is wrong
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UnreadableError(_json_message(bytes(data), error)) from None
+    if isinstance(document, dict):
+        document |= {"kind": kind, "apiVersion": _api_version(_KINDS[kind])}
+    return next(decode_document(document))
 
 
 def decode_yaml(data: bytes) -> Iterator[Decoded]:

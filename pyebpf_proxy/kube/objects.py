@@ -172,3 +172,16 @@ class Node(msgspec.Struct, gc=False):
     metadata: ObjectMeta = field(default_factory=ObjectMeta)
     spec: NodeSpec | None = None
     status: NodeStatus | None = None
+
+
+class ServiceCIDRSpec(msgspec.Struct, gc=False):
+    """``spec`` of a ServiceCIDR."""
+
+    cidrs: tuple[str, ...] | None = None
+
+
+class ServiceCIDR(msgspec.Struct, gc=False):
+    """``networking.k8s.io/v1`` ServiceCIDR: a range that ClusterIPs are taken from."""
+
+    metadata: ObjectMeta = field(default_factory=ObjectMeta)
+    spec: ServiceCIDRSpec | None = None

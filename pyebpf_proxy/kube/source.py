@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
-from .objects import EndpointSlice, Node, Service
+from .objects import EndpointSlice, Node, Service, ServiceCIDR
 
-Kind = Literal["Service", "EndpointSlice", "Node"]
-Object = Service | EndpointSlice | Node
+Kind = Literal["Service", "EndpointSlice", "Node", "ServiceCIDR"]
+Object = Service | EndpointSlice | Node | ServiceCIDR
 
 
 class Change(NamedTuple):
-    """One object as it is now; ``object`` is None when it is gone. A Node's namespace is empty."""
+    """One object as it is now; ``object`` is None when it is gone. The namespace of a Node or ServiceCIDR is empty."""
 
     kind: Kind
     namespace: str

@@ -15,7 +15,7 @@ import msgspec
 
 from ..services.addresses import family_of, parse_address, parse_prefix, unusable_reason
 from ..services.model import Family
-from .objects import EndpointSlice, Node, Service
+from .objects import EndpointSlice, Node, Service, ServiceCIDR
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -199,6 +199,13 @@ def check_node(node: Node) -> Iterator[Finding]:
     for i, address in enumerate((node.status.addresses if node.status else None) or ()):
         if address.type in ("InternalIP", "ExternalIP") and parse_address(address.address or "") is None:
             yield Finding(f"status.addresses[{i}].address: {quote(address.address)} is not an IP address", True)
+
+
+def check_service_cidr(service_cidr: ServiceCIDR) -> Iterator[Finding]:
+    """Findings of a ServiceCIDR."""
+    for i, text in enumerate((service_cidr.spec.cidrs if service_cidr.spec else None) or ()):
+        if parse_prefix(text) is None:
+            yield Finding(f"spec.cidrs[{i}]: {quote(text)} is not a CIDR", True)
 
 
 def default_service(service: Service) -> None:

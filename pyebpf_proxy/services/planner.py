@@ -121,7 +121,7 @@ class Planner:
                 services.add(self._take_service(namespace, name, value))  # type: ignore[arg-type]
             elif kind == "EndpointSlice":
                 slices.update(self._take_slice(namespace, name, value))  # type: ignore[arg-type]
-            else:
+            elif kind == "Node":
                 nodes_changed |= self._take_node(name, value)  # type: ignore[arg-type]
         if nodes_changed and self._read_nodes():
             services.update(self._services)

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP with the API server: one connection per channel, each watched for peers that are dead or far too slow.
+
+urllib3 speaks HTTP (pool, TLS, proxies, chunks, gzip). A channel belongs to one thread, which blocks while it reads;
+``Client.look`` ends, from another thread, what takes too long, by shutting the socket down under it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import msgspec
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool
+from urllib3.response import BaseHTTPResponse
+
+from pyebpf_proxy import KUBERNETES_VERSION, __version__
+
+from .access import Access
+from .credentials import Credentials
+from .environment import proxy_for
+from .limiter import Limiter
+from .observer import Observer
+from .timing import Timing
+from .trouble import HTTP_ERRORS, StoppedError, TroubleError, connection_trouble, status_trouble
+
+#: More than any answer needs; one that goes on and on does not fill the memory.
+MOST_BYTES = 512 * 1024 * 1024
+
+_KEEPALIVE = [
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    # A peer that is gone is noticed after 30 + 3 · 5 s of silence, and after 45 s with something unacknowledged.
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 45_000),
+]
+_USER_AGENT = f"pyebpf-proxy/{__version__} (linux/{platform.machine()}) kubernetes/{KUBERNETES_VERSION.lstrip('v')}"
+
+
+class _Status(msgspec.Struct):
+    message: str = ""
+
+
+class Client:
+    """What all channels to one API server share."""
+
+    def __init__(self, access: Access, limiter: Limiter, observer: Observer, timing: Timing | None = None) -> None:
+        self.access = access
+        self.credentials = Credentials(access)
+        self.timing = timing or Timing()
+        self.limiter = limiter
+        self.observer = observer
+        self.stopping = threading.Event()
+        self._channels: list[Channel] = []
+
+    def channel(self) -> Channel:
+        """A connection for one thread."""
+        channel = Channel(self)
+        self._channels.append(channel)
+        return channel
+
+    def look(self) -> None:
+        """End what takes too long. To be called now and then."""
+        now = time.monotonic()
+        for channel in self._channels:
+            channel.look(now)
+
+    def stop(self) -> None:
+        """Every thread that waits gets ``StoppedError`` soon."""
+        self.stopping.set()
+        for channel in self._channels:
+            channel.cut("")
+
+    def wait(self, seconds: float) -> None:
+        """Wait, unless the end comes: then ``StoppedError``."""
+        if self.stopping.wait(seconds):
+            raise StoppedError
+
+
+class Channel:
+    """One connection, used by one thread; only ``look`` and ``cut`` are for others."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._pool: HTTPConnectionPool | None = None
+        self._context: object = None
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._limit: float | None = None
+        self._why = ""
+        self._cut = ""
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        *,
+        permission: str = "",
+        limited: bool = True,
+    ) -> Answer:
+        """Send a request; its answer's body is still to be read. Raises TroubleError for every status but 2xx.
+
+        ``permission`` is what a 403 asks for. ``limited``: it counts against qps and burst.
+        """
+        client = self._client
+        host = client.access.host
+        if limited and (delay := client.limiter.take()) >= 0:
+            client.observer.limited(method, host, delay)
+            client.wait(delay)
+        if client.stopping.is_set():
+            raise StoppedError
+        url = path + ("?" + "&".join(f"{key}={quote(value, safe='')}" for key, value in query.items()) if query else "")
+        begin = time.monotonic()
+        try:
+            pool = self._connect()
+            headers = urllib3.HTTPHeaderDict(client.credentials.headers())
+            headers["Accept"] = "application/json"
+            headers["User-Agent"] = _USER_AGENT
+            if client.access.compression:
+                headers["Accept-Encoding"] = "gzip"
+            if body is not None:
+                headers["Content-Type"] = "application/merge-patch+json" if method == "PATCH" else "application/json"
+            self.expect(client.timing.answer, f"no answer within {client.timing.answer:g} s")
+            response = pool.urlopen(
+                method,
+                urlsplit(client.access.server).path + url,
+                body=body,
+                headers=headers,
+                retries=False,
+                redirect=False,
+                preload_content=False,
+                timeout=urllib3.Timeout(connect=client.timing.connect, read=None),
+            )
+        except TroubleError:
+            client.observer.requested(method, host, "<error>", time.monotonic() - begin)
+            raise
+        except HTTP_ERRORS as error:
+            client.observer.requested(method, host, "<error>", time.monotonic() - begin)
+            raise self._trouble(error) from None
+        client.observer.requested(method, host, str(response.status), time.monotonic() - begin)
+        answer = Answer(self, response, method, len(body or b""))
+        if not 200 <= response.status < 300:
+            if response.status == 401:
+                client.credentials.refused()
+            raise self._status(answer, permission)
+        return answer
+
+    def expect(self, seconds: float, why: str) -> None:
+        """Something must come within ``seconds``, or the connection is cut because of ``why``."""
+        self._why = why
+        self._limit = time.monotonic() + seconds
+
+    def look(self, now: float) -> None:
+        """Cut the connection if what is expected is overdue."""
+        limit = self._limit
+        if limit is not None and now >= limit:
+            self._limit = None
+            self.cut(self._why)
+
+    def cut(self, why: str) -> None:
+        """End the connection under its reader."""
+        with self._lock:
+            self._cut = why
+            if self._socket is not None:
+                try:
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass  # it is gone already
+
+    def close(self) -> None:
+        """Close the connection; the next request makes a new one."""
+        self._limit = None
+        self.opened(None)
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def done(self) -> None:
+        """An answer was read to its end: the connection may be used again, nothing is expected."""
+        self._limit = None
+
+    def opened(self, opened: socket.socket | None) -> None:
+        """Remember the socket that is used from now on."""
+        with self._lock:
+            before, self._socket = self._socket, opened
+            self._cut = ""
+            if before is not None:
+                before.close()
+            if opened is not None and self._client.stopping.is_set():
+                opened.shutdown(socket.SHUT_RDWR)
+
+    def broken(self, error: Exception) -> Exception:
+        """The trouble behind an error while reading."""
+        return self._trouble(error)
+
+    def _trouble(self, error: Exception) -> Exception:
+        with self._lock:
+            cut = self._cut
+        self.close()
+        if self._client.stopping.is_set():
+            return StoppedError()
+        host = self._client.access.host
+        if cut:
+            return TroubleError(f"{host}: {cut}", shared=True, lost=True)
+        return connection_trouble(host, error)
+
+    def _status(self, answer: Answer, permission: str) -> Exception:
+        response = answer.response
+        message = ""
+        try:
+            body = answer.read(1024 * 1024)
+            message = msgspec.json.decode(body, type=_Status).message
+        except (TroubleError, msgspec.DecodeError, UnicodeDecodeError):
+            self.close()  # whatever speaks there; the status says enough
+        try:
+            seconds = min(float(response.headers.get("Retry-After", "0")), 60.0)
+        except ValueError:
+            seconds = 0.0
+        reason = response.reason or "no reason given"
+        return status_trouble(self._client.access.host, response.status, reason, message, seconds, permission)
+
+    def _connect(self) -> HTTPConnectionPool:
+        """The pool of our one connection; made anew when a certificate's file has changed."""
+        access = self._client.access
+        secure = access.server.startswith("https:")
+        context = self._client.credentials.context() if secure else None
+        if self._pool is not None and context is self._context:
+            return self._pool
+        self.close()
+        self._context = context
+        options: dict[str, Any] = {"maxsize": 1, "block": False, "socket_options": _KEEPALIVE}
+        if context is not None:
+            options["ssl_context"] = context
+            if access.tls.insecure:
+                options["cert_reqs"] = "CERT_NONE"
+                options["assert_hostname"] = False
+            elif access.tls.server_name:
+                options["server_hostname"] = access.tls.server_name
+                options["assert_hostname"] = access.tls.server_name
+        proxy = access.proxy_url or proxy_for(access.server, os.environ)
+        manager = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)
+        pool = manager.connection_from_url(access.server)
+        pool.ConnectionCls = _secure_connection(self) if secure else _plain_connection(self)
+        self._pool = pool
+        return pool
+
+
+class Answer:
+    """An answer whose body is read piece by piece, or as a whole."""
+
+    def __init__(self, channel: Channel, response: BaseHTTPResponse, method: str, sent: int) -> None:
+        self.response = response
+        self._channel = channel
+        self._method = method
+        self._sent = sent
+        self._timing = channel._client.timing
+
+    def pieces(self) -> Iterator[bytes]:
+        """The body as it comes, decompressed. Raises TroubleError. What is expected, the caller says."""
+        read = self.response.read1
+        while True:
+            try:
+                piece = read(65536)
+            except HTTP_ERRORS as error:
+                raise self._channel.broken(error) from None
+            if not piece:
+                break
+            yield piece
+        if self._channel._cut or self._channel._client.stopping.is_set():
+            raise self._channel.broken(ConnectionAbortedError())
+        self._channel.done()
+
+    def read(self, most: int = MOST_BYTES) -> bytes:
+        """The whole body. Raises TroubleError, also when it comes far too slowly or is far too long."""
+        pieces = []
+        total = 0
+        pace = Pace(self._channel, self._timing)
+        for piece in self.pieces():
+            pieces.append(piece)
+            total += len(piece)
+            pace.came(len(piece))
+            if total > most:
+                self._channel.close()
+                raise TroubleError(f"an answer of more than {most} bytes is not read", shared=True)
+        client = self._channel._client
+        client.observer.transferred(self._method, client.access.host, self._sent, total)
+        return b"".join(pieces)
+
+
+class Pace:
+    """Something that has begun must go on at a least pace, or the connection is cut."""
+
+    def __init__(self, channel: Channel, timing: Timing) -> None:
+        self._channel = channel
+        self._timing = timing
+        self._bytes = 0
+        self._expect()
+
+    def came(self, size: int) -> None:
+        """So many bytes came."""
+        self._bytes += size
+        if self._bytes >= self._timing.window_bytes:
+            self._bytes = 0
+            self._expect()
+
+    def _expect(self) -> None:
+        timing = self._timing
+        self._channel.expect(
+            timing.window,
+            f"it answers too slowly: less than {timing.window_bytes // 1024} KiB in {timing.window:g} s",
+        )
+
+
+def _secure_connection(channel: Channel) -> type[HTTPSConnection]:
+    class Connection(HTTPSConnection):
+        def _new_conn(self) -> socket.socket:
+            made = super()._new_conn()
+            # Another handle of the same connection: TLS takes the first one over.
+            channel.opened(made.dup())
+            return made
+
+    return Connection
+
+
+def _plain_connection(channel: Channel) -> type[HTTPConnection]:
+    class Connection(HTTPConnection):
+        def _new_conn(self) -> socket.socket:
+            made = super()._new_conn()
+            channel.opened(made.dup())
+            return made
+
+    return Connection

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One resource, followed: everything is listed once, then the watch tells what changes; again whenever it breaks off.
+
+As client-go's reflector: the list comes as the beginning of the watch (``sendInitialEvents``, one request, one object
+at a time in memory), or in pages from servers that do not know that. Expired history (410) means listing again, and
+the difference is delivered. Changes of a list are delivered together, when it is complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from pyebpf_proxy.log import Logger
+
+from ..decode import ObjectKey, UnreadableError
+from ..source import Change
+from .client import Answer, Client, Pace
+from .inventory import Inventory
+from .resources import Resource
+from .trouble import GoneError, Log, StoppedError, TroubleError
+
+PAGE = 500
+#: Larger than any object that etcd takes.
+MOST_BYTES_OF_EVENT = 64 * 1024 * 1024
+_END_OF_LIST = "k8s.io/initial-events-end"
+
+_log = Logger("api")
+
+#: Gets changes; the flag says that with them everything there is has been delivered.
+Deliver = Callable[[Resource, list[Change], bool], None]
+
+
+class _Event(msgspec.Struct, gc=False):
+    type: str
+    object: msgspec.Raw
+
+
+class _Meta(msgspec.Struct, rename="camel", gc=False):
+    resource_version: str = ""
+    annotations: dict[str, Any] | None = None
+
+
+class _Bookmark(msgspec.Struct, gc=False):
+    metadata: _Meta
+
+
+class _Identity(msgspec.Struct, rename="camel", gc=False):
+    name: str = ""
+    namespace: str = ""
+    resource_version: str = ""
+
+
+class _Identified(msgspec.Struct, gc=False):
+    metadata: _Identity
+
+
+class _Status(msgspec.Struct, gc=False):
+    code: int = 0
+    message: str = ""
+
+
+class _PageMeta(msgspec.Struct, rename="camel", gc=False):
+    resource_version: str = ""
+    continue_: str = msgspec.field(default="", name="continue")
+
+
+class _Page(msgspec.Struct, gc=False):
+    metadata: _PageMeta
+    items: list[msgspec.Raw] | None = None
+
+
+_read_event = msgspec.json.Decoder(_Event).decode
+_read_bookmark = msgspec.json.Decoder(_Bookmark).decode
+_read_identity = msgspec.json.Decoder(_Identified).decode
+_read_status = msgspec.json.Decoder(_Status).decode
+_read_page = msgspec.json.Decoder(_Page).decode
+
+
+class Follower:
+    """``run`` is for a thread of its own; it ends when the client is stopped."""
+
+    def __init__(self, client: Client, resource: Resource, deliver: Deliver, log: Log) -> None:
+        self._client = client
+        self._resource = resource
+        self._deliver = deliver
+        self._troubles = log
+        self._channel = client.channel()
+        self._inventory = Inventory(resource.kind, lambda text: _log.error(text))
+        #: Up to where everything is known; empty: everything is to be listed.
+        self._version = ""
+        self._was_listed = False
+        self._streams_lists = True
+        self._bookmarks = False
+        self._failures = 0
+        #: After an outage: so many refusals are not told, because a server that starts forbids everything at first.
+        self._untold = 0
+
+    def run(self) -> None:
+        """Follow until stopped."""
+        observer, name = self._client.observer, self._resource.name
+        observer.connected(name, False)
+        try:
+            while True:
+                try:
+                    self._follow()
+                    self._failures = 0
+                except GoneError as gone:
+                    _log.debug("history has expired, listing again", resource=name, why=str(gone))
+                    self._version = ""
+                    self._fail(gone, tell=self._failures > 0)
+                except TroubleError as trouble:
+                    self._fail(trouble, tell=True)
+                finally:
+                    observer.connected(name, False)
+        except StoppedError:
+            pass
+        finally:
+            self._channel.close()
+
+    def _fail(self, trouble: TroubleError, *, tell: bool) -> None:
+        self._channel.close()
+        self._failures += 1
+        self._client.observer.retried(self._resource.name)
+        timing = self._client.timing
+        delay = max(timing.delay(self._failures), trouble.seconds)
+        if trouble.lost:
+            self._untold = 3
+            if self._failures > 1:
+                # There was no server for a while; what comes back may have another history under the same numbers.
+                self._version = ""
+        elif trouble.code in (403, 404):
+            if self._untold:
+                self._untold -= 1
+                tell = False
+            else:
+                delay = max(delay, timing.forbidden)
+        if tell:
+            self._troubles.failed(self._resource.name, trouble)
+        if isinstance(trouble, GoneError) and self._failures == 1:
+            return
+        self._client.wait(delay)
+
+    # ---- list --------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """One list and watch, or one watch, until the server ends it in order. Raises TroubleError."""
+        if not self._version:
+            if self._streams_lists:
+                try:
+                    self._watch(initial=True)
+                except TroubleError as trouble:
+                    if trouble.code in (0, 401, 403, 404, 410, 429):
+                        raise
+                    _log.debug("this server lists only in pages", resource=self._resource.name, why=str(trouble))
+                    self._streams_lists = False
+                else:
+                    return
+            self._list_pages()
+        self._watch(initial=False)
+
+    def _list_pages(self) -> None:
+        changes: list[Change] = []
+        keys: list[ObjectKey] = []
+        query = {**self._resource.selectors, "limit": str(PAGE)}
+        # For the first time what the server holds in memory will do, and comes in one piece, as kube-proxy reads it.
+        first = {} if self._was_listed else {"resourceVersion": "0"}
+        version = token = ""
+        with self._delivering(changes):
+            while True:
+                try:
+                    # Pages of one list count once against qps and burst: they come one after the other anyway.
+                    answer = self._ask(query | ({"continue": token} if token else first), limited=not token)
+                except GoneError:
+                    if not token:
+                        raise
+                    # The list has become too old while it was read: once more, in one piece.
+                    keys, token = [], ""
+                    query = dict(self._resource.selectors)
+                    continue
+                page = self._page(answer)
+                for data in page.items or ():
+                    self._take(data, changes, keys)
+                version, token = page.metadata.resource_version, page.metadata.continue_
+                if not token:
+                    break
+            self._listed(changes, keys, version)
+
+    @contextmanager
+    def _delivering(self, changes: list[Change]) -> Iterator[None]:
+        """Whatever ends the reading of changes: the inventory holds them as delivered, so they are delivered."""
+        try:
+            yield
+        finally:
+            if changes:
+                self._deliver(self._resource, changes[:], False)
+                changes.clear()
+
+    def _page(self, answer: Answer) -> _Page:
+        body = answer.read()
+        try:
+            page = _read_page(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._garbage(error) from None
+        if not page.metadata.resource_version:
+            raise self._garbage(ValueError("a list without resourceVersion"))
+        return page
+
+    def _take(self, data: msgspec.Raw, changes: list[Change], keys: list[ObjectKey]) -> None:
+        """One object of a list."""
+        try:
+            read = self._inventory.read(data)
+        except UnreadableError as error:
+            raise self._garbage(error) from None
+        if read.key is not None:
+            keys.append(read.key)
+        changes += self._inventory.change(read)
+
+    def _listed(self, changes: list[Change], keys: list[ObjectKey], version: str) -> None:
+        changes += self._inventory.keep_only(keys)
+        self._version = version
+        self._was_listed = True
+        observer, name = self._client.observer, self._resource.name
+        observer.listed(name, len(keys))
+        observer.refused(name, self._inventory.refused)
+        _log.debug("listed", resource=name, objects=len(keys), changes=len(changes), version=version)
+        self._deliver(self._resource, changes[:], True)
+        changes.clear()
+        self._well()
+
+    # ---- watch -------------------------------------------------------------------------------------------------
+
+    def _watch(self, *, initial: bool) -> None:
+        timing = self._client.timing
+        seconds = timing.watch_seconds()
+        query = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
+        if initial:
+            query |= {"sendInitialEvents": "true", "resourceVersionMatch": "NotOlderThan"}
+        else:
+            query["resourceVersion"] = self._version
+        answer = self._ask(query)
+        if not initial:
+            self._well()
+        begin = time.monotonic()
+        changes: list[Change] = []
+        keys: list[ObjectKey] | None = [] if initial else None
+        total = 0
+        with self._delivering(changes):
+            for lines in self._lines(answer, begin + seconds + timing.grace, listing=initial):
+                for line in lines:
+                    event = self._event(line)
+                    if keys is None or event.type == "ERROR":
+                        self._apply(event, changes)
+                    elif self._is_end_of_list(event):
+                        self._listed(changes, keys, self._version)
+                        keys = None
+                    elif event.type in ("ADDED", "MODIFIED"):
+                        self._take(event.object, changes, keys)
+                total += len(lines)
+                if keys is None:
+                    if changes:
+                        # What has come together goes on together.
+                        self._deliver(self._resource, changes[:], False)
+                        changes.clear()
+                    self._failures = 0
+                    self._client.observer.received(self._resource.name, len(lines), time.time())
+        host = self._client.access.host
+        if keys is not None:
+            raise TroubleError(f"{host} ended a list before its end", shared=True)
+        if total == 0 and time.monotonic() - begin < min(1.0, seconds / 2):
+            raise TroubleError(
+                f"{host} ends every watch at once: check what stands between it and this node", shared=True
+            )
+
+    def _lines(self, answer: Answer, end: float, *, listing: bool) -> Iterator[list[bytes]]:
+        """The whole lines of a stream, as many as have come together. Says what is expected meanwhile."""
+        timing = self._client.timing
+        channel = self._channel
+        pace: Pace | None = Pace(channel, timing) if listing else None
+        if pace is None:
+            self._expect_events(end)
+        rest: list[bytes] = []
+        waiting = 0
+        for piece in answer.pieces():
+            head, newline, tail = piece.rpartition(b"\n")
+            waiting += len(piece)
+            if newline:
+                rest.append(head)
+                lines = b"".join(rest).split(b"\n")
+                rest, waiting = ([tail] if tail else []), len(tail)
+                yield [line for line in lines if line.strip()]
+                listing = listing and not self._version_known
+            else:
+                rest.append(piece)
+            if waiting > MOST_BYTES_OF_EVENT:
+                raise self._garbage(ValueError(f"an event of more than {MOST_BYTES_OF_EVENT} bytes"))
+            if rest or listing:
+                # A list, and an event that has begun, must come at a least pace.
+                pace = pace or Pace(channel, timing)
+                pace.came(len(piece))
+            else:
+                pace = None
+                self._expect_events(end)
+        if any(part.strip() for part in rest):
+            raise self._garbage(ValueError("the stream ends within an event"))
+
+    @property
+    def _version_known(self) -> bool:
+        return bool(self._version)
+
+    def _expect_events(self, end: float) -> None:
+        seconds = end - time.monotonic()
+        if self._bookmarks:
+            seconds = min(seconds, self._client.timing.bookmarks)
+        self._channel.expect(max(seconds, 1.0), "nothing came for too long: it, or the way to it, is dead")
+
+    def _event(self, line: bytes) -> _Event:
+        try:
+            return _read_event(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._garbage(error) from None
+
+    def _is_end_of_list(self, event: _Event) -> bool:
+        if event.type != "BOOKMARK":
+            return False
+        meta = self._bookmark(event).metadata
+        if (meta.annotations or {}).get(_END_OF_LIST) != "true":
+            return False
+        self._version = meta.resource_version
+        return True
+
+    def _bookmark(self, event: _Event) -> _Bookmark:
+        try:
+            return _read_bookmark(event.object)
+        except msgspec.DecodeError as error:
+            raise self._garbage(error) from None
+
+    def _apply(self, event: _Event, changes: list[Change]) -> None:
+        """One event after the list."""
+        if event.type == "BOOKMARK":
+            self._bookmarks = True
+            self._version = self._bookmark(event).metadata.resource_version or self._version
+            return
+        if event.type == "ERROR":
+            raise self._error(event)
+        if event.type not in ("ADDED", "MODIFIED", "DELETED"):
+            raise self._garbage(ValueError(f"an event of type {event.type[:20]}"))
+        try:
+            identity = _read_identity(event.object).metadata
+            if event.type == "DELETED":
+                changes += self._inventory.remove(identity.namespace, identity.name)
+            else:
+                changes += self._inventory.change(self._inventory.read(event.object))
+        except (msgspec.DecodeError, UnicodeDecodeError, UnreadableError) as error:
+            raise self._garbage(error) from None
+        self._client.observer.refused(self._resource.name, self._inventory.refused)
+        self._version = identity.resource_version or self._version
+
+    def _error(self, event: _Event) -> TroubleError:
+        try:
+            status = _read_status(event.object)
+        except msgspec.DecodeError:
+            status = _Status(0, "an error that cannot be read")
+        if status.code == 410:
+            return GoneError(status.message, code=410)
+        return TroubleError(f"the watch ended: {status.code} {status.message[:300]}", shared=True, code=status.code)
+
+    # ---- both --------------------------------------------------------------------------------------------------
+
+    def _ask(self, query: dict[str, str], *, limited: bool = True) -> Answer:
+        resource = self._resource
+        query = {**resource.selectors, **query} if "watch" in query else query
+        return self._channel.request("GET", resource.path, query, permission=resource.permission, limited=limited)
+
+    def _well(self) -> None:
+        self._client.observer.connected(self._resource.name, True)
+        self._troubles.well(self._resource.name)
+        self._untold = 0
+
+    def _garbage(self, error: Exception) -> TroubleError:
+        text = " ".join(str(error).split())[:200]
+        return TroubleError(
+            f"what came as {self._resource.name} cannot be read ({text}); the rest is not used", shared=False
+        )

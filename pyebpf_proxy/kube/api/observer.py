@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the source tells about itself, for metrics. Methods are called in the source's threads, and must not block."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Observer(Protocol):
+    """Numbers of the API client (spec/metrics §5, names ``rest_client_*``) and of each resource that is followed."""
+
+    def requested(self, method: str, host: str, code: str, seconds: float) -> None:
+        """A request was answered, a watch established. ``code``: the HTTP status, or ``<error>``."""
+
+    def transferred(self, method: str, host: str, sent: int, received: int) -> None:
+        """Bodies of a request that ended, in bytes. Watches are not counted."""
+
+    def limited(self, method: str, host: str, seconds: float) -> None:
+        """So long a request waited for qps and burst."""
+
+    def connected(self, resource: str, connected: bool) -> None:
+        """Whether the resource is followed now."""
+
+    def listed(self, resource: str, objects: int) -> None:
+        """Everything of a resource was read, at the start or again."""
+
+    def received(self, resource: str, events: int, at: float) -> None:
+        """Events of a watch came (bookmarks too). ``at``: Unix time."""
+
+    def retried(self, resource: str) -> None:
+        """Following broke off, and is tried again."""
+
+    def refused(self, resource: str, objects: int) -> None:
+        """So many objects break a rule now, and are not used as they are."""
+
+
+class Silent:
+    """Nobody looks."""
+
+    def requested(self, method: str, host: str, code: str, seconds: float) -> None:
+        pass
+
+    def transferred(self, method: str, host: str, sent: int, received: int) -> None:
+        pass
+
+    def limited(self, method: str, host: str, seconds: float) -> None:
+        pass
+
+    def connected(self, resource: str, connected: bool) -> None:
+        pass
+
+    def listed(self, resource: str, objects: int) -> None:
+        pass
+
+    def received(self, resource: str, events: int, at: float) -> None:
+        pass
+
+    def retried(self, resource: str) -> None:
+        pass
+
+    def refused(self, resource: str, objects: int) -> None:
+        pass

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API server as a ``kube.source.Source``: a thread per resource, one stream of batches.
+
+``complete`` comes when Services, EndpointSlices and our Node have been listed, and the Node has an address or has been
+waited for (spec/configuration §5.3). After that, what cannot be had is not delivered, and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+from pyebpf_proxy.log import Logger
+
+from .. import objects
+from ..source import Batch, Change
+from . import resources
+from .client import Client
+from .follower import Follower
+from .resources import Resource
+from .trouble import Log
+
+_log = Logger("api")
+
+
+class ApiSource:
+    """Follows Services, EndpointSlices, the Node ``node_name``, and ServiceCIDRs if ``service_cidrs``."""
+
+    def __init__(self, client: Client, node_name: str, *, service_cidrs: bool = False) -> None:
+        self._client = client
+        self._node_name = node_name
+        self._resources = [resources.SERVICES, resources.ENDPOINT_SLICES, resources.node(node_name)]
+        if service_cidrs:
+            self._resources.append(resources.SERVICE_CIDRS)
+        self._lock = threading.Lock()
+        self._changes: list[Change] = []
+        self._unlisted = {"services", "endpointslices", "nodes"}
+        self._node_listed: float | None = None
+        self._node: objects.Node | None = None
+        self._wake = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop
+
+    async def run(self, deliver: Callable[[Batch], None]) -> None:
+        """Deliver everything, then every change, until cancelled."""
+        self._loop = asyncio.get_running_loop()
+        log = Log(self._client.access.host, _log.error, _log.info)
+        followers = [Follower(self._client, resource, self._take, log) for resource in self._resources]
+        threads = [
+            threading.Thread(target=follower.run, name=f"api-{resource.name}", daemon=True)
+            for follower, resource in zip(followers, self._resources, strict=True)
+        ]
+        _log.info("following the API server", server=self._client.access.host, node=self._node_name)
+        for thread in threads:
+            thread.start()
+        look = asyncio.create_task(self._look(), name="look")
+        try:
+            await self._forward(deliver)
+        finally:
+            look.cancel()
+            self._client.stop()
+            # A thread may be in a place that cannot be interrupted (resolving a name): it is a daemon.
+            await asyncio.gather(*(asyncio.to_thread(thread.join, 0.5) for thread in threads))
+
+    async def _forward(self, deliver: Callable[[Batch], None]) -> None:
+        complete = False
+        while True:
+            try:
+                async with asyncio.timeout(None if complete else self._node_patience()):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            with self._lock:
+                changes, self._changes = self._changes, []
+            first = not complete and self._is_complete()
+            complete |= first
+            if changes or first:
+                deliver(Batch(changes, complete))
+
+    def _take(self, resource: Resource, changes: list[Change], listed: bool) -> None:
+        """From the followers' threads."""
+        with self._lock:
+            self._changes += changes
+            if resource.kind == "Node":
+                for change in changes:
+                    self._node = change.object if isinstance(change.object, objects.Node) else None
+            if listed:
+                self._unlisted.discard(resource.name)
+                if resource.kind == "Node" and self._node_listed is None:
+                    self._node_listed = time.monotonic()
+        try:
+            self._loop.call_soon_threadsafe(self._wake.set)
+        except RuntimeError:
+            pass  # the loop is closed: the agent ends
+
+    def _node_patience(self) -> float | None:
+        """Seconds that the Node may still lack addresses; None: something else is awaited first."""
+        if self._node_listed is None or self._node_has_address():
+            return None
+        return max(0.0, self._node_listed + self._client.timing.node - time.monotonic())
+
+    def _is_complete(self) -> bool:
+        if self._unlisted:
+            return False
+        if self._node_has_address():
+            return True
+        if self._node_patience():
+            return False
+        what = "exist" if self._node is None else "be assigned IPs"
+        _log.warning(f"timed out waiting for the Node to {what}", node=self._node_name)
+        return True
+
+    def _node_has_address(self) -> bool:
+        status = self._node.status if self._node is not None else None
+        return any(
+            address.type in ("InternalIP", "ExternalIP") for address in (status.addresses if status else None) or ()
+        )
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self._client.timing.look)
+            self._client.look()
