@@ -98,6 +98,7 @@ test: setup ## every test: unit, packet, netns; what was skipped, and why, is li
 	@$(SUDO) $(PYTHON) -m pytest $(ARGS)
 
 test-cluster: setup ## beside the real Kubernetes programs; builds them first (Go 1.26) where the cache lacks them
+	@tools/setup.sh packages tests/cluster/debian-packages.txt
 	@tests/cluster/build.sh
 	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(ARGS)
 

@@ -144,11 +144,14 @@ def _settings(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
 
 def _source(settings: Effective) -> Source:
     from pyebpf_proxy.errors import FatalError
+
+    if settings.manifests is None:
+        from pyebpf_proxy.kube.api.connect import api_server
+
+        return api_server(settings.api, settings.node_name, service_cidrs=settings.nft_mode)
     from pyebpf_proxy.kube.manifests import ManifestSource
     from pyebpf_proxy.log import Logger
 
-    if settings.manifests is None:
-        raise FatalError("nothing says where the Services are: give a folder of Kubernetes manifests with --manifests")
     if not settings.manifests.is_dir():
         what = "is not a folder" if settings.manifests.exists() else "does not exist"
         raise FatalError(f"the manifests folder {settings.manifests} {what}; give an existing one with --manifests")

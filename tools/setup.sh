@@ -1,12 +1,12 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # The two parts of `make setup` that fetch something; each does nothing, and quickly, where all is there already.
-#   tools/setup.sh packages   Debian packages named in tools/debian-packages.txt, only those missing
+#   tools/setup.sh packages [LIST]   Debian packages named in tools/debian-packages.txt, or LIST; only those missing
 #   tools/setup.sh venv       .venv from Debian's python3, with the versions of requirements.lock
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-list=tools/debian-packages.txt
+list=${2:-tools/debian-packages.txt}
 python=/usr/bin/python3
 
 say() { printf 'setup: %s\n' "$*"; }

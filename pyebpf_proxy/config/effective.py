@@ -26,6 +26,17 @@ DetectLocalMode = Literal["ClusterCIDR", "NodeCIDR", "BridgeInterface", "Interfa
 
 
 @dataclass(frozen=True, slots=True)
+class ApiServer:
+    """How the API server is talked to (spec/configuration §2.2). No kubeconfig and no URL: as a pod of its cluster."""
+
+    kubeconfig: str
+    master: str
+    #: Requests a second, in the long run and at once; a negative ``qps`` sets no limit.
+    qps: float
+    burst: int
+
+
+@dataclass(frozen=True, slots=True)
 class Effective:
     """The settings in force. Immutable; a changed file means a new start."""
 
@@ -63,7 +74,9 @@ class Effective:
     ipvs_exclude_cidrs: tuple[Network, ...]
     lane: Lane
     directory: Path
+    #: A folder of objects, in the place of the API server.
     manifests: Path | None
+    api: ApiServer
     log_format: Literal["text", "json"]
     #: Whose connections are translated in the socket: those of the node itself, or nobody's.
     socket_lb: SocketLB
@@ -112,6 +125,7 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
     metrics = addresses.split_host_port(config.metrics_bind_address)
     manifests = flags.manifests if "manifests" in flags.given else own.manifests
     healthz = addresses.split_host_port(config.healthz_bind_address)
+    client = config.client_connection
     return Effective(
         node_name=node_name(config.hostname_override),
         nft_mode=nft_mode,
@@ -146,6 +160,7 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
         lane=cast(Lane, flags.lane) if "lane" in flags.given else own.lane,
         directory=Path(flags.directory if "directory" in flags.given else own.directory),
         manifests=Path(manifests) if manifests else None,
+        api=ApiServer(client.kubeconfig, flags.master, client.qps, client.burst),
         log_format="json" if config.logging.format == "json" else "text",
         socket_lb=own.socket_lb,
         pod_network=tuple(own.pod_network),

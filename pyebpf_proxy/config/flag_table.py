@@ -57,12 +57,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "Node and API server": (
         Flag("hostname-override", "string", "", "Name of this Node, in the place of the host's name."),
         Flag("bind-address", "ip", "0.0.0.0", "Unless unspecified, the Node's address of its family, which becomes the primary one.", read.ip, "bind_address"),
-        Flag("kubeconfig", "string", "", "Not used yet: access to the API server.", str, "client_connection.kubeconfig"),
-        Flag("master", "string", "", "Not used yet: URL of the API server, over that of --kubeconfig."),
-        Flag("kube-api-content-type", "string", "application/vnd.kubernetes.protobuf", "Not used yet: how objects are asked for.", str, "client_connection.content_type"),
-        Flag("kube-api-qps", "float32", "5", "Not used yet: requests per second to the API server; negative: no limit.", read.float32, "client_connection.qps"),
-        _number("kube-api-burst", "10", "Not used yet: requests above that which may go at once.", "client_connection.burst"),
-        _duration("config-sync-period", "15m0s", "Accepted; what the API server has is followed without polling.", "config_sync_period"),
+        Flag("kubeconfig", "string", "", "Kubeconfig of the API server; without it and --master: as a pod of its cluster.", str, "client_connection.kubeconfig"),
+        Flag("master", "string", "", "URL of the API server, over that of the kubeconfig."),
+        Flag("kube-api-content-type", "string", "application/vnd.kubernetes.protobuf", "Accepted; objects are asked for as JSON.", str, "client_connection.content_type"),
+        Flag("kube-api-qps", "float32", "5", "Requests per second to the API server, in the long run; negative: no limit.", read.float32, "client_connection.qps"),
+        _number("kube-api-burst", "10", "Requests that may go at once.", "client_connection.burst"),
+        _duration("config-sync-period", "15m0s", "Accepted; every change of the API server is followed, so nothing need be delivered twice.", "config_sync_period"),
         Flag("feature-gates", "mapStringBool", "", "Name=true|false, comma-separated; checked as kube-proxy's.", read.gates, "feature_gates"),
     ),
     "Mode and traffic": (

@@ -68,11 +68,13 @@ class ClientConnection(Section):
     """How the API server is talked to (§2.2)."""
 
     go_name = "ClientConnectionConfiguration"
-    kubeconfig: Annotated[str, _says("Not used yet: access to the API server; empty: that of the pod.")] = ""
-    accept_content_types: Annotated[str, _says("Not used yet: accept header of requests; empty: by contentType.")] = ""
-    content_type: Annotated[str, _says("Not used yet: how objects are asked for.")] = ""
-    qps: Annotated[float, _says("Not used yet: requests per second to the API server; negative: no limit.")] = 0.0
-    burst: Annotated[int, _says("Not used yet: requests above qps that may go at once.")] = 0
+    kubeconfig: Annotated[
+        str, _says("Kubeconfig of the API server; empty, and no --master: as a pod of its cluster.")
+    ] = ""
+    accept_content_types: Annotated[str, _says("Accepted; objects are asked for as JSON.")] = ""
+    content_type: Annotated[str, _says("Accepted; objects are asked for as JSON.")] = ""
+    qps: Annotated[float, _says("Requests per second to the API server, in the long run; negative: no limit.")] = 0.0
+    burst: Annotated[int, _says("Requests that may go at once.")] = 0
 
 
 class IPTables(Section):
@@ -274,6 +276,8 @@ class KubeProxyConfiguration(Section):
     ] = None
     oom_score_adj: Annotated[int | None, _says("Written to /proc/self/oom_score_adj.")] = None
     conntrack: Annotated[Conntrack, _says("Settings of the kernel's connection table.")] = Conntrack()
-    config_sync_period: Annotated[Duration, _says("Accepted; what the API server has is followed without polling.")] = 0
+    config_sync_period: Annotated[
+        Duration, _says("Accepted; every change of the API server is followed, so nothing need be delivered twice.")
+    ] = 0
     port_range: Annotated[str, _says(_NONE)] = ""
     windows_run_as_service: Annotated[bool, _says(_NONE)] = False

@@ -143,7 +143,7 @@ def test_what_is_accepted_but_not_as_meant_is_a_warning(
     ("arguments", "expected"),
     [
         (["--config", "/nonexistent/c.yaml"], "open /nonexistent/c.yaml: no such file or directory"),
-        ([], "give a folder of Kubernetes manifests with --manifests"),
+        ([], "unable to load in-cluster configuration, KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT must be"),
         (["--manifests", "/nonexistent"], "the manifests folder /nonexistent does not exist"),
         (["--manifests", "/etc/passwd"], "the manifests folder /etc/passwd is not a folder"),
     ],

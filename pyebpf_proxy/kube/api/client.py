@@ -69,9 +69,8 @@ class Client:
         self._channels.append(channel)
         return channel
 
-    def look(self) -> None:
+    def look(self, now: float) -> None:
         """End what takes too long. To be called now and then."""
-        now = time.monotonic()
         for channel in self._channels:
             channel.look(now)
 

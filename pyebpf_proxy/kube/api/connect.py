@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way in: settings of the agent → a source."""
+"""The way in: what the configuration says of the API server → a source."""
 
 from __future__ import annotations
+
+from pyebpf_proxy.config.effective import ApiServer
+from pyebpf_proxy.log import Logger
 
 from .access import find
 from .client import Client
@@ -11,15 +14,11 @@ from .source import ApiSource
 
 
 def api_server(
-    kubeconfig: str,
-    master: str,
-    node_name: str,
-    *,
-    qps: float,
-    burst: int,
-    service_cidrs: bool,
-    observer: Observer | None = None,
+    settings: ApiServer, node_name: str, *, service_cidrs: bool, observer: Observer | None = None
 ) -> ApiSource:
-    """The API server that the configuration names, as a source; FatalError where it cannot be told which."""
-    client = Client(find(kubeconfig, master), Limiter(qps, burst), observer or Silent())
+    """The API server as a source; FatalError where it cannot be told which, or how to get in."""
+    access = find(settings.kubeconfig, settings.master)
+    if not settings.kubeconfig and not settings.master:
+        Logger("api").info("neither kubeconfig nor master URL is given: the API server is that of this pod's cluster")
+    client = Client(access, Limiter(settings.qps, settings.burst), observer or Silent())
     return ApiSource(client, node_name, service_cidrs=service_cidrs)

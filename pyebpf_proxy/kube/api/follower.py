@@ -99,6 +99,14 @@ class Follower:
         self._failures = 0
         #: After an outage: so many refusals are not told, because a server that starts forbids everything at first.
         self._untold = 0
+        self._watching_since: float | None = None
+
+    def look(self, now: float) -> None:
+        """From another thread, now and then: a watch that goes on for a while is right again."""
+        since = self._watching_since
+        if since is not None and now - since >= self._client.timing.settle:
+            self._watching_since = None
+            self._troubles.well(self._resource.name)
 
     def run(self) -> None:
         """Follow until stopped."""
@@ -116,6 +124,7 @@ class Follower:
                 except TroubleError as trouble:
                     self._fail(trouble, tell=True)
                 finally:
+                    self._watching_since = None
                     observer.connected(name, False)
         except StoppedError:
             pass
@@ -130,7 +139,9 @@ class Follower:
         delay = max(timing.delay(self._failures), trouble.seconds)
         if trouble.lost:
             self._untold = 3
-            if self._failures > 1:
+            if self._failures == 1 and self._version:
+                tell = False  # a server that restarts, a balancer that is changed: most often the next try works
+            else:
                 # There was no server for a while; what comes back may have another history under the same numbers.
                 self._version = ""
         elif trouble.code in (403, 404):
@@ -243,9 +254,10 @@ class Follower:
         else:
             query["resourceVersion"] = self._version
         answer = self._ask(query)
-        if not initial:
-            self._well()
         begin = time.monotonic()
+        if not initial:
+            self._client.observer.connected(self._resource.name, True)
+            self._watching_since = begin
         changes: list[Change] = []
         keys: list[ObjectKey] | None = [] if initial else None
         total = 0

@@ -69,7 +69,7 @@ class Inventory:
         if read.key is None or read.object is None:
             return []  # its last good state stays
         short = (read.key.namespace, read.key.name)
-        now = hash(_encoder.encode(read.object))
+        now = _hash(read.object)
         if self._hashes.get(short) == now:
             return []
         self._hashes[short] = now
@@ -95,3 +95,13 @@ class Inventory:
     def _tell(self, messages: tuple[str, ...], *, kept: bool) -> None:
         for message in messages:
             self._report(message + ("; its last good state stays" if kept else ""))
+
+
+def _hash(value: Object) -> int:
+    """Of everything that matters. Annotations only say things about what stands elsewhere in the object."""
+    metadata = value.metadata
+    annotations, metadata.annotations = metadata.annotations, None
+    try:
+        return hash(_encoder.encode(value))
+    finally:
+        metadata.annotations = annotations

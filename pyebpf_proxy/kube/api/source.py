@@ -54,7 +54,7 @@ class ApiSource:
         _log.info("following the API server", server=self._client.access.host, node=self._node_name)
         for thread in threads:
             thread.start()
-        look = asyncio.create_task(self._look(), name="look")
+        look = asyncio.create_task(self._look(followers), name="look")
         try:
             await self._forward(deliver)
         finally:
@@ -118,7 +118,10 @@ class ApiSource:
             address.type in ("InternalIP", "ExternalIP") for address in (status.addresses if status else None) or ()
         )
 
-    async def _look(self) -> None:
+    async def _look(self, followers: list[Follower]) -> None:
         while True:
             await asyncio.sleep(self._client.timing.look)
-            self._client.look()
+            now = time.monotonic()
+            self._client.look(now)
+            for follower in followers:
+                follower.look(now)

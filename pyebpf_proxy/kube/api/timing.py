@@ -27,6 +27,8 @@ class Timing:
     backoff: tuple[float, float] = (0.8, 30.0)
     #: A server that does not know a resource, or forbids it, is asked again no sooner than this.
     forbidden: float = 5.0
+    #: A watch that was taken up again is right again when it has gone on for so long.
+    settle: float = 10.0
     #: How long the Node may lack addresses before we go on without (spec/configuration §5.3).
     node: float = 30.0
     #: How often it is looked whether something takes too long.
