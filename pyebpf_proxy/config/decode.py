@@ -305,16 +305,24 @@ def _quantity(value: object, context: str) -> str:
 
 
 def _compact(value: object) -> str:
+    """A value as the JSON that kube-proxy makes of it: keys in order, numbers as they are."""
     import json
 
-    def text(value: object) -> Any:
+    def text(value: object) -> str:
+        if isinstance(value, Number):
+            return str(value)
         if is_object(value):
-            return {key: text(item) for key, item in pairs(value)}
+            entries = sorted(pairs(value)) if isinstance(value, dict) else pairs(value)
+            return "{" + ",".join(f"{text(key)}:{text(item)}" for key, item in entries) + "}"
         if isinstance(value, list):
-            return [text(item) for item in value]
-        return value
+            return "[" + ",".join(map(text, value)) + "]"
+        return json.dumps(value, ensure_ascii=False).translate(_ESCAPED)
 
-    return json.dumps(text(value), separators=(",", ":"))[:200]
+    return text(value)[:200]
+
+
+#: Go's JSON is fit for HTML.
+_ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
 _READERS: dict[Reader, Callable[[Any, str], Any]] = {

@@ -6,7 +6,7 @@ Only what ends before anything is asked of an API server or of the kernel.
 
 from __future__ import annotations
 
-from tests.parity.case import CONFIG, HEADER, Case, refused
+from tests.parity.case import CONFIG, HEADER, Case, refused, with_fields
 
 
 def starts(name: str, fields: str, *arguments: str) -> Case:
@@ -111,6 +111,11 @@ CASES: tuple[Case, ...] = (
     refused("start: cleanup with a file that is not there", "--cleanup", "--config={dir}/missing.yaml"),
     refused("start: init only with a bad value", "--init-only", "--proxy-mode=x"),
     refused("start: init only with a file that is not there", "--init-only", "--config={dir}/missing.yaml"),
+    # What live comparisons have found.
+    with_fields("an escaped apostrophe", r"""hostnameOverride: "a\'b" """),
+    with_fields("an escaped slash", r'hostnameOverride: "a\/b"'),
+    with_fields("an object with numbers as a frequency", "logging: {flushFrequency: {k1: 2, k0: {k0: 010, k1: null}}}"),
+    with_fields("a list as a frequency", "logging: {flushFrequency: [1.5e3, 'a\"b', '<>&', true]}"),
     # Writing.
     refused("start: write into a folder that is not there", "--write-config-to={dir}/missing/out.yaml"),
     refused("start: write to a folder", "--write-config-to={dir}"),
