@@ -20,7 +20,7 @@ from pyebpf_proxy.datapath import flows
 from pyebpf_proxy.datapath.connections import Connections
 from pyebpf_proxy.datapath.flows import Count, Route
 from pyebpf_proxy.datapath.maps import Writer
-from pyebpf_proxy.datapath.programs import LEAST_CONNECTIONS, Loaded, Settings, load
+from pyebpf_proxy.datapath.programs import LEAST_CONNECTIONS, SCHEDULERS, Loaded, Settings, load
 from pyebpf_proxy.services.model import Family, FrontendKind, Protocol
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -114,6 +114,30 @@ def test_a_refused_dump_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flows, "_CT_GET", 0x1FF)
     with pytest.raises(flows.RefusedError, match=r"^list of connections: "):
         flows.count(set())
+
+
+def test_a_restart_adopts_the_counts_and_another_scheduler_takes_them_away(bpf_objects: Path, bpffs: Path) -> None:
+    pins = bpffs / "instance" / "maps"
+    sizes = {**SIZES, "connections": 256, "choices": 256}
+
+    def start(scheduler: int) -> Loaded:
+        return load(Settings(1, scheduler=scheduler), pin_dir=pins, sizes=sizes, objects=bpf_objects)
+
+    key, value = (5).to_bytes(4, sys.byteorder), (77).to_bytes(4, sys.byteorder)
+    for number, (scheduler, name) in enumerate(((LEAST_CONNECTIONS, "choices"), (SCHEDULERS["rr"], "turns"))):
+        first = start(scheduler)
+        assert first.maps[name].lookup(key) in (None, bytes(4)), number
+        first.maps[name].update(key, value)
+        first.close()
+        again = start(scheduler)
+        assert again.maps[name].lookup(key) == value
+        again.close()
+    assert not (pins / "choices").exists()
+    start(0).close()
+    assert not {"turns", "connections", "choices"} & {pin.name for pin in pins.iterdir()}
+    fresh = start(LEAST_CONNECTIONS)
+    assert fresh.maps["choices"].lookup(key) is None
+    fresh.close()
 
 
 def _number(raw: bytes | None) -> int:
