@@ -38,7 +38,7 @@ BENCH_TOOLS := $(BENCH_SOURCES:bench/%.c=build/bench/%) $(patsubst bench/%.c,bui
 # $(call need,program,Debian package): one line that says what is missing and what to do.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup build wheel demo test test-cluster record lint bench clean distclean
+.PHONY: help setup build wheel demo test test-cluster record lint bench image-root clean distclean
 
 help: ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,9 +97,13 @@ demo: setup ## a two-node cluster in network namespaces, real requests, a table 
 test: setup ## every test: unit, packet, netns; what was skipped, and why, is listed at the end
 	@$(SUDO) $(PYTHON) -m pytest $(ARGS)
 
+image-root: ## what deploy/Dockerfile builds, as a folder, build/image/root: where no image can be pulled (root, debootstrap)
+	@$(SUDO) python3 deploy/image/root.py build/image
+
 test-cluster: setup ## beside the real Kubernetes programs; builds them first (Go 1.26) where the cache lacks them
 	@tools/setup.sh packages tests/cluster/debian-packages.txt
 	@tests/cluster/build.sh
+	@tests/cluster/tools.sh
 	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(ARGS)
 
 record: setup ## ask the real kube-proxy every case again, and write down what it answers, for make test

@@ -1,0 +1,54 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# What deploy/Dockerfile does in each of its two stages; run in the folder of the sources.
+#   deploy/image/stage.sh packages build|run   Debian packages: to build, or those of the agent alone
+#   deploy/image/stage.sh build                BPF objects for any kernel, and the agent in /opt/pyebpf-proxy
+set -euo pipefail
+
+list=tools/debian-packages.txt
+target=/opt/pyebpf-proxy
+
+# $1: how the sections of the list begin that are wanted.
+packages() {
+    local wanted
+    wanted=$(awk -v section="^# -- $1" '/^# --/ { on = ($0 ~ section) } on && /^[a-z0-9]/' "$list")
+    [ -n "$wanted" ] || { echo "$list has no section '$1'" >&2; exit 1; }
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get -q update
+    # shellcheck disable=SC2086  # one word per package is meant
+    apt-get -q -y install --no-install-recommends $wanted
+    rm -rf /var/lib/apt/lists/* /var/cache/apt/archives/*.deb
+}
+
+build() {
+    local builder=/tmp/builder
+    make -s pyebpf_proxy/bpf/tc.bpf.o pyebpf_proxy/bpf/sock.bpf.o
+    python3 -m venv "$builder"
+    local pip=("$builder/bin/python" -m pip --quiet --no-input --disable-pip-version-check)
+    python3 deploy/image/locked.py requirements.lock setuptools wheel >"$builder/build.lock"
+    "${pip[@]}" install --require-hashes -r "$builder/build.lock"
+    "${pip[@]}" wheel --no-deps --no-build-isolation --no-index --wheel-dir "$builder" .
+    # Debian's packages stay visible: libnftables' binding exists only there.
+    python3 -m venv --system-site-packages --without-pip "$target"
+    pip+=(--python "$target/bin/python")
+    # The lock also holds what the tests use. Which of it the agent needs is asked for, then taken by its hashes.
+    sed -n 's/^\([^ #]*==[^ ]*\).*/\1/p' requirements.lock >"$builder/constraints"
+    "${pip[@]}" install --dry-run --ignore-installed --report "$builder/report.json" \
+        --constraint "$builder/constraints" "$builder"/pyebpf_proxy-*.whl
+    python3 deploy/image/locked.py requirements.lock --report "$builder/report.json" >"$builder/run.lock"
+    "${pip[@]}" install --ignore-installed --no-deps --require-hashes -r "$builder/run.lock"
+    "${pip[@]}" install --no-deps --no-index "$builder"/pyebpf_proxy-*.whl
+    "$target/bin/pyebpf-proxy" --version
+}
+
+case "${1:-}" in
+packages)
+    case "${2:-}" in
+    build) packages "to build" ;;
+    run) packages "to run: (the agent|taking away)" ;;
+    *) echo "usage: $0 packages build|run" >&2; exit 1 ;;
+    esac
+    ;;
+build) build ;;
+*) echo "usage: $0 packages build|run | build" >&2; exit 1 ;;
+esac

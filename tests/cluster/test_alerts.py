@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The alert rules, by promtool: each fires when it must and is silent when it must be."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy" / "prometheus"
+RULES = FOLDER / "pyebpf-proxy.rules.yaml"
+TESTS = FOLDER / "pyebpf-proxy.rules_test.yaml"
+PROMTOOL = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "bin" / "promtool"
+
+
+def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PROMTOOL, *arguments], cwd=FOLDER, capture_output=True, text=True, check=False)
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+
+def test_the_rules_are_rules() -> None:
+    done = promtool("check", "rules", RULES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules())} rules found" in done.stdout
+
+
+def test_each_alert_fires_when_it_must() -> None:
+    done = promtool("test", "rules", TESTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_alert_is_tested_both_ways() -> None:
+    asked = [case for test in yaml.safe_load(TESTS.read_text())["tests"] for case in test["alert_rule_test"]]
+    for rule in rules():
+        expectations = [bool(case["exp_alerts"]) for case in asked if case["alertname"] == rule["alert"]]
+        assert set(expectations) == {True, False}, rule["alert"]
+
+
+def test_a_threshold_that_is_never_met_is_noticed(tmp_path: Path) -> None:
+    """The tests of the rules can fail: with every rule silenced each of them does."""
+    changed = yaml.safe_load(RULES.read_text())
+    for group in changed["groups"]:
+        for rule in group["rules"]:
+            rule["expr"] = f"({rule['expr'].strip()}) and vector(0) == 1"
+    (tmp_path / RULES.name).write_text(yaml.safe_dump(changed))
+    (tmp_path / TESTS.name).write_text(TESTS.read_text())
+    done = promtool("test", "rules", tmp_path / TESTS.name)
+    assert done.returncode == 1
+    failed = set(re.findall(r"alertname: (\w+)", done.stdout + done.stderr))
+    assert failed == {rule["alert"] for rule in rules()}
