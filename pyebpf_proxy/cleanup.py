@@ -13,6 +13,7 @@ from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.datapath.cleanup import cleanup
 from pyebpf_proxy.datapath.kube_proxy import leftovers
+from pyebpf_proxy.datapath.report import Report
 from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.run_directory import RunDirectory
@@ -20,11 +21,12 @@ from pyebpf_proxy.run_directory import RunDirectory
 _log = Logger("cleanup")
 
 
-def run(path: Path, exclude_cidrs: Sequence[Network] = ()) -> None:
+def run(path: Path, exclude_cidrs: Sequence[Network] = (), keep_kube_proxy: bool = False) -> None:
     """Clean up the instance of this run folder, then after kube-proxy (spec/configuration §6).
 
-    ``exclude_cidrs``: IPVS services there are others'. FatalError if an agent runs on the folder, or if something of
-    any part is left; the other parts are done all the same.
+    ``exclude_cidrs``: IPVS services there are others'. ``keep_kube_proxy``: what is kube-proxy's stays, it runs
+    again. FatalError if an agent runs on the folder, or if something of any part is left; the other parts are done all
+    the same.
     """
     preflight.check_rights(["CAP_NET_ADMIN"])
     directory = RunDirectory(path)
@@ -33,7 +35,7 @@ def run(path: Path, exclude_cidrs: Sequence[Network] = ()) -> None:
         report = cleanup(path)
     finally:
         directory.release(remove=True)
-    others = leftovers.remove(exclude_cidrs)
+    others = Report() if keep_kube_proxy else leftovers.remove(exclude_cidrs)
     for thing in report.removed:
         _log.info("removed", what=thing)
     for thing in others.removed:

@@ -71,7 +71,7 @@ def _run(flags: Flags) -> int:
             return 0
         settings = _settings(config, flags, own)
         if flags.cleanup:
-            _cleanup(settings)
+            _cleanup(settings, keep_kube_proxy=bool(flags.values.get("keep-kube-proxy-rules")))
         else:
             _agent(settings, config, flags)
     except ConfigError as error:
@@ -179,7 +179,7 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
     run(settings, source, shown(config, flags), watch)
 
 
-def _cleanup(settings: Effective) -> None:
+def _cleanup(settings: Effective, keep_kube_proxy: bool) -> None:
     from pyebpf_proxy.cleanup import run
 
-    run(settings.directory, settings.ipvs_exclude_cidrs)
+    run(settings.directory, settings.ipvs_exclude_cidrs, keep_kube_proxy)

@@ -121,6 +121,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("datapath-config", "string", "", "File of kind DatapathConfiguration: what is ours and not kube-proxy's (docs/datapath-configuration.md). The flags below win over it."),
         Flag("manifests", "string", "", "Take Services, EndpointSlices and Nodes from the files of this folder."),
         Flag("directory", "string", DEFAULT_DIRECTORY, "Run folder. Instances with different folders share nothing: pins, nft table and lock hang on it.", read.not_empty),
+        _switch("keep-kube-proxy-rules", "With --cleanup: take away what is ours, and leave kube-proxy's rules: for the way back to it, when it runs again."),
         Flag("lane", "auto|netfilter", "auto", "How first packets are carried: by conntrack kfuncs where the kernel has them, or always by netfilter.", read.lane),
     ),
 }

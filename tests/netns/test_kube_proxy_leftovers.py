@@ -293,10 +293,12 @@ def _make_servers(addresses: list[str]) -> None:
             handle.service("add", IPVSService(addr=address, port=80, protocol=6, sched_name="rr"))
 
 
-def run_cleanup(room: Namespace, folder: Path, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """The command itself; ``before``: a command that runs it."""
+def run_cleanup(
+    room: Namespace, folder: Path, before: Sequence[str] = (), after: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """The command itself; ``before``: a command that runs it, ``after``: more arguments."""
     return subprocess.run(
-        ["ip", "netns", "exec", room.name, *before, *command(), "--cleanup", "--directory", str(folder)],
+        ["ip", "netns", "exec", room.name, *before, *command(), "--cleanup", "--directory", str(folder), *after],
         capture_output=True,
         text=True,
         check=False,
@@ -313,6 +315,16 @@ def test_the_command(room: Namespace, tmp_path: Path) -> None:
     assert room.call(leftovers.running) == set()
     again = run_cleanup(room, tmp_path / "state")
     assert (again.returncode, "removed" in again.stderr) == (0, False)
+
+
+def test_the_command_on_the_way_back_to_kube_proxy(room: Namespace, tmp_path: Path) -> None:
+    load_kube_proxy(room, "nft", 4)
+    before = saved(room, "nft", 4)
+    done = run_cleanup(room, tmp_path / "state", after=["--keep-kube-proxy-rules"])
+    assert done.returncode == 0, done.stderr
+    assert "kube-proxy" not in done.stderr.replace("pyebpf-proxy", "")
+    assert saved(room, "nft", 4) == before
+    assert room.call(leftovers.running) == {"iptables"}
 
 
 def test_the_command_when_a_part_fails(room: Namespace, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_kubeadm_uses_its_own_configuration_and_parks_kube_proxy() -> None:
 def test_cleaning_up_needs_one_capability_and_no_api() -> None:
     objects = build(BACK / "cleanup")
     agent = container(one(objects, "DaemonSet"))
-    assert "pyebpf-proxy --cleanup &&" in agent["command"][2]
+    assert "pyebpf-proxy --cleanup --keep-kube-proxy-rules &&" in agent["command"][2]
     assert agent["securityContext"]["capabilities"]["add"] == ["NET_ADMIN"]
     assert not {"livenessProbe", "startupProbe"} & agent.keys()
     assert "kube-proxy" not in [each["metadata"]["name"] for each in objects], "deleting this folder must spare it"
