@@ -26,7 +26,7 @@ CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy"))
 #: This machine's own, visible (and read-only) while something is run.
 BORROWED = ("/etc/resolv.conf", "/etc/hosts", "/etc/apt", "/etc/pip.conf")
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
-PASSED_ON = re.compile(r"(?i)^(pip_.*|.*_proxy)$")
+PASSED_ON = re.compile(r"(?i)^(pip_(?!find_links|cert).*|.*_proxy)$")
 
 # $1: the root; the rest: what is borrowed. Then the working folder and the command.
 RUN = """

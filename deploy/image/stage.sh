@@ -25,7 +25,7 @@ build() {
     make -s pyebpf_proxy/bpf/tc.bpf.o pyebpf_proxy/bpf/sock.bpf.o
     python3 -m venv "$builder"
     local pip=("$builder/bin/python" -m pip --quiet --no-input --disable-pip-version-check)
-    python3 deploy/image/locked.py requirements.lock setuptools wheel >"$builder/build.lock"
+    python3 deploy/image/locked.py requirements.lock setuptools >"$builder/build.lock"
     "${pip[@]}" install --require-hashes -r "$builder/build.lock"
     "${pip[@]}" wheel --no-deps --no-build-isolation --no-index --wheel-dir "$builder" .
     # Debian's packages stay visible: libnftables' binding exists only there.
