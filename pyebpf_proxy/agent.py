@@ -14,9 +14,11 @@ from pyebpf_proxy.datapath import preflight, sysctls
 from pyebpf_proxy.datapath.datapath import Datapath
 from pyebpf_proxy.datapath.preparation import Preparation
 from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.kube.events import About
 from pyebpf_proxy.kube.source import Source
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
+from pyebpf_proxy.outside import Outside
 from pyebpf_proxy.proxy import Proxy
 from pyebpf_proxy.run_directory import RunDirectory
 from pyebpf_proxy.servers.health import Health, HealthPages
@@ -29,7 +31,7 @@ from pyebpf_proxy.services.planner import Planner, PlanSettings
 _log = Logger("agent")
 
 
-def run(settings: Effective, source: Source, shown: Shown, watch: ConfigWatch | None = None) -> None:
+def run(settings: Effective, outside: Outside, shown: Shown, watch: ConfigWatch | None = None) -> None:
     """Be the agent until SIGTERM or SIGINT; FatalError or DatapathError if that is impossible.
 
     ``shown``: what the servers show of the configuration.
@@ -48,7 +50,7 @@ def run(settings: Effective, source: Source, shown: Shown, watch: ConfigWatch | 
             mode="nftables" if settings.nft_mode else "iptables",
             directory=settings.directory,
         )
-        asyncio.run(_serve(settings, source, datapath, shown, watch))
+        asyncio.run(_serve(settings, outside, datapath, shown, watch))
     finally:
         # A start that came to nothing takes its folder away; an instance that serves keeps it.
         directory.release(remove=not datapath.present())
@@ -95,10 +97,11 @@ def _checks(settings: Effective) -> Callable[[NodeFacts], None]:
 
 
 async def _serve(
-    settings: Effective, source: Source, datapath: Datapath, shown: Shown, watch: ConfigWatch | None
+    settings: Effective, outside: Outside, datapath: Datapath, shown: Shown, watch: ConfigWatch | None
 ) -> None:
     planner = _planner(settings)
     metrics = Metrics(DatapathNumbers(datapath.reasons, datapath.fill))
+    metrics.registry.add(*outside.metrics)
     health = _health(settings)
     observer = Observer(metrics, health, planner, settings.node_name)
     loop = asyncio.get_running_loop()
@@ -112,11 +115,15 @@ async def _serve(
         loop.call_soon_threadsafe(end, error)
 
     health_pages = HealthPages(health, observer.node_eligible, metrics.count)
-    servers = Servers(settings, health_pages, metrics_pages(shown, metrics), events=None, fatal=fatal)
+    servers = Servers(settings, health_pages, metrics_pages(shown, metrics), events=outside.events, fatal=fatal)
     guards = [lambda: unserved, *([watch.wait] if watch is not None else [])]
     servers.start()
+    if outside.events is not None:
+        outside.events.event(About("Node", "", settings.node_name), "Normal", "Starting", "StartKubeProxy", "")
     try:
-        await Proxy(settings, source, planner, datapath, observer, _facts(planner), _checks(settings), guards).run()
+        await Proxy(
+            settings, outside.source, planner, datapath, observer, _facts(planner), _checks(settings), guards
+        ).run()
     finally:
         servers.stop()
         datapath.close()

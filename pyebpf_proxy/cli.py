@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pyebpf_proxy.config.datapath_model import DatapathConfiguration
     from pyebpf_proxy.config.effective import Effective
     from pyebpf_proxy.config.model import KubeProxyConfiguration
-    from pyebpf_proxy.kube.source import Source
+    from pyebpf_proxy.outside import Outside
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,29 +142,33 @@ def _settings(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
     return settings
 
 
-def _source(settings: Effective) -> Source:
+def _outside(settings: Effective) -> Outside:
     from pyebpf_proxy.errors import FatalError
+    from pyebpf_proxy.outside import Outside
 
     if settings.manifests is None:
         from pyebpf_proxy.kube.api.connect import api_server
+        from pyebpf_proxy.servers.client_metrics import ClientMetrics
 
-        return api_server(settings.api, settings.node_name, service_cidrs=settings.nft_mode)
+        metrics = ClientMetrics()
+        source = api_server(settings.api, settings.node_name, metrics, service_cidrs=settings.nft_mode)
+        return Outside(source, source.events, metrics.families)
     from pyebpf_proxy.kube.manifests import ManifestSource
     from pyebpf_proxy.log import Logger
 
     if not settings.manifests.is_dir():
         what = "is not a folder" if settings.manifests.exists() else "does not exist"
         raise FatalError(f"the manifests folder {settings.manifests} {what}; give an existing one with --manifests")
-    return ManifestSource(settings.manifests, Logger("manifests").error)
+    return Outside(ManifestSource(settings.manifests, Logger("manifests").error))
 
 
 def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) -> None:
     # First what may be wrong with the command line, then the slow import.
-    source = _source(settings)
+    outside = _outside(settings)
     if flags.values.get("init-only"):
         from pyebpf_proxy.agent import prepare
 
-        prepare(settings, source)
+        prepare(settings, outside.source)
         return
     watch = None
     if flags.config or flags.datapath_config:
@@ -176,7 +180,7 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
     from pyebpf_proxy.agent import run
     from pyebpf_proxy.config.shown import shown
 
-    run(settings, source, shown(config, flags), watch)
+    run(settings, outside, shown(config, flags), watch)
 
 
 def _cleanup(settings: Effective, keep_kube_proxy: bool) -> None:

@@ -19,6 +19,7 @@ from ..source import Batch, Change
 from . import resources
 from .client import Client
 from .follower import Follower
+from .recorder import EventRecorder
 from .resources import Resource
 from .trouble import Log
 
@@ -40,6 +41,8 @@ class ApiSource:
         self._node_listed: float | None = None
         self._node: objects.Node | None = None
         self._wake = asyncio.Event()
+        #: Where Events go. What is recorded before ``run`` waits for it.
+        self.events = EventRecorder(client)
         self._loop: asyncio.AbstractEventLoop
 
     async def run(self, deliver: Callable[[Batch], None]) -> None:
@@ -54,12 +57,14 @@ class ApiSource:
         _log.info("following the API server", server=self._client.access.host, node=self._node_name)
         for thread in threads:
             thread.start()
+        self.events.start()
         look = asyncio.create_task(self._look(followers), name="look")
         try:
             await self._forward(deliver)
         finally:
             look.cancel()
             self._client.stop()
+            self.events.stop()
             # A thread may be in a place that cannot be interrupted (resolving a name): it is a daemon.
             await asyncio.gather(*(asyncio.to_thread(thread.join, 0.5) for thread in threads))
 

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events of events.k8s.io/v1, as kube-proxy's recorder writes them: one object, and a series where it comes again."""
+
+from __future__ import annotations
+
+import queue
+import random
+import re
+import socket
+import threading
+import time
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pyebpf_proxy.log import Logger
+
+from ..events import About, EventType
+from .client import Channel, Client
+from .trouble import StoppedError, TroubleError
+
+#: Who reports, as for kube-proxy: what looks for its events finds ours.
+CONTROLLER = "kube-proxy"
+#: Events that wait to be sent; more are lost.
+MOST_WAITING = 100
+#: One that has not come again for so long begins anew, seconds; also how often a series that goes on is written.
+SERIES_SECONDS = 360.0
+TRIES = 12
+RETRY_SECONDS = 10.0
+
+_PERMISSION = 'create and patch on events (apiGroup "events.k8s.io")'
+_NOTE_BYTES = 1024
+_log = Logger("events")
+
+
+class _Event(NamedTuple):
+    about: About
+    event_type: EventType
+    reason: str
+    action: str
+    note: str
+    at: datetime
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Two events of one key are the same event again; the note of the first counts."""
+        return (*self.about, self.event_type, self.reason, self.action)
+
+
+class _Series:
+    def __init__(self, path: str, last: datetime) -> None:
+        self.path = path
+        self.count = 1
+        self.last = last
+        self.written = 0.0
+
+
+class EventRecorder:
+    """A ``kube.events.Recorder`` with a thread and a connection of its own, which exist from ``start`` on."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._queue: queue.Queue[_Event | None] = queue.Queue(MOST_WAITING)
+        self._series: dict[tuple[str, ...], _Series] = {}
+        self._instance = f"{CONTROLLER}-{socket.gethostname()}"
+        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+        self._failing = False
+
+    def event(self, about: About, event_type: EventType, reason: str, action: str, note: str) -> None:
+        """Record one event; safe in any thread, never waits."""
+        try:
+            self._queue.put_nowait(_Event(about, event_type, reason, action, note, datetime.now(UTC)))
+        except queue.Full:
+            self._lost("too many wait", reason)
+
+    def start(self) -> None:
+        """Begin to send what was recorded and will be."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, once the client is stopped."""
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            pass  # then it does not wait for the queue, and sees that the client is stopped
+
+    def _run(self) -> None:
+        channel = self._client.channel()
+        try:
+            while (event := self._queue.get()) is not None:
+                self._record(channel, event)
+        except StoppedError:
+            pass
+        finally:
+            channel.close()
+
+    def _record(self, channel: Channel, event: _Event) -> None:
+        now = time.monotonic()
+        for key in [key for key, series in self._series.items() if now - series.written >= 2 * SERIES_SECONDS]:
+            del self._series[key]
+        series = self._series.get(event.key)
+        if series is not None and (event.at - series.last).total_seconds() < SERIES_SECONDS:
+            series.count += 1
+            series.last = event.at
+            # The second time says that it is a series; after that, how long it has become need not be known at once.
+            if series.count > 2 and now - series.written < SERIES_SECONDS:
+                return
+            change = {"series": {"count": series.count, "lastObservedTime": _micro_time(event.at)}}
+            if self._send(channel, "PATCH", series.path, change, event.reason):
+                series.written = now
+                return
+        namespace = event.about.namespace or "default"
+        collection = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events"
+        name = f"{event.about.name}.{time.time_ns():x}"
+        if self._send(channel, "POST", collection, self._body(event, namespace, name), event.reason):
+            series = self._series[event.key] = _Series(f"{collection}/{name}", event.at)
+            series.written = now
+
+    def _body(self, event: _Event, namespace: str, name: str) -> dict[str, Any]:
+        regarding = {"apiVersion": "v1", "kind": event.about.kind, "name": event.about.name}
+        if event.about.namespace:
+            regarding["namespace"] = event.about.namespace
+        return {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": namespace},
+            "eventTime": _micro_time(event.at),
+            "reportingController": CONTROLLER,
+            "reportingInstance": self._instance[:128],
+            "action": event.action,
+            "reason": event.reason,
+            "regarding": regarding,
+            "note": _cut(event.note),
+            "type": event.event_type,
+        }
+
+    def _send(self, channel: Channel, method: str, path: str, body: dict[str, Any], reason: str) -> bool:
+        """Whether it is there now; a server that cannot be reached is tried for two minutes."""
+        for attempt in range(1, TRIES + 1):
+            try:
+                channel.request(method, path, body=msgspec.json.encode(body), permission=_PERMISSION).read()
+            except TroubleError as trouble:
+                if method == "PATCH" and trouble.code == 404:
+                    return False  # it has expired: a new one is made
+                again = trouble.code in (0, 401, 429) or trouble.code >= 500
+                if not again or attempt == TRIES:
+                    self._lost(str(trouble), reason)
+                    return method == "PATCH"
+                self._client.wait(max(trouble.seconds, RETRY_SECONDS * random.uniform(1.0, 1.25)))
+            else:
+                self._failing = False
+                return True
+        return False
+
+    def _lost(self, why: str, reason: str) -> None:
+        if not self._failing:
+            self._failing = True
+            _log.error("an Event could not be recorded; later ones that fail are not told", reason=reason, error=why)
+
+
+def _micro_time(at: datetime) -> str:
+    return at.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _cut(note: str) -> str:
+    """The API server takes no more than 1024 bytes."""
+    text = re.sub(r"\s+", " ", note).encode()
+    return note if len(note.encode()) <= _NOTE_BYTES else text[: _NOTE_BYTES - 3].decode(errors="ignore") + "…"

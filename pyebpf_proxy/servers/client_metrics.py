@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the API client tells about itself, as kube-proxy's ``rest_client_*`` metrics and ours (spec/metrics §5)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from pyebpf_proxy.servers.numbers import Counter, Family, Gauge, Histogram
+
+_SECONDS = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
+_BYTES = (64, 256, 512, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216)
+_VERB = ("verb", "host")
+_RESOURCE = ("resource",)
+
+
+class ClientMetrics:
+    """A ``kube.api.observer.Observer``, called in several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests = Counter(
+            "rest_client_requests_total",
+            "[ALPHA] Number of HTTP requests, partitioned by status code, method, and host.",
+            ("code", "method", "host"),
+        )
+        self._duration = _histogram("request_duration_seconds", "Request latency in seconds.", "verb, and", _SECONDS)
+        self._sent = _histogram("request_size_bytes", "Request size in bytes.", "verb and", _BYTES)
+        self._received = _histogram("response_size_bytes", "Response size in bytes.", "verb and", _BYTES)
+        self._limited = _histogram(
+            "rate_limiter_duration_seconds", "Client side rate limiter latency in seconds.", "verb, and", _SECONDS
+        )
+        self._connected = Gauge(
+            "pyebpf_proxy_api_connected", "1 while the resource of the API server is followed", _RESOURCE
+        )
+        self._last_event = Gauge(
+            "pyebpf_proxy_api_last_event_timestamp_seconds", "When a watch last brought something", _RESOURCE
+        )
+        self._lists = Counter("pyebpf_proxy_api_lists_total", "How often everything of a resource was read", _RESOURCE)
+        self._retries = Counter(
+            "pyebpf_proxy_api_retries_total", "How often following a resource broke off and was tried again", _RESOURCE
+        )
+        self._refused = Gauge(
+            "pyebpf_proxy_api_refused_objects", "Objects that break a rule and are not used as they are", _RESOURCE
+        )
+
+    @property
+    def families(self) -> Sequence[Family]:
+        """What a registry is to take in."""
+        return (
+            self._requests,
+            self._duration,
+            self._sent,
+            self._received,
+            self._limited,
+            self._connected,
+            self._last_event,
+            self._lists,
+            self._retries,
+            self._refused,
+        )
+
+    def requested(self, method: str, host: str, code: str, seconds: float) -> None:
+        with self._lock:
+            self._requests.add(code, method, host)
+            self._duration.observe(method, host, value=seconds)
+
+    def transferred(self, method: str, host: str, sent: int, received: int) -> None:
+        with self._lock:
+            self._sent.observe(method, host, value=sent)
+            self._received.observe(method, host, value=received)
+
+    def limited(self, method: str, host: str, seconds: float) -> None:
+        with self._lock:
+            self._limited.observe(method, host, value=seconds)
+
+    def connected(self, resource: str, connected: bool) -> None:
+        with self._lock:
+            self._connected.set(resource, value=float(connected))
+
+    def listed(self, resource: str, objects: int) -> None:
+        with self._lock:
+            self._lists.add(resource)
+
+    def received(self, resource: str, events: int, at: float) -> None:
+        with self._lock:
+            self._last_event.set(resource, value=at)
+
+    def retried(self, resource: str) -> None:
+        with self._lock:
+            self._retries.add(resource)
+
+    def refused(self, resource: str, objects: int) -> None:
+        with self._lock:
+            self._refused.set(resource, value=objects)
+
+
+def _histogram(name: str, text: str, words: str, bounds: Sequence[float]) -> Histogram:
+    return Histogram(f"rest_client_{name}", f"[ALPHA] {text} Broken down by {words} host.", _VERB, bounds)
