@@ -47,7 +47,8 @@ def run(settings: Effective, outside: Outside, shown: Shown, watch: ConfigWatch 
             "pyebpf-proxy starts",
             version=__version__,
             node=settings.node_name,
-            mode="nftables" if settings.nft_mode else "iptables",
+            mode="nftables" if settings.nft_mode else "ipvs" if settings.scheduler else "iptables",
+            scheduler=settings.scheduler,
             directory=settings.directory,
         )
         asyncio.run(_serve(settings, outside, datapath, shown, watch))

@@ -123,9 +123,7 @@ def load(
         resize = Resize(pin_dir)
         resize.begin()
     before = _pins(pin_dir)
-    sizes = {**(sizes or {})}
-    if "slots" in sizes:
-        sizes["turns"] = sizes["slots"]
+    sizes = _with_schedulers(sizes or {})
     tc: Object | None = None
     try:
         tc, settings, why = _load_tc(settings, pin_dir, sizes, lane, objects)
@@ -197,6 +195,16 @@ def _open(
         resized=Resize(pin_dir).made if pin_dir is not None else None,
         without=unused_maps(settings.scheduler),
     )
+
+
+def _with_schedulers(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of the schedulers' maps follow from what they have an entry for."""
+    wanted = dict(sizes)
+    if "slots" in sizes:
+        wanted["turns"] = sizes["slots"]
+    if "backends4" in sizes and "backends6" in sizes:
+        wanted["connections"] = wanted["choices"] = sizes["backends4"] + sizes["backends6"]
+    return wanted
 
 
 def unused_maps(scheduler: int) -> set[str]:

@@ -160,7 +160,7 @@ def _load(lab: Lab, pod: str) -> int:
 
 
 def test_a_first_answer_comes_with_every_scheduler(ipvs: Lab, lane: str) -> None:
-    for scheduler in ("dh", "mh", "sed", "lblc", "lblcr"):
+    for scheduler in ("mh", "lblcr"):
         with agents(ipvs, lane, scheduler):
             for family in (4, 6):
                 for name, (namespace, address) in askers(ipvs, family).items():

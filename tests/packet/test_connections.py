@@ -41,8 +41,7 @@ def namespace() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def counting(bpf_objects: Path) -> Iterator[Loaded]:
-    sizes = {**SIZES, "connections": 256, "choices": 256}
-    loaded = load(Settings(netns_cookie=1, scheduler=LEAST_CONNECTIONS), sizes=sizes, objects=bpf_objects)
+    loaded = load(Settings(netns_cookie=1, scheduler=LEAST_CONNECTIONS), sizes=SIZES, objects=bpf_objects)
     yield loaded
     loaded.close()
 
@@ -116,12 +115,26 @@ def test_a_refused_dump_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         flows.count(set())
 
 
+def test_there_is_room_for_every_backend_and_every_list(counting: Loaded) -> None:
+    maps = counting.maps
+    assert maps["connections"].max_entries == maps["choices"].max_entries == SIZES["backends4"] + SIZES["backends6"]
+
+
+@pytest.mark.parametrize("number", sorted(set(SCHEDULERS.values())))
+def test_packet_and_socket_programs_load_with_every_scheduler(bpf_objects: Path, number: int) -> None:
+    """The verifier, and the 512 bytes of stack."""
+    loaded = load(Settings(netns_cookie=1, scheduler=number), sizes=SIZES, objects=bpf_objects)
+    assert ("turns" in loaded.maps) == (number == SCHEDULERS["rr"])
+    if number == SCHEDULERS["rr"]:
+        assert loaded.maps["turns"].max_entries == SIZES["slots"]
+    loaded.close()
+
+
 def test_a_restart_adopts_the_counts_and_another_scheduler_takes_them_away(bpf_objects: Path, bpffs: Path) -> None:
     pins = bpffs / "instance" / "maps"
-    sizes = {**SIZES, "connections": 256, "choices": 256}
 
     def start(scheduler: int) -> Loaded:
-        return load(Settings(1, scheduler=scheduler), pin_dir=pins, sizes=sizes, objects=bpf_objects)
+        return load(Settings(1, scheduler=scheduler), pin_dir=pins, sizes=SIZES, objects=bpf_objects)
 
     key, value = (5).to_bytes(4, sys.byteorder), (77).to_bytes(4, sys.byteorder)
     for number, (scheduler, name) in enumerate(((LEAST_CONNECTIONS, "choices"), (SCHEDULERS["rr"], "turns"))):
