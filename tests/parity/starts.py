@@ -126,6 +126,14 @@ CASES: tuple[Case, ...] = (
 )
 
 
+#: A start's first step after the checks: access to the API server. Only what both say in the same words.
+ACCESS: tuple[Case, ...] = (
+    refused("access: a kubeconfig that is not there", "--kubeconfig={dir}/missing"),
+    starts("access: a kubeconfig of the file that is not there", "clientConnection: {kubeconfig: /nonexistent/k}"),
+    Case("access: a kubeconfig of another kind", ("--kubeconfig", CONFIG), b"kind: Pod\napiVersion: v1\n"),
+)
+
+
 def cases() -> list[Case]:
     """Every case of a start."""
-    return list(CASES)
+    return [*CASES, *ACCESS]
