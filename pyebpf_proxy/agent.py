@@ -21,10 +21,9 @@ from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.outside import Outside
 from pyebpf_proxy.proxy import Proxy
 from pyebpf_proxy.run_directory import RunDirectory
-from pyebpf_proxy.servers.health import Health, HealthPages
+from pyebpf_proxy.servers.health import Health
 from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
 from pyebpf_proxy.servers.observer import Observer
-from pyebpf_proxy.servers.pages import metrics_pages
 from pyebpf_proxy.servers.serving import Servers
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
@@ -69,7 +68,7 @@ def prepare(settings: Effective, source: Source) -> None:
     try:
         planner = _planner(settings)
         preparation = Preparation(Datapath(settings))
-        observer = Observer(Metrics(DatapathNumbers()), _health(settings), planner, settings.node_name)
+        observer = Observer(Metrics(DatapathNumbers()), Health(2 * settings.sync_period), planner, settings.node_name)
         proxy = Proxy(settings, source, planner, preparation, observer, _facts(planner), _checks(settings), once=True)
         asyncio.run(proxy.run())
         prepared = preparation.done
@@ -78,10 +77,6 @@ def prepare(settings: Effective, source: Source) -> None:
     if not prepared:
         raise FatalError("stopped before everything was prepared")
     _log.info("prepared", directory=settings.directory)
-
-
-def _health(settings: Effective) -> Health:
-    return Health(2 * settings.sync_period)
 
 
 def _planner(settings: Effective) -> Planner:
@@ -101,23 +96,10 @@ async def _serve(
     settings: Effective, outside: Outside, datapath: Datapath, shown: Shown, watch: ConfigWatch | None
 ) -> None:
     planner = _planner(settings)
-    metrics = Metrics(DatapathNumbers(datapath.reasons, datapath.fill))
-    metrics.registry.add(*outside.metrics)
-    health = _health(settings)
-    observer = Observer(metrics, health, planner, settings.node_name)
-    loop = asyncio.get_running_loop()
-    unserved: asyncio.Future[None] = loop.create_future()
-
-    def end(error: str) -> None:
-        if not unserved.done():
-            unserved.set_exception(FatalError(error))
-
-    def fatal(error: str) -> None:
-        loop.call_soon_threadsafe(end, error)
-
-    health_pages = HealthPages(health, observer.node_eligible, metrics.count)
-    servers = Servers(settings, health_pages, metrics_pages(shown, metrics), events=outside.events, fatal=fatal)
-    guards = [lambda: unserved, *([watch.wait] if watch is not None else [])]
+    numbers = DatapathNumbers(datapath.reasons, datapath.fill)
+    servers = Servers(settings, shown, planner, numbers, datapath.addresses, outside.events, outside.metrics)
+    observer = servers.observer
+    guards = [servers.guard, *([watch.wait] if watch is not None else [])]
     servers.start()
     if outside.events is not None:
         outside.events.event(About("Node", "", settings.node_name), "Normal", "Starting", "StartKubeProxy", "")

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyebpf_proxy.config.addresses import Network
+from pyebpf_proxy.config.addresses import Address, Network
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath import cgroups, mounts, sysctls
 from pyebpf_proxy.datapath.cleanup import cleanup
@@ -249,6 +249,11 @@ class Datapath:
             name: sum(int.from_bytes(value, sys.byteorder) for value in counters.lookup_cpus(key) or ())
             for name, key in keys.items()
         }
+
+    def addresses(self) -> list[Address]:
+        """Every address of a device of this node, as far as netlink has told."""
+        parts = self._parts
+        return [] if parts is None else parts.node.addresses
 
     def fill(self) -> Mapping[str, tuple[int, int]]:
         """Entries used and room of every map that the control plane fills. Counted, not read. Safe in any thread."""

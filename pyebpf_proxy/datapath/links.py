@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from pyebpf_proxy.config.addresses import Address
 from pyebpf_proxy.datapath.follower import Follower
 from pyebpf_proxy.datapath.node import NodeConfig, Wanted, plan
 from pyebpf_proxy.datapath.tc import Filters
@@ -110,6 +111,11 @@ class Node:
     @property
     def wanted(self) -> Wanted:
         return self._wanted
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Every address of a device."""
+        return [address for _, address, _ in self._follower.state.addresses]
 
     def fileno(self) -> int:
         return self._follower.fileno()

@@ -63,6 +63,7 @@ class ServiceSpec(msgspec.Struct, rename="camel", gc=False):
     session_affinity: str | None = None
     session_affinity_config: SessionAffinityConfig | None = None
     load_balancer_source_ranges: tuple[str, ...] | None = None
+    health_check_node_port: int | None = None
 
 
 class Ingress(msgspec.Struct, rename="camel", gc=False):

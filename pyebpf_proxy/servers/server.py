@@ -26,6 +26,8 @@ BIND_RETRY_SECONDS = 5.0
 #: How often connections that have taken too long are looked for.
 SWEEP_SECONDS = 1.0
 BACKLOG = 1024
+#: So many new connections are taken before others have their turn.
+ACCEPTS = 32
 
 _log = Logger("servers")
 
@@ -71,29 +73,46 @@ class Open:
     """One address being listened on, with its connections. Only for the server's thread."""
 
     def __init__(self, listener: socket.socket, handler: Handler, pool: Pool) -> None:
+        self._listener = listener
+        self._handler = handler
+        self._pool = pool
         self._connections: set[Connection] = set()
-        self._server: asyncio.Server | None = None
-        self._closed = False
-        self._starting = asyncio.get_running_loop().create_task(
-            self._start(listener, lambda: Connection(handler, pool, self._connections))
-        )
-
-    async def _start(self, listener: socket.socket, connection: Callable[[], asyncio.Protocol]) -> None:
-        try:
-            self._server = await asyncio.get_running_loop().create_server(connection, sock=listener, backlog=BACKLOG)
-        finally:
-            if self._closed or self._server is None:
-                listener.close()
-        if self._closed:
-            self._server.close()
+        self._loop = asyncio.get_running_loop()
+        self._starting: set[asyncio.Task[object]] = set()
+        self._loop.add_reader(listener, self._accept)
 
     def close(self) -> None:
         """Stop listening and cut all connections."""
-        self._closed = True
-        if self._server is not None:
-            self._server.close()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
         for connection in list(self._connections):
             connection.abort()
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS):
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # No descriptors or memory left: who waits in the queue waits a little longer.
+                _log.warning("a connection could not be accepted", error=error.strerror)
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(1, self._again)
+                return
+            accepted.setblocking(False)
+            task: asyncio.Task[object] = self._loop.create_task(
+                self._loop.connect_accepted_socket(self._connection, accepted)
+            )
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+
+    def _connection(self) -> Connection:
+        return Connection(self._handler, self._pool, self._connections)
+
+    def _again(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
 
 
 class Server:

@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of one agent: health and metrics, on the addresses of the configuration."""
+"""All servers of one agent: health, metrics, health check node ports, and what they show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
-from pyebpf_proxy.config.addresses import join_host_port
+from pyebpf_proxy.config.addresses import Address, join_host_port
 from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.config.shown import Shown
+from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.kube.events import About, Recorder
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.servers import server
+from pyebpf_proxy.servers.health import Health, HealthPages
+from pyebpf_proxy.servers.health_checks import Addresses, HealthCheckPorts, listen_addresses
 from pyebpf_proxy.servers.http import Handler
+from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
+from pyebpf_proxy.servers.numbers import Family as Numbers
+from pyebpf_proxy.servers.observer import Known, Observer
+from pyebpf_proxy.servers.pages import metrics_pages
+from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
+from pyebpf_proxy.services.model import Family
 
 #: Connections at a time, of one server.
 CONNECTIONS = 128
@@ -18,37 +30,69 @@ CONNECTIONS = 128
 _log = Logger("servers")
 
 
+class Planner(Known, Protocol):
+    """What is used of ``services.planner.Planner``."""
+
+    @property
+    def health_checks(self) -> Mapping[HealthCheckName, HealthCheck]:
+        """Health check node ports, and what is to be answered there."""
+
+    node_ips: dict[Family, bytes]
+
+
 class Servers:
-    """Starts what is configured; ``stop`` ends it."""
+    """Made and started in the loop that programs; :attr:`observer` is what that loop tells everything to."""
 
     def __init__(
         self,
         settings: Effective,
-        health: Handler,
-        metrics: Handler,
-        events: Recorder | None,
-        fatal: Callable[[str], None],
+        shown: Shown,
+        planner: Planner,
+        datapath: DatapathNumbers,
+        addresses: Callable[[], Iterable[Address]],
+        events: Recorder | None = None,
+        more: Iterable[Numbers] = (),
     ) -> None:
-        """``fatal`` is given the reason, in the servers' thread, when an address is needed and cannot be had."""
+        """``addresses``: every address of this node's devices. ``more``: other rooms' metrics."""
         self._settings = settings
-        self._health = health
-        self._metrics = metrics
         self._events = events
-        self._fatal = fatal
-        self.server = server.Server()
+        self._loop = asyncio.get_running_loop()
+        self._unserved: asyncio.Future[None] = self._loop.create_future()
+        self._server = server.Server()
+        health = Health(2 * settings.sync_period)
+        self.metrics = Metrics(datapath)
+        self.metrics.registry.add(*more)
+
+        def listen() -> Addresses:
+            return listen_addresses(settings.node_port_addresses, planner.node_ips.values(), addresses())
+
+        ports = HealthCheckPorts(self._server, health, settings.node_name, events, listen)
+        self.observer = Observer(
+            self.metrics,
+            health,
+            planner,
+            settings.node_name,
+            applied=lambda: ports.sync(planner.health_checks),
+        )
+        self._health_pages = HealthPages(health, self.observer.node_eligible, self.metrics.count)
+        self._metrics_pages = metrics_pages(shown, self.metrics)
 
     def start(self) -> None:
         """Returns at once; what cannot be bound is said, and tried again or fatal (bindAddressHardFail)."""
-        self.server.start()
+        self._server.start()
         settings = self._settings
         if settings.healthz_address is not None:
-            self._serve("health", settings.healthz_address, self._health)
+            self._serve("health", settings.healthz_address, self._health_pages)
         if settings.metrics_address is not None:
-            self._serve("metrics", settings.metrics_address, self._metrics)
+            self._serve("metrics", settings.metrics_address, self._metrics_pages)
+
+    async def guard(self) -> None:
+        """Waits for ever; FatalError when an address cannot be had and bindAddressHardFail is set."""
+        await self._unserved
 
     def stop(self) -> None:
         """Close every socket; requests being answered are given up with the process."""
-        self.server.stop()
+        self._server.stop()
 
     def _serve(self, what: str, address: tuple[str, int], handler: Handler) -> None:
         shown = join_host_port(*address)
@@ -66,10 +110,14 @@ class Servers:
             if self._events is not None:
                 node = About("Node", "", self._settings.node_name)
                 self._events.event(node, "Warning", reason, "StartKubeProxy", error)
-            self._fatal(error)
+            self._loop.call_soon_threadsafe(self._end, error)
             return False
 
         def ready() -> None:
             _log.info(f"{what} is served" if what == "health" else f"{what} are served", address=shown)
 
-        self.server.serve(address, handler, self.server.pool(CONNECTIONS), failed, ready)
+        self._server.serve(address, handler, self._server.pool(CONNECTIONS), failed, ready)
+
+    def _end(self, error: str) -> None:
+        if not self._unserved.done():
+            self._unserved.set_exception(FatalError(error))

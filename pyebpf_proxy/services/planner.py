@@ -8,13 +8,14 @@ node's zone or IPs concern everybody.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, KeysView
+from collections.abc import Iterable, KeysView, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from . import endpoints, frontends
 from .claims import Claim, Claims, Conflict, claim_of
+from .health_checks import HealthCheck, HealthCheckName, HealthChecks
 from .model import Family, Protocol, ServicePort, ServicePortName
 from .nodes import NO_NODE, Network, NodeView, view_node
 
@@ -68,6 +69,7 @@ class Planner:
         self._lost: dict[ServicePortName, set[Claim]] = {}
         self._claims = Claims(self._rank)
         self._conflicts: dict[Claim, Conflict] = {}
+        self._health_checks = HealthChecks()
 
         self._topology = endpoints.Topology(settings.node_name, "")
         self.node_ips: dict[Family, bytes] = {}
@@ -102,6 +104,11 @@ class Planner:
             "Node": len(self._nodes),
         }
 
+    @property
+    def health_checks(self) -> Mapping[HealthCheckName, HealthCheck]:
+        """Health check node ports, and what is to be answered there. Replaced, never changed in place."""
+        return self._health_checks.wanted
+
     def get(self, name: ServicePortName) -> ServicePort | None:
         """A service port as planned now: without the addresses that it lost to others."""
         wanted = self._wanted.get(name)
@@ -130,12 +137,16 @@ class Planner:
         disputed: set[Claim] = set()
         for key in services:
             self._replace_templates(key, before, disputed)
-        for key in services | slices if slices else services:
+        touched = services | slices if slices else services
+        for key in touched:
             for template in self._templates.get(key, ()):
                 self._remember(template.name, before)
                 self._wanted[template.name] = self._fill(key, template)
         for claim in disputed:
             self._settle(claim, before)
+        self._health_checks.update(
+            (key, self._services.get(key), self._templates.get(key, ()), self._slices.get(key, {})) for key in touched
+        )
         return {name: now for name, was in before.items() if (now := self.get(name)) != was}
 
     # ---- taking objects in -------------------------------------------------------------------------------------

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The listeners of health check node ports (spec/service-semantics §11.1)."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterable, Mapping
+
+from pyebpf_proxy.config.addresses import Address, parse_cidr
+from pyebpf_proxy.kube.events import About, Recorder
+from pyebpf_proxy.log import Logger
+from pyebpf_proxy.servers.health import JSON_HEADERS, Health, Moment
+from pyebpf_proxy.servers.http import Handler, Request, Response
+from pyebpf_proxy.servers.server import BindError, Network, Open, Server
+from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
+from pyebpf_proxy.services.model import Family
+
+#: Connections at a time, of all health check node ports together.
+CONNECTIONS = 256
+
+Addresses = Mapping[Family, tuple[str, ...]]
+
+_EVERYWHERE = {Family.IPV4: "0.0.0.0", Family.IPV6: "::"}
+
+_log = Logger("servers")
+
+
+def listen_addresses(configured: Iterable[str], node_ips: Iterable[bytes], local: Iterable[Address]) -> Addresses:
+    """Where to listen: ``configured`` are nodePortAddresses, ``local`` the addresses of this node's devices.
+
+    A family of which nothing is configured, or everything, is listened on at its unspecified address.
+    """
+    texts = list(configured)
+    if texts == ["primary"]:
+        ips = [ipaddress.ip_address(packed) for packed in node_ips]
+        texts = [f"{ip}/{ip.max_prefixlen}" for ip in ips if not (ip.is_loopback or ip.is_unspecified)]
+    networks = [network for text in texts if (network := parse_cidr(text)) is not None]
+    found: dict[Family, tuple[str, ...]] = {}
+    for family, everywhere in _EVERYWHERE.items():
+        mine = [network for network in networks if network.version == family]
+        if not mine or any(network.prefixlen == 0 for network in mine):
+            found[family] = (everywhere,)
+        else:
+            selected = {ip for ip in local if ip.version == family and any(ip in network for network in mine)}
+            found[family] = tuple(str(ip) for ip in sorted(selected, key=lambda ip: ip.packed))
+    return found
+
+
+class HealthCheckPorts:
+    """Opens and closes them. ``sync`` is for the thread that programs, everything else happens in the servers'."""
+
+    def __init__(
+        self,
+        server: Server,
+        health: Health,
+        node_name: str,
+        events: Recorder | None,
+        addresses: Callable[[], Addresses],
+        clock: Callable[[], Moment] = Moment.now,
+    ) -> None:
+        """``addresses`` is asked, in the thread that programs, when something may have to be opened."""
+        self._server = server
+        self._pool = server.pool(CONNECTIONS)
+        self._health = health
+        self._node_name = node_name
+        self._events = events
+        self._addresses = addresses
+        self._clock = clock
+        self._last: Mapping[HealthCheckName, HealthCheck] = {}
+        self._failing = False
+        self._wanted: Mapping[HealthCheckName, HealthCheck] = {}
+        self._open: dict[HealthCheckName, tuple[int, list[Open]]] = {}
+        self._said: dict[HealthCheckName, str] = {}
+
+    def sync(self, wanted: Mapping[HealthCheckName, HealthCheck]) -> None:
+        """After a sync: these are to be there; what could not be opened is tried again. Returns at once."""
+        if wanted is self._last and not self._failing:
+            return
+        self._last = wanted
+        self._server.call(self._apply, wanted, self._addresses())
+
+    # ---- the servers' thread -----------------------------------------------------------------------------------
+
+    def _apply(self, wanted: Mapping[HealthCheckName, HealthCheck], addresses: Addresses) -> None:
+        self._wanted = wanted
+        # First all that go: their ports may be others' now.
+        for name, (port, opened) in list(self._open.items()):
+            if name not in wanted or wanted[name].port != port:
+                self._close(opened)
+                del self._open[name]
+        for name in [name for name in self._said if name not in wanted]:
+            del self._said[name]
+        for name, check in wanted.items():
+            if name not in self._open:
+                try:
+                    self._open[name] = check.port, self._listen(name, check.port, addresses[name.family])
+                    self._said.pop(name, None)
+                except BindError as error:
+                    self._tell(name, check.port, str(error))
+        self._failing = len(self._open) < len(wanted)
+
+    def _listen(self, name: HealthCheckName, port: int, addresses: tuple[str, ...]) -> list[Open]:
+        """All of the addresses, or BindError and none."""
+        if not addresses:
+            raise BindError("no address of this node is in nodePortAddresses")
+        opened: list[Open] = []
+        try:
+            for address in addresses:
+                network: Network = "tcp4" if name.family is Family.IPV4 else "tcp6"
+                opened.append(self._server.open(address, port, self._handler(name), self._pool, network))
+        except BindError:
+            self._close(opened)
+            raise
+        return opened
+
+    def _close(self, opened: list[Open]) -> None:
+        for one in opened:
+            self._server.close(one)
+
+    def _tell(self, name: HealthCheckName, port: int, error: str) -> None:
+        """Once for each error, until it is over."""
+        if self._said.get(name) == error:
+            return
+        self._said[name] = error
+        service = f"{name.namespace}/{name.name}"
+        _log.error("health check node port cannot be served, tried again", service=service, port=port, error=error)
+        if self._events is not None:
+            note = f'node {self._node_name} failed to start healthcheck "{service}" on port {port}: {error}'
+            about = About("Service", name.namespace, name.name)
+            self._events.event(about, "Warning", "FailedToStartServiceHealthcheck", "Listen", note)
+
+    def _handler(self, name: HealthCheckName) -> Handler:
+        def answer(request: Request) -> Response:
+            check = self._wanted.get(name)
+            count = check.local if check is not None else 0
+            healthy = self._health.report(self._clock()).healthy
+            headers = (*JSON_HEADERS, ("X-Load-Balancing-Endpoint-Weight", str(count)))
+            return Response(200 if count and healthy else 503, headers, _body(name, count, healthy))
+
+        return answer
+
+
+def _body(name: HealthCheckName, count: int, healthy: bool) -> bytes:
+    lines = (
+        "{",
+        '\t"service": {',
+        f'\t\t"namespace": "{name.namespace}",',
+        f'\t\t"name": "{name.name}"',
+        "\t},",
+        f'\t"localEndpoints": {count},',
+        f'\t"serviceProxyHealthy": {"true" if healthy else "false"}',
+        "}",
+    )
+    return "\n".join(lines).encode()

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Health check node ports: which there are, and how many endpoints are here (spec/service-semantics §11.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from .endpoints import LOCAL, READY, SliceView
+from .model import Family, ServicePort
+
+if TYPE_CHECKING:
+    from ..kube import objects
+
+
+class HealthCheckName(NamedTuple):
+    """One listener: a Service in one of its families."""
+
+    namespace: str
+    name: str
+    family: Family
+
+
+class HealthCheck(NamedTuple):
+    """The port to listen on, and the number of distinct addresses of endpoints that are local and ready."""
+
+    port: int
+    local: int
+
+
+Touched = tuple[tuple[str, str], "objects.Service | None", Sequence[ServicePort], Mapping[str, SliceView]]
+
+
+class HealthChecks:
+    """Kept up to date by what changes. ``wanted`` is replaced when it changes, never changed in place."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[HealthCheckName, HealthCheck] = {}
+
+    def update(self, touched: Iterable[Touched]) -> None:
+        """Take in Services that may have changed: name, the Service, its service ports, its slices."""
+        changes: dict[HealthCheckName, HealthCheck | None] = {}
+        for key, service, ports, slices in touched:
+            number = _port_of(service)
+            families = {port.name.family for port in ports} if number else set()
+            for family in Family:
+                name = HealthCheckName(*key, family)
+                wanted = HealthCheck(number, _count(family, slices.values())) if family in families else None
+                if wanted != self.wanted.get(name):
+                    changes[name] = wanted
+        if changes:
+            merged: dict[HealthCheckName, HealthCheck | None] = {**self.wanted, **changes}
+            self.wanted = {name: check for name, check in merged.items() if check is not None}
+
+
+def _port_of(service: objects.Service | None) -> int:
+    """The Service's health check node port, 0 if it has none in force."""
+    if service is None or service.spec.type != "LoadBalancer" or service.spec.external_traffic_policy != "Local":
+        return 0
+    return service.spec.health_check_node_port or 0
+
+
+def _count(family: Family, views: Iterable[SliceView]) -> int:
+    both = LOCAL | READY
+    return len(
+        {
+            candidate.address
+            for view in views
+            if view.family is family and view.ports
+            for candidate in view.candidates
+            if candidate.flags & both == both
+        }
+    )
