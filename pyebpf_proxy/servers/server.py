@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import ip_address
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pyebpf_proxy.config.addresses import join_host_port
 from pyebpf_proxy.log import Logger
@@ -107,12 +107,21 @@ class Open:
             self._starting.add(task)
             task.add_done_callback(self._starting.discard)
 
-    def _connection(self) -> Connection:
+    def _connection(self) -> asyncio.Protocol:
+        if self._listener.fileno() < 0:
+            return _TooLate()
         return Connection(self._handler, self._pool, self._connections)
 
     def _again(self) -> None:
         if self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener, self._accept)
+
+
+class _TooLate(asyncio.Protocol):
+    """A connection that was accepted just before its listener was closed."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).abort()
 
 
 class Server:

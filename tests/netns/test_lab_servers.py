@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What load balancers and probes ask, asked from outside a node: health, and health check node ports."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import wait_until
+
+from pyebpf_proxy.lab import manifests
+from pyebpf_proxy.lab.cluster import Lab, Node
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+PORT = 32000
+WEB = Kind("web", 1, externalTrafficPolicy="Local", healthCheckNodePort=PORT)
+QUICK = {"iptables": {"minSyncPeriod": "10ms", "syncPeriod": "500ms"}}
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    """Two nodes, a pod on the first one."""
+    with Lab(nodes=2) as lab:
+        WEB.endpoints = (lab.add_pod("web-1", lab.nodes[0]),)
+        write_nodes(lab)
+        write_services(lab, WEB)
+        for node in lab.nodes:
+            node.agent.start(QUICK)
+        for node in lab.nodes:
+            node.agent.wait_synced()
+        yield lab
+
+
+def fetch(address: str, port: int, path: str) -> tuple[int, dict[str, str], str]:
+    """Status, headers and body; status 0 when nobody answers."""
+    connection = http.client.HTTPConnection(address, port, timeout=5)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read().decode()
+    except OSError:
+        return 0, {}, ""
+    finally:
+        connection.close()
+
+
+def hold(port: int) -> None:
+    """Have a port until killed."""
+    with socket.create_server(("0.0.0.0", port)):
+        time.sleep(600)
+
+
+def ask(lab: Lab, node: Node, family: int, port: int = PORT, path: str = "/") -> tuple[int, Any]:
+    """Status and JSON body, as the client outside sees them."""
+    status, _, body = lab.client.call(fetch, node.address.of(family), port, path)
+    return status, json.loads(body) if body else None
+
+
+def test_health_check_node_ports_follow_the_endpoints_and_the_service(lab: Lab, family: int) -> None:
+    here, there = lab.nodes
+    write_services(lab, WEB)
+    wait_until(lambda: ask(lab, here, family)[0] == 200, "the node with the pod is healthy")
+    wait_until(lambda: ask(lab, there, family)[0] == 503, "the other one is not")
+    _, headers, body = lab.client.call(fetch, here.address.of(family), PORT, "/any")
+    assert headers["X-Load-Balancing-Endpoint-Weight"] == "1"
+    service = {"namespace": "default", "name": "web"}
+    assert json.loads(body) == {"service": service, "localEndpoints": 1, "serviceProxyHealthy": True}
+    assert ask(lab, there, family)[1] == {"service": service, "localEndpoints": 0, "serviceProxyHealthy": True}
+
+    made, *slices = WEB.objects()
+    for each in slices:
+        each["endpoints"][0]["conditions"] = {"ready": False, "serving": True, "terminating": True}
+    lab.write("web.yaml", [made, *slices])
+    wait_until(lambda: ask(lab, here, family)[0] == 503, "terminating endpoints do not count")
+
+    made["spec"]["healthCheckNodePort"] = PORT + 1
+    lab.write("web.yaml", [made, *slices])
+    wait_until(lambda: ask(lab, here, family, PORT + 1)[0] == 503, "the other port answers")
+    assert ask(lab, here, family)[0] == 0
+    (lab.manifests / "web.yaml").unlink()
+    wait_until(lambda: ask(lab, here, family, PORT + 1)[0] == 0, "nobody listens any more")
+
+
+def test_healthz_and_livez_from_outside(lab: Lab, family: int) -> None:
+    node = lab.nodes[0]
+    objects = [manifests.node(each.name, each.address, each.pod_cidr) for each in lab.nodes]
+    lab.write("nodes.yaml", objects)
+    wait_until(lambda: ask(lab, node, family, 10256, "/healthz")[0] == 200, "the node is eligible")
+    assert ask(lab, node, family, 10256, "/healthz")[1]["nodeEligible"] is True
+    assert set(ask(lab, node, family, 10256, "/livez")[1]["status"]) == {"IPv4", "IPv6"}
+    objects[0]["spec"]["taints"] = [{"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}]
+    lab.write("nodes.yaml", objects)
+    wait_until(lambda: ask(lab, node, family, 10256, "/healthz")[0] == 503, "the Node is about to go")
+    assert ask(lab, node, family, 10256, "/livez")[0] == 200
+    assert ask(lab, lab.nodes[1], family, 10256, "/healthz")[0] == 200
+
+
+def test_a_port_that_is_taken_is_served_when_it_is_free(lab: Lab) -> None:
+    node = lab.nodes[1]
+    (lab.manifests / "web.yaml").unlink(missing_ok=True)
+    wait_until(lambda: ask(lab, node, 4)[0] == 0, "nobody listens")
+    taken = node.namespace.start(hold, PORT)
+    try:
+        wait_until(lambda: f"0.0.0.0:{PORT}" in node.namespace.run("ss", "-ltn"), "another has the port")
+        write_services(lab, WEB)
+        wait_until(lambda: "address already in use" in node.agent.log(), "it is said")
+        wait_until(lambda: ask(lab, node, 6)[0] == 503, "the other family is served")
+    finally:
+        taken.stop()
+    # Tried again at the next sync.
+    write_services(lab, Kind("other", 2))
+    wait_until(lambda: ask(lab, node, 4)[0] == 503, "it is served now")
