@@ -73,17 +73,30 @@ def configure(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    debug = max([verbosity, *(level for _, level in rooms)]) >= DEBUG_VERBOSITY
-    logging.getLogger("pyebpf_proxy").setLevel(logging.DEBUG if debug else logging.INFO)
+    set_verbosity(verbosity)
     # A closed pipe at the other end must not fill the log with tracebacks about the log.
     logging.raiseExceptions = False
+
+
+def set_verbosity(verbosity: int) -> None:
+    """Another verbosity from now on; patterns for rooms keep theirs. Safe in any thread."""
+    for handler in logging.getLogger().handlers:
+        for each in handler.filters:
+            if isinstance(each, _Verbosity):
+                each.verbosity = verbosity
+                level = logging.DEBUG if each.highest() >= DEBUG_VERBOSITY else logging.INFO
+                logging.getLogger("pyebpf_proxy").setLevel(level)
 
 
 class _Verbosity(logging.Filter):
     def __init__(self, verbosity: int, rooms: Sequence[tuple[str, int]]) -> None:
         super().__init__()
-        self._verbosity = verbosity
+        self.verbosity = verbosity
         self._rooms = rooms
+
+    def highest(self) -> int:
+        """The verbosity of the most talkative room."""
+        return max([self.verbosity, *(level for _, level in self._rooms)])
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno > logging.DEBUG:
@@ -92,7 +105,7 @@ class _Verbosity(logging.Filter):
 
         room = record.name.partition(".")[2]
         fitting = (level for pattern, level in self._rooms if fnmatchcase(room, pattern))
-        return next(fitting, self._verbosity) >= DEBUG_VERBOSITY
+        return next(fitting, self.verbosity) >= DEBUG_VERBOSITY
 
 
 def _time(record: logging.LogRecord) -> str:

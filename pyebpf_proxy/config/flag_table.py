@@ -103,7 +103,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("healthz-bind-address", "ipport", "0.0.0.0:10256", "Where /healthz and /livez are served; empty: nowhere.", read.ip_port, "healthz_bind_address"),
         Flag("metrics-bind-address", "ipport", "127.0.0.1:10249", "Where /metrics is served.", read.ip_port, "metrics_bind_address"),
         _switch("bind-address-hard-fail", "An address of these two that cannot be had ends the program; otherwise it is tried again every 5 s.", "bind_address_hard_fail"),
-        _switch("profiling", "Not used yet: profiles are served beside the metrics.", "enable_profiling"),
+        _switch("profiling", "/debug/flags/v is served beside the metrics; profiles are not.", "enable_profiling"),
         Flag("show-hidden-metrics-for-version", "string", "", "The previous minor release, as 1.35; no metric is hidden.", str, "show_hidden_metrics_for_version"),
         _number("oom-score-adj", "-999", "Written to /proc/self/oom_score_adj (-1000 to 1000).", "oom_score_adj"),
     ),

@@ -251,7 +251,7 @@ class KubeProxyConfiguration(Section):
         bool,
         _says("An address of these two that cannot be had ends the program; otherwise it is tried again every 5 s."),
     ] = False
-    enable_profiling: Annotated[bool, _says("Not used yet: profiles are served beside the metrics.")] = False
+    enable_profiling: Annotated[bool, _says("/debug/flags/v is served beside the metrics; profiles are not.")] = False
     show_hidden_metrics_for_version: Annotated[str, _says("Accepted; no metric is hidden.")] = ""
     mode: Annotated[
         str,

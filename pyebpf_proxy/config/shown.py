@@ -10,12 +10,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from pyebpf_proxy.config import durations, gates, gotext
-from pyebpf_proxy.config.flag_table import FLAGS, Flag
+from pyebpf_proxy.config.flag_table import DEPRECATED, FLAGS, Flag
 from pyebpf_proxy.config.flags import Flags
 from pyebpf_proxy.config.model import API_VERSION, KIND, FlushFrequency, KubeProxyConfiguration, Reader
 
 #: Left out when they hold nothing.
 _OMITTED = frozenset(("featureGates", "windowsRunAsService", "vmodule", "splitStream"))
+#: Fields whose empty value the platform replaces; without a file, kube-proxy's flags show that.
+_COMPLETED = frozenset(("mode", "detect_local_mode"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ def shown(config: KubeProxyConfiguration, flags: Flags) -> Shown:
     return Shown(
         mode=config.mode or "iptables",
         configz=json.dumps({API_VERSION.partition("/")[0]: document}, separators=(",", ":"), ensure_ascii=False),
-        flags={flag.name: _flag(flag, flags) for flag in FLAGS},
+        flags={flag.name: _flag(flag, flags, config) for flag in (*FLAGS, *(old for old, _ in DEPRECATED.values()))},
         gates={name: (gate.stage, enabled.on(name)) for name, gate in gates.KNOWN.items()},
     )
 
@@ -73,9 +75,11 @@ def _value(value: Any, reader: Reader | None) -> Any:
     return value
 
 
-def _flag(flag: Flag, flags: Flags) -> str:
+def _flag(flag: Flag, flags: Flags, config: KubeProxyConfiguration) -> str:
     """As Go's pflag shows the value."""
     value = flags.values.get(flag.name)
+    if flag.field in _COMPLETED and not flags.config:
+        value = getattr(config, flag.field)
     if value is None:
         if flag.default:
             return flag.default

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -24,6 +25,11 @@ def document(config: KubeProxyConfiguration) -> str:
     fields = _fields(config)
     fields.update({"apiVersion": _text(API_VERSION), "kind": _text(KIND)})
     return str(yaml.serialize(_mapping(fields), Dumper=_Dumper, allow_unicode=True))
+
+
+def yaml_text(value: Mapping[str, Any]) -> str:
+    """Plain values as YAML in the form that Kubernetes' programs write."""
+    return str(yaml.serialize(_node(value, None), Dumper=_Dumper, allow_unicode=True))
 
 
 class _Dumper(yaml.CSafeDumper):

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from pyebpf_proxy import log
 from pyebpf_proxy.config.shown import Shown
-from pyebpf_proxy.servers import standard
+from pyebpf_proxy.servers import standard, zpages
 from pyebpf_proxy.servers.health import JSON_HEADERS, NOT_FOUND, TEXT_HEADERS
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.servers.metrics import Metrics
@@ -14,16 +15,15 @@ from pyebpf_proxy.servers.numbers import Registry, text
 class Mux:
     """Paths and who answers them, to the letter; any method, as kube-proxy's."""
 
-    def __init__(self, paths: dict[str, Handler]) -> None:
+    def __init__(self, paths: dict[str, Handler], folders: dict[str, Handler]) -> None:
+        """``folders``: for paths that begin so and are not in ``paths``."""
         self._paths = paths
-
-    @property
-    def paths(self) -> list[str]:
-        """What there is."""
-        return sorted(self._paths)
+        self._folders = folders
 
     def __call__(self, request: Request) -> Response:
         handler = self._paths.get(request.path)
+        if handler is None:
+            handler = next((its for folder, its in self._folders.items() if request.path.startswith(folder)), None)
         return NOT_FOUND if handler is None else handler(request)
 
 
@@ -55,7 +55,7 @@ def ping(request: Request) -> Response:
     return Response(200, (("Content-Type", "text/plain; charset=utf-8"),), b"ok")
 
 
-def metrics_pages(shown: Shown, metrics: Metrics) -> Mux:
+def metrics_pages(shown: Shown, metrics: Metrics, profiling: bool) -> Mux:
     """The metrics server's pages, and the standard metrics added to ``metrics``."""
     start = standard.start_time()
     standard.add_process(metrics.registry)
@@ -70,4 +70,15 @@ def metrics_pages(shown: Shown, metrics: Metrics) -> Mux:
         "/metrics/slis": scrape(slis, start),
         "/proxyMode": fixed(TEXT_HEADERS, shown.mode),
     }
-    return Mux(paths)
+    if shown.on("ComponentFlagz"):
+        paths["/flagz"] = zpages.flagz(shown.flags)
+    if shown.on("ComponentStatusz"):
+        paths["/statusz"] = zpages.statusz(list(paths), start)
+    if not profiling:
+        return Mux(paths, {})
+    flags: dict[str, Handler] = {
+        "/debug/flags": zpages.debug_flags,
+        "/debug/flags/v": zpages.verbosity(log.set_verbosity),
+        "/debug/pprof": zpages.no_profiles,
+    }
+    return Mux(paths | flags, {"/debug/flags/": zpages.debug_flags, "/debug/pprof/": zpages.no_profiles})

@@ -75,7 +75,7 @@ class Servers:
             applied=lambda: ports.sync(planner.health_checks),
         )
         self._health_pages = HealthPages(health, self.observer.node_eligible, self.metrics.count)
-        self._metrics_pages = metrics_pages(shown, self.metrics)
+        self._metrics_pages = metrics_pages(shown, self.metrics, settings.enable_profiling)
 
     def start(self) -> None:
         """Returns at once; what cannot be bound is said, and tried again or fatal (bindAddressHardFail)."""
