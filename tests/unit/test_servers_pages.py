@@ -145,13 +145,11 @@ def test_statusz_text(status_page: Mux) -> None:
     separator = re.search(r"^Started(.*?) Sat Nov 21 05:38:20 UTC 2026$", body, re.M)
     assert separator is not None
     assert separator[1] in (":", ": ", "=", " ")
-    rows = [
-        line.removeprefix(name + separator[1])
-        for line in body.splitlines()[4:]
-        for name in [line.split(separator[1])[0]]
-    ]
-    assert rows[1] == " 1 hr 02 min 05 sec"
-    assert rows[3:] == [" 1.36.3", " 1.36", " /configz /healthz /metrics"]
+    names = ("Started", "Up", "Go version", "Binary version", "Emulation version", "Paths")
+    rows = dict(zip(names, body.splitlines()[4:], strict=True))
+    values = {name: row.removeprefix(f"{name}{separator[1]} ") for name, row in rows.items()}
+    assert values["Up"] == "1 hr 02 min 05 sec"
+    assert [values[name] for name in names[3:]] == ["1.36.3", "1.36", "/configz /healthz /metrics"]
 
 
 def test_statusz_structured(status_page: Mux) -> None:
