@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""deploy/ against a real API server: every manifest is taken, the page's commands do what they say, rights suffice."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deployment import manifests
+from tests.deployment.manifests import DEPLOY, ROOT
+
+from . import kubeadm
+from .apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    """As kubeadm starts it: kube-proxy is privileged, and only with this flag taken."""
+    with ApiServer(("--allow-privileged",)) as made:
+        yield made
+
+
+KUSTOMIZATIONS = sorted(
+    path.parent for path in DEPLOY.rglob("kustomization.yaml") if "kind: Component" not in path.read_text()
+)
+SYSTEM = "/api/v1/namespaces/kube-system"
+DAEMON_SETS = "/apis/apps/v1/namespaces/kube-system/daemonsets"
+Kubectl = Callable[..., str]
+
+
+@pytest.fixture
+def kubectl(server: ApiServer, tmp_path: Path) -> Kubectl:
+    """The real kubectl as administrator, in the repository's folder; what it prints. Fails with its error."""
+    configuration = server.kubeconfig(tmp_path / "admin.conf", {"token": ADMIN_TOKEN})
+    environment = {"KUBECONFIG": str(configuration), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+
+    def run(*arguments: str | Path) -> str:
+        done = subprocess.run(
+            ["kubectl", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, f"kubectl {' '.join(map(str, arguments))}: {done.stderr}"
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def cluster(server: ApiServer) -> Iterator[ApiServer]:
+    """The cluster as kubeadm leaves it, as far as kube-proxy is concerned."""
+    for item in (kubeadm.config_map("https://192.0.2.1:6443"), kubeadm.daemon_set()):
+        server.create(item)
+    yield server
+    for item in (kubeadm.config_map(""), kubeadm.daemon_set()):
+        server.delete(item)
+
+
+def daemon_set(server: ApiServer, name: str) -> Object:
+    return server.request("GET", f"{DAEMON_SETS}/{name}")
+
+
+def roll_out(server: ApiServer, name: str, desired: int) -> None:
+    """What the controller writes into the status when the pods of this generation are ready on so many nodes."""
+    generation = daemon_set(server, name)["metadata"]["generation"]
+    numbers = ("desiredNumberScheduled", "currentNumberScheduled", "updatedNumberScheduled", "numberAvailable")
+    status = {"observedGeneration": generation, "numberReady": desired, "numberMisscheduled": 0}
+    status |= dict.fromkeys(numbers, desired)
+    server.request("PATCH", f"{DAEMON_SETS}/{name}/status", {"status": status}, "application/merge-patch+json")
+
+
+@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=lambda folder: str(folder.relative_to(DEPLOY)))
+def test_every_manifest_is_taken(cluster: ApiServer, kubectl: Kubectl, folder: Path) -> None:
+    """By server-side apply, with every field known to the server."""
+    before = daemon_set(cluster, "kube-proxy")["metadata"]["uid"]
+    # A node selector belongs to one manager as a whole, and kube-proxy's is kubeadm's.
+    server_side = ("--server-side", "--force-conflicts")
+    said = kubectl("apply", *server_side, "--validate=strict", "-k", folder)
+    assert len(said.splitlines()) == len(manifests.build(folder))
+    assert all(line.endswith("serverside-applied") for line in said.splitlines())
+    again = kubectl("diff", *server_side, "-k", folder)
+    assert again == "", "the server has made something else of it"
+    for item in manifests.build(folder):
+        if item["metadata"]["name"] == "pyebpf-proxy":
+            cluster.delete(item)
+    assert daemon_set(cluster, "kube-proxy")["metadata"]["uid"] == before
+
+
+def commands() -> list[list[str]]:
+    """Every command of the page, in order."""
+    text = (ROOT / "docs" / "migrating-from-kube-proxy.md").read_text()
+    lines = [
+        line
+        for block in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
+    return [shlex.split(line) for line in lines]
+
+
+def test_the_page_is_followed_there_and_back(cluster: ApiServer, kubectl: Kubectl) -> None:
+    """Command by command; in between the controller's part, for there are no nodes here."""
+    original = daemon_set(cluster, "kube-proxy")
+    configuration = cluster.request("GET", f"{SYSTEM}/configmaps/kube-proxy")
+    seen: list[str] = []
+    for program, *arguments in commands():
+        assert program == "kubectl"
+        if "rollout" in arguments:
+            name = arguments[-2].removeprefix("daemonset/")
+            roll_out(cluster, name, 2)
+        said = kubectl(*arguments)
+        action = " ".join(
+            word for word in arguments if word in ("apply", "delete", "rollout") or word.startswith("deploy/")
+        )
+        seen.append(action)
+        parked = "pyebpf-proxy/parked" in daemon_set(cluster, "kube-proxy")["spec"]["template"]["spec"]["nodeSelector"]
+        if "rollout" in arguments:
+            assert "successfully rolled out" in said
+        elif "--dry-run=server" in arguments:
+            assert not parked
+        elif action == "apply deploy/overlays/kubeadm":
+            assert parked
+            volumes = daemon_set(cluster, "pyebpf-proxy")["spec"]["template"]["spec"]["volumes"]
+            assert {"name": "kube-proxy"} in [
+                {"name": volume["configMap"]["name"]} for volume in volumes if "configMap" in volume
+            ]
+        elif action == "apply deploy/overlays/kubeadm-back/kube-proxy":
+            assert not parked
+            assert "livenessProbe" in manifests.container(daemon_set(cluster, "pyebpf-proxy")), "ours goes on meanwhile"
+        elif action == "apply deploy/overlays/kubeadm-back/cleanup":
+            ours = manifests.container(daemon_set(cluster, "pyebpf-proxy"))
+            assert ours.keys().isdisjoint({"livenessProbe", "startupProbe", "args"})
+            assert ours["securityContext"]["capabilities"] == {"add": ["NET_ADMIN"], "drop": ["ALL"]}
+    assert [action for action in seen if action.startswith(("apply", "delete"))] == [
+        "apply deploy/overlays/kubeadm",
+        "apply deploy/overlays/kubeadm",
+        "apply deploy/overlays/kubeadm-back/kube-proxy",
+        "apply deploy/overlays/kubeadm-back/cleanup",
+        "delete deploy/overlays/kubeadm-back/cleanup",
+    ]
+    back = daemon_set(cluster, "kube-proxy")
+    assert back["metadata"]["uid"] == original["metadata"]["uid"]
+    assert back["spec"] == original["spec"], "kubeadm's DaemonSet is as it was"
+    assert cluster.request("GET", f"{SYSTEM}/configmaps/kube-proxy")["data"] == configuration["data"]
+    for path in (f"{DAEMON_SETS}/pyebpf-proxy", f"{SYSTEM}/serviceaccounts/pyebpf-proxy"):
+        with pytest.raises(ApiError, match="not found"):
+            cluster.request("GET", path)
+
+
+# ---- rights ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rights(server: ApiServer, kubectl: Kubectl, tmp_path: Path) -> Iterator[Path]:
+    """A kubeconfig with a token of the base's ServiceAccount, which has exactly the base's rights."""
+    kubectl("apply", "--server-side", "-k", DEPLOY / "base")
+    (tmp_path / "token").write_text(server.token("pyebpf-proxy"))
+    yield server.kubeconfig(tmp_path / "agent.conf", {"tokenFile": str(tmp_path / "token")})
+    kubectl("delete", "-k", DEPLOY / "base")
+
+
+def may(kubectl: Kubectl, verb: str, resource: str) -> bool:
+    """Whether the ServiceAccount may, asked of the server as an operator would."""
+    account = "system:serviceaccount:kube-system:pyebpf-proxy"
+    try:
+        return kubectl("auth", "can-i", verb, resource, "--all-namespaces", f"--as={account}").strip() == "yes"
+    except AssertionError:
+        return False
