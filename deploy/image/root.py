@@ -161,12 +161,12 @@ def _ignore(origin: Path, patterns: list[str]):  # type: ignore[no-untyped-def]
 
 def run(stage: Stage, command: str) -> None:
     """``RUN``: in namespaces of its own, the root changed."""
-    borrowed = []
+    borrowed, made = [], []
     for path in filter(os.path.exists, BORROWED):
         place = stage.root / path.lstrip("/")
         if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.mkdir() if os.path.isdir(path) else place.touch()
+            place.touch()
+            made.append(place)
         borrowed.append(path)
     standard = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     environment = {name: value for name, value in os.environ.items() if PASSED_ON.match(name)}
@@ -176,6 +176,8 @@ def run(stage: Stage, command: str) -> None:
     namespaces = ["--mount", "--pid", "--fork", "--kill-child", "--ipc", "--uts"]
     script = ["/bin/sh", "-euc", RUN, "sh", str(stage.root), *borrowed, "--", stage.directory, command]
     subprocess.run(["unshare", *namespaces, *script], env=environment, check=True)
+    for place in made:
+        place.unlink()
 
 
 def main(arguments: list[str]) -> int:

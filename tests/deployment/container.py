@@ -48,7 +48,7 @@ class Container:
     """The one container of ``pod`` (a PodSpec), to be run in a network namespace.  A context manager: ends it.
 
     ``folder``: where the root is mounted (in a mount namespace of its own) and the log is written. ``image``: the root
-    file system, ``entry_point`` its command. ``substitutes``: what is mounted instead of a volume, by its name.
+    file system; ``entry_point``, ``environment``: its own. ``substitutes``: what stands for a volume, by name.
     """
 
     def __init__(
@@ -61,11 +61,14 @@ class Container:
         *,
         image: Path = Path("/"),
         substitutes: Mapping[str, Path] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        self.pod = pod
         self.namespace = namespace
         self.folder = folder
         self.process: subprocess.Popen[bytes] | None = None
         self._specification = _specification(pod, folder, entry_point, node_name, image, substitutes or {})
+        self._specification["environment"] |= dict(environment or {})
         self._cgroup: Path | None = None
 
     def __enter__(self) -> Self:
@@ -238,7 +241,8 @@ def _enter(wanted: dict[str, Any]) -> None:
     _mount("sysfs", root / "sys", "sysfs", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
     _mount("cgroup", root / "sys/fs/cgroup", "cgroup2", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
     for source, target, read_only in wanted["mounts"]:
-        place = root / target.lstrip("/")
+        # /var/run is a link to /run, which must not be followed to this machine's.
+        place = root / target.removeprefix("/var").lstrip("/") if target.startswith("/var/run/") else root / target[1:]
         place.mkdir(parents=True, exist_ok=True)
         _bind(source, place, read_only)
     if wanted["read_only"]:

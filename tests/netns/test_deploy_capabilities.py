@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, node_client, outside_client, pod_client, reasons, wait_until
+from lab_tools import moved, node_client, outside_client, pod_client, reasons
 
-from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.deployment import manifests
-from tests.deployment.container import Container
+from tests.deployment.node import contained, pod_of, wait_ready, with_manifests
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -30,34 +28,7 @@ NEEDED = manifests.capabilities(DAEMON_SET)
 
 def pod(lab: Lab, capabilities: list[str] = NEEDED, without: str = "") -> manifests.Object:
     """The DaemonSet's pod with a folder of manifests instead of the API server; ``without``: a volume left out."""
-    specification: manifests.Object = copy.deepcopy(DAEMON_SET["spec"]["template"]["spec"])
-    (container,) = specification["containers"]
-    container["securityContext"]["capabilities"]["add"] = capabilities
-    container["args"].append("--manifests=/manifests")
-    container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != without]
-    container["volumeMounts"].append({"name": "manifests", "mountPath": "/manifests", "readOnly": True})
-    specification["volumes"].append({"name": "manifests", "hostPath": {"path": str(lab.manifests)}})
-    return specification
-
-
-def contained(lab: Lab, specification: manifests.Object) -> Container:
-    """That pod's container on the first node; what is the machine's is replaced by what is the lab's."""
-    node = lab.nodes[0]
-    for name in ("config", "run"):
-        (node.agent.folder / name).mkdir(parents=True, exist_ok=True)
-    (node.agent.folder / "config" / "config.conf").write_text(yaml.safe_dump(node.agent.configuration()))
-    return Container(
-        specification,
-        node.namespace.name,
-        node.agent.folder,
-        command(),
-        node.name,
-        substitutes={
-            "config": node.agent.folder / "config",
-            "run": node.agent.folder / "run",
-            "bpffs": node.agent.directory / "bpf",
-        },
-    )
+    return with_manifests(pod_of(DAEMON_SET, capabilities, without), lab.manifests)
 
 
 @pytest.fixture(scope="module")
@@ -71,21 +42,11 @@ def small() -> Iterator[Lab]:
         yield lab
 
 
-def wait_ready(lab: Lab, container: Container) -> None:
-    def ready() -> bool:
-        assert container.process is not None
-        assert container.process.poll() is None, container.log()
-        stamps = lab.nodes[0].agent.synced()
-        return len(stamps) == 2 and all(stamps.values())
-
-    wait_until(ready, "the agent in the container has programmed both families", 60)
-
-
 def test_with_what_the_manifest_gives_it_serves(small: Lab, family: int, protocol: str) -> None:
     node = small.nodes[0]
-    with contained(small, pod(small)) as container:
+    with contained(small.nodes[0], pod(small)) as container:
         container.start()
-        wait_ready(small, container)
+        wait_ready(small.nodes[0], container)
         warnings = [line for line in container.log().splitlines() if " warning " in line]
         told = ("nodePortAddresses is unset", "oomScoreAdj cannot be set", "one value for the whole machine")
         assert all(any(text in line for text in told) for line in warnings), warnings
@@ -102,9 +63,9 @@ def test_it_ends_by_sigterm_and_another_pod_takes_over(small: Lab) -> None:
     node = small.nodes[0]
     target = WEB.target("LoadBalancer", node)
     for _ in range(2):
-        with contained(small, pod(small)) as container:
+        with contained(small.nodes[0], pod(small)) as container:
             container.start()
-            wait_ready(small, container)
+            wait_ready(small.nodes[0], container)
             assert container.terminate() == 0
             assert small.client.call(ask, target.address.v4, 80).kind == ANSWERED
 
@@ -113,14 +74,14 @@ def test_the_nodes_settings_are_written(small: Lab) -> None:
     """The container's /proc/sys is read-only: by the mount of the node's they are had all the same."""
     name = "net/netfilter/nf_conntrack_udp_timeout_stream"
     node = small.nodes[0]
-    with contained(small, pod(small)) as container:
+    with contained(small.nodes[0], pod(small)) as container:
         configuration = node.agent.configuration({"conntrack": {"udpStreamTimeout": "77s"}})
         (node.agent.folder / "config" / "config.conf").write_text(yaml.safe_dump(configuration))
         container.start()
-        wait_ready(small, container)
+        wait_ready(small.nodes[0], container)
         assert node.namespace.run("cat", f"/proc/sys/{name}") == "77\n"
         assert f"setting={name} value=77" in container.log()
-    with contained(small, pod(small, without="sysctls")) as container:
+    with contained(small.nodes[0], pod(small, without="sysctls")) as container:
         configuration = node.agent.configuration({"conntrack": {"udpStreamTimeout": "78s"}})
         (node.agent.folder / "config" / "config.conf").write_text(yaml.safe_dump(configuration))
         container.start()
@@ -130,14 +91,14 @@ def test_the_nodes_settings_are_written(small: Lab) -> None:
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_each_capability_is_needed(small: Lab, name: str) -> None:
-    with contained(small, pod(small, [other for other in NEEDED if other != name])) as container:
+    with contained(small.nodes[0], pod(small, [other for other in NEEDED if other != name])) as container:
         container.start()
         assert container.wait_ended() == 1
         assert f"not allowed: CAP_{name} missing" in container.log().splitlines()[-1]
 
 
 def test_without_the_nodes_bpffs_it_says_so(small: Lab) -> None:
-    with contained(small, pod(small, without="bpffs")) as container:
+    with contained(small.nodes[0], pod(small, without="bpffs")) as container:
         container.start()
         assert container.wait_ended() == 1
         assert "no bpffs, and mounting one failed" in container.log()
@@ -146,9 +107,9 @@ def test_without_the_nodes_bpffs_it_says_so(small: Lab) -> None:
 
 def test_without_the_nodes_cgroups_it_says_so(small: Lab) -> None:
     """All it sees then is its own cgroup, as the root of a hierarchy."""
-    with contained(small, pod(small, without="cgroup")) as container:
+    with contained(small.nodes[0], pod(small, without="cgroup")) as container:
         container.start()
-        wait_ready(small, container)
+        wait_ready(small.nodes[0], container)
         assert "is not the root of the cgroups: this node's own processes outside it are not served" in container.log()
 
 
@@ -158,7 +119,7 @@ def test_the_capabilities_of_its_own_are_all_it_has(small: Lab) -> None:
     (container,) = specification["containers"]
     script = "grep Cap /proc/self/status; touch /x; touch /run/y; echo 1 >/proc/sys/net/ipv4/ip_forward; ls /proc"
     container["command"], container["args"] = ["/bin/sh", "-c", script], []
-    with contained(small, specification) as made:
+    with contained(small.nodes[0], specification) as made:
         made.start()
         made.wait_ended()
         said = made.log()

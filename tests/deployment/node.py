@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kubelet does with the DaemonSet's pod, on a node of the lab: volumes, the container, the probes."""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.cluster import Node
+
+from .container import Container
+from .manifests import Object
+
+ACCOUNT_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+def pod_of(daemon_set: Mapping[str, Any], capabilities: Sequence[str] | None = None, without: str = "") -> Object:
+    """The pod of a DaemonSet. ``capabilities``: instead of the manifest's. ``without``: a volume that is left out."""
+    specification: Object = copy.deepcopy(daemon_set["spec"]["template"]["spec"])
+    (container,) = specification["containers"]
+    if capabilities is not None:
+        container["securityContext"]["capabilities"]["add"] = list(capabilities)
+    container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != without]
+    return specification
+
+
+def with_manifests(specification: Object, folder: Path) -> Object:
+    """The same with a folder of manifests instead of the API server."""
+    add_volume(specification, "manifests", folder, "/manifests")
+    specification["containers"][0]["args"].append("--manifests=/manifests")
+    return specification
+
+
+def add_volume(specification: Object, name: str, folder: Path, place: str) -> None:
+    """One more folder of this machine, read-only."""
+    specification["volumes"].append({"name": name, "hostPath": {"path": str(folder)}})
+    mount = {"name": name, "mountPath": place, "readOnly": True}
+    specification["containers"][0]["volumeMounts"].append(mount)
+
+
+def contained(
+    node: Node,
+    specification: Object,
+    files: Mapping[str, str] | None = None,
+    image: Path = Path("/"),
+    entry_point: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Container:
+    """That pod's container on the node; what is the machine's is replaced by what is the lab's.
+
+    ``files``: what is in the ConfigMap; without, the lab's configuration. ``image``, ``entry_point``, ``environment``:
+    without, this machine and the command as it is installed here.
+    """
+    folder = node.agent.folder
+    for name in ("config", "run"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for name, text in (files or {"config.conf": yaml.safe_dump(node.agent.configuration())}).items():
+        (folder / "config" / name).write_text(text)
+    substitutes = {"config": folder / "config", "run": folder / "run", "bpffs": node.agent.directory / "bpf"}
+    return Container(
+        specification,
+        node.namespace.name,
+        folder,
+        entry_point or command(),
+        node.name,
+        image=image,
+        substitutes=substitutes,
+        environment=environment or {},
+    )
+
+
+def wait_ready(node: Node, container: Container, deadline: float = 90.0) -> None:
+    """Ask the container's probes as the kubelet does, until all succeed; then wait for the first sync.
+
+    As kube-proxy's, they succeed before that: until a sync is asked for nothing is late.
+    """
+    (agent,) = container.pod["containers"]
+    end = time.monotonic() + deadline
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        where = agent[name]["httpGet"]
+        while (status := node.namespace.call(_ask, node.address.v4, where["port"], where["path"])) != 200:
+            if container.process is None or container.process.poll() is not None or time.monotonic() > end:
+                raise AssertionError(f"{name}: {status}; its log:\n{container.log()}")
+            time.sleep(0.05)
+    while len(stamps := node.agent.synced()) != 2 or not all(stamps.values()):
+        if container.process is None or container.process.poll() is not None or time.monotonic() > end:
+            raise AssertionError(f"it programs nothing; its log:\n{container.log()}")
+        time.sleep(0.05)
+
+
+def _ask(host: str, port: int, path: str) -> int:
+    """The status of an answer, 0 without one."""
+    connection = http.client.HTTPConnection(host, port, timeout=5)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return 0
+    finally:
+        connection.close()
+
+
+def image_of(folder: Path) -> tuple[Path, list[str], dict[str, str]]:
+    """Root, entry point and environment of what ``make image-root`` has made in a folder."""
+    how = json.loads((folder / "image.json").read_text())
+    return folder / "root", how["entry_point"], how["environment"]
