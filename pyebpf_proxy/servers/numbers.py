@@ -47,6 +47,10 @@ class Counter:
         """Add ``value`` to the number of these label values. One thread writes one metric."""
         self._values[labels] = self._values.get(labels, 0.0) + value
 
+    def clear(self) -> None:
+        """Forget every combination of label values."""
+        self._values.clear()
+
     def get(self, *labels: str) -> float:
         """The number as it is now; 0 if it was never written."""
         return self._values.get(labels, 0.0)
@@ -154,11 +158,11 @@ class Registry:
         return [family.name for family in self._families]
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric as it is now."""
+        """Every metric as it is now; one without any sample is left out, as Go's library does."""
         metrics = [family.collect() for family in self._families]
         for collect in self._others:
             metrics += collect()
-        yield from sorted(metrics, key=lambda metric: metric.name)
+        yield from sorted((metric for metric in metrics if metric.samples), key=lambda metric: metric.name)
 
 
 def text(registry: Registry, accept: str) -> tuple[str, bytes]:

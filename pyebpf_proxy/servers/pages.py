@@ -9,7 +9,7 @@ from pyebpf_proxy.servers import standard, zpages
 from pyebpf_proxy.servers.health import JSON_HEADERS, NOT_FOUND, TEXT_HEADERS
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.servers.metrics import Metrics
-from pyebpf_proxy.servers.numbers import Registry, text
+from pyebpf_proxy.servers.numbers import Counter, Gauge, Registry, text
 
 
 class Mux:
@@ -43,11 +43,41 @@ def scrape(registry: Registry, start: float) -> Handler:
     return answer
 
 
-def healthz(request: Request) -> Response:
-    """The generic check of Kubernetes' servers, with its one check ``ping``."""
-    if "verbose" in request.query.split("&") or request.query.startswith("verbose="):
-        return Response(200, TEXT_HEADERS, b"[+]ping ok\nhealthz check passed\n")
-    return Response(200, TEXT_HEADERS, b"ok")
+class Checks:
+    """The generic check of Kubernetes' servers with its one check ``ping``, and what ``/metrics/slis`` says of it."""
+
+    def __init__(self, start: float) -> None:
+        """``start``: when the process began, seconds since 1970."""
+        registry = Registry()
+        self._last = Gauge(
+            "kubernetes_healthcheck",
+            "[STABLE] This metric records the result of a single healthcheck.",
+            ("name", "type"),
+        )
+        self._all = Counter(
+            "kubernetes_healthchecks_total",
+            "[STABLE] This metric records the results of all healthcheck.",
+            ("name", "status", "type"),
+        )
+        registry.add(self._last, self._all)
+        standard.add_slis(registry, start)
+        self._scrape = scrape(registry, start)
+
+    def healthz(self, request: Request) -> Response:
+        """``/healthz``; with ``verbose``, each check by name."""
+        self._last.set("ping", "healthz", value=1)
+        self._all.add("ping", "success", "healthz")
+        if "verbose" in request.query.split("&") or request.query.startswith("verbose="):
+            return Response(200, TEXT_HEADERS, b"[+]ping ok\nhealthz check passed\n")
+        return Response(200, TEXT_HEADERS, b"ok")
+
+    def slis(self, request: Request) -> Response:
+        """``/metrics/slis``; DELETE begins to count anew."""
+        if request.method != "DELETE":
+            return self._scrape(request)
+        self._last.clear()
+        self._all.clear()
+        return Response(200, (("Content-Type", "text/plain; charset=utf-8"),), b"metrics reset\n")
 
 
 def ping(request: Request) -> Response:
@@ -60,14 +90,13 @@ def metrics_pages(shown: Shown, metrics: Metrics, profiling: bool) -> Mux:
     start = standard.start_time()
     standard.add_process(metrics.registry)
     standard.add_build(metrics.registry, shown.gates, metrics.kubernetes_count)
-    slis = Registry()
-    standard.add_slis(slis, start)
+    checks = Checks(start)
     paths: dict[str, Handler] = {
         "/configz": fixed(JSON_HEADERS, shown.configz),
-        "/healthz": healthz,
+        "/healthz": checks.healthz,
         "/healthz/ping": ping,
         "/metrics": scrape(metrics.registry, start),
-        "/metrics/slis": scrape(slis, start),
+        "/metrics/slis": checks.slis,
         "/proxyMode": fixed(TEXT_HEADERS, shown.mode),
     }
     if shown.on("ComponentFlagz"):

@@ -42,7 +42,7 @@ def add_process(registry: Registry) -> None:
 
 
 def add_slis(registry: Registry, start: float) -> None:
-    """``/metrics/slis``: no check is registered in kube-proxy, so only the start of the process is there."""
+    """What ``/metrics/slis`` has besides checks: the start of the process."""
     registry.add_collector(lambda: [_single("process_start_time_seconds", _START, start)])
 
 

@@ -79,12 +79,21 @@ def test_configz_is_the_configuration_in_kube_proxys_order_and_form() -> None:
 
 
 def test_slis() -> None:
-    answer = get(mux(), "/metrics/slis")
+    pages = mux()
+    answer = get(pages, "/metrics/slis")
     assert answer.body.decode().splitlines()[:2] == [
         "# HELP process_start_time_seconds [ALPHA] Start time of the process since unix epoch in seconds.",
         "# TYPE process_start_time_seconds gauge",
     ]
     assert answer.headers[0] == ("Content-Type", "text/plain; version=0.0.4; charset=utf-8; escaping=underscores")
+    get(pages, "/healthz")
+    get(pages, "/healthz", query="verbose")
+    get(pages, "/healthz/ping")
+    counted = get(pages, "/metrics/slis").body.decode().splitlines()
+    assert 'kubernetes_healthcheck{name="ping",type="healthz"} 1.0' in counted
+    assert 'kubernetes_healthchecks_total{name="ping",status="success",type="healthz"} 2.0' in counted
+    assert pages(Request("DELETE", "/metrics/slis")).body == b"metrics reset\n"
+    assert b"kubernetes_healthchecks_total{" not in get(pages, "/metrics/slis").body
 
 
 def test_standard_metrics() -> None:

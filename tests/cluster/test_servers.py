@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our servers say beside what kube-proxy's say, over the same changes; differences as in docs/servers.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from .apiserver import ApiServer, Object, running
+from .beside import NODE, NODE_IP, Answer, Side, both
+
+HEALTH_CHECK = 31500
+#: Metrics of kube-proxy that are not here, by the beginnings of their names: what they count does not exist here.
+NOT_HERE = (
+    "kubeproxy_iptables_",
+    "kubeproxy_sync_proxy_rules_iptables_",
+    "kubeproxy_sync_proxy_rules_nftables_",
+    "kubeproxy_conntrack_reconciler_",
+)
+
+server = pytest.fixture(scope="module")(running)
+
+
+@pytest.fixture(scope="module", params=["iptables", "nftables"])
+def sides(
+    server: ApiServer, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[list[Side]]:
+    """kube-proxy, then the agent, with the same configuration."""
+    for item in (slice_of(), service()):
+        remove(server, item)
+    server.apply(node())
+    folder = tmp_path_factory.mktemp(request.param)
+    config = {
+        "mode": request.param,
+        "clusterCIDR": "10.244.0.0/16",
+        request.param: {"minSyncPeriod": "0.1s", "syncPeriod": "30s"},
+        "nodePortAddresses": None if request.param == "iptables" else ["primary"],
+    }
+    names = ("kube-proxy", "agent")
+    for name in names:
+        (folder / name).mkdir()
+    with Side(names[0], server, folder / names[0]) as real, Side(names[1], server, folder / names[1]) as ours:
+        for side in (real, ours):
+            side.start(config)
+        yield [real, ours]
+
+
+def node(**spec: Any) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": NODE},
+        "spec": {"podCIDR": "10.244.1.0/24", "podCIDRs": ["10.244.1.0/24"], **spec},
+        "status": {"addresses": [{"type": "InternalIP", "address": NODE_IP}]},
+    }
+
+
+def service(**spec: Any) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "web", "namespace": "default"},
+        "spec": {
+            "type": "LoadBalancer",
+            "externalTrafficPolicy": "Local",
+            "internalTrafficPolicy": "Local",
+            "healthCheckNodePort": HEALTH_CHECK,
+            "ports": [
+                {"name": "http", "port": 80, "protocol": "TCP", "nodePort": 31501},
+                {"name": "dns", "port": 53, "protocol": "UDP", "nodePort": 31502},
+            ],
+            **spec,
+        },
+    }
+
+
+def endpoint(address: str, node_name: str = NODE, **conditions: bool) -> Object:
+    return {"addresses": [address], "nodeName": node_name, "conditions": {"ready": True, **conditions}}
+
+
+def slice_of(*endpoints: Object, trigger: str = "") -> Object:
+    metadata: Object = {"name": "web-1", "namespace": "default", "labels": {"kubernetes.io/service-name": "web"}}
+    if trigger:
+        metadata["annotations"] = {"endpoints.kubernetes.io/last-change-trigger-time": trigger}
+    ports = [{"name": "http", "port": 8080, "protocol": "TCP"}, {"name": "dns", "port": 5353, "protocol": "UDP"}]
+    return {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": metadata,
+        "addressType": "IPv4",
+        "ports": ports,
+        "endpoints": list(endpoints),
+    }
+
+
+def remove(server: ApiServer, item: Object) -> None:
+    try:
+        server.delete(item)
+    except Exception:  # it was not there
+        return
+
+
+def metrics(side: Side) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(side.get(10249, "/metrics").body)}
+
+
+def value(side: Side, name: str, **labels: str) -> float | None:
+    for family in metrics(side).values():
+        for sample in family.samples:
+            if sample.name == f"kubeproxy_{name}" and labels.items() <= sample.labels.items():
+                return sample.value
+    return None
+
+
+def says(wanted: tuple[int, str], answer: Answer) -> bool:
+    return (answer.status, answer.headers.get("X-Load-Balancing-Endpoint-Weight")) == wanted
+
+
+def check(side: Side) -> Answer:
+    return side.get(HEALTH_CHECK, "/any", NODE_IP)
+
+
+#: What is done, then the status and the count that both must show.
+STEPS: list[tuple[str, list[Object], int, int]] = [
+    ("no endpoints", [service()], 503, 0),
+    ("one here", [slice_of(endpoint("10.244.1.5"))], 200, 1),
+    (
+        "two here, one elsewhere",
+        [slice_of(*map(endpoint, ("10.244.1.5", "10.244.1.6")), endpoint("10.244.2.5", "node2"))],
+        200,
+        2,
+    ),
+    ("one not ready", [slice_of(endpoint("10.244.1.5"), endpoint("10.244.1.6", ready=False, serving=False))], 200, 1),
+    ("terminating", [slice_of(endpoint("10.244.1.5", ready=False, serving=True, terminating=True))], 503, 0),
+    ("elsewhere", [slice_of(endpoint("10.244.2.5", "node2"))], 503, 0),
+    ("here again", [slice_of(endpoint("10.244.1.7"))], 200, 1),
+]
+
+
+def test_health_check_node_ports_and_values_over_the_same_changes(server: ApiServer, sides: list[Side]) -> None:
+    for what, items, status, count in STEPS:
+        for item in items:
+            server.apply(item)
+        wanted = (status, str(count))
+        real, ours = both(sides, check, partial(says, wanted), what)
+        assert ours == real, what
+        if what == "elsewhere":
+            for policy in ("internal", "external"):
+                for side in sides:
+                    name = "sync_proxy_rules_no_local_endpoints_total"
+                    side.until(
+                        lambda s=side, p=policy, n=name: value(s, n, traffic_policy=p, ip_family="IPv4") == 2,
+                        f"two ports without local endpoints by policy {policy}",
+                    )
+    for name in (
+        "service_changes_total",
+        "endpoint_changes_total",
+        "service_changes_pending",
+        "endpoint_changes_pending",
+    ):
+        real, ours = both(sides, lambda s, n=name: value(s, f"sync_proxy_rules_{n}"), lambda v: v is not None, name)
+        assert ours == real, name
+    server.delete(service())
+    both(sides, check, lambda a: a.status == 0, "nobody listens any more")
+    server.delete(slice_of())
+
+
+def test_network_programming_is_measured_once(server: ApiServer, sides: list[Side]) -> None:
+    import datetime
+
+    server.apply(service())
+    before = [value(side, "network_programming_duration_seconds_count", ip_family="IPv4") or 0 for side in sides]
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    server.apply(slice_of(endpoint("10.244.1.5"), trigger=now))
+    for side, count in zip(sides, before, strict=True):
+        side.until(
+            lambda s=side, c=count: value(s, "network_programming_duration_seconds_count", ip_family="IPv4") == c + 1,
+            "one more observation",
+        )
+    remove(server, service())
+    remove(server, slice_of())
+
+
+def shape(answer: Answer) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and the body with its times taken away."""
+    body = json.loads(answer.body)
+
+    def without(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {
+                key: "time" if key in ("lastUpdated", "currentTime") else without(part) for key, part in item.items()
+            }
+        return item
+
+    headers = {name: text for name, text in answer.headers.items() if name != "Content-Length"}
+    return answer.status, headers, list(without(body).items())
+
+
+def test_healthz_and_livez(server: ApiServer, sides: list[Side]) -> None:
+    def look(path: str, status: int) -> None:
+        real, ours = both(sides, lambda s: s.get(10256, path), lambda a: a.status == status, f"{path} says {status}")
+        assert shape(ours) == shape(real)
+
+    for path in ("/healthz", "/livez"):
+        look(path, 200)
+    server.apply(node(taints=[{"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}]))
+    look("/healthz", 503)
+    look("/livez", 200)
+    server.apply(node())
+    look("/healthz", 200)
+    for path in ("/", "/metrics", "/readyz"):
+        real, ours = (side.get(10256, path) for side in sides)
+        assert ours == real
+
+
+def test_pages(sides: list[Side]) -> None:
+    for path in ("/proxyMode", "/healthz", "/healthz/ping", "/healthz?verbose", "/", "/nothing", "/debug/flags/v"):
+        real, ours = (side.get(10249, path) for side in sides)
+        assert ours == real, path
+    real, ours = (side.get(10249, "/configz") for side in sides)
+    documents = [json.loads(answer.body) for answer in (real, ours)]
+    for document in documents:
+        document["kubeproxy.config.k8s.io"]["clientConnection"].pop("kubeconfig")
+    assert json.dumps(documents[1]) == json.dumps(documents[0])  # the order of the fields too
+    for accept in ("application/json", "application/yaml", "text/html"):
+        for path in ("/flagz", "/statusz"):
+            real, ours = (side.get(10249, path, accept=accept) for side in sides)
+            assert ours == real
+    accept = "application/json;as=Statusz;v=v1alpha1;g=config.k8s.io"
+    real, ours = (side.get(10249, "/statusz", accept=accept) for side in sides)
+    own = {"startTime", "uptimeSeconds", "goVersion"}
+    fields = [[(k, "" if k in own else v) for k, v in json.loads(a.body).items()] for a in (real, ours)]
+    assert fields[1] == fields[0]
+    assert ours.headers.items() - real.headers.items() <= {("Content-Length", ours.headers["Content-Length"])}
+
+
+def test_metrics_have_the_same_names_labels_buckets_and_words(sides: list[Side]) -> None:
+    for side in sides:  # so that both have all of them
+        side.get(10256, "/healthz")
+        side.get(10256, "/livez")
+    real, ours = (metrics(side) for side in sides)
+    names = {name for name in real if name.startswith("kubeproxy_") and not name.startswith(NOT_HERE)}
+    assert {name for name in ours if name.startswith("kubeproxy_")} == names
+    for name in sorted(names | {"kubernetes_build_info", "kubernetes_feature_enabled"}):
+        assert (ours[name].type, ours[name].documentation) == (real[name].type, real[name].documentation)
+        assert label_names(ours[name]) == label_names(real[name]), name
+        if ours[name].type == "histogram":
+            assert buckets(ours[name]) == buckets(real[name]), name
+    gates = [
+        {(s.labels["name"], s.labels["stage"], s.value) for s in side["kubernetes_feature_enabled"].samples}
+        for side in (real, ours)
+    ]
+    assert gates[1] == gates[0]
+
+
+def label_names(family: Metric) -> set[tuple[str, ...]]:
+    return {(sample.name, *sorted(sample.labels)) for sample in family.samples}
+
+
+def buckets(family: Metric) -> set[str]:
+    return {sample.labels["le"] for sample in family.samples if "le" in sample.labels}
+
+
+def test_slis(sides: list[Side]) -> None:
+    def rows(side: Side) -> list[str]:
+        side.get(10249, "/healthz")
+        lines = side.get(10249, "/metrics/slis").body.splitlines()
+        return [line.rpartition(" ")[0] if line[0] != "#" else line for line in lines]
+
+    real, ours = map(rows, sides)
+    assert ours == real
+    kinds = [side.get(10249, "/metrics/slis").headers["Content-Type"] for side in sides]
+    assert kinds[1] == kinds[0]
