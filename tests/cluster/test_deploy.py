@@ -147,24 +147,3 @@ def test_the_page_is_followed_there_and_back(cluster: ApiServer, kubectl: Kubect
     for path in (f"{DAEMON_SETS}/pyebpf-proxy", f"{SYSTEM}/serviceaccounts/pyebpf-proxy"):
         with pytest.raises(ApiError, match="not found"):
             cluster.request("GET", path)
-
-
-# ---- rights ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def rights(server: ApiServer, kubectl: Kubectl, tmp_path: Path) -> Iterator[Path]:
-    """A kubeconfig with a token of the base's ServiceAccount, which has exactly the base's rights."""
-    kubectl("apply", "--server-side", "-k", DEPLOY / "base")
-    (tmp_path / "token").write_text(server.token("pyebpf-proxy"))
-    yield server.kubeconfig(tmp_path / "agent.conf", {"tokenFile": str(tmp_path / "token")})
-    kubectl("delete", "-k", DEPLOY / "base")
-
-
-def may(kubectl: Kubectl, verb: str, resource: str) -> bool:
-    """Whether the ServiceAccount may, asked of the server as an operator would."""
-    account = "system:serviceaccount:kube-system:pyebpf-proxy"
-    try:
-        return kubectl("auth", "can-i", verb, resource, "--all-namespaces", f"--as={account}").strip() == "yes"
-    except AssertionError:
-        return False

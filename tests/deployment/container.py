@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -102,6 +102,14 @@ class Container:
     def log(self) -> str:
         """What it has said since its last start."""
         return (self.folder / "container.log").read_text(errors="replace")
+
+    def wait_for(self, condition: Callable[[], object], what: str, deadline: float = 60.0) -> None:
+        """Wait while it runs; AssertionError with its log if it ends, or after ``deadline`` seconds."""
+        end = time.monotonic() + deadline
+        while not condition():
+            if self.process is None or self.process.poll() is not None or time.monotonic() > end:
+                raise AssertionError(f"still not: {what}; its log:\n{self.log()}")
+            time.sleep(0.05)
 
     def wait_ended(self, deadline: float = 60.0) -> int:
         """Wait for its own end; the exit status. TimeoutExpired after ``deadline`` seconds."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import http.client
 import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,17 +82,18 @@ def wait_ready(node: Node, container: Container, deadline: float = 90.0) -> None
     As kube-proxy's, they succeed before that: until a sync is asked for nothing is late.
     """
     (agent,) = container.pod["containers"]
-    end = time.monotonic() + deadline
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         where = agent[name]["httpGet"]
-        while (status := node.namespace.call(_ask, node.address.v4, where["port"], where["path"])) != 200:
-            if container.process is None or container.process.poll() is not None or time.monotonic() > end:
-                raise AssertionError(f"{name}: {status}; its log:\n{container.log()}")
-            time.sleep(0.05)
-    while len(stamps := node.agent.synced()) != 2 or not all(stamps.values()):
-        if container.process is None or container.process.poll() is not None or time.monotonic() > end:
-            raise AssertionError(f"it programs nothing; its log:\n{container.log()}")
-        time.sleep(0.05)
+
+        def succeeds(port: int = where["port"], path: str = where["path"]) -> bool:
+            return node.namespace.call(_ask, node.address.v4, port, path) == 200
+
+        container.wait_for(succeeds, f"{name} succeeds", deadline)
+    container.wait_for(lambda: len(_synced(node)) == 2, "both families are programmed", deadline)
+
+
+def _synced(node: Node) -> list[float]:
+    return [stamp for stamp in node.agent.synced().values() if stamp]
 
 
 def _ask(host: str, port: int, path: str) -> int:

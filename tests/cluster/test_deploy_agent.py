@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pod of deploy/ as it comes back from a real API server, run on a node of the lab: its rights are enough."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from pyebpf_proxy.kube.api.resources import ENDPOINT_SLICES, SERVICE_CIDRS, SERVICES, Resource
+from pyebpf_proxy.kube.api.resources import node as one_node
+from pyebpf_proxy.lab.addresses import POD_CIDR, cluster_ip
+from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from tests.deployment import manifests
+from tests.deployment.container import Container
+from tests.deployment.manifests import DEPLOY, ROOT
+from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, wait_ready
+
+from . import kubeadm
+from .apiserver import ADMIN_TOKEN, ApiServer, Object
+from .relay import Relay
+
+DAEMON_SET = "/apis/apps/v1/namespaces/kube-system/daemonsets/pyebpf-proxy"
+PORTS = [Port("http", 80, 8080)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """With deploy/overlays/kubeadm applied to what kubeadm makes."""
+    with ApiServer(("--allow-privileged",)) as made:
+        for item in (kubeadm.config_map(made.url), kubeadm.daemon_set()):
+            made.create(item)
+        admin = made.kubeconfig(tmp_path_factory.mktemp("admin") / "admin.conf", {"token": ADMIN_TOKEN})
+        subprocess.run(
+            ["kubectl", f"--kubeconfig={admin}", "apply", "-k", DEPLOY / "overlays" / "kubeadm"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+        )
+        yield made
+
+
+@pytest.fixture(scope="module")
+def small(server: ApiServer) -> Iterator[Lab]:
+    """One node that the API server knows, with one pod behind a Service; the API server is reachable from it."""
+    with Lab(nodes=1) as lab:
+        (only,) = lab.nodes
+        pod = lab.add_pod("web-1", only)
+        known = node(only.name, only.address, only.pod_cidr)
+        server.create(known)
+        # Not by apply, which takes one address of each type.
+        status = {"status": known["status"]}
+        server.request("PATCH", f"/api/v1/nodes/{only.name}/status", status, "application/merge-patch+json")
+        for item in (
+            service("web", PORTS, cluster_ip(11)),
+            *slices("web", PORTS, [(pod.address, only.name)]),
+        ):
+            server.apply(item)
+        with Relay(only.namespace.path, server.port):
+            yield lab
+
+
+def started(server: ApiServer, lab: Lab, configuration: dict[str, Any]) -> Container:
+    """The DaemonSet's container with what the kubelet would give it: ConfigMap, token, CA."""
+    (only,) = lab.nodes
+    daemon_set = server.request("GET", DAEMON_SET)
+    files = server.request("GET", "/api/v1/namespaces/kube-system/configmaps/kube-proxy")["data"]
+    changed = yaml.safe_load(files["config.conf"]) | configuration
+    account = only.agent.folder / "account"
+    account.mkdir(parents=True, exist_ok=True)
+    (account / "token").write_text(server.token(daemon_set["spec"]["template"]["spec"]["serviceAccountName"]))
+    (account / "ca.crt").write_text(server.ca.read_text())
+    specification = pod_of(daemon_set)
+    add_volume(specification, "account", account, ACCOUNT_FOLDER)
+    return contained(only, specification, files | {"config.conf": yaml.safe_dump(changed)})
+
+
+@pytest.mark.parametrize("mode", ["iptables", "nftables"])
+def test_it_serves_what_the_api_server_has(server: ApiServer, small: Lab, mode: str) -> None:
+    """By kubeadm's own configuration, but for the lab's pod network: Services appear, change and go."""
+    (only,) = small.nodes
+    (pod,) = only.pods
+    with started(server, small, {"clusterCIDR": ",".join(POD_CIDR), "mode": mode}) as container:
+        container.start()
+        wait_ready(only, container)
+        for family in (4, 6):
+            assert only.namespace.call(ask, cluster_ip(11).of(family), 80).kind == ANSWERED
+        fresh = service("fresh", PORTS, cluster_ip(12))
+        server.apply(fresh)
+        container.wait_for(lambda: only.namespace.call(ask, cluster_ip(12).v4, 80).kind == REFUSED, "no endpoints yet")
+        for item in slices("fresh", PORTS, [(pod.address, only.name)]):
+            server.apply(item)
+        container.wait_for(lambda: only.namespace.call(ask, cluster_ip(12).v4, 80).kind == ANSWERED, "the slice came")
+        for item in slices("fresh", PORTS, [(pod.address, only.name)]):
+            server.delete(item)
+        server.delete(fresh)
+        container.wait_for(lambda: only.namespace.call(ask, cluster_ip(12).v4, 80).kind != ANSWERED, "the Service went")
+        log = container.log()
+        assert not [line for line in log.splitlines() if "orbidden" in line or "not allowed" in line], log
+        assert container.terminate() == 0
+
+
+# ---- exactly these rights ----------------------------------------------------------------------------------------
+
+
+class Account:
+    """Requests with a token of the pod's ServiceAccount."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self._url = server.url
+        self._token = server.token("pyebpf-proxy")
+        self._context = ssl.create_default_context(cafile=str(server.ca))
+
+    def status(self, method: str, path: str, body: Object | None = None, content: str = "application/json") -> int:
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": content}
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(self._url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, context=self._context, timeout=30) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+
+@pytest.fixture(scope="module")
+def account(server: ApiServer) -> Account:
+    return Account(server)
+
+
+@pytest.mark.parametrize(
+    "resource", [SERVICES, ENDPOINT_SLICES, SERVICE_CIDRS, one_node("node1")], ids=lambda resource: resource.name
+)
+def test_what_is_followed_may_be_listed_and_watched_and_no_more(account: Account, resource: Resource) -> None:
+    query = "&".join(f"{name}={urllib.request.quote(text)}" for name, text in resource.selectors.items())
+    assert account.status("GET", f"{resource.path}?{query}") == 200
+    assert account.status("GET", f"{resource.path}?{query}&watch=true&timeoutSeconds=1") == 200
+    assert account.status("DELETE", f"{resource.path}/no-such") in (403, 404)
+    assert account.status("DELETE", f"{resource.path}?dryRun=All") == 403
+    assert account.status("POST", f"{resource.path}?dryRun=All", {}) in (403, 405)
+
+
+def test_events_may_be_made_and_counted_up(account: Account) -> None:
+    path = "/apis/events.k8s.io/v1/namespaces/default/events"
+    event = {
+        "apiVersion": "events.k8s.io/v1",
+        "kind": "Event",
+        "metadata": {"name": "node1.1", "namespace": "default"},
+        "eventTime": "2026-01-01T00:00:00.000000Z",
+        "reportingController": "kube-proxy",
+        "reportingInstance": "node1",
+        "action": "StartKubeProxy",
+        "reason": "Starting",
+        "type": "Normal",
+        "regarding": {"kind": "Node", "name": "node1"},
+    }
+    assert account.status("POST", path, event) == 201
+    series = {"series": {"count": 2, "lastObservedTime": "2026-01-01T00:00:01.000000Z"}}
+    assert account.status("PATCH", f"{path}/node1.1", series, "application/merge-patch+json") == 200
+    assert account.status("DELETE", f"{path}/node1.1") == 403
+    assert account.status("GET", path) == 403
+
+
+@pytest.mark.parametrize("path", ["secrets", "configmaps", "pods", "endpoints", "namespaces", "serviceaccounts"])
+def test_nothing_else_may_be_read(account: Account, path: str) -> None:
+    assert account.status("GET", f"/api/v1/{path}") == 403
+
+
+def test_the_lists_above_are_the_roles_own() -> None:
+    """Who adds a rule to the role adds a request that needs it."""
+    rules = manifests.one(manifests.base(), "ClusterRole")["rules"]
+    followed = {(each.group, each.name) for each in (SERVICES, ENDPOINT_SLICES, SERVICE_CIDRS, one_node("x"))}
+    granted = {(group, name) for rule in rules for group in rule["apiGroups"] for name in rule["resources"]}
+    assert granted == followed | {("events.k8s.io", "events")}

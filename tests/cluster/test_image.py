@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image: deploy/Dockerfile carried out in folders, and what comes of it started as the DaemonSet starts it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy import __version__
+from pyebpf_proxy.lab.addresses import cluster_ip, vip
+from pyebpf_proxy.lab.client import ANSWERED, ask
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from tests.deployment import manifests
+from tests.deployment.node import contained, image_of, pod_of, wait_ready, with_manifests
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build" / "image"
+
+
+@pytest.fixture(scope="module")
+def image() -> Path:
+    """The root file system, made anew: some minutes."""
+    subprocess.run(["make", "-C", ROOT, "image-root"], check=True, stdin=subprocess.DEVNULL)
+    return image_of(FOLDER)[0]
+
+
+@pytest.fixture(scope="module")
+def small(image: Path) -> Iterator[Lab]:
+    with Lab(nodes=1) as lab:
+        (only,) = lab.nodes
+        pod = lab.add_pod("web-1", only)
+        ports = [Port("http", 80, 8080)]
+        objects = [service("web", ports, cluster_ip(1), vip=vip(1)), *slices("web", ports, [(pod.address, only.name)])]
+        lab.write("all.yaml", [node(only.name, only.address, only.pod_cidr), *objects])
+        yield lab
+
+
+def test_it_starts_with_what_the_daemon_set_gives_it_and_serves(small: Lab) -> None:
+    (only,) = small.nodes
+    root, entry_point, environment = image_of(FOLDER)
+    specification = with_manifests(pod_of(manifests.one(manifests.base(), "DaemonSet")), small.manifests)
+    with contained(only, specification, None, root, entry_point, environment) as container:
+        container.start()
+        wait_ready(only, container)
+        assert f"version={__version__}" in container.log()
+        assert "flows to pods take the direct lane" in container.log()
+        for family in (4, 6):
+            outcome = small.client.call(ask, vip(1).of(family), 80)
+            assert outcome.kind == ANSWERED, outcome
+        assert only.namespace.call(ask, cluster_ip(1).v4, 80).kind == ANSWERED
+        assert container.terminate() == 0
+
+
+def test_the_errand_of_the_way_back_cleans_up(small: Lab) -> None:
+    """After the agent: what it left attached goes, and the pod says that it is ready."""
+    (only,) = small.nodes
+    root, entry_point, environment = image_of(FOLDER)
+    cleaning = manifests.build(manifests.DEPLOY / "overlays" / "kubeadm-back" / "cleanup")
+    specification = pod_of(manifests.one(cleaning, "DaemonSet"))
+    clean = only.agent.folder / "clean"
+    clean.mkdir()
+    for volume in specification["volumes"]:
+        if volume.pop("emptyDir", None) is not None:
+            volume["hostPath"] = {"path": str(clean)}
+    assert "pyebpf-proxy" in only.namespace.run("nft", "list", "tables")
+    with contained(only, specification, None, root, entry_point, environment) as container:
+        container.start()
+        container.wait_for(lambda: (clean / "done").exists(), "the file that its readiness probe asks for")
+        assert " clean " in container.log()
+    assert "pyebpf-proxy" not in only.namespace.run("nft", "list", "tables")
+    assert not list((only.agent.directory / "bpf").glob("pyebpf-proxy*"))
+
+
+def test_nothing_that_only_builds_or_tests_is_in_it(image: Path) -> None:
+    programs = {path.name for folder in ("bin", "sbin") for path in (image / "usr" / folder).iterdir()}
+    assert programs.isdisjoint({"clang", "gcc", "cc", "make", "ld", "pip", "pip3", "git", "bpftool"})
+    packages = {path.name for path in (image / "opt/pyebpf-proxy/lib/python3.11/site-packages").iterdir()}
+    assert packages.isdisjoint({"pip", "pytest", "hypothesis", "matplotlib", "mypy", "scapy", "numpy", "setuptools"})
+    assert {"pyebpf_proxy", "msgspec", "pydantic"} <= packages
+
+
+def test_the_versions_are_those_of_the_lock(image: Path) -> None:
+    lock = (ROOT / "requirements.lock").read_text()
+    site = image / "opt/pyebpf-proxy/lib/python3.11/site-packages"
+    found = [path.name.removesuffix(".dist-info").partition("-") for path in site.glob("*.dist-info")]
+    assert len(found) > 5
+    for name, _, version in found:
+        normal = name.replace("_", "-").lower()
+        assert (normal == "pyebpf-proxy" and version == __version__) or f"\n{normal}=={version} \\\n" in lock, name
+
+
+def test_this_machine_left_nothing_in_it(image: Path) -> None:
+    """Configuration of apt and pip was visible only while something ran."""
+    assert not (image / "etc" / "pip.conf").exists()
+    assert not (image / "src").exists()
+    assert not (image / "tmp" / "build").exists()
+    assert list((image / "var/lib/apt/lists").glob("*Packages*")) == []
