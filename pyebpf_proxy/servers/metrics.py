@@ -92,15 +92,23 @@ class Metrics:
 
 
 def _read(datapath: DatapathNumbers) -> Iterable[Read]:
+    last: Mapping[str, int] = {}
+
+    def reasons() -> Iterable[tuple[Labels, float]]:
+        nonlocal last
+        last = datapath.reasons()
+        return [((name,), number) for name, number in last.items()]
+
     def lanes() -> Iterable[tuple[Labels, float]]:
-        return [((_LANES[name],), number) for name, number in datapath.reasons().items() if name in _LANES]
+        # Of the same reading: it comes first, below.
+        return [((_LANES[name],), number) for name, number in last.items() if name in _LANES]
 
     yield Read(
         CounterMetricFamily,
         "pyebpf_proxy_reasons_total",
         "Packets and socket calls by why they were treated as they were",
         ("reason",),
-        lambda: [((name,), number) for name, number in datapath.reasons().items()],
+        reasons,
     )
     yield Read(CounterMetricFamily, "pyebpf_proxy_flows_total", "New flows by the lane they took", ("lane",), lanes)
     yield Read(

@@ -66,6 +66,16 @@ def test_a_pipelined_body_does_not_swallow_the_next_request(echoing: tuple[int, 
     assert [text in found for text in (b"PUT /p  3 ", b"PUT /q  2 ", b"GET /  0 ")] == [True] * 3
 
 
+def test_a_client_that_waits_before_it_sends_its_body_is_told_to_go_on(echoing: tuple[int, Pool]) -> None:
+    port, _ = echoing
+    head = b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(head)
+        assert connection.recv(100).startswith(b"HTTP/1.1 100 Continue\r\n")
+        connection.sendall(b"abc")
+        assert connection.recv(1000).endswith(b"PUT /  3 ")
+
+
 def test_a_half_closed_peer_gets_its_answer(echoing: tuple[int, Pool]) -> None:
     port, _ = echoing
     assert raw(port, GET, half_close=True).endswith(b"GET /  0 ")
