@@ -99,6 +99,7 @@ async def _serve(
     numbers = DatapathNumbers(datapath.reasons, datapath.fill)
     servers = Servers(settings, shown, planner, numbers, datapath.addresses, outside.events, outside.metrics)
     observer = servers.observer
+    datapath.on_cleaned = lambda cleaned: observer.reconciled(cleaned.family, cleaned.seconds, cleaned.flows)
     guards = [servers.guard, *([watch.wait] if watch is not None else [])]
     servers.start()
     if outside.events is not None:

@@ -7,7 +7,7 @@ import asyncio
 import os
 import struct
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,8 @@ class Datapath:
         self._counters: tuple[Mapping[str, bytes], Map] | None = None
         self._drop_invalid = False
         self._beside = Beside(effective.ipvs_exclude_cidrs)
+        #: Told of every clean-up of stale UDP flows, in the loop's thread.
+        self.on_cleaned: Callable[[Cleaned], None] = lambda cleaned: None
 
     # ---- start and end -----------------------------------------------------------------------------------------
 
@@ -268,6 +270,7 @@ class Datapath:
         return self._parts
 
     def _tell_cleaned(self, cleaned: Cleaned) -> None:
+        self.on_cleaned(cleaned)
         if cleaned.flows or cleaned.sockets:
             family = cleaned.family.name
             _log.info("stale UDP ended", family=family, flows=cleaned.flows, sockets=cleaned.sockets)

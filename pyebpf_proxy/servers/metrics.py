@@ -64,6 +64,14 @@ class Metrics:
             "Number of services with a Local traffic policy and no endpoints",
             ("traffic_policy", "ip_family"),
         )
+        self.reconciled = _histogram(
+            "conntrack_reconciler_sync_duration_seconds", "ReconcileConntrackFlowsLatency latency in seconds", EXP15
+        )
+        self.reconciler_deleted = _counter(
+            "conntrack_reconciler_deleted_entries_total",
+            "Cumulative conntrack flows deleted by conntrack reconciler",
+            _FAMILY,
+        )
         self.healthz = _counter("proxy_healthz_total", "Cumulative proxy healthz HTTP status", ("code",))
         self.livez = _counter("proxy_livez_total", "Cumulative proxy livez HTTP status", ("code",))
         self.synced_ports = Counter("pyebpf_proxy_synced_service_ports_total", "Service ports that syncs had to change")

@@ -13,7 +13,7 @@ from pyebpf_proxy.servers.health import FAMILIES, Health, Moment
 from pyebpf_proxy.servers.metrics import Metrics
 from pyebpf_proxy.services.endpoints import service_of
 from pyebpf_proxy.services.locality import NoLocal
-from pyebpf_proxy.services.model import ServicePort, ServicePortName
+from pyebpf_proxy.services.model import Family, ServicePort, ServicePortName
 from pyebpf_proxy.services.nodes import is_eligible
 
 _TRACKED = {"IPv4", "IPv6"}
@@ -118,6 +118,11 @@ class Observer:
         self._triggers.clear()
         self._service_of_new.clear()
         self._applied()
+
+    def reconciled(self, family: Family, seconds: float, deleted: int) -> None:
+        """Stale flows of a family were looked for, and so many deleted."""
+        self._metrics.reconciled.observe(FAMILIES[family], value=seconds)
+        self._metrics.reconciler_deleted.add(FAMILIES[family], value=deleted)
 
     # ---- changes -----------------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ NOT_HERE = (
     "kubeproxy_iptables_",
     "kubeproxy_sync_proxy_rules_iptables_",
     "kubeproxy_sync_proxy_rules_nftables_",
-    "kubeproxy_conntrack_reconciler_",
 )
 
 server = pytest.fixture(scope="module")(running)

@@ -27,6 +27,7 @@ from pyebpf_proxy.servers.health import Health, Moment
 from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
 from pyebpf_proxy.servers.numbers import NETPROG, text
 from pyebpf_proxy.servers.observer import Observer
+from pyebpf_proxy.services.model import Family
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
 REASONS = {"new_flow_direct": 7, "lane_sctp": 1, "new_flow_netfilter": 2, "reject_no_endpoints": 0}
@@ -255,6 +256,15 @@ def test_our_own(world: World) -> None:
     assert world.observer.node_eligible()
     world.change(Change("Node", "", "here", None), Change("Node", "", "there", Node()))
     assert not world.observer.node_eligible()
+
+
+def test_the_reconciler(world: World) -> None:
+    world.observer.reconciled(Family.IPV4, 0.003, 2)
+    world.observer.reconciled(Family.IPV4, 0.001, 0)
+    name = f"{K}conntrack_reconciler_"
+    assert world[f"{name}deleted_entries_total", "IPv4"] == 2
+    assert world[f"{name}sync_duration_seconds_count", "IPv4"] == 2
+    assert world[f"{name}deleted_entries_total", "IPv6"] is None
 
 
 def test_answers_of_the_health_server(world: World) -> None:
