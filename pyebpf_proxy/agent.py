@@ -39,7 +39,13 @@ def run(settings: Effective, outside: Outside, shown: Shown, watch: ConfigWatch 
     preflight.check()
     directory = RunDirectory(settings.directory)
     directory.acquire()
-    datapath = Datapath(settings)
+
+    def warn_node(reason: str, note: str) -> None:
+        if outside.events is not None:
+            node = About("Node", "", settings.node_name)
+            outside.events.event(node, "Warning", reason, "StartKubeProxy", note)
+
+    datapath = Datapath(settings, warn_node)
     sysctls.adjust_oom_score(settings.kernel.oom_score_adj)
     try:
         _log.info(
