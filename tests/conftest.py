@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -48,7 +49,11 @@ def _no_bpf() -> str | None:
     return None if BTF.exists() else f"{BTF} is missing: the kernel was built without CONFIG_DEBUG_INFO_BTF"
 
 
-NEEDS = {"needs_root": _not_root, "needs_netns": _no_netns, "needs_bpf": _no_bpf}
+def _no_kubectl() -> str | None:
+    return None if shutil.which("kubectl") else "kubectl is missing: it builds the kustomizations of deploy/"
+
+
+NEEDS = {"needs_root": _not_root, "needs_netns": _no_netns, "needs_bpf": _no_bpf, "needs_kubectl": _no_kubectl}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

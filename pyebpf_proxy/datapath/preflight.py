@@ -63,7 +63,7 @@ def unreachable_modules() -> str:
     modular = [name for name in ("nf_conntrack", "nf_nat") if (_BTF.parent / name).exists()]
     if not modular or effective_capabilities() >> _SYS_ADMIN & 1:
         return ""
-    return f"{' and '.join(modular)} are modules here, and calling them from BPF takes CAP_SYS_ADMIN"
+    return f"{' and '.join(modular)} built as modules: calling them from BPF takes CAP_SYS_ADMIN"
 
 
 def effective_capabilities() -> int:

@@ -25,9 +25,6 @@ def server() -> Iterator[ApiServer]:
         yield made
 
 
-KUSTOMIZATIONS = sorted(
-    path.parent for path in DEPLOY.rglob("kustomization.yaml") if "kind: Component" not in path.read_text()
-)
 SYSTEM = "/api/v1/namespaces/kube-system"
 DAEMON_SETS = "/apis/apps/v1/namespaces/kube-system/daemonsets"
 Kubectl = Callable[..., str]
@@ -72,7 +69,7 @@ def roll_out(server: ApiServer, name: str, desired: int) -> None:
     server.request("PATCH", f"{DAEMON_SETS}/{name}/status", {"status": status}, "application/merge-patch+json")
 
 
-@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=lambda folder: str(folder.relative_to(DEPLOY)))
+@pytest.mark.parametrize("folder", manifests.kustomizations(), ids=lambda folder: str(folder.relative_to(DEPLOY)))
 def test_every_manifest_is_taken(cluster: ApiServer, kubectl: Kubectl, folder: Path) -> None:
     """By server-side apply, with every field known to the server."""
     before = daemon_set(cluster, "kube-proxy")["metadata"]["uid"]

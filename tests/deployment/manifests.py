@@ -17,17 +17,33 @@ DEPLOY = ROOT / "deploy"
 Object = dict[str, Any]
 
 
-@functools.cache
 def build(folder: Path) -> tuple[Object, ...]:
     """Every object of a kustomization, in the order in which it would be applied. RuntimeError in kustomize's words."""
+    return tuple(yaml.safe_load_all(_built(folder)))
+
+
+@functools.cache
+def _built(folder: Path) -> str:
     done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"kubectl kustomize {folder}: {done.stderr.strip()}")
-    return tuple(yaml.safe_load_all(done.stdout))
+    return done.stdout
 
 
 def base() -> tuple[Object, ...]:
+    """Those of ``deploy/base``."""
     return build(DEPLOY / "base")
+
+
+def base_daemon_set() -> Object:
+    """The base's DaemonSet as its file has it: kustomize adds a namespace, labels and the image's version, no more."""
+    return dict(yaml.safe_load((DEPLOY / "base" / "daemonset.yaml").read_text()))
+
+
+def kustomizations() -> list[Path]:
+    """Every folder that can be applied."""
+    found = DEPLOY.rglob("kustomization.yaml")
+    return sorted(path.parent for path in found if "kind: Component" not in path.read_text())
 
 
 def one(objects: tuple[Object, ...], kind: str, name: str = "pyebpf-proxy") -> Object:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.deployment.node import contained, pod_of, wait_ready, with_manifests
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 WEB = Kind("web", 1)
-DAEMON_SET = manifests.one(manifests.base(), "DaemonSet")
+DAEMON_SET = manifests.base_daemon_set()
 NEEDED = manifests.capabilities(DAEMON_SET)
 
 
@@ -56,6 +57,22 @@ def test_with_what_the_manifest_gives_it_serves(small: Lab, family: int, protoco
             outcome = who.namespace.call(ask, target.address.of(family), target.ports[protocol], protocol)
             assert outcome.kind == ANSWERED, (who.name, outcome)
         assert moved(before, reasons(node))["new_flow_direct"] == 2, "the node's own process needs no translation"
+
+
+def test_the_metrics_that_alerts_ask_for_are_there(small: Lab) -> None:
+    """All of them, from the start: an alert on a metric that is not there never fires."""
+    groups = yaml.safe_load((manifests.DEPLOY / "prometheus" / "pyebpf-proxy.rules.yaml").read_text())["groups"]
+    expressions = " ".join(rule["expr"] for group in groups for rule in group["rules"])
+    wanted = set(re.findall(r"\b(?:kubeproxy|pyebpf_proxy)_[a-z0-9_]+", expressions))
+    assert len(wanted) > 10
+    with contained(small.nodes[0], pod(small)) as container:
+        container.start()
+        wait_ready(small.nodes[0], container)
+        page = small.nodes[0].agent.metrics()
+    there = set(re.findall(r"^([a-z0-9_]+)[{ ]", page, re.MULTILINE))
+    # Counters with labels have no line before they have counted.
+    there |= set(re.findall(r"^# TYPE ([a-z0-9_]+) ", page, re.MULTILINE))
+    assert {name.removesuffix("_bucket") for name in wanted} - there == set()
 
 
 def test_it_ends_by_sigterm_and_another_pod_takes_over(small: Lab) -> None:

@@ -16,14 +16,14 @@ from pyebpf_proxy.config.flags import parse
 from tests.deployment import manifests
 from tests.deployment.manifests import DEPLOY, ROOT, Object, build, container, one
 
-KUSTOMIZATIONS = sorted(
-    path.parent for path in DEPLOY.rglob("kustomization.yaml") if "kind: Component" not in path.read_text()
-)
+pytestmark = pytest.mark.needs_kubectl
+
+KUSTOMIZATIONS = manifests.kustomizations()
 NAMES = [str(path.relative_to(DEPLOY)) for path in KUSTOMIZATIONS]
-#: Those that run our image.
-OURS = [path for path in KUSTOMIZATIONS if any(each["kind"] == "ServiceAccount" for each in build(path))]
 KUBEADM = DEPLOY / "overlays" / "kubeadm"
 BACK = DEPLOY / "overlays" / "kubeadm-back"
+#: Those that run our image.
+OURS = [path for path in KUSTOMIZATIONS if path != BACK / "kube-proxy"]
 #: Folders of the node that the pod may see; each has its reason in docs/deploy.md.
 HOST_PATHS = {"/run/pyebpf-proxy", "/sys/fs/bpf", "/sys/fs/cgroup", "/proc/sys/net"}
 
@@ -197,6 +197,14 @@ def test_cleaning_up_needs_one_capability_and_no_api() -> None:
     assert agent["securityContext"]["capabilities"]["add"] == ["NET_ADMIN"]
     assert not {"livenessProbe", "startupProbe"} & agent.keys()
     assert "kube-proxy" not in [each["metadata"]["name"] for each in objects], "deleting this folder must spare it"
+
+
+def test_the_file_of_the_base_is_what_kustomize_makes_of_it() -> None:
+    """Tests that run without kubectl take the file itself."""
+    built, file = pod(manifests.base())["spec"], manifests.base_daemon_set()["spec"]["template"]["spec"]
+    (container_built,), (container_file,) = built.pop("containers"), file.pop("containers")
+    assert container_built | {"image": ""} == container_file | {"image": ""}
+    assert built == file
 
 
 def test_the_component_adds_one_capability(tmp_path: Path) -> None:
