@@ -26,6 +26,8 @@ from pyebpf_proxy.services.model import Family
 
 #: Connections at a time, of one server.
 CONNECTIONS = 128
+#: Before the agent ends, its last Event needs a moment to get out.
+EVENT_SECONDS = 2.0
 
 _log = Logger("servers")
 
@@ -110,7 +112,8 @@ class Servers:
             if self._events is not None:
                 node = About("Node", "", self._settings.node_name)
                 self._events.event(node, "Warning", reason, "StartKubeProxy", error)
-            self._loop.call_soon_threadsafe(self._end, error)
+            wait = 0 if self._events is None else EVENT_SECONDS
+            self._loop.call_soon_threadsafe(self._loop.call_later, wait, self._end, error)
             return False
 
         def ready() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import os
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from .reference import kube_proxy
 NODE = "node1"
 NODE_IP = "192.0.2.10"
 WAIT_SECONDS = 90.0
+_numbers = itertools.count()
 
 
 class Answer(NamedTuple):
@@ -43,7 +45,7 @@ class Side:
 
     def __init__(self, name: str, server: ApiServer, folder: Path) -> None:
         self.name = name
-        self.namespace = Namespace(f"{name}-{os.getpid()}")
+        self.namespace = Namespace(f"{name}-{os.getpid()}-{next(_numbers)}")
         self._server = server
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -73,6 +75,16 @@ class Side:
 
     def start(self, config: Object) -> None:
         """Start it with this configuration, and wait until both families are programmed."""
+        self._begin(config)
+        self.until(lambda: self.get(10256, "/livez").body.count("lastUpdated") == 3, "both families are programmed")
+
+    def run(self, config: Object) -> int:
+        """Start it with a configuration that it cannot live with; its exit status."""
+        self._begin(config)
+        assert self._process is not None
+        return self._process.wait(timeout=WAIT_SECONDS)
+
+    def _begin(self, config: Object) -> None:
         kubeconfig = self._server.kubeconfig(self._folder / "kubeconfig", {"token": ADMIN_TOKEN})
         document = {
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
@@ -96,7 +108,6 @@ class Side:
                 stderr=log,
                 preexec_fn=die_with_parent,
             )
-        self.until(lambda: self.get(10256, "/livez").body.count("lastUpdated") == 3, "both families are programmed")
 
     def stop(self) -> None:
         if self._process is not None:

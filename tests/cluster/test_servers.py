@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,3 +280,73 @@ def test_slis(sides: list[Side]) -> None:
     assert ours == real
     kinds = [side.get(10249, "/metrics/slis").headers["Content-Type"] for side in sides]
     assert kinds[1] == kinds[0]
+
+
+def hold(port: int) -> None:
+    """Have a port, on every address, until killed."""
+    with socket.create_server(("0.0.0.0", port)):
+        time.sleep(600)
+
+
+@contextmanager
+def taken(sides: list[Side], port: int) -> Iterator[None]:
+    """Somebody else has the port on both sides."""
+    tasks = [side.namespace.start(hold, port) for side in sides]
+    try:
+        for side in sides:
+            side.until(lambda s=side: f"0.0.0.0:{port}" in s.namespace.run("ss", "-ltn"), "the port is taken")  # type: ignore[misc]
+        yield
+    finally:
+        for task in tasks:
+            task.stop()
+
+
+def events(server: ApiServer, reason: str) -> list[Object]:
+    found = server.request("GET", "/apis/events.k8s.io/v1/events")["items"]
+    return [item for item in found if item["reason"] == reason]
+
+
+def words(event: Object) -> tuple[object, ...]:
+    """What an Event says, without who says it when."""
+    regarding = {key: event["regarding"].get(key) for key in ("kind", "namespace", "name")}
+    fields = [event.get(key) for key in ("type", "reason", "action", "note")]
+    return (*sorted(regarding.items(), key=str), *fields)
+
+
+def test_a_health_check_node_port_that_is_taken_is_an_event(server: ApiServer, sides: list[Side]) -> None:
+    reason, port = "FailedToStartServiceHealthcheck", HEALTH_CHECK + 7
+    with taken(sides, port):
+        server.apply(service(healthCheckNodePort=port))
+        end = time.monotonic() + 60
+        while len(found := [e for e in events(server, reason) if f"port {port}" in e["note"]]) < 2:
+            assert time.monotonic() < end, (found, sides[1].log.read_text()[-2000:])
+            time.sleep(0.1)
+    assert len({words(event) for event in found}) == 1, found
+    assert "health check node port cannot be served" in sides[1].log.read_text()
+    remove(server, service())
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [("healthzBindAddress", "FailedToStartProxierHealthcheck"), ("metricsBindAddress", "FailedToStartMetricServer")],
+)
+def test_an_address_that_must_be_had_ends_both(server: ApiServer, tmp_path: Path, field: str, reason: str) -> None:
+    server.apply(node())
+    port = 12345
+    config = {"mode": "nftables", "bindAddressHardFail": True, field: f"127.0.0.1:{port}"}
+    said = []
+    for name in ("kube-proxy", "agent"):
+        (tmp_path / name).mkdir()
+        for item in events(server, reason):
+            server.request("DELETE", f"/apis/events.k8s.io/v1/namespaces/default/events/{item['metadata']['name']}")
+        with Side(name, server, tmp_path / name) as side, taken([side], port):
+            assert side.run(config) == 1
+            end = time.monotonic() + 3
+            while not (found := events(server, reason)) and time.monotonic() < end:
+                time.sleep(0.1)
+        said.append([words(event) for event in found])
+        assert "bind: address already in use" in side.log.read_text()
+    # kube-proxy ends at once, so that its Event is mostly lost; ours waits until it is sent.
+    assert len(said[1]) == 1
+    if said[0]:
+        assert said[1] == said[0]

@@ -18,6 +18,7 @@ from pyebpf_proxy.kube.events import About
 from pyebpf_proxy.kube.objects import Node
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.servers import server as room
+from pyebpf_proxy.servers import serving
 from pyebpf_proxy.servers.metrics import DatapathNumbers
 from pyebpf_proxy.servers.serving import Servers
 from pyebpf_proxy.services.planner import Planner, PlanSettings
@@ -94,7 +95,10 @@ def test_no_health_server() -> None:
         ("--metrics-bind-address", "FailedToStartMetricServer", ""),
     ],
 )
-def test_hard_failure_ends_the_agent_with_an_event(flag: str, reason: str, prefix: str) -> None:
+def test_hard_failure_ends_the_agent_with_an_event(
+    monkeypatch: pytest.MonkeyPatch, flag: str, reason: str, prefix: str
+) -> None:
+    monkeypatch.setattr(serving, "EVENT_SECONDS", 0.01)
     events = Events()
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
