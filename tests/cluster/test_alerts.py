@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -56,3 +57,19 @@ def test_a_threshold_that_is_never_met_is_noticed(tmp_path: Path) -> None:
     assert done.returncode == 1
     failed = set(re.findall(r"alertname: (\w+)", done.stdout + done.stderr))
     assert failed == {rule["alert"] for rule in rules()}
+
+
+def test_the_dashboards_questions_are_understood(tmp_path: Path) -> None:
+    """Each as a recording rule, with something in place of the variables."""
+    panels = json.loads((ROOT / "deploy" / "grafana" / "pyebpf-proxy.json").read_text())["panels"]
+    questions = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len({panel["title"] for panel in panels}) == len({panel["id"] for panel in panels}) == len(panels)
+    recorded = [
+        {"record": f"question:{number}", "expr": re.sub(r"\$(job|instance)\b", ".*", question)}
+        for number, question in enumerate(questions)
+    ]
+    file = tmp_path / "questions.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": recorded}]}))
+    done = promtool("check", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(questions)} rules found" in done.stdout

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -60,11 +61,13 @@ def test_with_what_the_manifest_gives_it_serves(small: Lab, family: int, protoco
         assert moved(before, reasons(node))["new_flow_direct"] == 2, "the node's own process needs no translation"
 
 
-def test_the_metrics_that_alerts_ask_for_are_there(small: Lab) -> None:
+def test_the_metrics_that_alerts_and_dashboard_ask_for_are_there(small: Lab) -> None:
     """An alert on a metric that is not there never fires. All but one are there from the start."""
     groups = yaml.safe_load((manifests.DEPLOY / "prometheus" / "pyebpf-proxy.rules.yaml").read_text())["groups"]
-    expressions = " ".join(rule["expr"] for group in groups for rule in group["rules"])
-    named = re.findall(r"\b(?:kubeproxy|pyebpf_proxy)_[a-z0-9_]+", expressions)
+    panels = json.loads((manifests.DEPLOY / "grafana" / "pyebpf-proxy.json").read_text())["panels"]
+    expressions = [rule["expr"] for group in groups for rule in group["rules"]]
+    expressions += [target["expr"] for panel in panels for target in panel["targets"]]
+    named = re.findall(r"\b(?:kubeproxy|pyebpf_proxy|process)_[a-z0-9_]+", " ".join(expressions))
     wanted = {name.removesuffix("_bucket") for name in named}
     assert len(wanted) > 10
     node = small.nodes[0]
@@ -123,6 +126,32 @@ def test_each_capability_is_needed(small: Lab, name: str) -> None:
         container.start()
         assert container.wait_ended() == 1
         assert f"not allowed: CAP_{name} missing" in container.log().splitlines()[-1]
+
+
+# The command, but for its own look at what it may do.
+UNCHECKED = """
+import sys
+from pyebpf_proxy.datapath import preflight
+preflight.check_rights = lambda *needed: None
+from pyebpf_proxy.cli import main
+sys.exit(main())
+"""
+REFUSALS = {
+    "NET_ADMIN": r"nftables table inet pyebpf-proxy: .*not permitted",
+    "BPF": r"load tc\.bpf\.o: Operation not permitted \(EPERM\)",
+    "PERFMON": r"load tc\.bpf\.o: Permission denied \(EACCES\): .*pointer comparison prohibited",
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_without_a_capability_the_kernel_itself_refuses(small: Lab, name: str) -> None:
+    """So what the agent asks of itself is no more than what it needs."""
+    specification = pod(small, [other for other in NEEDED if other != name])
+    specification["containers"][0]["command"] = [sys.executable, "-c", UNCHECKED]
+    with contained(small.nodes[0], specification) as container:
+        container.start()
+        assert container.wait_ended() == 1
+        assert re.search(REFUSALS[name], container.log()), container.log()
 
 
 def test_without_the_nodes_bpffs_it_says_so(small: Lab) -> None:
