@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 #: The share of one processor that clients get when they ask for more, and how much they may use in one go (seconds).
-SHARE = 0.25
-BURST_SECONDS = 0.05
+SHARE = 0.15
+BURST_SECONDS = 0.01
 
 
 class Request(NamedTuple):

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import datetime
 import http.client
 import json
+import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ from pyebpf_proxy.lab.cluster import Lab, Node
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 PORT = 32000
+SYNCED = re.compile(r"^(\S+Z) info synced ", re.MULTILINE)
 WEB = Kind("web", 1, externalTrafficPolicy="Local", healthCheckNodePort=PORT)
 QUICK = {"iptables": {"minSyncPeriod": "10ms", "syncPeriod": "500ms"}}
 
@@ -117,3 +121,64 @@ def test_a_port_that_is_taken_is_served_when_it_is_free(lab: Lab) -> None:
     # Tried again at the next sync.
     write_services(lab, Kind("other", 2))
     wait_until(lambda: ask(lab, node, 4)[0] == 503, "it is served now")
+
+
+def attack(port: int) -> None:
+    """Do to a port what nobody should, until killed: rest, trickle, flood, send headers without end."""
+    os.nice(19)  # the processor is the agent's, so that only what the server uses is felt
+    get = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+    pieces = [get * 2000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100_000, b"GET / HTTP/1.1\r\nA: " + b"x" * (2 << 20)]
+    resting = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
+    while True:
+        for piece in pieces:
+            try:
+                resting[0].sendall(b"x")
+            except OSError:
+                resting = [*resting[1:], socket.create_connection(("127.0.0.1", port))]
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+                    connection.sendall(piece)
+                    for _ in range(100):
+                        connection.recv(100_000)
+            except OSError:
+                continue
+
+
+def probes(node: Node) -> float:
+    """How many probes the agent has answered; 0 while its metrics cannot be had."""
+    text = node.agent.metrics()
+    return sum(float(count) for count in re.findall(r"^kubeproxy_proxy_healthz_total.* (\S+)$", text, re.MULTILINE))
+
+
+def test_hostile_clients_do_not_delay_programming(lab: Lab) -> None:
+    """The time from a write to the end of the sync that took it, by the agent's own log, alone and under attack."""
+    node = lab.nodes[0]
+    write_services(lab, WEB)
+    wait_until(lambda: ask(lab, node, 4)[0] == 200, "the service is there")
+
+    def latencies(count: int) -> list[float]:
+        found = []
+        for number in range(count):
+            made, *slices = WEB.objects()
+            for each in slices:
+                each["endpoints"][0]["nodeName"] = node.name if number % 2 else "another"
+            before = len(SYNCED.findall(node.agent.log()))
+            written = lab.write("web.yaml", [made, *slices])
+            wait_until(lambda before=before: len(SYNCED.findall(node.agent.log())) > before, "it is synced")
+            done = datetime.datetime.fromisoformat(SYNCED.findall(node.agent.log())[before])
+            found.append(done.timestamp() - written)
+        return sorted(found)
+
+    alone = latencies(60)
+    attackers = [node.namespace.start(attack, port) for port in (10249, 10256, 10256)]
+    try:
+        wait_until(lambda: probes(node) > 500, "it has begun")
+        before = probes(node)
+        attacked = latencies(60)
+        assert probes(node) > before  # it goes on
+        assert ask(lab, node, 6, 10256, "/livez")[0] == 200  # others are let in meanwhile
+    finally:
+        for attacker in attackers:
+            attacker.stop()
+    assert attacked[30] < alone[30] + 0.05, (alone, attacked)
+    assert attacked[-1] < 1.5, (alone, attacked)
