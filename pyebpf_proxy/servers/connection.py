@@ -175,6 +175,9 @@ class Connection(asyncio.Protocol):
         if not isinstance(event, h11.Request):
             self._refuse(400)
             return False
+        if event.method == b"CONNECT" or not event.http_version.startswith(b"1."):
+            self._refuse(501 if event.method == b"CONNECT" else 505)
+            return False
         self._request, self._body = event, b""
         return True
 
@@ -210,7 +213,7 @@ class Connection(asyncio.Protocol):
         self._request = None
         self._deadline = self._loop.time() + IDLE_SECONDS
         self._pool.touch(self)
-        path, _, query = request.target.decode("latin-1").partition("?")
+        path, _, query = _origin(request.target.decode("latin-1")).partition("?")
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(list(request.headers))}
         method = request.method.decode("latin-1")
         try:
@@ -244,3 +247,9 @@ class Connection(asyncio.Protocol):
     def _write(self, data: bytes | None) -> None:
         if data and not self._transport.is_closing():
             self._transport.write(data)
+
+
+def _origin(target: str) -> str:
+    """Path and query of a request's target: a client that takes us for its proxy names the whole URL."""
+    _, scheme, rest = target.partition("://")
+    return target if target.startswith("/") or not scheme else "/" + rest.partition("/")[2]

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pyebpf_proxy.servers import connection as connections
 from pyebpf_proxy.servers import server as room
@@ -81,6 +83,12 @@ def test_a_half_closed_peer_gets_its_answer(echoing: tuple[int, Pool]) -> None:
     assert raw(port, GET, half_close=True).endswith(b"GET /  0 ")
 
 
+def test_a_whole_url_is_taken_for_its_path(echoing: tuple[int, Pool]) -> None:
+    port, _ = echoing
+    found = raw(port, b"GET http://node:10256/healthz?a=b HTTP/1.1\r\nHost: x\r\n\r\n", half_close=True)
+    assert found.endswith(b"GET /healthz a=b 0 ")
+
+
 def test_http_1_0_is_answered_and_closed(echoing: tuple[int, Pool]) -> None:
     port, _ = echoing
     assert raw(port, b"GET / HTTP/1.0\r\n\r\n").endswith(b"GET /  0 ")
@@ -92,6 +100,8 @@ def test_http_1_0_is_answered_and_closed(echoing: tuple[int, Pool]) -> None:
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n\n", 400),  # TLS
         (b"GET / HTTP/1.1\r\n\r\n", 400),  # no Host
         (b"GET /\r\n\r\n", 400),
+        (b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n", 501),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
         (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", 501),
         (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 600 + b"\r\n", 431),
@@ -107,6 +117,34 @@ def test_what_is_refused_is_said(echoing: tuple[int, Pool], request_: bytes, sta
     assert b"Connection: close" in found
     until(lambda: len(pool) == 0)
     assert pool.kept == 0
+
+
+def test_whatever_comes_is_answered_or_refused_and_others_are_served(caplog: pytest.LogCaptureFixture) -> None:
+    """Pieces of requests, whole and broken, in any order and any cut."""
+    lines = (
+        "GET / HTTP/1.1 | PUT /a?b HTTP/1.0 | HEAD * HTTP/1.1 | CONNECT x:1 HTTP/1.1 | PRI * HTTP/2.0 | Host: x |"
+        "Content-Length: 3 | Content-Length: -1 | Transfer-Encoding: chunked | Connection: close | Connection: keep |"
+        "Upgrade: h2c | Expect: 100-continue | folded | : | 0 | 3"
+    )
+    pieces = [
+        *(line.strip().encode() + b"\r\n" for line in lines.split("|")),
+        *(b"\r\n", b"\n", b"\r", b"abc", b"\0", b" folded\r\n", b"\xff\xfe: \x00\r\n"),
+        *(b"GET / HTTP/1.1\r\nHost: x\r\n", b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n"),
+    ]
+    with serving(echo) as (port, pool):
+
+        @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @given(st.lists(st.sampled_from(pieces) | st.binary(max_size=20), max_size=12), st.integers(1, 40))
+        def send(chosen: list[bytes], step: int) -> None:
+            data = b"".join(chosen)
+            found = raw(port, *(data[start : start + step] for start in range(0, len(data), step)), half_close=True)
+            assert found == b"" or found.startswith(b"HTTP/1.1 ")
+
+        send()
+        assert get(port).status == 200
+        until(lambda: len(pool) == 0)
+        assert pool.kept == 0
+    assert "internal error" not in caplog.text
 
 
 def test_a_header_below_the_limit_is_taken(echoing: tuple[int, Pool]) -> None:
@@ -243,8 +281,8 @@ def test_hostile_clients_do_not_hold_up_the_thread_that_programs() -> None:
             spent, elapsed = time.process_time() - spent, time.monotonic() - began
             assert 0.02 * elapsed < spent < 0.4 * elapsed  # they ask for all of it
             late.sort()
-            assert late[len(late) // 2] < 0.02
-            assert late[-1] < 0.5
+            assert late[len(late) // 2] < 0.05
+            assert late[-1] < 1
         finally:
             for client in clients:
                 client.kill()
