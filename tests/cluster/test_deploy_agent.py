@@ -84,6 +84,12 @@ def started(server: ApiServer, lab: Lab, configuration: dict[str, Any]) -> Conta
     return contained(only, specification, files | {"config.conf": yaml.safe_dump(changed)})
 
 
+def reasons_of_events(server: ApiServer, node_name: str) -> set[str]:
+    """Of the events about this Node."""
+    events = server.request("GET", "/apis/events.k8s.io/v1/events")["items"]
+    return {event["reason"] for event in events if event["regarding"].get("name") == node_name}
+
+
 @pytest.mark.parametrize("mode", ["iptables", "nftables"])
 def test_it_serves_what_the_api_server_has(server: ApiServer, small: Lab, mode: str) -> None:
     """By kubeadm's own configuration, but for the lab's pod network: Services appear, change and go."""
@@ -104,6 +110,7 @@ def test_it_serves_what_the_api_server_has(server: ApiServer, small: Lab, mode: 
             server.delete(item)
         server.delete(fresh)
         container.wait_for(lambda: only.namespace.call(ask, cluster_ip(12).v4, 80).kind != ANSWERED, "the Service went")
+        container.wait_for(lambda: "Starting" in reasons_of_events(server, only.name), "the event of the start")
         log = container.log()
         assert not [line for line in log.splitlines() if "orbidden" in line or "not allowed" in line], log
         assert container.terminate() == 0
