@@ -6,9 +6,12 @@ from __future__ import annotations
 import json
 import ssl
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +24,13 @@ from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from tests.deployment import manifests
-from tests.deployment.container import Container
+from tests.deployment.container import Container, die_with_parent
 from tests.deployment.manifests import DEPLOY, ROOT
 from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, wait_ready
 
 from . import kubeadm
 from .apiserver import ADMIN_TOKEN, ApiServer, Object
+from .reference import cache
 from .relay import Relay
 
 DAEMON_SET = "/apis/apps/v1/namespaces/kube-system/daemonsets/pyebpf-proxy"
@@ -114,6 +118,62 @@ def test_it_serves_what_the_api_server_has(server: ApiServer, small: Lab, mode: 
         log = container.log()
         assert not [line for line in log.splitlines() if "orbidden" in line or "not allowed" in line], log
         assert container.terminate() == 0
+
+
+def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small: Lab, tmp_path: Path) -> None:
+    """The page's order: kube-proxy beside the agent, then the clean-up's pod. No connection fails in between."""
+    (only,) = small.nodes
+    admin = server.kubeconfig(tmp_path / "kube-proxy.conf", {"token": ADMIN_TOKEN})
+    kube_proxy = [
+        *(str(cache() / "go" / "kube-proxy"), f"--kubeconfig={admin}", f"--hostname-override={only.name}"),
+        *("--proxy-mode=iptables", f"--cluster-cidr={','.join(POD_CIDR)}", "--conntrack-max-per-core=0"),
+    ]
+
+    def answered() -> bool:
+        return all(only.namespace.call(ask, cluster_ip(11).of(family), 80).kind == ANSWERED for family in (4, 6))
+
+    def rules() -> dict[str, list[str]]:
+        saved = {name: only.namespace.run(name, "-t", "nat") for name in ("iptables-save", "ip6tables-save")}
+        return {
+            name: [line for line in text.splitlines() if line.startswith("-A KUBE-")] for name, text in saved.items()
+        }
+
+    def programmed() -> bool:
+        return all(sum("default/web:http" in line for line in lines) > 2 for lines in rules().values())
+
+    with ExitStack() as stack:
+        agent = stack.enter_context(started(server, small, {"clusterCIDR": ",".join(POD_CIDR)}))
+        agent.start()
+        wait_ready(only, agent)
+        log = stack.enter_context(open(tmp_path / "kube-proxy.log", "wb"))
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", only.namespace.name, *kube_proxy],
+            stdout=log,
+            stderr=log,
+            preexec_fn=die_with_parent,
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        agent.wait_for(programmed, "kube-proxy's rules are there, of both families")
+        assert answered()
+        before = rules()
+        assert agent.terminate() == 0
+        assert answered(), "what is attached carries on without the agent"
+
+        cleaning = pod_of(manifests.one(manifests.build(DEPLOY / "overlays/kubeadm-back/cleanup"), "DaemonSet"))
+        clean = tmp_path / "clean"
+        clean.mkdir()
+        for volume in cleaning["volumes"]:
+            if volume.pop("emptyDir", None) is not None:
+                volume["hostPath"] = {"path": str(clean)}
+        path = {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"}
+        cleaner = stack.enter_context(contained(only, cleaning, environment=path))
+        cleaner.start()
+        cleaner.wait_for(lambda: (clean / "done").exists(), "the node is clean", 120)
+        assert "pyebpf-proxy" not in only.namespace.run("nft", "list", "tables")
+        assert rules() == before
+        assert answered(), "kube-proxy's rules carry on"
+        assert process.poll() is None
 
 
 # ---- exactly these rights ----------------------------------------------------------------------------------------
