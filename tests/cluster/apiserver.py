@@ -117,13 +117,8 @@ class ApiServer:
 
     def compact(self) -> None:
         """Make etcd forget all history until now."""
-        environment = {**os.environ, "ETCDCTL_API": "3"}
-        etcdctl = ["etcdctl", f"--endpoints=http://127.0.0.1:{self._etcd_port}"]
-        answer = subprocess.run(
-            [*etcdctl, "endpoint", "status", "-w", "json"], env=environment, check=True, capture_output=True
-        )
-        revision = json.loads(answer.stdout)[0]["Status"]["header"]["revision"]
-        subprocess.run([*etcdctl, "compact", str(revision)], env=environment, check=True, capture_output=True)
+        revision = self._ask_etcd("/v3/maintenance/status")["header"]["revision"]
+        self._ask_etcd("/v3/kv/compaction", {"revision": revision})
 
     # ---- objects -----------------------------------------------------------------------------------------------
 
@@ -261,6 +256,12 @@ class ApiServer:
         name = Path(command[0]).name
         with open(self.folder / f"{name}.log", "ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, preexec_fn=_end_with_parent)
+
+    def _ask_etcd(self, path: str, body: Object | None = None) -> Object:
+        connection = http.client.HTTPConnection("127.0.0.1", self._etcd_port, timeout=30)
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps(body or {}))
+            return dict(json.loads(connection.getresponse().read()))
 
     def _etcd_answers(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self._etcd_port, timeout=5)

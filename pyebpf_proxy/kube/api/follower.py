@@ -8,6 +8,7 @@ the difference is delivered. Changes of a list are delivered together, when it i
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,8 +98,8 @@ class Follower:
         self._streams_lists = True
         self._bookmarks = False
         self._failures = 0
-        #: After an outage: so many refusals are not told, because a server that starts forbids everything at first.
-        self._untold = 0
+        #: When there was no server, last: one that starts forbids everything at first, and that is not told.
+        self._lost_at = -math.inf
         self._watching_since: float | None = None
 
     def look(self, now: float) -> None:
@@ -106,6 +107,7 @@ class Follower:
         since = self._watching_since
         if since is not None and now - since >= self._client.timing.settle:
             self._watching_since = None
+            self._failures = 0
             self._troubles.well(self._resource.name)
 
     def run(self) -> None:
@@ -138,15 +140,14 @@ class Follower:
         timing = self._client.timing
         delay = max(timing.delay(self._failures), trouble.seconds)
         if trouble.lost:
-            self._untold = 3
+            self._lost_at = time.monotonic()
             if self._failures == 1 and self._version:
                 tell = False  # a server that restarts, a balancer that is changed: most often the next try works
             else:
                 # There was no server for a while; what comes back may have another history under the same numbers.
                 self._version = ""
         elif trouble.code in (403, 404):
-            if self._untold:
-                self._untold -= 1
+            if time.monotonic() - self._lost_at < timing.starting:
                 tell = False
             else:
                 delay = max(delay, timing.forbidden)
@@ -242,6 +243,7 @@ class Follower:
         self._deliver(self._resource, changes[:], True)
         changes.clear()
         self._well()
+        self._watching_since = time.monotonic()
 
     # ---- watch -------------------------------------------------------------------------------------------------
 
@@ -391,7 +393,6 @@ class Follower:
     def _well(self) -> None:
         self._client.observer.connected(self._resource.name, True)
         self._troubles.well(self._resource.name)
-        self._untold = 0
 
     def _garbage(self, error: Exception) -> TroubleError:
         text = " ".join(str(error).split())[:200]

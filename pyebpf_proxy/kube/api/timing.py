@@ -27,8 +27,10 @@ class Timing:
     backoff: tuple[float, float] = (0.8, 30.0)
     #: A server that does not know a resource, or forbids it, is asked again no sooner than this.
     forbidden: float = 5.0
-    #: A watch that was taken up again is right again when it has gone on for so long.
-    settle: float = 10.0
+    #: A watch that was taken up again is right again when it has gone on for so long; longer than ``window`` and a bit.
+    settle: float = 60.0
+    #: For so long after an outage, what is forbidden or missing may be a server that is starting.
+    starting: float = 15.0
     #: How long the Node may lack addresses before we go on without (spec/configuration §5.3).
     node: float = 30.0
     #: How often it is looked whether something takes too long.

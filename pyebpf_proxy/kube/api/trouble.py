@@ -7,9 +7,13 @@ import errno
 import re
 import ssl
 import threading
+import time
 from collections.abc import Callable
 
 from urllib3 import exceptions
+
+#: An outage that has looked otherwise for so long is told again.
+STEADY_SECONDS = 30.0
 
 
 class TroubleError(Exception):
@@ -119,38 +123,40 @@ def _in_short(value: object) -> str:
 
 
 class Log:
-    """Tells troubles once: when one begins and when it is over. TroubleError that is shared is told once.
+    """Tells troubles once: when one begins and when it is over. What is shared by all resources is told once.
 
-    Shared by all resources; safe in any thread. ``failed`` and ``well`` are called as often as one likes.
+    Of one outage, one line: what else it looks like on the way is told only if it goes on looking like that.
+    Safe in any thread; ``failed`` and ``well`` are called as often as one likes.
     """
 
-    def __init__(self, server: str, error: Callable[..., None], info: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        server: str,
+        error: Callable[..., None],
+        info: Callable[..., None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._server = server
         self._error = error
         self._info = info
+        self._now = now
         self._lock = threading.Lock()
+        #: Resources that meet the shared trouble, what was told of it, and what else it seems to be, since when.
         self._shared: set[str] = set()
-        self._told: set[str] = set()
+        self._told = ""
+        self._other = ""
+        self._since = 0.0
         self._own: dict[str, str] = {}
 
     def failed(self, resource: str, trouble: TroubleError) -> None:
+        """Following the resource failed."""
         text = str(trouble)
         with self._lock:
             if trouble.shared:
                 self._shared.add(resource)
-                if text in self._told:
-                    return
-                again = bool(self._told)
-                self._told.add(text)
-            else:
-                if self._own.get(resource) == text:
-                    return
+                self._fail(text)
+            elif self._own.get(resource) != text:
                 self._own[resource] = text
-                again = False
-            if trouble.shared:
-                more = None if again else "tried again until it works; what is programmed stays"
-                self._error("the API server fails", server=self._server, error=text, then=more)
-            else:
                 self._error(
                     "the API server does not let us follow a resource, tried again; what is programmed stays",
                     resource=resource,
@@ -158,13 +164,26 @@ class Log:
                 )
 
     def well(self, resource: str) -> None:
+        """The resource is followed."""
         with self._lock:
             if self._own.pop(resource, None) is not None:
                 self._info("the resource can be followed again", resource=resource)
             self._shared.discard(resource)
             if self._told and not self._shared:
-                self._told.clear()
+                self._told = self._other = ""
                 self._info("the API server is right again", server=self._server)
+
+    def _fail(self, text: str) -> None:
+        if text == self._told:
+            self._other = ""
+            return
+        if self._told and (text != self._other or self._now() - self._since < STEADY_SECONDS):
+            if text != self._other:
+                self._other, self._since = text, self._now()
+            return
+        then = None if self._told else "tried again until it works; what is programmed stays"
+        self._told, self._other = text, ""
+        self._error("the API server fails", server=self._server, error=text, then=then)
 
 
 HTTP_ERRORS = (exceptions.HTTPError, OSError, ValueError)

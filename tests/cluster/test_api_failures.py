@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an API server can do to the agent: each time what was delivered stays, one line says what is wrong and one that
+it is over, numbers show it, and everything is right again without a restart."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.kube.api.access import find
+from pyebpf_proxy.kube.api.observer import Silent
+from tests.unit.scripted_api import Following
+
+from .apiserver import ApiServer
+from .proxy import Mode, Proxy
+from .test_api_source import ACCOUNT, RULES, TIMING, kubeconfig, node, server, service, slice_of
+
+__all__ = ["kubeconfig", "server"]
+
+LONG = 60.0
+
+
+class Numbers(Silent):
+    """Counts what the source tells of itself."""
+
+    def __init__(self) -> None:
+        self.retries: Counter[str] = Counter()
+        self.lists: Counter[str] = Counter()
+        self.codes: Counter[str] = Counter()
+        self.is_connected: dict[str, bool] = {}
+
+    def requested(self, method: str, host: str, code: str, seconds: float) -> None:
+        self.codes[code] += 1
+
+    def connected(self, resource: str, connected: bool) -> None:
+        self.is_connected[resource] = connected
+
+    def listed(self, resource: str, objects: int) -> None:
+        self.lists[resource] += 1
+
+    def retried(self, resource: str) -> None:
+        self.retries[resource] += 1
+
+    @property
+    def all_connected(self) -> bool:
+        return len(self.is_connected) == 3 and all(self.is_connected.values())
+
+
+@pytest.fixture
+def proxy(server: ApiServer) -> Iterator[Proxy]:
+    with Proxy(server.port, server.folder) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def through(server: ApiServer, kubeconfig: Path, proxy: Proxy) -> Path:
+    """A kubeconfig that leads through the proxy."""
+    return server.kubeconfig(kubeconfig.with_name("through"), {"tokenFile": "token"}, proxy.url)
+
+
+def following(path: Path, watch: float = 3600.0, answer: float = 15.0) -> tuple[Following, Numbers]:
+    numbers = Numbers()
+    timing = replace(TIMING, window=3.0, answer=answer, settle=12.0, watch=(watch, watch), grace=2.0)
+    return Following(find(str(path), ""), timing, observer=numbers), numbers
+
+
+def still_there(source: Following) -> None:
+    """Nothing that was delivered has been taken back."""
+    assert {"kubernetes", "web"} <= source.names("Service"), source.changes
+    assert source.names("EndpointSlice") == {"web-1"}
+
+
+def one_line(source: Following, *words: str) -> None:
+    """One line about the failure, with these words, and one that it is over."""
+    failures = [line for line in source.said("error") if "fail" in line or "follow" in line]
+    assert len(failures) == 1, source.lines
+    failed = failures[0]
+    for word in words:
+        assert word in failed, failed
+    assert len(over(source)) == 1, source.lines
+
+
+def over(source: Following) -> list[str]:
+    """The lines that say that a failure is over."""
+    return [line for line in list(source.lines) if line.startswith("info") and "again" in line]
+
+
+@pytest.fixture
+def objects(server: ApiServer, kubeconfig: Path) -> None:
+    server.create(service("web"))
+    server.create(slice_of("web"))
+
+
+SPOILT: list[tuple[Mode, str]] = [
+    ("slow", "too slowly: less than 32 KiB in 3 s"),
+    ("mute", "no answer within 3 s"),
+    ("garbage", "cannot be read"),
+    ("truncated", "ended before its end"),
+    ("refuse", "127.0.0.1"),
+]
+
+
+@pytest.mark.usefixtures("objects")
+@pytest.mark.parametrize(("mode", "words"), SPOILT)
+def test_spoilt_answers(server: ApiServer, proxy: Proxy, through: Path, mode: Mode, words: str) -> None:
+    source, numbers = following(through, answer=3.0 if mode == "mute" else 15.0)
+    with source:
+        source.until(lambda: source.complete and numbers.all_connected)
+        still_there(source)
+        before = numbers.retries["services"]
+        proxy.set(mode)
+        server.create(service("api"))
+        told = words if mode == "mute" else "error"
+        source.until(lambda: numbers.retries["services"] >= before + 3 and source.said(told), LONG)
+        still_there(source)
+        proxy.set("through")
+        source.until(lambda: "api" in source.names("Service"), LONG)
+        source.until(lambda: numbers.all_connected and over(source), LONG)
+        still_there(source)
+        if mode == "garbage":
+            # This concerns one resource at a time.
+            told = Counter(line.partition("'resource': ")[2].split(",")[0] for line in source.said(words))
+            assert set(told.values()) == {1}, source.lines
+        elif mode == "mute":
+            # To cut the connections is a failure of its own, which may be seen first.
+            assert words in source.said("error")[-1]
+            assert len(source.said("error")) <= 2
+        else:
+            one_line(source, words)
+
+
+@pytest.mark.usefixtures("objects")
+def test_frozen_for_a_while(server: ApiServer, kubeconfig: Path) -> None:
+    """Nothing was lost meanwhile: the connections go on where they were."""
+    source, numbers = following(kubeconfig)
+    with source:
+        source.until(lambda: source.complete and numbers.all_connected)
+        server.freeze()
+        try:
+            source.until(lambda: numbers.is_connected)
+            still_there(source)
+        finally:
+            server.thaw()
+        server.create(service("api"))
+        source.until(lambda: "api" in source.names("Service"), LONG)
+        assert source.said("error") == []
+
+
+@pytest.mark.usefixtures("objects")
+def test_frozen_for_long(server: ApiServer, kubeconfig: Path) -> None:
+    """Watches that should have ended are given up, and new ones get no answer."""
+    source, numbers = following(kubeconfig, watch=3.0, answer=3.0)
+    with source:
+        source.until(lambda: source.complete and numbers.all_connected)
+        server.freeze()
+        try:
+            source.until(lambda: source.said("no answer within"), LONG)
+            still_there(source)
+        finally:
+            server.thaw()
+        server.create(service("api"))
+        source.until(lambda: "api" in source.names("Service") and over(source), LONG)
+        one_line(source, "no answer within 3 s")
+
+
+@pytest.mark.usefixtures("objects")
+def test_killed_and_restarted_with_other_objects(server: ApiServer, kubeconfig: Path) -> None:
+    source, numbers = following(kubeconfig)
+    with source:
+        source.until(lambda: source.complete and numbers.all_connected)
+        server.clear()
+        source.until(lambda: source.said("refuses the connection"), LONG)
+        still_there(source)
+        server.start()
+        server.account(ACCOUNT, RULES)
+        # Another cluster, so other keys: the account's token is made again, and found in its file.
+        (kubeconfig.parent / "token").write_text(server.token(ACCOUNT))
+        server.apply(node())
+        server.create(service("other"))
+        source.until(lambda: source.names("Service") == {"kubernetes", "other"}, LONG)
+        source.until(lambda: not source.names("EndpointSlice") and numbers.all_connected, LONG)
+        server.delete(service("other"))
+        source.until(lambda: over(source), LONG)
+        assert source.said("refuses the connection: check that the API server runs")
+
+
+@pytest.mark.usefixtures("objects")
+def test_history_is_compacted_while_we_are_away(server: ApiServer, proxy: Proxy, through: Path) -> None:
+    source, numbers = following(through)
+    with source:
+        source.until(lambda: source.complete and numbers.all_connected)
+        before = numbers.lists["services"]
+        server.kill()
+        source.until(lambda: source.said("error"), LONG)
+        server.start()
+        server.delete(slice_of("web"))
+        server.create(service("api"))
+        server.compact()
+        source.until(lambda: "api" in source.names("Service") and not source.names("EndpointSlice"), LONG)
+        assert numbers.lists["services"] > before
+
+
+@pytest.mark.usefixtures("objects")
+def test_a_token_is_rotated_and_expires(server: ApiServer, proxy: Proxy, through: Path) -> None:
+    token = through.parent / "token"
+    source, numbers = following(through)
+    with source:
+        source.until(lambda: source.complete and numbers.all_connected)
+        good = token.read_text()
+        token.write_text("expired.or.wrong")
+        source.client.credentials.refused()
+        proxy.cut()
+        source.until(lambda: numbers.codes["401"] >= 5, LONG)
+        still_there(source)
+        token.write_text(good)
+        source.until(lambda: numbers.all_connected and over(source), LONG)
+        one_line(source, "does not accept our credentials (401 Unauthorized)", "check token or client certificate")
+
+
+@pytest.mark.usefixtures("objects")
+def test_permission_for_one_resource_is_taken_away(server: ApiServer, proxy: Proxy, through: Path) -> None:
+    source, numbers = following(through)
+    with source:
+        source.until(lambda: source.complete and numbers.all_connected)
+        server.account(ACCOUNT, RULES[:1])
+        # Permission is asked for by the next request, and taking it away reaches the server's mind a moment later.
+        while not numbers.codes["403"]:
+            before = numbers.retries.total()
+            proxy.cut()
+            source.until(lambda n=before: numbers.retries.total() > n, LONG)  # type: ignore[misc]
+            source.until(lambda: numbers.all_connected or numbers.codes["403"], LONG)
+        source.until(lambda: source.said("403"), LONG)
+        server.create(service("api"))
+        source.until(lambda: "api" in source.names("Service"), LONG)
+        still_there(source)
+        server.account(ACCOUNT, RULES)
+        source.until(lambda: numbers.all_connected, LONG)
+        source.until(lambda: source.said("can be followed again"), LONG)
+        (line,) = source.said("does not let us")
+        assert 'grant list and watch on endpointslices (apiGroup "discovery.k8s.io") by RBAC' in line
+
+
+@pytest.mark.usefixtures("objects")
+def test_names_cannot_be_resolved(server: ApiServer, proxy: Proxy, kubeconfig: Path) -> None:
+    """The name is taken from, and given back to, the hosts file of a mount namespace of this test's own process."""
+    name = "no-such-api-server.invalid"
+    path = server.kubeconfig(kubeconfig.with_name("by-name"), {"tokenFile": "token"}, f"https://{name}:{proxy.port}")
+    source, _ = following(path)
+    with source:
+        source.until(lambda: source.said("cannot be resolved"), LONG)
+        (line,) = source.said("error")
+        assert f"the name {name} cannot be resolved" in line
+        assert "check DNS" in line
+        assert not source.complete
+
+
+def test_unknown_authority_and_wrong_name(server: ApiServer, kubeconfig: Path, tmp_path: Path) -> None:
+    key = tmp_path / "other.key"
+    new = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=other"]
+    other = tmp_path / "other.crt"
+    subprocess.run(["openssl", *new, "-keyout", key, "-out", other], check=True, capture_output=True)
+    text = kubeconfig.read_text()
+    kubeconfig.write_text(text.replace(str(server.ca), str(other)))
+    source, _ = following(kubeconfig)
+    with source:
+        source.until(lambda: source.said("certificate-authority of the kubeconfig must be that of this cluster"))
+        assert len(source.said("error")) == 1
+    kubeconfig.write_text(text.replace("server: https://127.0.0.1", "server: https://127.0.0.2"))
+    source, _ = following(kubeconfig)
+    with source:
+        source.until(lambda: source.said("error"))
