@@ -106,9 +106,10 @@ test-cluster: setup ## beside the real Kubernetes programs; builds them first (G
 	@tests/cluster/tools.sh
 	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(ARGS)
 
-record: setup ## ask the real kube-proxy every case again, and write down what it answers, for make test
+record: setup ## ask the real kube-proxy every case and flow again, and write down what comes of it, for make test
 	@tests/cluster/build.sh
 	@$(SUDO) $(PYTHON) -m tests.cluster.record
+	@$(SUDO) $(PYTHON) -m tests.cluster.record_flows
 
 lint: setup ## ruff, mypy --strict, C warnings as errors, shellcheck where installed
 	@# The C side was compiled by setup, with -Wall -Wextra -Werror.

@@ -5,6 +5,11 @@
 
 #include "packet.h"
 
+static __always_inline bool is_loopback6(const union address *address)
+{
+	return !address->words[0] && !address->words[1] && !address->words[2] && address->words[3] == bpf_htonl(1);
+}
+
 /*
  * The node's own address.  Byte by byte: a memcpy must cast the volatile away,
  * and the compiler would then use the zeros that stand in the object file.
@@ -58,27 +63,47 @@ static __always_inline bool may_be_node_port(__u16 port)
 	return hints && (*hints >> (port % 64) & 1);
 }
 
-/* The NodePort of that number, if its address serves NodePorts to packets that arrive. */
-static __always_inline struct frontend *node_port_frontend(const struct packet *p)
+/*
+ * A NodePort at an address of this node that serves none (service-semantics 8),
+ * not even to the node itself, if it is ::1.  In iptables mode its REJECT and
+ * DROP hold there all the same (policy.h); in nftables mode it is nobody's.
+ */
+static __always_inline bool is_unserved_node_port(const union address *address, bool ipv6)
+{
+	if (settings.nft_mode)
+		return false;
+	return is_node_address(address, ipv6) || (ipv6 && is_loopback6(address));
+}
+
+/* Fills `f` with the NodePort of that number, if it means anything at this address. */
+static __always_inline bool find_node_port(const struct packet *p, struct frontend *f)
 {
 	const union address any = {};
 	struct node_address *node;
-	struct frontend *f;
+	struct frontend *found;
 
 	if (!may_be_node_port(p->destination_port))
-		return NULL;
-	f = exact_frontend(&any, p->destination_port, p->protocol, p->ipv6);
-	if (!f)
-		return NULL;
+		return false;
+	found = exact_frontend(&any, p->destination_port, p->protocol, p->ipv6);
+	if (!found)
+		return false;
+	/* An element that is deleted may be used again at once: nothing looks at it a second time. */
+	*f = *found;
 	node = node_address(&p->destination, p->ipv6);
-	return node && node->node_ports ? f : NULL;
+	if (node && node->node_ports)
+		return true;
+	f->kind = UNSERVED_NODE_PORT;
+	return is_unserved_node_port(&p->destination, p->ipv6);
 }
 
-static __always_inline struct frontend *find_frontend(const struct packet *p)
+static __always_inline bool find_frontend(const struct packet *p, struct frontend *f)
 {
-	struct frontend *f = exact_frontend(&p->destination, p->destination_port, p->protocol, p->ipv6);
+	struct frontend *found = exact_frontend(&p->destination, p->destination_port, p->protocol, p->ipv6);
 
-	return f ? f : node_port_frontend(p);
+	if (!found)
+		return find_node_port(p, f);
+	*f = *found;
+	return true;
 }
 
 /* The version of a service that is in force; NULL while it is being taken away. */

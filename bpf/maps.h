@@ -28,6 +28,7 @@ enum frontend_kind {
 	EXTERNAL_IP = 2,
 	LOAD_BALANCER = 3,
 	NODE_PORT = 4,
+	UNSERVED_NODE_PORT = 5,	/* in no map: what the programs make of a NodePort at an address that serves none */
 };
 
 enum lane {

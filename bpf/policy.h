@@ -10,6 +10,7 @@
 
 enum verdict {
 	VERDICT_SERVE,
+	VERDICT_PASS,	/* not ours after all: as if there were no such frontend */
 	VERDICT_REJECT,
 	VERDICT_DROP,
 };
@@ -96,6 +97,31 @@ static __always_inline void entitle_local(const struct table *table, struct enti
 }
 
 /*
+ * kube-proxy's iptables mode refuses in the filter table, which asks less than
+ * its nat table: NodePorts are refused at every address of the node, and what
+ * the node itself sends to an externalIP or VIP elsewhere is not refused, since
+ * nothing looks at it on the way out.
+ */
+static __always_inline enum verdict refuse_unserved(const struct table *table, enum reason *reason)
+{
+	if (!table->any_endpoints) {
+		*reason = REJECT_NO_ENDPOINTS;
+		return VERDICT_REJECT;
+	}
+	if (!table->external_local || table->local_count)
+		return VERDICT_PASS;
+	*reason = DROP_NO_LOCAL_ENDPOINTS;
+	return VERDICT_DROP;
+}
+
+static __always_inline bool leaves_unfiltered(const struct packet *p, const struct frontend *f, __u32 device)
+{
+	if (device || settings.nft_mode || (f->kind != EXTERNAL_IP && f->kind != LOAD_BALANCER))
+		return false;
+	return !is_node_address(&p->destination, p->ipv6);
+}
+
+/*
  * One row of the table: VERDICT_SERVE fills the entitlement, anything else sets
  * the reason.  `device`: where the packet came in; 0 for a socket of the node.
  */
@@ -106,12 +132,16 @@ static __always_inline enum verdict decide(const struct packet *p, const struct 
 	bool local_only = false;
 	bool pod;
 
+	if (f->kind == UNSERVED_NODE_PORT)
+		return refuse_unserved(table, reason);
 	/* The modes differ in which check is first (service-semantics 7, 14). */
 	if (settings.nft_mode && !source_allowed(p, f, table, table_id)) {
 		*reason = DROP_SOURCE_RANGE;
 		return VERDICT_DROP;
 	}
 	if (!table->any_endpoints) {
+		if (leaves_unfiltered(p, f, device))
+			return VERDICT_PASS;
 		*reason = REJECT_NO_ENDPOINTS;
 		return VERDICT_REJECT;
 	}

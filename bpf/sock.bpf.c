@@ -25,21 +25,18 @@ static __always_inline bool is_mapped(const union address *a)
 	return !a->words[0] && !a->words[1] && a->words[2] == bpf_htonl(0xffff);
 }
 
-/* The node's own NodePorts are also served on 127.0.0.0/8 where that is asked for, never on ::1. */
-static __always_inline struct frontend *find_own_frontend(struct packet *p)
+/*
+ * The node's own NodePorts are also served on 127.0.0.0/8 where that is asked for, never on ::1.
+ * With a frame of its own: the schedulers need all of the stack that is left.
+ */
+static __noinline int find_own_frontend(const struct packet *p, struct frontend *f)
 {
-	const union address any = {};
-	struct frontend *f;
-
-	f = exact_frontend(&p->destination, p->destination_port, p->protocol, p->ipv6);
-	if (f)
-		return f;
-	if (!p->ipv6 && (is_loopback4(p->destination.v4) || !p->destination.v4)) {
-		if (!settings.localhost_node_ports)
-			return NULL;
-		return exact_frontend(&any, p->destination_port, p->protocol, false);
-	}
-	return node_port_frontend(p);
+	if (!p || !f || !find_frontend(p, f))
+		return 0;
+	if (f->kind == UNSERVED_NODE_PORT && settings.localhost_node_ports && !p->ipv6 &&
+	    is_loopback4(p->destination.v4))
+		f->kind = NODE_PORT;
+	return 1;
 }
 
 /* An unconnected UDP socket keeps its endpoint as long as it keeps sending and the endpoint serves. */
@@ -87,8 +84,11 @@ static __always_inline void note_peer(__u64 cookie, const struct packet *p, cons
 		count(SOCKET_PEER_FULL);
 }
 
-/* As the application would see it: refused at once, or as if every packet were lost. */
-static __always_inline int refuse(enum reason reason, bool datagram)
+/*
+ * As the application would see it: refused at once, or as if every packet were
+ * lost; a datagram that netfilter drops on its way out is not permitted.
+ */
+static __always_inline int refuse(enum reason reason, enum protocol protocol)
 {
 	switch (reason) {
 	case REJECT_NO_ENDPOINTS:
@@ -97,11 +97,11 @@ static __always_inline int refuse(enum reason reason, bool datagram)
 		break;
 	case DROP_SOURCE_RANGE:
 		count(DROP_SOURCE_RANGE_SOCKET);
-		bpf_set_retval(datagram ? -EPERM_ : -ETIMEDOUT_);
+		bpf_set_retval(protocol == UDP ? -EPERM_ : -ETIMEDOUT_);
 		break;
 	default:
 		count(DROP_NO_LOCAL_ENDPOINTS_SOCKET);
-		bpf_set_retval(datagram ? -EPERM_ : -ETIMEDOUT_);
+		bpf_set_retval(protocol == UDP ? -EPERM_ : -ETIMEDOUT_);
 	}
 	return REFUSE;
 }
@@ -115,35 +115,41 @@ static __noinline int translate(struct packet *p, __u64 cookie, bool datagram, s
 	struct socket_flow_key key = { .cookie = cookie };
 	enum reason reason = REASON_UNSPECIFIED;
 	struct entitlement e = {};
-	struct frontend *found, f;
+	struct frontend f = {};
 	struct table *table;
 	__u32 table_id;
 
 	if (!p || !b)
 		return ALLOW;
-	found = find_own_frontend(p);
-	if (!found)
+	/* The kernel takes the unspecified address for the loopback. */
+	if (!p->ipv6 && !p->destination.v4)
+		p->destination.v4 = bpf_htonl(0x7f000001);
+	if (!find_own_frontend(p, &f))
 		return ALLOW;
-	/* An element that is deleted may be used again at once: nothing looks at it a second time. */
-	f = *found;
 	table = table_in_force(f.service, &table_id);
 	if (!table)
 		return ALLOW;
 	own_address(&p->source, p->ipv6);
-	if (decide(p, &f, table, table_id, 0, &e, &reason) != VERDICT_SERVE)
-		return refuse(reason, datagram);
+	switch (decide(p, &f, table, table_id, 0, &e, &reason)) {
+	case VERDICT_SERVE:
+		break;
+	case VERDICT_PASS:
+		return ALLOW;
+	default:
+		return refuse(reason, p->protocol);
+	}
 	if (datagram) {
 		key.service = f.service;
 		key.kind = f.kind;
 		if (!recall(&key, &e, p->ipv6, b)) {
 			if (!choose_backend(p, &e, b))
-				return refuse(REJECT_NO_ENDPOINTS, datagram);
+				return refuse(REJECT_NO_ENDPOINTS, p->protocol);
 			remember(&key, b);
 			count(NEW_FLOW_SOCKET);
 		}
 	} else {
 		if (!choose_backend(p, &e, b))
-			return refuse(REJECT_NO_ENDPOINTS, datagram);
+			return refuse(REJECT_NO_ENDPOINTS, p->protocol);
 		count(NEW_FLOW_SOCKET);
 	}
 	note_peer(cookie, p, b);

@@ -43,6 +43,8 @@ static __always_inline int serve(struct __sk_buff *skb, const struct packet *p, 
 	case VERDICT_REJECT:
 		reject(skb);
 		return TC_ACT_UNSPEC;
+	case VERDICT_PASS:
+		return TC_ACT_UNSPEC;
 	default:
 		break;
 	}
@@ -68,7 +70,7 @@ static __always_inline int serve(struct __sk_buff *skb, const struct packet *p, 
 static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridge_port)
 {
 	struct packet p = {};
-	struct frontend *found, f;
+	struct frontend f;
 
 	if (settings.localhost_node_ports && is_for_loopback(skb, link))
 		return drop(DROP_LOOPBACK_DESTINATION);
@@ -77,12 +79,8 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 			lift_later_fragment(skb);
 		return TC_ACT_UNSPEC;
 	}
-	found = p.opens || bridge_port ? find_frontend(&p) : NULL;
-	if (found) {
-		/* An element that is deleted may be used again at once: nothing looks at it a second time. */
-		f = *found;
+	if ((p.opens || bridge_port) && find_frontend(&p, &f))
 		return p.opens ? serve(skb, &p, &f) : TC_ACT_UNSPEC;
-	}
 	if (bridge_port)
 		lift_bridged_reply(skb, &p);
 	return TC_ACT_UNSPEC;

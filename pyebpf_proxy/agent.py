@@ -91,7 +91,9 @@ def _planner(settings: Effective) -> Planner:
 
 
 def _facts(planner: Planner) -> Callable[[], NodeFacts]:
-    return lambda: NodeFacts(planner.node_ips, planner.pod_cidrs, planner.node_addresses, planner.node_cidrs)
+    return lambda: NodeFacts(
+        planner.node_ips, planner.pod_cidrs, planner.node_addresses, planner.node_cidrs, planner.service_cidrs
+    )
 
 
 def _checks(settings: Effective) -> Callable[[NodeFacts], None]:

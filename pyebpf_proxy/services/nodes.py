@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,8 +51,13 @@ def view_node(node: objects.Node) -> NodeView:
         zone=(node.metadata.labels or {}).get(ZONE_LABEL, ""),
         ips=ips,
         addresses=frozenset(all_addresses),
-        pod_cidrs=tuple(ip_network(format_prefix(prefix)) for text in texts if (prefix := parse_prefix(text))),
+        pod_cidrs=networks_of(texts),
     )
+
+
+def networks_of(texts: Iterable[str]) -> tuple[Network, ...]:
+    """CIDRs as Kubernetes writes them; what cannot be read is left out."""
+    return tuple(ip_network(format_prefix(prefix)) for text in texts if (prefix := parse_prefix(text)))
 
 
 NO_NODE = NodeView("", {}, frozenset(), ())

@@ -17,7 +17,7 @@ from . import endpoints, frontends
 from .claims import Claim, Claims, Conflict, claim_of
 from .health_checks import HealthCheck, HealthCheckName, HealthChecks
 from .model import Family, Protocol, ServicePort, ServicePortName
-from .nodes import NO_NODE, Network, NodeView, view_node
+from .nodes import NO_NODE, Network, NodeView, networks_of, view_node
 
 if TYPE_CHECKING:
     from ..kube import objects
@@ -76,6 +76,8 @@ class Planner:
         self.node_cidrs: dict[Family, Network] = {}
         self.pod_cidrs: frozenset[Network] = frozenset()
         self.node_addresses: frozenset[bytes] = frozenset()
+        self._service_cidrs: dict[str, tuple[Network, ...]] = {}
+        self.service_cidrs: frozenset[Network] = frozenset()
         self._read_nodes()
 
     @property
@@ -130,6 +132,8 @@ class Planner:
                 slices.update(self._take_slice(namespace, name, value))  # type: ignore[arg-type]
             elif kind == "Node":
                 nodes_changed |= self._take_node(name, value)  # type: ignore[arg-type]
+            else:
+                self._take_service_cidr(name, value)  # type: ignore[arg-type]
         if nodes_changed and self._read_nodes():
             services.update(self._services)
 
@@ -194,6 +198,14 @@ class Planner:
         else:
             self._nodes[name] = view
         return True
+
+    def _take_service_cidr(self, name: str, value: objects.ServiceCIDR | None) -> None:
+        spec = value.spec if value is not None else None
+        cidrs = networks_of((spec.cidrs if spec is not None else None) or ())
+        if self._service_cidrs.get(name, ()) == cidrs:
+            return
+        self._service_cidrs[name] = cidrs
+        self.service_cidrs = frozenset(cidr for cidrs in self._service_cidrs.values() for cidr in cidrs)
 
     def _read_nodes(self) -> bool:
         """Bring the node attributes up to date; True if that concerns every service."""

@@ -157,6 +157,11 @@ class ApiServer:
         path = f"{_collection(item)}/{item['metadata']['name']}"
         return self.request("PATCH", path, change, "application/merge-patch+json")
 
+    def patch_status(self, item: Object) -> Object:
+        """Write the status of an object, which creating it leaves out."""
+        path = f"{_collection(item)}/{item['metadata']['name']}/status"
+        return self.request("PATCH", path, {"status": item["status"]}, "application/merge-patch+json")
+
     def delete(self, item: Object) -> Object:
         return self.request("DELETE", f"{_collection(item)}/{item['metadata']['name']}")
 

@@ -64,8 +64,9 @@ def test_tcp_is_connected_straight_to_the_endpoint(node_lab: Lab, family: int) -
 
 
 def test_getpeername_shows_the_service(node_lab: Lab, family: int, protocol: str) -> None:
+    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (test_flows)."""
     node = node_lab.nodes[0]
-    for kind in ("ClusterIP", "LoadBalancer", "NodePort"):
+    for kind in ("ClusterIP", "NodePort"):
         target = WEB.target(kind, node)  # type: ignore[arg-type]
         asked = (target.address.of(family), target.ports[protocol])
         outcome = node.namespace.call(ask, *asked, protocol)
@@ -74,8 +75,9 @@ def test_getpeername_shows_the_service(node_lab: Lab, family: int, protocol: str
 
 
 def test_unconnected_udp_answers_seem_to_come_from_the_service(node_lab: Lab, family: int) -> None:
+    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (test_flows)."""
     node = node_lab.nodes[0]
-    for kind in ("ClusterIP", "LoadBalancer", "NodePort"):
+    for kind in ("ClusterIP", "NodePort"):
         target = WEB.target(kind, node)  # type: ignore[arg-type]
         asked = (target.address.of(family), target.ports["udp"])
         for outcome in node.namespace.call(ask_many, 8, *asked, "udp", connected=False):
@@ -91,8 +93,9 @@ def test_unconnected_udp_to_a_pod_itself_keeps_the_pods_address(node_lab: Lab, f
 
 
 def test_no_endpoints_is_econnrefused(node_lab: Lab, family: int, protocol: str) -> None:
+    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (test_flows)."""
     node = node_lab.nodes[0]
-    for kind in ("ClusterIP", "LoadBalancer", "NodePort"):
+    for kind in ("ClusterIP", "NodePort"):
         target = EMPTY.target(kind, node)  # type: ignore[arg-type]
         asked = (target.address.of(family), target.ports[protocol])
         outcome = node.namespace.call(ask, *asked, protocol)

@@ -166,9 +166,8 @@ def test_a_udp_flow_made_before_there_was_the_service_heals(policies: Lab, famil
     asked = (vip.address.of(family), 53, "udp")
     assert policies.client.call(ask, *asked, source_port=20_200, timeout=0.3).answer is None
     policies.wait_synced(write_services(policies, newborn))
-    before = reasons(policies.nodes[0])
+    # By this packet, or before it by the clean-up that follows a sync.
     assert policies.client.call(ask, *asked, source_port=20_200).kind == ANSWERED
-    assert moved(before, reasons(policies.nodes[0])).get("untranslated_flow_replaced") == 1
 
 
 def test_a_udp_flow_that_sends_nothing_is_forgotten_too(policies: Lab, family: int) -> None:

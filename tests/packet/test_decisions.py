@@ -158,6 +158,44 @@ ROWS = [
     Row("the ClusterIP, another port", "pod", "cluster_ip", "untouched", port=81),
     Row("another address", "pod", "elsewhere", "untouched"),
     Row("the NodePort on an address that does not serve it", "client", "unserved_node", "untouched", port=NODE_PORT),
+    # there a REJECT and a DROP hold all the same, in iptables mode: kube-proxy refuses in the filter table
+    *(
+        Row(
+            f"a NodePort on an address that does not serve it, {name}, mode {mode}",
+            source,
+            "unserved_node",
+            expect if mode == "iptables" else "untouched",
+            port=NODE_PORT,
+            cluster=cluster,
+            table=table,
+            settings={"nft_mode": int(mode == "nftables")},
+            reason=reason if mode == "iptables" else "",
+        )
+        for mode in ("iptables", "nftables")
+        for source in ("client", "pod")
+        for name, cluster, table, expect, reason in (
+            (f"{source}, no endpoints", [], {}, "reject", "REJECT_NO_ENDPOINTS"),
+            (f"{source}, none here", REMOTE, EXTERNAL_LOCAL, "drop", "DROP_NO_LOCAL_ENDPOINTS"),
+            (f"{source}, internal policy Local, none here", REMOTE, INTERNAL_LOCAL, "untouched", ""),
+        )
+    ),
+    Row(
+        "a NodePort on an address that does not serve it, one here",
+        "client",
+        "unserved_node",
+        "untouched",
+        port=NODE_PORT,
+        local=LOCAL,
+        table=EXTERNAL_LOCAL,
+    ),
+    Row(
+        "the NodePort's number on a foreign address, no endpoints",
+        "pod",
+        "elsewhere",
+        "untouched",
+        port=NODE_PORT,
+        cluster=[],
+    ),
     Row("the NodePort's number on a foreign address", "client", "elsewhere", "untouched", port=NODE_PORT),
     Row("the NodePort's number on a service address", "client", "vip", "untouched", port=NODE_PORT),
     # source ranges

@@ -54,7 +54,7 @@ def test_names_of_cases_are_their_own() -> None:
 
 
 def test_every_difference_is_written_down_with_a_reason_and_is_real() -> None:
-    text = DOCUMENT.read_text()
+    text = DOCUMENT.read_text().partition("\n## In the answers\n")[2].partition("\n## ")[0]
     titles = re.findall(r"^### (.+)$", text, re.MULTILINE)
     assert sorted(titles) == sorted(DIFFERENCES)
     found = {difference(case, theirs, ours.ask(case)) for case, theirs in RECORDED}

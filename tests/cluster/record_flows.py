@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks the real kube-proxy every flow of the fixed scenarios; part of ``make record``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from pyebpf_proxy.lab.cluster import Lab
+from tests.cluster import reference
+from tests.cluster.apiserver import ApiServer
+from tests.flows import recordings
+from tests.flows.flow import Flow, Seen
+from tests.flows.kube_proxy import KubeProxy
+from tests.flows.scenarios import MODES, all_scenarios
+from tests.flows.world import World
+
+
+def ask_all(mode: str, world: World, proxy: KubeProxy) -> Iterator[tuple[str, list[tuple[Flow, Seen]]]]:
+    """Every scenario of a mode, with what came of its flows."""
+    for scenario in all_scenarios(mode):
+        proxy.start(mode, scenario)
+        try:
+            flows = list(scenario.flows())
+            yield scenario.name, list(zip(flows, world.ask(flows), strict=True))
+        finally:
+            proxy.stop()
+
+
+def main() -> int:
+    release = reference.version(reference.kube_proxy())
+    with ApiServer() as server, Lab() as lab:
+        world = World(lab)
+        world.build()
+        proxy = KubeProxy(world, server)
+        try:
+            for mode in MODES:
+                count = recordings.write(mode, release, dict(ask_all(mode, world, proxy)))
+                print(f"{count} flows of {release}, mode {mode}, written to {recordings.path(mode)}", flush=True)
+        finally:
+            proxy.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where flows end otherwise than with kube-proxy on purpose; docs/differences.md has the reasons by these names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.flows.flow import DROPPED, Flow, Seen
+
+
+def _served_from_loopback(flow: Flow, theirs: Seen, ours: Seen) -> bool:
+    """A node in the range of pods reaches its NodePorts on loopback, where kube-proxy's packets get lost."""
+    lost = theirs.outcomes == (DROPPED,) and flow.source == "node1" and flow.address == "127.0.0.1"
+    return lost and all(outcome.endswith("<- node") for outcome in ours.outcomes)
+
+
+def _refused_not_silent(flow: Flow, theirs: Seen, ours: Seen) -> bool:
+    """A datagram of the node to itself, at a NodePort that drops: its sender is told."""
+    own = flow.source == "node1" and flow.protocol == "udp" and "NodePort" in flow.what
+    return own and theirs.outcomes == (DROPPED,) and ours.outcomes == ("refused",)
+
+
+#: Name of the entry → whether it explains the difference.
+DIFFERENCES: dict[str, Callable[[Flow, Seen, Seen], bool]] = {
+    "datagrams to NodePorts of the node itself": _refused_not_silent,
+    "NodePorts on loopback of a node in the range of pods": _served_from_loopback,
+}
+
+
+def difference(flow: Flow, theirs: Seen, ours: Seen) -> str | None:
+    """Empty: none. The name of a listed difference, or None for one that is not listed."""
+    if theirs == ours:
+        return ""
+    return next((name for name, explains in DIFFERENCES.items() if explains(flow, theirs, ours)), None)

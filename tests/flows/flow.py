@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One flow in words, and what came of it: the same for every proxy, whatever addresses a run happens to choose."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+#: What an address that nobody translated leads to: a host behind the nodes that answers for every address.
+UNTOUCHED = "untouched"
+DROPPED = "dropped"
+
+
+class Flow(NamedTuple):
+    """Who asks what. ``source`` is a client of the lab by name; ``what`` says in words what the destination is."""
+
+    source: str
+    what: str
+    address: str
+    port: int
+    protocol: str
+    #: Requests with nothing new, each from a new port, until no more is expected to come.
+    count: int = 1
+    #: Session affinity: which endpoint answers is a matter of chance, and then it is always that one.
+    sticky: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What is asked, by whom, how: names the flow within its scenario."""
+        return self.what, self.source, f"{self.protocol}{self.family}"
+
+    @property
+    def family(self) -> int:
+        return 6 if ":" in self.address else 4
+
+    def __str__(self) -> str:
+        return f"{self.source} → {self.what}, {self.protocol}, IPv{self.family}"
+
+
+class Seen(NamedTuple):
+    """What came of a flow's requests: every different outcome, in words, sorted.
+
+    An answer is ``POD:PORT <- SOURCE``: who answered, at which port, and whom it saw: ``client``, when that was the
+    address the request came from, ``node`` for an address of the node, else the address. Otherwise ``refused (…)`` with
+    what refused it, ``dropped``, or ``untouched``.
+    """
+
+    outcomes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " | ".join(self.outcomes)
+
+    @classmethod
+    def of(cls, outcomes: Any) -> Seen:
+        return cls(tuple(sorted(set(outcomes))))

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real kube-proxy on the node of a world, fed by a real API server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pyebpf_proxy.lab.agent import SYNCED, _scrape
+from pyebpf_proxy.lab.manifests import Object
+from pyebpf_proxy.lab.namespace import LabError, die_with_parent
+from tests.cluster.apiserver import ADMIN_TOKEN, ApiServer
+from tests.cluster.reference import kube_proxy
+from tests.cluster.relay import Relay
+from tests.flows.objects import marker
+from tests.flows.scenarios import Scenario
+from tests.flows.world import World
+
+DEADLINE = 60.0
+#: What it cannot write in a network namespace that is not the machine's first.
+_NO_SYSCTLS = {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"}
+_TOOLS = ("iptables", "iptables-save", "iptables-restore", "ip6tables", "ip6tables-save", "ip6tables-restore")
+
+
+class KubeProxy:
+    """One at a time on a world's node. Objects are those of the API server, kept equal to what ``write`` was given."""
+
+    def __init__(self, world: World, server: ApiServer) -> None:
+        self._world = world
+        self._server = server
+        self._namespace = world.node.namespace
+        self._folder = world.lab.folder / "kube-proxy"
+        self._folder.mkdir(exist_ok=True)
+        self._relay = Relay(self._namespace.path, server.port)
+        self._kubeconfig = server.kubeconfig(self._folder / "kubeconfig", {"token": ADMIN_TOKEN})
+        self._objects: dict[tuple[str, str], Object] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._step = 0
+        self._path = self._legacy_tools()
+
+    def close(self) -> None:
+        self.stop()
+        self._relay.__exit__(None, None, None)
+
+    def log(self) -> str:
+        """What it has said."""
+        path = self._folder / "log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    # ---- objects ----------------------------------------------------------------------------------------------
+
+    def write(self, objects: list[Object]) -> float:
+        """Make the API server's objects these; the time of the last write."""
+        self._step += 1
+        wanted = {(each["kind"], each["metadata"]["name"]): each for each in [*objects, marker(self._step)]}
+        for key in [key for key in self._objects if key not in wanted]:
+            self._server.delete(self._objects.pop(key))
+        for key in [
+            key for key, each in self._objects.items() if key[0] == "Service" and not _may_change(each, wanted[key])
+        ]:
+            self._server.delete(self._objects.pop(key))
+        moment = time.time()
+        for key, each in wanted.items():
+            if self._objects.get(key) != each:
+                moment = time.time()
+                self._put(each, self._objects.get(key))
+                self._objects[key] = each
+        return moment
+
+    def _put(self, item: Object, old: Object | None) -> None:
+        server = self._server
+        if old is None:
+            server.create({name: value for name, value in item.items() if name != "status"})
+        else:
+            server.patch(item, _difference(old, item))
+        if "status" in item and (old is None or old.get("status") != item["status"]):
+            server.patch_status(item)
+
+    # ---- process ----------------------------------------------------------------------------------------------
+
+    def start(self, mode: str, scenario: Scenario) -> None:
+        """Start it with the scenario's objects and wait until they are programmed."""
+        self.write(scenario.objects())
+        self._launch(mode, scenario.config)
+        self.wait_synced()
+
+    def _launch(self, mode: str, config: dict[str, Any]) -> None:
+        document = {
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+            "kind": "KubeProxyConfiguration",
+            "mode": mode,
+            "hostnameOverride": self._world.node.name,
+            "clientConnection": {"kubeconfig": str(self._kubeconfig), "qps": -1.0},
+            "conntrack": _NO_SYSCTLS,
+            **config,
+        }
+        document[mode] = {"minSyncPeriod": "1ms"} | config.get(mode, {})
+        path = self._folder / "config.yaml"
+        path.write_text(yaml.safe_dump(document))
+        self._started = time.time()
+        with open(self._folder / "log", "wb") as log:
+            self._process = subprocess.Popen(
+                ["ip", "netns", "exec", self._namespace.name, kube_proxy(), "--config", path],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PATH": f"{self._path}:{os.environ['PATH']}"},
+                preexec_fn=die_with_parent,
+                start_new_session=True,
+            )
+
+    def wait_synced(self, since: float | None = None) -> None:
+        """Wait until both families were programmed after ``since`` (default: the start)."""
+        threshold = self._started if since is None else since
+        end = time.monotonic() + DEADLINE
+        while True:
+            stamps = {family: float(value) for family, value in SYNCED.findall(self._namespace.call(_scrape))}
+            if len(stamps) == 2 and all(stamp > threshold for stamp in stamps.values()):
+                return
+            if self._process is None or self._process.poll() is not None or time.monotonic() > end:
+                raise LabError(f"kube-proxy does not get ready ({stamps}):\n{self.log()[-3000:]}")
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """End it and take away its rules, so that the next one finds nothing."""
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+        for tool in ("iptables-legacy", "ip6tables-legacy"):
+            for table in ("nat", "filter", "mangle"):
+                for option in ("-F", "-X"):
+                    self._namespace.run(tool, "-t", table, option, check=False)
+        self._namespace.run("nft", "flush", "ruleset")
+        self._namespace.run("conntrack", "-F", check=False)
+
+    def _legacy_tools(self) -> Path:
+        folder = self._folder / "tools"
+        folder.mkdir(exist_ok=True)
+        for tool in _TOOLS:
+            family, _, verb = tool.partition("-")
+            (folder / tool).symlink_to(f"/usr/sbin/{family}-legacy" + (f"-{verb}" if verb else ""))
+        return folder
+
+
+def _difference(old: Object, new: Object) -> Object:
+    """A merge patch from one to the other."""
+    patch: Object = {}
+    for name in {**old, **new}:
+        if name == "status" or old.get(name) == new.get(name):
+            continue
+        if isinstance(old.get(name), dict) and isinstance(new.get(name), dict):
+            patch[name] = _difference(old[name], new[name])
+        else:
+            patch[name] = new.get(name)
+    return patch
+
+
+def _may_change(old: Object, new: Object) -> bool:
+    """The API server lets nobody change these."""
+    fixed = ("clusterIPs", "ipFamilies", "ipFamilyPolicy", "type")
+    return all(old["spec"].get(name) == new["spec"].get(name) for name in fixed)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lab of the flows: one node with the proxy under test, pods on it and behind another node, and a sink.
+
+::
+
+    client ── core ──┬── node1: the proxy     local-1, local-2: endpoints (and clients, for hairpins)
+              │      │                        toolbox: a pod that is never an endpoint
+            sink     └── node2: a router      remote-1, remote-2: endpoints
+
+Everything from outside enters at node1, and everything of node2 leaves by node1, so that the one proxy sees both
+directions of every flow. What the proxy leaves alone is routed away to the sink, which has every address there is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from pyebpf_proxy.lab.addresses import SERVICE_CIDR, VIP_CIDR
+from pyebpf_proxy.lab.cluster import Lab, Node, Pod
+from pyebpf_proxy.lab.namespace import Namespace
+from pyebpf_proxy.lab.servers import Ports, start_servers
+from tests.flows.ask import Raw, ask_flows
+from tests.flows.differences import difference
+from tests.flows.flow import UNTOUCHED, Flow, Seen
+
+LISTEN = Ports(http=(8080, 8081), echo=(), udp=(5353, 5354))
+
+
+class World:
+    """The lab, built; a context manager. No proxy runs yet."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+
+    def build(self) -> None:
+        """Pods, the sink, and routes through node1."""
+        first, second = self.lab.nodes
+        for name, node in (("local-1", first), ("local-2", first), ("remote-1", second), ("remote-2", second)):
+            self.lab.add_pod(name, node, LISTEN)
+        self.lab.add_pod("toolbox", first, serve=False)
+        first.serve(LISTEN)
+        self._add_sink()
+        for family in (4, 6):
+            everything = "::/0" if family == 6 else "0.0.0.0/0"
+            second.namespace.ip(f"route replace {everything} via {first.address.of(family)}")
+            self.lab.core.ip(
+                f"route replace {SERVICE_CIDR[family == 6]} via {first.address.of(family)}",
+                f"route replace {second.pod_cidr.of(family)} via {first.address.of(family)}",
+            )
+        for node in (first, second):
+            node.namespace.sysctl(
+                {f"net.ipv4.conf.{device}.send_redirects": 0 for device in ("all", "eth0", "default")}
+            )
+
+    def _add_sink(self) -> None:
+        """Behind core; packets that a node sends out again go there, whatever their destination."""
+        lab = self.lab
+        sink = lab._namespace("sink")
+        sink.sysctl({"net.ipv6.conf.default.accept_dad": 0, "net.ipv6.conf.all.accept_dad": 0})
+        lab.core.ip(
+            f"link add sink0 type veth peer name eth0 netns {sink.name}",
+            "addr add 10.99.0.1/30 dev sink0",
+            "addr add fd00:99::1/64 dev sink0 nodad",
+            "link set sink0 up",
+        )
+        sink.ip(
+            "addr add 10.99.0.2/30 dev eth0",
+            "addr add fd00:99::2/64 dev eth0 nodad",
+            "link set eth0 up",
+            "route add default via 10.99.0.1",
+            "route add ::/0 via fd00:99::1",
+            "route add local 0.0.0.0/0 dev lo table 100",
+            "route add local ::/0 dev lo table 100",
+        )
+        lab.core.ip(
+            "route add default via 10.99.0.2 table 100",
+            "route add ::/0 via fd00:99::2 table 100",
+        )
+        for option, networks in (("-4", ("10.96.0.0/12", VIP_CIDR[0])), ("-6", ("fd00:10:96::/108", VIP_CIDR[1]))):
+            sink.run("ip", option, "rule", "add", "iif", "eth0", "lookup", "100")
+            for network in networks:
+                lab.core.run("ip", option, "rule", "add", "iif", "lan0", "to", network, "lookup", "100")
+        sink.run("nft", "-f", "-", stdin=_EVERY_PORT)
+        self._servers = start_servers(sink, {"pod": UNTOUCHED, "node": ""}, LISTEN)
+
+    @property
+    def node(self) -> Node:
+        """The node with the proxy."""
+        return self.lab.nodes[0]
+
+    def pod(self, name: str) -> Pod:
+        return self.lab.pods[name]
+
+    def namespace(self, source: str) -> Namespace:
+        """Where a client of that name is."""
+        if source == "client":
+            return self.lab.client
+        if source == self.node.name:
+            return self.node.namespace
+        return self.lab.pods[source].namespace
+
+    # ---- asking -----------------------------------------------------------------------------------------------
+
+    def ask(self, flows: Sequence[Flow]) -> list[Seen]:
+        """Send every flow; what came of each, in their order."""
+        by_source: Mapping[str, list[int]] = defaultdict(list)
+        for number, flow in enumerate(flows):
+            by_source[flow.source].append(number)
+        found: list[Seen] = [Seen(())] * len(flows)
+        tasks = {
+            source: self.namespace(source).start(ask_flows, [flows[number] for number in numbers])
+            for source, numbers in by_source.items()
+        }
+        for source, task in tasks.items():
+            for number, raws in zip(by_source[source], task.result(300), strict=True):
+                words = {self._in_words(raw, source) for raw in raws}
+                if flows[number].sticky:
+                    words = {_ANY_ENDPOINT.sub(r"an endpoint\1", word) for word in words}
+                found[number] = Seen.of(words)
+        return found
+
+    def compare(self, flows: Sequence[Flow], theirs: Sequence[Seen], shown: set[str]) -> list[str]:
+        """Send the flows; what differs from ``theirs`` and is not listed, in words. ``shown``: listed ones are added.
+
+        What differs is asked once more, alone: on a busy machine an answer may come too late.
+        """
+        wrong = []
+        ours = self.ask(flows)
+        doubtful = [
+            number for number in range(len(flows)) if difference(flows[number], theirs[number], ours[number]) is None
+        ]
+        again = dict(zip(doubtful, self.ask([flows[number] for number in doubtful]), strict=True))
+        for number, flow in enumerate(flows):
+            seen = again.get(number, ours[number])
+            name = difference(flow, theirs[number], seen)
+            if name is None:
+                wrong.append(f"{flow}\n    kube-proxy: {theirs[number]}\n    ours:       {seen}")
+            elif name:
+                shown.add(name)
+        return wrong
+
+    def _in_words(self, raw: Raw, source_name: str) -> str:
+        if raw.failed:
+            # To a process of the node a refusal is the same whether a packet brought it or the call itself.
+            own = source_name == self.node.name and raw.failed.startswith("refused")
+            return "refused" if own else raw.failed
+        if raw.pod == UNTOUCHED:
+            return UNTOUCHED
+        node = self.node
+        # A process of the node may get another of its addresses from its socket than from NAT: both are the node.
+        if raw.peer in (*node.address, *node.gateway):
+            source = "node"
+        elif raw.peer == raw.own:
+            source = "client"
+        else:
+            source = raw.peer
+        return f"{raw.pod}:{raw.port} <- {source}"
+
+
+#: Which one it is, and so whether it is a hairpin, is a matter of chance.
+_ANY_ENDPOINT = re.compile(r"^(?:local|remote)-\d(:\d+) <- .*$")
+
+_EVERY_PORT = """
+table inet sink {
+  chain every_port {
+    type nat hook prerouting priority -100
+    iifname eth0 meta l4proto tcp redirect to :8080
+    iifname eth0 meta l4proto udp redirect to :5353
+  }
+}
+"""

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every fixed flow comes to the same end as with the real kube-proxy, by what was recorded of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy import KUBERNETES_VERSION
+from pyebpf_proxy.lab.cluster import Lab
+from tests.flows import recordings
+from tests.flows.differences import DIFFERENCES
+from tests.flows.ours import Ours
+from tests.flows.scenarios import MODES, Scenario, all_scenarios
+from tests.flows.world import World
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "differences.md"
+CASES = [(mode, scenario) for mode in MODES for scenario in all_scenarios(mode)]
+#: Which listed differences some flow has shown; complete after the last case.
+_shown: set[str] = set()
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with Lab() as lab:
+        made = World(lab)
+        made.build()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, dict[str, recordings.Answers]]:
+    found = {}
+    for mode in MODES:
+        release, found[mode] = recordings.read(mode)
+        assert release == f"Kubernetes {KUBERNETES_VERSION}"
+    return found
+
+
+@pytest.mark.parametrize(("mode", "scenario"), CASES, ids=[f"{mode}: {scenario.name}" for mode, scenario in CASES])
+def test_flows_end_as_with_kube_proxy(
+    mode: str, scenario: Scenario, world: World, recorded: dict[str, dict[str, recordings.Answers]]
+) -> None:
+    answers = recorded[mode][scenario.name]
+    flows = list(scenario.flows())
+    assert {flow.key for flow in flows} == set(answers), "make record has not been run since the scenario was changed"
+    proxy = Ours(world)
+    try:
+        proxy.start(mode, scenario)
+        wrong = world.compare(flows, [answers[flow.key] for flow in flows], _shown)
+    finally:
+        proxy.stop()
+    assert not wrong, f"{len(wrong)} of {len(flows)} flows:\n" + "\n".join(wrong[:40])
+
+
+def test_every_listed_difference_is_shown_by_a_flow_and_has_its_reason() -> None:
+    """Needs the run of all cases before it."""
+    assert set(DIFFERENCES) == _shown
+    section = DOCUMENT.read_text().partition("\n## In what becomes of packets\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^### (.+)$", section, re.MULTILINE) == list(DIFFERENCES)
