@@ -44,6 +44,8 @@ _KEEPALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 45_000),
 ]
+# Who sets insecure-skip-tls-verify knows.
+urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
 _USER_AGENT = f"pyebpf-proxy/{__version__} (linux/{platform.machine()}) kubernetes/{KUBERNETES_VERSION.lstrip('v')}"
 
 
@@ -247,7 +249,6 @@ class Channel:
                 options["assert_hostname"] = False
             elif access.tls.server_name:
                 options["server_hostname"] = access.tls.server_name
-                options["assert_hostname"] = access.tls.server_name
         proxy = access.proxy_url or proxy_for(access.server, os.environ)
         manager = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)
         pool = manager.connection_from_url(access.server)
