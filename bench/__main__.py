@@ -8,12 +8,18 @@ import os
 import sys
 from pathlib import Path
 
-from . import change, connect, packet, write
+from . import api_load, change, cluster, connect, packet, write
 from .measure import ROOT, load_result, save, say
 from .plots import draw
 from .report import PAGE, lines, relative, write_page
 
-FIGURES = {"write": write.run, "change": change.run, "packet": packet.run, "connect": connect.run}
+FIGURES = {
+    "write": write.run,
+    "change": change.run,
+    "packet": packet.run,
+    "connect": connect.run,
+    "cluster": cluster.run,
+}
 RESULTS = ROOT / "bench" / "results"
 QUICK_RESULTS = ROOT / "build" / "bench" / "results"
 
@@ -37,6 +43,9 @@ def main() -> int:
             print("bench needs root: it loads programs and makes network namespaces", file=sys.stderr)
             return 1
         for name in arguments.figures or FIGURES:
+            if name == "cluster" and (missing := api_load.missing()):
+                say(f"cluster skipped: there is no {missing}")
+                continue
             say(f"{name} …")
             say(f"{relative(save(FIGURES[name](arguments.quick), folder))} written")
     results = [load_result(path) for name in FIGURES if (path := folder / f"{name}.json").exists()]

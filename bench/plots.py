@@ -13,6 +13,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from . import cluster_node
 from .connect import GOAL, WORDS
 from .measure import Result, Summary, summary
 
@@ -123,11 +124,37 @@ def _connect(result: Result, figure: Figure) -> None:
     panels[0].annotate(f"dashed: {GOAL} of the first", (0.98, 0.01), xycoords="axes fraction", ha="right", fontsize=7)
 
 
+def _cluster(result: Result, figure: Figure) -> None:
+    runs = result.samples["runs"]
+    sizes = sorted({run["services"] for run in runs})
+    colours = dict(zip(cluster_node.WORDS, (BLUE, ORANGE, GREY), strict=True))
+    left, middle, right = figure.subplots(1, 3, width_ratios=(3, 3, 4))
+    for kind, words in cluster_node.WORDS.items():
+        of = [[run for run in runs if (run["kind"], run["services"]) == (kind, size)] for size in sizes]
+        style = {"color": colours[kind], "marker": "o"}
+        _whiskers(left, sizes, [summary([run["start_seconds"] for run in found]) for found in of], label=words, **style)
+        changes = [[each["since_sent_ms"] for run in found for each in run["changes"]] for found in of]
+        _whiskers(middle, sizes, [summary(values) for values in changes], **style)
+        for run in (run for found in of for run in found if "many" in run):
+            seen = [each for each in run["many"] if each["in_force"] is not None]
+            took = [(each["in_force"] - each["sent"]) * 1e3 for each in seen]
+            right.plot([each["sent"] for each in seen], took, ".", color=colours[kind], markersize=1, alpha=0.6)
+    left.set(ylabel="start → everything programmed, s", ylim=(0, None))
+    left.legend(frameon=False, fontsize=7)
+    middle.set(ylabel="a slice written → in force, ms", yscale="log")
+    right.set(xlabel="seconds", ylabel="100 changes a second: each one's ms", yscale="log")
+    for axes in (left, middle):
+        axes.set(xlabel="services", xscale="log")
+        axes.set_xticks(sizes, [f"{size:,}".replace(",", " ") for size in sizes])
+        axes.minorticks_off()
+
+
 _DRAWERS: dict[str, Callable[[Result, Figure], None]] = {
     "write": _write,
     "change": _change,
     "packet": _packet,
     "connect": _connect,
+    "cluster": _cluster,
 }
 
 

@@ -97,12 +97,16 @@ class ApiServer:
             _end(self._server, signal.SIGKILL)
             self._server = None
 
-    def clear(self) -> None:
-        """End both, and forget every object."""
+    def end(self) -> None:
+        """End both; etcd's data stay."""
         self.kill()
         if self._etcd is not None:
             _end(self._etcd, signal.SIGKILL)
             self._etcd = None
+
+    def clear(self) -> None:
+        """End both, and forget every object."""
+        self.end()
         shutil.rmtree(self.folder / "etcd", ignore_errors=True)
 
     def freeze(self) -> None:

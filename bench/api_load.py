@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real API server that holds the workload, and many connections that write to it."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import itertools
+import json
+import shutil
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.apiserver import ADMIN_TOKEN, ApiServer
+from tests.cluster.reference import cache, kube_proxy
+
+from . import workload
+from .measure import say
+
+#: Where the API server is seen from the nodes.
+ADDRESS = "192.0.2.1"
+TEAMS = 50
+CONNECTIONS = 8
+_ARGUMENTS = (
+    "--bind-address=0.0.0.0",
+    # The workload's ClusterIPs, without its first address: that is the Service ``kubernetes``.
+    "--service-cluster-ip-range=172.16.0.0/12",
+)
+
+
+def missing() -> str:
+    """What this figure needs and does not find, in words; empty when all is there."""
+    server = cache() / "go" / "kube-apiserver"
+    files = [str(path) for path in (kube_proxy(), server) if not path.exists()]
+    if files:
+        return f"{' and '.join(files)} (tests/cluster/build.sh makes them)"
+    programs = {"etcd": "etcd-server", "nft": "nftables", "iptables-legacy": "iptables"}
+    packages = [package for program, package in programs.items() if shutil.which(program) is None]
+    return f"Debian's {' and '.join(packages)}" if packages else ""
+
+
+class Connection:
+    """One connection of an administrator, kept open. For one thread."""
+
+    def __init__(self, server: ApiServer) -> None:
+        context = ssl.create_default_context(cafile=str(server.ca))
+        self._connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=60, context=context)
+
+    def write(self, method: str, path: str, body: Any, content: str = "application/json") -> None:
+        """One request; RuntimeError if it is refused (what exists already is not)."""
+        headers = {"Authorization": f"Bearer {ADMIN_TOKEN}", "Content-Type": content}
+        self._connection.request(method, path, json.dumps(body), headers)
+        answer = self._connection.getresponse()
+        text = answer.read()
+        if answer.status >= 300 and answer.status != 409:
+            raise RuntimeError(f"{method} {path}: {answer.status}: {text[:500].decode(errors='replace')}")
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Connections:
+    """A connection for each thread that asks for one."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self._server = server
+        self._local = threading.local()
+        self._all: list[Connection] = []
+
+    def mine(self) -> Connection:
+        if not hasattr(self._local, "connection"):
+            self._local.connection = Connection(self._server)
+            self._all.append(self._local.connection)
+        connection: Connection = self._local.connection
+        return connection
+
+    def close(self) -> None:
+        for each in self._all:
+            each.close()
+
+
+def slice_path(number: int) -> str:
+    """The workload's slice of a service, at the API server."""
+    metadata = workload.endpoint_slice(number)["metadata"]
+    return f"/apis/discovery.k8s.io/v1/namespaces/{metadata['namespace']}/endpointslices/{metadata['name']}"
+
+
+def _collection(item: workload.Object) -> str:
+    if item["kind"] == "EndpointSlice":
+        return f"/apis/discovery.k8s.io/v1/namespaces/{item['metadata']['namespace']}/endpointslices"
+    namespace = item["metadata"].get("namespace")
+    plural = f"{item['kind'].lower()}s"
+    return f"/api/v1/namespaces/{namespace}/{plural}" if namespace else f"/api/v1/{plural}"
+
+
+def _objects(services: int) -> Iterator[workload.Object]:
+    for team in range(TEAMS):
+        yield {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": f"team-{team}"}}
+    for _, item in workload.everything(services):
+        yield item
+
+
+@contextmanager
+def loaded(services: int) -> Iterator[ApiServer]:
+    """An API server with the workload in it. Written once, through the API; then etcd's data are kept in the cache."""
+    items = list(_objects(services))
+    text = json.dumps([_ARGUMENTS, items])
+    kept = cache() / "bench" / f"etcd-{services}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if not kept.exists():
+        with ApiServer(_ARGUMENTS) as server:
+            say(f"cluster: writing {len(items)} objects to the API server")
+            _write_all(server, items)
+            _keep(server, kept)
+    server = ApiServer(_ARGUMENTS)
+    _copy(kept, server.folder / "etcd")
+    with server:
+        yield server
+
+
+def _write_all(server: ApiServer, items: Iterable[workload.Object]) -> None:
+    connections = Connections(server)
+    # Namespaces must be there before what lies in them.
+    ordered = itertools.groupby(items, lambda item: bool(item["kind"] == "Namespace"))
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        for _, group in ordered:
+            for done in pool.map(lambda item: connections.mine().write("POST", _collection(item), item), group):
+                assert done is None
+    connections.close()
+
+
+def _keep(server: ApiServer, kept: Path) -> None:
+    server.end()
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = kept.with_name(f".{kept.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    _copy(server.folder / "etcd", unfinished)
+    unfinished.rename(kept)
+
+
+def _copy(source: Path, target: Path) -> None:
+    # etcd's files have holes.
+    subprocess.run(["cp", "-a", "--sparse=always", source, target], check=True)

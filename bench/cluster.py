@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figure 5: with a real API server, beside the real kube-proxy: start, one change, many changes, memory, at rest.
+
+Each process has the machine to itself (with the API server): they take turns, one new node each, round by round.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from . import workload
+from .api_load import CONNECTIONS, Connections, loaded, slice_path
+from .cluster_node import IPTABLES, NFTABLES, OURS, WORDS, Node, in_namespace
+from .cluster_rows import rows
+from .flips import Flips, flips
+from .measure import Result, machine, say, slowness, speed
+
+KINDS = (OURS, NFTABLES, IPTABLES)
+PER_SECOND = 100
+#: Between two changes: what a process does after one must not fall into the next.
+SETTLE_SECONDS = 0.35
+CHANGE_SECONDS = 120.0
+_PATCH = "application/json-patch+json"
+
+
+class Plan(NamedTuple):
+    """How much is measured."""
+
+    sizes: tuple[int, ...]
+    rounds: int
+    changes: dict[str, int]  # per round
+    rate_seconds: int
+    idle_seconds: dict[str, int]
+
+
+FULL = Plan((1_000, 10_000), 3, {OURS: 100, NFTABLES: 30, IPTABLES: 15}, 60, {OURS: 300, NFTABLES: 60, IPTABLES: 60})
+QUICK = Plan((1_000,), 1, {OURS: 20, NFTABLES: 10, IPTABLES: 5}, 10, {OURS: 30, NFTABLES: 10, IPTABLES: 10})
+
+
+class Bench:
+    """One size: an API server with its objects, and what is measured against it."""
+
+    def __init__(self, connections: Connections, services: int) -> None:
+        self._connections = connections
+        self._services = services
+        self._turn = 0
+        self._lock = threading.Lock()
+
+    def next_change(self, watch: Flips) -> tuple[str, str]:
+        """Announce a change nobody made yet, of a service far from the last one's: the slice's path, the address."""
+        with self._lock:
+            self._turn += 1
+            turn = self._turn
+        number = turn * 7919 % self._services
+        address = workload.pod_ip(1_200_000 + turn)
+        watch.expect(number, address)
+        return slice_path(number), address
+
+    def write(self, path: str, address: str) -> None:
+        """Write it to the API server; returns when that has answered."""
+        body = [{"op": "replace", "path": "/endpoints/0/addresses/0", "value": address}]
+        self._connections.mine().write("PATCH", path, body, _PATCH)
+
+    def one_by_one(self, watch: Flips, times: int) -> list[dict[str, float]]:
+        """Milliseconds until a change is in force: since it was sent, since the API server has answered."""
+        found = []
+        for turn in range(times + 1):
+            path, address = self.next_change(watch)
+            sent = time.time()
+            self.write(path, address)
+            answered = time.time()
+            seen = watch.wait(address, CHANGE_SECONDS)
+            if turn:  # the first one warms up
+                found.append({"since_sent_ms": (seen - sent) * 1e3, "since_answer_ms": (seen - answered) * 1e3})
+            time.sleep(SETTLE_SECONDS)
+        return found
+
+    def many(self, watch: Flips, seconds: int) -> list[dict[str, float | None]]:
+        """PER_SECOND changes a second, whatever becomes of them: when each was sent, and how long it took."""
+        begin = time.time() + 0.1
+        found: list[dict[str, float | None]] = []
+
+        def change(number: int) -> None:
+            due = begin + number / PER_SECOND
+            time.sleep(max(0.0, due - time.time()))
+            path, address = self.next_change(watch)
+            sent = time.time()
+            self.write(path, address)
+            found.append(
+                {"address": address, "due": due - begin, "sent": sent - begin, "answered": time.time() - begin}
+            )  # type: ignore[dict-item]
+
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            for done in pool.map(change, range(seconds * PER_SECOND)):
+                assert done is None
+        end = time.time() + CHANGE_SECONDS
+        while time.time() < end and any(watch.seen(str(each["address"])) is None for each in found):
+            time.sleep(0.1)
+        for each in found:
+            seen = watch.seen(str(each.pop("address")))
+            each["in_force"] = None if seen is None else seen - begin
+        return sorted(found, key=lambda each: each["sent"] or 0.0)
+
+
+def run(quick: bool) -> Result:
+    plan = QUICK if quick else FULL
+    speeds = speed()
+    samples: dict[str, Any] = {"runs": []}
+    with in_namespace(f"bench-api-{os.getpid()}"):
+        for services in plan.sizes:
+            with loaded(services) as server:
+                connections = Connections(server)
+                bench = Bench(connections, services)
+                for turn in range(plan.rounds):
+                    for kind in KINDS:
+                        last = services == max(plan.sizes) and turn == plan.rounds - 1
+                        with Node(kind, server, services) as node:
+                            found = _measure(bench, node, plan, last)
+                        samples["runs"].append(found)
+                        _tell(found)
+                connections.close()
+            speeds += speed(1)
+    samples["speed_seconds"] = speeds
+    return Result(
+        figure="cluster",
+        title="With an API server, beside kube-proxy",
+        quick=quick,
+        machine=machine(speeds),
+        rows=rows(samples["runs"], slowness(speeds)),
+        samples=samples,
+    )
+
+
+def _measure(bench: Bench, node: Node, plan: Plan, last: bool) -> dict[str, Any]:
+    """One process from its start on. What is measured once comes in the last round."""
+    found: dict[str, Any] = {"kind": node.kind, "services": node.services, "start_seconds": node.start_seconds}
+    found["load_average"] = round(os.getloadavg()[0], 2)
+    watch = flips(node)
+    try:
+        found["changes"] = bench.one_by_one(watch, plan.changes[node.kind])
+        found["memory_mib"] = node.memory_mib()
+        if last:
+            seconds = plan.idle_seconds[node.kind]
+            before, begin = node.cpu_seconds(), time.monotonic()
+            time.sleep(seconds)
+            found["idle_percent"] = 100 * (node.cpu_seconds() - before) / (time.monotonic() - begin)
+            found["idle_seconds"] = seconds
+            if node.kind != IPTABLES:
+                before = node.cpu_seconds()
+                found["many"] = bench.many(watch, plan.rate_seconds)
+                found["many_cpu_seconds"] = node.cpu_seconds() - before
+                found["memory_after_many_mib"] = node.memory_mib()
+    finally:
+        watch.close()
+    return found
+
+
+def _tell(found: dict[str, Any]) -> None:
+    milliseconds = [each["since_sent_ms"] for each in found["changes"]]
+    rest = f", {found['idle_percent']:.2f} % at rest" if "idle_percent" in found else ""
+    say(
+        f"cluster: {WORDS[found['kind']]}, {found['services']} services: started in {found['start_seconds']:.1f} s,"
+        f" a change {statistics.median(milliseconds):.1f} ms, {found['memory_mib']:.0f} MiB{rest}"
+    )

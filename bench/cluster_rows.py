@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of the cluster figure: from what was measured to rows with goals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .cluster_node import IPTABLES, NFTABLES, OURS, WORDS
+from .measure import Row, Summary, summary
+
+Run = dict[str, Any]
+CHANGE_MS, MEMORY_MIB, IDLE_PERCENT = 20.0, 150.0, 0.5
+#: Of the first and the last seconds of many changes: more than this is a queue that grows.
+GROWTH = 1.5
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that so many percent of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def rows(runs: Sequence[Run], slow: float) -> list[Row]:
+    """``slow``: how many times slower than normal the machine was."""
+    made = []
+    sizes = sorted({run["services"] for run in runs}, reverse=True)
+    for size in sizes:
+        of = {kind: [r for r in runs if r["services"] == size and r["kind"] == kind] for kind in WORDS}
+        made += [*_starts(of, size, slow, size == sizes[0]), *_changes(of, size, slow, size == sizes[0])]
+        if size == sizes[0]:
+            made += [*_many(of, size, slow), *_idle(of, size, slow)]
+        made += _memory(of, size, size == sizes[0])
+    return made
+
+
+def _starts(of: dict[str, list[Run]], size: int, slow: float, judged: bool) -> list[Row]:
+    def value(run: Run) -> float:
+        return float(run["start_seconds"])
+
+    what = f"{size} services: start of the process → everything programmed"
+    first = _beside(what, "s", of, NFTABLES, value, "≤ 1/3 of it" if judged else "", 1 / 3)
+    return [first, _beside(what, "s", of, IPTABLES, value)]
+
+
+def _changes(of: dict[str, list[Run]], size: int, slow: float, judged: bool) -> list[Row]:
+    made = []
+    for since, words in (("since_sent_ms", "since it was sent"), ("since_answer_ms", "since the server's answer")):
+        for percent in (50, 99):
+
+            def value(run: Run, since: str = since, percent: int = percent) -> float:
+                return percentile([each[since] for each in run["changes"]], percent)
+
+            what = f"{size} services: EndpointSlice written → in force, p{percent} of a round, {words}"
+            if since == "since_sent_ms":
+                goal = judged and percent == 99
+                made.append(_beside(what, "ms", of, NFTABLES, value, "≤ 1/10 of it" if goal else "", 1 / 10))
+                made.append(_beside(what, "ms", of, IPTABLES, value))
+            if judged and percent == 99:
+                made.append(
+                    _absolute(what, "ms", [value(run) for run in of[OURS]], slow, f"≤ {CHANGE_MS:.0f} ms", CHANGE_MS)
+                )
+    return made
+
+
+def _many(of: dict[str, list[Run]], size: int, slow: float) -> list[Row]:
+    made = []
+    for kind in (OURS, NFTABLES):
+        for run in of[kind]:
+            if "many" not in run:
+                continue
+            took = [(each["sent"], _latency(each)) for each in run["many"]]
+            edge = max(sent for sent, _ in took) / 6
+            seen = [(sent, ms) for sent, ms in took if ms is not None]
+            begin = [ms for sent, ms in seen if sent <= edge]
+            end = [ms for sent, ms in seen if sent >= 5 * edge]
+            rate = len(took) / max(sent for sent, _ in took)
+            first, last = summary(begin or [math.inf]), summary(end or [math.inf])
+            ratio = last.median / first.median
+            lost = len(took) - len(seen)
+            what = f"{size} services, {rate:.0f} changes a second, {WORDS[kind]}: latency in the last sixth"
+            what += f" ({lost} of {len(took)} never seen)" if lost else ""
+            goal = f"≤ {GROWTH} times, none lost" if kind == OURS else ""
+            made.append(
+                Row(
+                    what=what,
+                    unit="ms",
+                    measured=last,
+                    compared_with="in the first sixth",
+                    compared=first,
+                    judged=summary([ratio]),
+                    judged_unit="times",
+                    at_normal_speed=ratio,
+                    goal=goal,
+                    met=ratio <= GROWTH and not lost if goal else None,
+                )
+            )
+    return made
+
+
+def _latency(each: dict[str, Any]) -> float | None:
+    return None if each["in_force"] is None else (each["in_force"] - each["sent"]) * 1e3
+
+
+def _idle(of: dict[str, list[Run]], size: int, slow: float) -> list[Row]:
+    made = []
+    for kind, found in of.items():
+        values = [run["idle_percent"] for run in found if "idle_percent" in run]
+        if values:
+            seconds = next(run["idle_seconds"] for run in found if "idle_seconds" in run)
+            what = f"{size} services: CPU at rest for {seconds} s, {WORDS[kind]}"
+            goal, limit = (f"≤ {IDLE_PERCENT} %", IDLE_PERCENT) if kind == OURS else ("", 0.0)
+            made.append(_absolute(what, "% of a core", values, slow, goal, limit))
+    return made
+
+
+def _memory(of: dict[str, list[Run]], size: int, judged: bool) -> list[Row]:
+    def value(run: Run) -> float:
+        return max(float(run[name]) for name in ("memory_mib", "memory_after_many_mib") if name in run)
+
+    what = f"{size} services: resident memory after the changes"
+    made = [_beside(what, "MiB", of, kind, value, "≤ it" if judged else "", 1.0) for kind in (NFTABLES, IPTABLES)]
+    if judged:
+        ours = [value(run) for run in of[OURS]]
+        made.append(_absolute(what, "MiB", ours, 1.0, f"≤ {MEMORY_MIB:.0f} MiB", MEMORY_MIB))
+    return made
+
+
+def _beside(
+    what: str,
+    unit: str,
+    of: dict[str, list[Run]],
+    other: str,
+    value: Callable[[Run], float],
+    goal: str = "",
+    limit: float = 0.0,
+) -> Row:
+    """Ours beside one of kube-proxy's modes, round by round."""
+    ours, theirs = [value(run) for run in of[OURS]], [value(run) for run in of[other]]
+    ratios = summary([a / b for a, b in zip(ours, theirs, strict=True)])
+    return Row(
+        what=what,
+        unit=unit,
+        measured=summary(ours),
+        compared_with=WORDS[other],
+        compared=summary(theirs),
+        judged=ratios,
+        judged_unit="of it",
+        at_normal_speed=ratios.median,
+        goal=goal,
+        met=ratios.median <= limit if goal else None,
+    )
+
+
+def _absolute(what: str, unit: str, values: Sequence[float], slow: float, goal: str, limit: float) -> Row:
+    found: Summary = summary(values)
+    normal = statistics.median(values) / slow
+    return Row(
+        what=what,
+        unit=unit,
+        measured=found,
+        judged=found,
+        judged_unit=unit,
+        at_normal_speed=normal,
+        goal=goal,
+        met=normal <= limit if goal else None,
+    )
