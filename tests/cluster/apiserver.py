@@ -47,6 +47,7 @@ class ApiServer:
     """``with ApiServer() as server``. ``stop`` and ``start`` may follow each other; etcd's data stay unless cleared."""
 
     def __init__(self, arguments: tuple[str, ...] = ()) -> None:
+        _remove_leftovers()
         self.folder = Path(tempfile.mkdtemp(prefix=f"apiserver-{os.getpid()}-"))
         self.port, self._etcd_port, self._etcd_peer = _free_ports(3)
         self._arguments = arguments
@@ -318,6 +319,14 @@ def _free_ports(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
+
+
+def _remove_leftovers() -> None:
+    """Folders of runs that were killed; their processes ended with them."""
+    for path in Path(tempfile.gettempdir()).glob("apiserver-*-*"):
+        pid = path.name.split("-")[1]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _end_with_parent() -> None:
