@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from pyebpf_proxy import memory
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.cycles import without_cycle_search
 from pyebpf_proxy.errors import DatapathError, FatalError
@@ -108,6 +109,9 @@ class Proxy:
         self._mend_seconds = effective.sync_period
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
         self._changes: list[Change] = []
+        #: What is planned before everything has been listed, and of how many objects.
+        self._planned: dict[ServicePortName, ServicePort | None] = {}
+        self._planned_objects = 0
         self._failed = False
         self._facts: NodeFacts | None = None
         self._complete = False
@@ -145,11 +149,20 @@ class Proxy:
             self._complete = True
             self._life.listed()
         self._metrics.changed(batch.changes, self._complete)
+        if not self._running:
+            self._plan_ahead()
         # Nothing is programmed before everything has been listed once (spec/service-semantics §1.5).
         if self._complete and self._life.ready and (batch.changes or not self._running):
             self._metrics.queued()
             self._schedule.request(time.monotonic())
             self._wake.set()
+
+    def _plan_ahead(self) -> None:
+        """While the source still lists: the plan of an object takes less room than the object."""
+        changes, self._changes = self._changes, []
+        with without_cycle_search():
+            self._planned.update(self._planner.update(changes))
+        self._planned_objects += len(changes)
 
     async def _follow(self) -> None:
         while True:
@@ -216,11 +229,12 @@ class Proxy:
             problems = self._start()
             # What exists now mostly stays: the collector need not walk 100 000 endpoints again and again.
             gc.freeze()
+        memory.give_back()
         return problems
 
     def _start(self) -> Collection[str]:
-        changes, self._changes = self._changes, []
-        wanted = self._planner.update(changes)
+        wanted = {name: port for name, port in self._planned.items() if port is not None}
+        self._planned.clear()
         self._metrics.planned(wanted)
         facts = self._read_facts()
         if not facts.node_ips:
@@ -236,7 +250,7 @@ class Proxy:
         self._facts = facts
         _log.info(
             "ready",
-            objects=len(changes),
+            objects=self._planned_objects,
             service_ports=len(wanted),
             problems=len(problems) or None,
             seconds=round(time.monotonic() - begin, 3),

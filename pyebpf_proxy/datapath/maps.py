@@ -38,6 +38,8 @@ MAPS = (
     *("tables", "frontends4", "frontends6"),
 )
 _BEFORE_FLIP = MAPS[:8]
+#: Service ports that empty maps get at once.
+PART = 1000
 _NO_ROOM = {errors.E2BIG, errors.ENOSPC, errors.ENOMEM}
 
 NetfilterCallback = Callable[[Mapping[int, tuple[bytes, int]], Iterable[int]], None]
@@ -169,7 +171,13 @@ class Writer:
         """
         before = dict(self.problems)
         with self._whole(delta), without_cycle_search():
-            self._apply(dict(delta))
+            if self._mirror.records:
+                self._apply(dict(delta))
+            else:
+                # Nobody has anything that another one of the same round might get: in parts, which takes less memory.
+                names = list(delta)
+                for start in range(0, max(1, len(names)), PART):
+                    self._apply({name: delta[name] for name in names[start : start + PART]})
         return [p for name, p in self.problems.items() if before.get(name) != p]
 
     def _apply(self, todo: dict[ServicePortName, ServicePort | None]) -> None:

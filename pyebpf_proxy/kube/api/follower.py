@@ -3,7 +3,7 @@
 
 As client-go's reflector: the list comes as the beginning of the watch (``sendInitialEvents``, one request, one object
 at a time in memory), or in pages from servers that do not know that. Expired history (410) means listing again, and
-the difference is delivered. Changes of a list are delivered together, when it is complete.
+the difference is delivered. Changes of a list are delivered together, when it is complete; the first one in parts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from .resources import Resource
 from .trouble import GoneError, Log, StoppedError, TroubleError
 
 PAGE = 500
+#: Of a first list so many changes go on at once: what is made of them takes less memory than they do.
+PART = 500
 #: Larger than any object that etcd takes.
 MOST_BYTES_OF_EVENT = 64 * 1024 * 1024
 _END_OF_LIST = "k8s.io/initial-events-end"
@@ -197,6 +199,7 @@ class Follower:
                 page = self._page(answer)
                 for data in page.items or ():
                     self._take(data, changes, keys)
+                    self._pass_on(changes)
                 version, token = page.metadata.resource_version, page.metadata.continue_
                 if not token:
                     break
@@ -231,6 +234,12 @@ class Follower:
         if read.key is not None:
             keys.append(read.key)
         changes += self._inventory.change(read)
+
+    def _pass_on(self, changes: list[Change]) -> None:
+        """A part of the first list: nothing is programmed before its end. Later ones are one difference."""
+        if len(changes) >= PART and not self._was_listed:
+            self._deliver(self._resource, changes[:], False)
+            changes.clear()
 
     def _listed(self, changes: list[Change], keys: list[ObjectKey], version: str) -> None:
         changes += self._inventory.keep_only(keys)
@@ -274,6 +283,7 @@ class Follower:
                         keys = None
                     elif event.type in ("ADDED", "MODIFIED"):
                         self._take(event.object, changes, keys)
+                        self._pass_on(changes)
                 total += len(lines)
                 if keys is None:
                     if changes:

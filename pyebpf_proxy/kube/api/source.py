@@ -83,6 +83,7 @@ class ApiSource:
             complete |= first
             if changes or first:
                 deliver(Batch(changes, complete))
+            del changes  # the first ones are everything there is: not to be kept while nothing happens
 
     def _take(self, resource: Resource, changes: list[Change], listed: bool) -> None:
         """From the followers' threads."""
