@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     idle_seconds: dict[str, int]
 
 
-FULL = Plan((1_000, 10_000), 3, {OURS: 100, NFTABLES: 30, IPTABLES: 15}, 60, {OURS: 300, NFTABLES: 60, IPTABLES: 60})
+FULL = Plan((1_000, 10_000), 2, {OURS: 100, NFTABLES: 8, IPTABLES: 8}, 60, {OURS: 300, NFTABLES: 30, IPTABLES: 30})
 QUICK = Plan((1_000,), 1, {OURS: 20, NFTABLES: 10, IPTABLES: 5}, 10, {OURS: 30, NFTABLES: 10, IPTABLES: 10})
 
 

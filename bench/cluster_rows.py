@@ -31,7 +31,7 @@ def rows(runs: Sequence[Run], slow: float) -> list[Row]:
         of = {kind: [r for r in runs if r["services"] == size and r["kind"] == kind] for kind in WORDS}
         made += [*_starts(of, size, slow, size == sizes[0]), *_changes(of, size, slow, size == sizes[0])]
         if size == sizes[0]:
-            made += [*_many(of, size, slow), *_idle(of, size, slow)]
+            made += [*_many(of, size), *_idle(of, size, slow)]
         made += _memory(of, size, size == sizes[0])
     return made
 
@@ -65,43 +65,47 @@ def _changes(of: dict[str, list[Run]], size: int, slow: float, judged: bool) -> 
     return made
 
 
-def _many(of: dict[str, list[Run]], size: int, slow: float) -> list[Row]:
+def _many(of: dict[str, list[Run]], size: int) -> list[Row]:
     made = []
     for kind in (OURS, NFTABLES):
         for run in of[kind]:
             if "many" not in run:
                 continue
-            took = [(each["sent"], _latency(each)) for each in run["many"]]
-            edge = max(sent for sent, _ in took) / 6
-            seen = [(sent, ms) for sent, ms in took if ms is not None]
-            begin = [ms for sent, ms in seen if sent <= edge]
-            end = [ms for sent, ms in seen if sent >= 5 * edge]
-            rate = len(took) / max(sent for sent, _ in took)
-            first, last = summary(begin or [math.inf]), summary(end or [math.inf])
-            ratio = last.median / first.median
-            lost = len(took) - len(seen)
-            what = f"{size} services, {rate:.0f} changes a second, {WORDS[kind]}: latency in the last sixth"
-            what += f" ({lost} of {len(took)} never seen)" if lost else ""
-            goal = f"≤ {GROWTH} times, none lost" if kind == OURS else ""
-            made.append(
-                Row(
-                    what=what,
-                    unit="ms",
-                    measured=last,
-                    compared_with="in the first sixth",
-                    compared=first,
-                    judged=summary([ratio]),
-                    judged_unit="times",
-                    at_normal_speed=ratio,
-                    goal=goal,
-                    met=ratio <= GROWTH and not lost if goal else None,
-                )
-            )
+            made += [_trend(run, since, size) for since in (("sent", "answered") if kind == OURS else ("sent",))]
     return made
 
 
-def _latency(each: dict[str, Any]) -> float | None:
-    return None if each["in_force"] is None else (each["in_force"] - each["sent"]) * 1e3
+def _trend(run: Run, since: str, size: int) -> Row:
+    """The last seconds of many changes beside the first ones."""
+    took = [(each["sent"], _latency(each, since)) for each in run["many"]]
+    edge = max(sent for sent, _ in took) / 6
+    seen = [(sent, ms) for sent, ms in took if ms is not None]
+    first = summary([ms for sent, ms in seen if sent <= edge] or [math.inf])
+    last = summary([ms for sent, ms in seen if sent >= 5 * edge] or [math.inf])
+    rate = len(took) / max(sent for sent, _ in took)
+    ratio = last.median / first.median
+    lost = len(took) - len(seen)
+    words = "it was sent" if since == "sent" else "the server's answer"
+    what = (
+        f"{size} services, {rate:.0f} changes a second, {WORDS[run['kind']]}: in force since {words}, in the last sixth"
+    )
+    goal = f"≤ {GROWTH} times, none lost" if run["kind"] == OURS and since == "sent" else ""
+    return Row(
+        what=what + (f" ({lost} of {len(took)} never seen)" if lost else ""),
+        unit="ms",
+        measured=last,
+        compared_with="in the first sixth",
+        compared=first,
+        judged=summary([ratio]),
+        judged_unit="times",
+        at_normal_speed=ratio,
+        goal=goal,
+        met=ratio <= GROWTH and not lost if goal else None,
+    )
+
+
+def _latency(each: dict[str, Any], since: str) -> float | None:
+    return None if each["in_force"] is None else float(each["in_force"] - each[since]) * 1e3
 
 
 def _idle(of: dict[str, list[Run]], size: int, slow: float) -> list[Row]:

@@ -178,6 +178,7 @@ class Writer:
                 names = list(delta)
                 for start in range(0, max(1, len(names)), PART):
                     self._apply({name: delta[name] for name in names[start : start + PART]})
+            self._mirror.round_ends()
         return [p for name, p in self.problems.items() if before.get(name) != p]
 
     def _apply(self, todo: dict[ServicePortName, ServicePort | None]) -> None:
