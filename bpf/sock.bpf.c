@@ -106,6 +106,20 @@ static __always_inline int refuse(enum reason reason, enum protocol protocol)
 	return REFUSE;
 }
 
+static __always_inline bool is_specified(const union address *a)
+{
+	return a->words[0] | a->words[1] | a->words[2] | a->words[3];
+}
+
+/* What the route would give a socket that is bound to no address: to an address of the node, that address itself. */
+static __always_inline void likely_source(struct packet *p)
+{
+	if (node_address(&p->destination, p->ipv6))
+		p->source = p->destination;
+	else
+		own_address(&p->source, p->ipv6);
+}
+
 /*
  * ALLOW or REFUSE. `b->id` is set if the destination has to be rewritten.
  * `datagram`: a single message of an unconnected socket.
@@ -129,7 +143,8 @@ static __noinline int translate(struct packet *p, __u64 cookie, bool datagram, s
 	table = table_in_force(f.service, &table_id);
 	if (!table)
 		return ALLOW;
-	own_address(&p->source, p->ipv6);
+	if (!is_specified(&p->source))
+		likely_source(p);
 	switch (decide(p, &f, table, table_id, 0, &e, &reason)) {
 	case VERDICT_SERVE:
 		break;
@@ -156,6 +171,41 @@ static __noinline int translate(struct packet *p, __u64 cookie, bool datagram, s
 	return ALLOW;
 }
 
+/* The verifier wants constant offsets into these: each is read by an instruction of its own. */
+#define FIELD(x) (*(volatile typeof(x) *)&(x))
+
+/* The address a socket is bound to, or that a message is to be sent from; else none. */
+static __always_inline void bound_source4(struct bpf_sock_addr *ctx, bool datagram, struct packet *p)
+{
+	if (datagram && ctx->msg_src_ip4)
+		p->source.v4 = ctx->msg_src_ip4;
+	else if (ctx->sk)
+		p->source.v4 = FIELD(ctx->sk->src_ip4);
+}
+
+static __always_inline void bound_source6(struct bpf_sock_addr *ctx, bool datagram, struct packet *p)
+{
+	struct bpf_sock *sk = ctx->sk;
+	union address a = {};
+
+	if (datagram) {
+		a.words[0] = FIELD(ctx->msg_src_ip6[0]);
+		a.words[1] = FIELD(ctx->msg_src_ip6[1]);
+		a.words[2] = FIELD(ctx->msg_src_ip6[2]);
+		a.words[3] = FIELD(ctx->msg_src_ip6[3]);
+	}
+	if (!is_specified(&a) && sk) {
+		a.words[0] = FIELD(sk->src_ip6[0]);
+		a.words[1] = FIELD(sk->src_ip6[1]);
+		a.words[2] = FIELD(sk->src_ip6[2]);
+		a.words[3] = FIELD(sk->src_ip6[3]);
+	}
+	if (p->ipv6)
+		p->source = a;
+	else if (is_mapped(&a))
+		p->source.v4 = a.words[3];
+}
+
 static __always_inline int outgoing4(struct bpf_sock_addr *ctx, bool datagram)
 {
 	struct packet p = {};
@@ -166,6 +216,7 @@ static __always_inline int outgoing4(struct bpf_sock_addr *ctx, bool datagram)
 	p.protocol = ctx->protocol;
 	p.destination.v4 = ctx->user_ip4;
 	p.destination_port = bpf_ntohs(ctx->user_port);
+	bound_source4(ctx, datagram, &p);
 	if (!translate(&p, bpf_get_socket_cookie(ctx), datagram, &b))
 		return REFUSE;
 	if (b.id) {
@@ -196,6 +247,7 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 	} else {
 		p.ipv6 = true;
 	}
+	bound_source6(ctx, datagram, &p);
 	if (!translate(&p, bpf_get_socket_cookie(ctx), datagram, &b))
 		return REFUSE;
 	if (!b.id)

@@ -45,7 +45,8 @@ def _ask_until_nothing_new(flow: Flow) -> list[Raw]:
     found: dict[tuple[str, int, str], Raw] = {}
     in_vain = 0
     lost = 0
-    while in_vain < flow.count:
+    # The more answers there are, the longer another may keep away by chance.
+    while in_vain < flow.count * max(1, len(found)):
         raw = ask(flow)
         if raw.failed == DROPPED and lost < LOST:
             # A busy machine loses an answer, a rule loses all of them.

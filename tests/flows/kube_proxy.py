@@ -42,6 +42,7 @@ class KubeProxy:
         self._objects: dict[tuple[str, str], Object] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._step = 0
+        self._marker: Object | None = None
         self._path = self._legacy_tools()
 
     def close(self) -> None:
@@ -55,23 +56,31 @@ class KubeProxy:
 
     # ---- objects ----------------------------------------------------------------------------------------------
 
-    def write(self, objects: list[Object]) -> float:
-        """Make the API server's objects these; the time of the last write."""
-        self._step += 1
-        wanted = {(each["kind"], each["metadata"]["name"]): each for each in [*objects, marker(self._step)]}
-        for key in [key for key in self._objects if key not in wanted]:
-            self._server.delete(self._objects.pop(key))
-        for key in [
-            key for key, each in self._objects.items() if key[0] == "Service" and not _may_change(each, wanted[key])
-        ]:
-            self._server.delete(self._objects.pop(key))
-        moment = time.time()
+    def write(self, objects: list[Object]) -> None:
+        """Make the API server's objects these, besides the marker."""
+        wanted = {(each["kind"], each["metadata"]["name"]): each for each in objects}
+        for key, old in list(self._objects.items()):
+            if key not in wanted or (key[0] == "Service" and not _may_change(old, wanted[key])):
+                self._server.delete(self._objects.pop(key))
         for key, each in wanted.items():
             if self._objects.get(key) != each:
-                moment = time.time()
                 self._put(each, self._objects.get(key))
                 self._objects[key] = each
-        return moment
+
+    def change(self, objects: list[Object]) -> None:
+        """The same, and wait until it is programmed.
+
+        A sync that ends after a write need not know of it yet. So one more Service, the marker, is changed twice: the
+        sync that the second change brings begins when everything before the first has long been delivered.
+        """
+        self.write(objects)
+        for _ in range(2):
+            moment = time.time()
+            self._step += 1
+            new = marker(self._step)
+            self._put(new, self._marker)
+            self._marker = new
+            self.wait_synced(moment)
 
     def _put(self, item: Object, old: Object | None) -> None:
         server = self._server

@@ -27,6 +27,13 @@ class Ours:
         agent.start(config, self._lane)
         agent.wait_synced()
 
+    def write(self, scenario: Scenario) -> None:
+        """Other objects, and wait until they are programmed."""
+        lab = self._world.lab
+        written = lab.write("objects.yaml", [service_cidr(), *scenario.objects()])
+        if written:
+            self._world.node.agent.wait_synced(written)
+
     def stop(self) -> None:
         """End it and take everything away."""
         agent = self._world.node.agent

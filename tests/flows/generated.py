@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made-up objects for the flows: a seed gives a configuration and a series of object sets, each like the last but for
+a few things."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from pyebpf_proxy.lab.addresses import CLIENT_CIDR, NODE_CIDR, POD_CIDR, node_address, pod_gateway
+from tests.flows.objects import PODS, End, Port, Svc
+from tests.flows.scenarios import INTERNAL, LOCAL, SOURCES, STICKY, Scenario
+
+_SERVICES = 5
+_NETWORKS = [
+    *CLIENT_CIDR,
+    *POD_CIDR,
+    *NODE_CIDR,
+    "0.0.0.0/0",
+    "::/0",
+    "10.244.1.12/32",
+    "198.51.100.0/30",
+    "fd00:77::/64",
+]
+_ADDRESSES = ["primary", *NODE_CIDR, *POD_CIDR, "127.0.0.0/8", "0.0.0.0/0", "::/0"]
+
+
+def scenarios(seed: int, mode: str, steps: int) -> Iterator[Scenario]:
+    """``steps`` object sets under one made-up configuration; each differs from the one before in a few things."""
+    maker = _Maker(random.Random(f"{seed} {mode}"))
+    config = maker.config(mode)
+    services = [maker.service(10 + number) for number in range(_SERVICES)]
+    for step in range(steps):
+        yield Scenario(f"seed {seed}, step {step}", list(services), config, SOURCES, (mode,))
+        for _ in range(maker.random.randint(1, 3)):
+            at = maker.random.randrange(_SERVICES)
+            services[at] = maker.changed(services[at])
+
+
+class _Maker:
+    def __init__(self, source: random.Random) -> None:
+        self.random = source
+
+    def config(self, mode: str) -> dict[str, Any]:
+        choose = self.random.choice
+        detectors: list[dict[str, Any]] = [
+            {"clusterCIDR": ",".join(POD_CIDR)},
+            {"clusterCIDR": POD_CIDR[1]},
+            {},
+            {"detectLocalMode": "NodeCIDR"},
+            {"detectLocalMode": "InterfaceNamePrefix", "detectLocal": {"interfaceNamePrefix": "pod"}},
+            {"detectLocalMode": "BridgeInterface", "detectLocal": {"bridgeInterface": "pod2"}},
+        ]
+        config = dict(choose(detectors))
+        if self.random.random() < 0.5:
+            addresses = self.random.sample(_ADDRESSES, self.random.randint(1, 3))
+            config["nodePortAddresses"] = ["primary"] if "primary" in addresses else addresses
+        section: dict[str, Any] = {}
+        if self.random.random() < 0.3:
+            section["masqueradeAll"] = True
+        if self.random.random() < 0.3:
+            section["masqueradeBit"] = self.random.randint(0, 31)
+        if mode == "iptables" and self.random.random() < 0.3:
+            section["localhostNodePorts"] = False
+        return config | ({mode: section} if section else {})
+
+    def service(self, number: int) -> Svc:
+        ports = [Port(80, "TCP", self.random.choice((8080, 8081)), "web", self._node_port(30000 + number))]
+        if self.random.random() < 0.6:
+            ports.append(Port(53, "UDP", self.random.choice((5353, 5354)), "dns", self._node_port(31000 + number)))
+        if self.random.random() < 0.3:
+            ports.append(Port(53, "TCP", 8081, "dns-tcp", self._node_port(32000 + number)))
+        made = Svc(
+            f"svc-{number}",
+            number,
+            self._slices(),
+            ports,
+            self.random.choice(((4, 6), (4, 6), (4,), (6,))),
+            external=self.random.random() < 0.6,
+            load_balancer=self.random.random() < 0.6,
+            spec=self._spec(),
+            ip_mode=self.random.choice(("", "", "VIP", "Proxy")),
+        )
+        # Only a load balancer has these, as the API server has it.
+        if not made.load_balancer:
+            made.spec.pop("loadBalancerSourceRanges", None)
+        if made.load_balancer and self.random.random() < 0.15:
+            made.vips = self.random.choice((node_address(1), pod_gateway(1)))
+            made.ports = [replace(port, number=1000 * number + index) for index, port in enumerate(made.ports)]
+        return made
+
+    def changed(self, service: Svc) -> Svc:
+        """The same service with another property; its addresses and ports stay."""
+        what = self.random.choice(("ends", "ends", "ends", "spec", "all"))
+        if what == "ends":
+            return replace(service, ends=self._slices())
+        if what == "spec":
+            spec = self._spec()
+            if not service.load_balancer:
+                spec.pop("loadBalancerSourceRanges", None)
+            return replace(service, spec=spec)
+        return self.service(service.number)
+
+    def _node_port(self, number: int) -> int:
+        return number if self.random.random() < 0.8 else 0
+
+    def _spec(self) -> dict[str, Any]:
+        spec: dict[str, Any] = {}
+        for part, likely in ((LOCAL, 0.4), (INTERNAL, 0.3), (STICKY, 0.15)):
+            if self.random.random() < likely:
+                spec |= part
+        if self.random.random() < 0.4:
+            spec["loadBalancerSourceRanges"] = self.random.sample(_NETWORKS, self.random.randint(1, 4))
+        return spec
+
+    def _slices(self) -> list[list[End]]:
+        hinted = self.random.choice(("", "", "zones", "nodes", "both", "some"))
+        return [
+            [self._end(pod, hinted) for pod in self.random.sample(list(PODS), self.random.randint(0, 3))]
+            for _ in range(self.random.choice((0, 1, 1, 1, 2)))
+        ]
+
+    def _end(self, pod: str, hinted: str) -> End:
+        states: list[dict[str, Any]] = [
+            {},
+            {},
+            {},
+            {},
+            {"ready": None},
+            {"ready": False},
+            {"ready": False, "serving": False},
+            {"ready": False, "serving": True, "terminating": True},
+            {"ready": False, "serving": True, "terminating": True},
+            {"ready": False, "serving": False, "terminating": True},
+            {"ready": True, "serving": True, "terminating": False},
+        ]
+        end = End(pod, **self.random.choice(states))
+        hint = hinted if hinted != "some" else self.random.choice(("", "zones"))
+        if hint in ("zones", "both"):
+            end.zones = (self.random.choice(("zone-a", "zone-b")),)
+        if hint in ("nodes", "both"):
+            end.nodes = (self.random.choice(("node1", "node2")),)
+        return end
