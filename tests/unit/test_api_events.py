@@ -128,3 +128,15 @@ def test_recording_never_waits(api: ScriptedApi, events: EventRecorder) -> None:
         events.event(NODE, "Normal", f"Reason{number}", "StartKubeProxy", "")
     api.held.set()
     wait_until(lambda: len(posted(api)) > recorder.MOST_WAITING)
+
+
+def test_an_event_whose_answer_was_lost_is_not_made_again(
+    api: ScriptedApi, events: EventRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second try finds it there: that is as good as having made it."""
+    api.script("events", lambda exchange: exchange.cut(), lambda exchange: exchange.status(409, "already exists"))
+    starting(events)
+    wait_until(lambda: len(posted(api)) == 2)
+    starting(events)
+    wait_until(lambda: [request.method for request in list(api.requests)] == ["POST", "POST", "PATCH"])
+    assert caplog.records == []

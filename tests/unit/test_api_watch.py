@@ -147,6 +147,23 @@ def test_a_watch_that_breaks_is_resumed_without_a_word(api: ScriptedApi) -> None
         assert source.said("fails") == []
 
 
+def test_a_server_that_restarts_and_has_no_history_is_no_trouble(api: ScriptedApi) -> None:
+    """The watch breaks, the next one is refused (410), and the list is there: not a word, and no wait."""
+
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a")], "5")
+        exchange.cut()
+
+    def again(exchange: Exchange) -> None:
+        exchange.initial([service("b", "10.96.0.2")], "50")
+        exchange.hold()
+
+    api.script("services", first, lambda exchange: exchange.status(410, "too old resource version"), again)
+    with following(api) as source:
+        source.until(lambda: source.names("Service") == {"b"})
+        assert source.said("error") == []
+
+
 GARBAGE = {
     "no JSON": b"\x00\xff\x00garbage\n",
     "half an event": b'{"type": "ADDED", "object": {"metadata": {"na\n',

@@ -119,21 +119,27 @@ class Follower:
         try:
             while True:
                 try:
-                    self._follow()
+                    self._follow_once()
                     self._failures = 0
                 except GoneError as gone:
                     _log.debug("history has expired, listing again", resource=name, why=str(gone))
                     self._version = ""
-                    self._fail(gone, tell=self._failures > 0)
+                    # After a server's restart the first try breaks off, and the second ends so: nothing is wrong.
+                    self._fail(gone, tell=self._failures > 1)
                 except TroubleError as trouble:
                     self._fail(trouble, tell=True)
-                finally:
-                    self._watching_since = None
-                    observer.connected(name, False)
         except StoppedError:
             pass
         finally:
             self._channel.close()
+
+    def _follow_once(self) -> None:
+        """As ``_follow``; whatever ends it, the wait that comes then is shown as one."""
+        try:
+            self._follow()
+        finally:
+            self._watching_since = None
+            self._client.observer.connected(self._resource.name, False)
 
     def _fail(self, trouble: TroubleError, *, tell: bool) -> None:
         self._channel.close()
@@ -155,7 +161,7 @@ class Follower:
                 delay = max(delay, timing.forbidden)
         if tell:
             self._troubles.failed(self._resource.name, trouble)
-        if isinstance(trouble, GoneError) and self._failures == 1:
+        if isinstance(trouble, GoneError) and self._failures <= 2:
             return
         self._client.wait(delay)
 

@@ -143,6 +143,8 @@ class EventRecorder:
             except TroubleError as trouble:
                 if method == "PATCH" and trouble.code == 404:
                     return False  # it has expired: a new one is made
+                if method == "POST" and trouble.code == 409 and attempt > 1:
+                    return True  # the try before has made it, though its answer did not come
                 again = trouble.code in (0, 401, 429) or trouble.code >= 500
                 if not again or attempt == TRIES:
                     self._lost(str(trouble), reason)

@@ -60,6 +60,8 @@ def connection_trouble(host: str, error: Exception) -> TroubleError:
         text = f"there is no route to {host} ({cause.strerror}): check this node's routes, and the address"
     elif isinstance(error, exceptions.ConnectTimeoutError):
         text = f"{host} cannot be reached: no answer to connecting; check the address, routes and firewalls"
+    elif isinstance(cause, TimeoutError):
+        text = f"{host} takes the connection and does not answer: check whether the API server hangs or is overloaded"
     elif isinstance(cause, OSError) and cause.errno is not None:
         text = f"the connection to {host} broke: {cause.strerror}"
     else:
