@@ -12,30 +12,59 @@ from pyebpf_proxy.lab.namespace import set_network_namespace
 
 
 class Relay:
-    """``with Relay(path, port)``: what connects to 127.0.0.1:port in the namespace at ``path`` reaches it here."""
+    """``with Relay(path, port)``: what connects to 127.0.0.1:port in the namespace at ``path`` reaches it here.
+
+    ``target``: the port here that new connections lead to, if it is to be another one.
+    """
 
     def __init__(self, namespace: str, port: int) -> None:
-        self._port = port
-        made: list[socket.socket] = []
-
-        def listen() -> None:
-            # A thread alone changes its namespace, and ends with it; its socket stays where it was made.
-            set_network_namespace(namespace)
-            made.append(socket.create_server(("127.0.0.1", port), backlog=64))
-
-        maker = threading.Thread(target=listen)
-        maker.start()
-        maker.join()
-        (self._listener,) = made
+        self._namespace = namespace
+        self._port = self.target = port
         self._connections: set[socket.socket] = set()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._listener: socket.socket | None = None
+        self._flowing = threading.Event()
+        self._flowing.set()
+        self.listen()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.flow()
+        self.refuse()
+
+    def listen(self) -> None:
+        """Take connections, if they are refused now."""
+        if self._listener is not None:
+            return
+        made: list[socket.socket] = []
+
+        def listen() -> None:
+            # A thread alone changes its namespace, and ends with it; its socket stays where it was made.
+            set_network_namespace(self._namespace)
+            made.append(socket.create_server(("127.0.0.1", self._port), backlog=64))
+
+        maker = threading.Thread(target=listen)
+        maker.start()
+        maker.join()
+        (self._listener,) = made
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def refuse(self) -> None:
+        """End every connection, and let the kernel refuse new ones, as where no server runs."""
+        if self._listener is not None:
+            # Closing alone would not wake the thread that accepts, and the socket would go on listening.
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
         self.cut()
-        self._listener.close()
+
+    def hold(self) -> None:
+        """Until ``flow``, nothing arrives: what is sent is lost, and its connection ends then; new ones wait."""
+        self._flowing.clear()
+
+    def flow(self) -> None:
+        self._flowing.set()
 
     def cut(self) -> None:
         """End every connection; new ones are taken."""
@@ -45,14 +74,15 @@ class Relay:
             except OSError:
                 pass  # it has ended by itself
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                inside, _ = self._listener.accept()
+                inside, _ = listener.accept()
             except OSError:
                 return  # closed
+            self._flowing.wait()
             try:
-                outside = socket.create_connection(("127.0.0.1", self._port), timeout=10)
+                outside = socket.create_connection(("127.0.0.1", self.target), timeout=10)
             except OSError:
                 inside.close()
                 continue
@@ -63,11 +93,12 @@ class Relay:
     def _copy(self, source: socket.socket, target: socket.socket) -> None:
         self._connections.add(source)
         try:
-            while data := source.recv(65536):
+            while (data := source.recv(65536)) and self._flowing.is_set():
                 target.sendall(data)
         except OSError:
             pass  # the other direction has ended both
         finally:
+            self._flowing.wait()
             self._connections.discard(source)
             for each in (source, target):
                 try:

@@ -251,7 +251,12 @@ def _enter(wanted: dict[str, Any]) -> None:
     for source, target, read_only in wanted["mounts"]:
         # /var/run is a link to /run, which must not be followed to this machine's.
         place = root / target.removeprefix("/var").lstrip("/") if target.startswith("/var/run/") else root / target[1:]
-        place.mkdir(parents=True, exist_ok=True)
+        if Path(source).is_file():
+            # As the runtimes: what stands there is hidden by a file, not followed to where it may lead.
+            place.unlink(missing_ok=True)
+            place.touch()
+        else:
+            place.mkdir(parents=True, exist_ok=True)
         _bind(source, place, read_only)
     if wanted["read_only"]:
         _mount("overlay", root, None, MS_REMOUNT | MS_RDONLY)

@@ -39,7 +39,7 @@ def with_manifests(specification: Object, folder: Path) -> Object:
 
 
 def add_volume(specification: Object, name: str, folder: Path, place: str) -> None:
-    """One more folder of this machine, read-only."""
+    """One more folder or file of this machine, read-only."""
     specification["volumes"].append({"name": name, "hostPath": {"path": str(folder)}})
     mount = {"name": name, "mountPath": place, "readOnly": True}
     specification["containers"][0]["volumeMounts"].append(mount)

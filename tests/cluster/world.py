@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node of the lab whose agent is the DaemonSet's pod with the role's rights, an API server, and traffic all the time.
+
+Between the two stand a relay, which refuses, cuts and holds, and on request the proxy that spoils answers.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pyebpf_proxy.lab.addresses import POD_CIDR, Dual, cluster_ip
+from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from tests.deployment.container import Container
+from tests.deployment.manifests import DEPLOY, ROOT
+from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, wait_ready
+
+from . import kubeadm
+from .apiserver import ADMIN_TOKEN, ApiServer
+from .proxy import Proxy
+from .relay import Relay
+from .traffic import Traffic, Way
+
+#: A name that the server's certificate has; the pod's hosts file says where it is.
+NAME = "kubernetes.default.svc"
+HOSTS = f"127.0.0.1 localhost {NAME}\n"
+STEADY = [Port("http", 80, 8080, node_port=30080), Port("echo", 7, 7007, node_port=30007)]
+HTTP = [Port("http", 80, 8080)]
+DAEMON_SET = "/apis/apps/v1/namespaces/kube-system/daemonsets/pyebpf-proxy"
+CONNECTED = re.compile(r'^pyebpf_proxy_api_connected\{resource="(\w+)"\} (\S+)$', re.MULTILINE)
+LAST_EVENT = re.compile(r'^pyebpf_proxy_api_last_event_timestamp_seconds\{resource="(\w+)"\} (\S+)$', re.MULTILINE)
+ACCOUNT = "pyebpf-proxy"
+#: What is said of an outage when it begins, and when it is over.
+BEGINNINGS = ("the API server fails", "the API server does not let us follow")
+ENDS = ("the API server is right again", "the resource can be followed again")
+LONG = 90.0
+
+
+class World:
+    """``with World(folder) as world``: the agent has started before its API server, has its traffic, and is ready."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        self.hosts = folder / "hosts"
+        self._account = folder / "account"
+        self._number = 20
+
+    def __enter__(self) -> World:
+        with ExitStack() as stack:
+            self.server = stack.enter_context(ApiServer(("--allow-privileged",)))
+            self.lab = lab = stack.enter_context(Lab(nodes=1))
+            (self.node,) = lab.nodes
+            self.pods = [lab.add_pod(f"web-{number}", self.node) for number in (1, 2)]
+            self.asking = lab.add_pod("toolbox", self.node, serve=False)
+            self.proxy = stack.enter_context(Proxy(self.server.port, self.server.folder))
+            self.relay = stack.enter_context(Relay(self.node.namespace.path, self.server.port))
+            self.install()
+            self.container = stack.enter_context(self._container())
+            self.relay.refuse()
+            self.container.start()
+            self.wait(lambda: self.said(*BEGINNINGS), "it says that there is no API server")
+            self.first_connected = self.connected()
+            self.relay.listen()
+            wait_ready(self.node, self.container)
+            self.first_log = self.container.log()
+            self.traffic = stack.enter_context(Traffic(self._folder, self._places()))
+            self.wait(lambda: self.traffic.rounds > 3, "traffic goes")
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    # ---- the API server's side -----------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """What kubeadm makes, the overlay for it, the Node, the Service that carries the traffic; and a token."""
+        server, only = self.server, self.node
+        for item in (kubeadm.config_map(f"https://{NAME}:{server.port}"), kubeadm.daemon_set()):
+            server.create(item)
+        admin = server.kubeconfig(self._folder / "admin.conf", {"token": ADMIN_TOKEN})
+        command = ["kubectl", f"--kubeconfig={admin}", "apply", "-k", DEPLOY / "overlays" / "kubeadm"]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        known = node(only.name, only.address, only.pod_cidr)
+        server.create(known)
+        # Not by apply, which takes one address of each type.
+        path = f"/api/v1/nodes/{only.name}/status"
+        server.request("PATCH", path, {"status": known["status"]}, "application/merge-patch+json")
+        for item in (service("steady", STEADY, cluster_ip(11)), *slices("steady", STEADY, self._endpoints())):
+            server.apply(item)
+        self.rotate()
+
+    def rotate(self, token: str = "") -> None:
+        """The pod gets another token, as the kubelet gives it one; or this."""
+        self._account.mkdir(exist_ok=True)
+        (self._account / "token").write_text(token or self.server.token(ACCOUNT))
+        (self._account / "ca.crt").write_text(self.server.ca.read_text())
+
+    def appear(self) -> tuple[str, Dual]:
+        """A new Service with endpoints; its name and address."""
+        self._number += 1
+        name, address = f"fresh-{self._number}", cluster_ip(self._number)
+        for item in (service(name, HTTP, address), *slices(name, HTTP, self._endpoints())):
+            self.server.apply(item)
+        return name, address
+
+    def lose_endpoints(self, name: str) -> None:
+        """Its slices go, the Service stays."""
+        for item in slices(name, HTTP, self._endpoints()):
+            self.server.delete(item)
+
+    def _endpoints(self) -> list[tuple[Dual, str | None]]:
+        return [(pod.address, self.node.name) for pod in self.pods]
+
+    # ---- the node's side -----------------------------------------------------------------------------------------
+
+    def _container(self) -> Container:
+        files = self.server.request("GET", "/api/v1/namespaces/kube-system/configmaps/kube-proxy")["data"]
+        changed = yaml.safe_load(files["config.conf"]) | {"clusterCIDR": ",".join(POD_CIDR)}
+        specification = pod_of(self.server.request("GET", DAEMON_SET))
+        specification["containers"][0]["command"] = [sys.executable, str(Path(__file__).with_name("quick_agent.py"))]
+        add_volume(specification, "account", self._account, ACCOUNT_FOLDER)
+        # As the kubelet does; names that are not in the one file are asked for where nobody listens.
+        resolver = self._folder / "resolv.conf"
+        resolver.write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+        self.hosts.write_text(HOSTS)
+        add_volume(specification, "hosts", self.hosts, "/etc/hosts")
+        add_volume(specification, "resolver", resolver, "/etc/resolv.conf")
+        return contained(self.node, specification, files | {"config.conf": yaml.safe_dump(changed)})
+
+    def _places(self) -> list[Any]:
+        """From outside through the NodePorts, from a pod and from the node itself through the ClusterIPs."""
+        inside = [Way(address, 80, 7) for address in cluster_ip(11)]
+        outside = [Way(address, 30080, 30007) for address in self.node.address]
+        return [(self.lab.client, outside), (self.asking.namespace, inside), (self.node.namespace, inside)]
+
+    def answers(self, address: Dual) -> set[str]:
+        """What asking a Service comes to, in either family."""
+        return {self.node.namespace.call(ask, address.of(family), 80).kind for family in (4, 6)}
+
+    def serves(self, address: Dual) -> bool:
+        return self.answers(address) == {ANSWERED}
+
+    def refuses(self, address: Dual) -> bool:
+        return self.answers(address) == {REFUSED}
+
+    def connected(self) -> dict[str, bool]:
+        """Which resources are followed, by the agent's own metric."""
+        return {name: float(value) == 1 for name, value in CONNECTED.findall(self.node.agent.metrics())}
+
+    def follows(self) -> bool:
+        """Whether it follows everything."""
+        connected = self.connected()
+        return len(connected) == 3 and all(connected.values())
+
+    def lists(self) -> float:
+        """How often Services and slices have been listed, the rarer of them."""
+        text = self.node.agent.metrics()
+        return min(
+            float(re.findall(rf'^pyebpf_proxy_api_lists_total{{resource="{name}"}} (\S+)', text, re.MULTILINE)[0])
+            for name in ("services", "endpointslices")
+        )
+
+    def said(self, *words: str, since: int = 0) -> list[str]:
+        """Lines of the log with any of these words, from a place of it on."""
+        return [line for line in self.container.log()[since:].splitlines() if any(word in line for word in words)]
+
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        self.container.wait_for(condition, what, LONG)
+
+    @contextmanager
+    def outage(self, *resources: str) -> Iterator[Outage]:
+        """Inside, something is wrong, and right again; traffic must not see it. ``resources``: each has a line."""
+        self.settle()
+        outage = Outage(self, resources)
+        try:
+            yield outage
+        except BaseException:
+            self.heal()
+            raise
+        outage.check()
+
+    def settle(self) -> None:
+        """Nothing of what was before counts: each watch brings something, and the traffic's failures are forgotten."""
+        self.wait(self.follows, "everything is followed at first")
+        before = self._events()
+        note = {"metadata": {"annotations": {"tests/now": str(time.time_ns())}}}
+        for path in (
+            f"/api/v1/nodes/{self.node.name}",
+            "/api/v1/namespaces/default/services/steady",
+            "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices/steady-ipv4",
+        ):
+            self.server.request("PATCH", path, note, "application/merge-patch+json")
+        self.wait(
+            lambda: len(events := self._events()) == 3 and all(at > before.get(name, 0) for name, at in events.items()),
+            "all watches bring something",
+        )
+        self.traffic.failures()
+
+    def heal(self) -> None:
+        """After a test that failed: the next is not to fail with it."""
+        self.hosts.write_text(HOSTS)
+        self.server.thaw()
+        self.server.start()
+        self.relay.target = self.server.port
+        self.relay.flow()
+        self.relay.listen()
+        self.rotate()
+
+    def _events(self) -> dict[str, float]:
+        text = self.node.agent.metrics()
+        return {name: float(value) for name, value in LAST_EVENT.findall(text)}
+
+
+class Outage:
+    """What the agent shows from the beginning of something on."""
+
+    def __init__(self, world: World, resources: tuple[str, ...]) -> None:
+        self._world = world
+        self._resources = resources or ("",)
+        self._begin = len(world.container.log())
+        self._rounds = world.traffic.rounds
+        self._since = time.monotonic()
+
+    def _lines(self, *words: str) -> list[str]:
+        return self._world.said(*words, since=self._begin)
+
+    def seen(self, words: str) -> None:
+        """Wait until the log says so, and the metric shows what is not followed."""
+        world = self._world
+        world.wait(lambda: self._lines(words), words)
+        lost = set(self._resources) - {""}
+        world.wait(
+            lambda: lost <= {name for name, value in world.connected().items() if not value} and not world.follows(),
+            f"the metric shows it: {world.connected()} {lost}",
+        )
+
+    def lasts(self, seconds: float) -> None:
+        """Let it go on until it has gone on for so long, with traffic."""
+        self._world.wait(lambda: time.monotonic() - self._since >= seconds, "time goes by")
+
+    def check(self) -> None:
+        """One line at the beginning, one at the end, nothing else that is wrong, and no packet that noticed."""
+        world = self._world
+        world.wait(world.follows, "everything is followed again")
+        world.wait(lambda: len(self._lines(*ENDS)) >= len(self._resources), "it says that it is over")
+        rounds = world.traffic.rounds
+        world.wait(lambda: world.traffic.rounds > rounds + 1, "traffic goes on")
+        assert world.traffic.failures() == []
+        assert world.traffic.rounds > self._rounds + 3
+        wrong = self._lines(" error ", " warning ")
+        assert len(wrong) == len(self._resources), wrong
+        for resource in self._resources:
+            begun = [line for line in wrong if f"resource={resource}" in line or not resource]
+            assert len(begun) == 1, wrong
+            assert any(beginning in begun[0] for beginning in BEGINNINGS), wrong
+        assert len(self._lines(*ENDS)) == len(self._resources), self._lines(*ENDS)
+
+
+def expired(server: ApiServer) -> str:
+    """A token of the account that was good once: signed by the server's own key."""
+    head, body, _ = server.token(ACCOUNT).split(".")
+    claims = json.loads(base64.urlsafe_b64decode(body + "=="))
+    claims |= {"iat": claims["iat"] - 7200, "nbf": claims["nbf"] - 7200, "exp": claims["exp"] - 7200}
+    signed = f"{head}.{_encoded(json.dumps(claims).encode())}"
+    sign = ["openssl", "dgst", "-sha256", "-sign", server.folder / "accounts.key"]
+    der = subprocess.run(sign, input=signed.encode(), check=True, capture_output=True).stdout
+    # SEQUENCE of two INTEGERs; the token has both as 32 bytes.
+    length = der[3]
+    numbers = (der[4 : 4 + length], der[6 + length :])
+    return f"{signed}.{_encoded(b''.join(number.lstrip(bytes(1)).rjust(32, bytes(1)) for number in numbers))}"
+
+
+def _encoded(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
