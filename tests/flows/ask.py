@@ -18,6 +18,8 @@ PATIENCE = 2.4
 AT_ONCE = 64
 #: Requests of one flow that may be lost before it counts as dropped.
 LOST = 1
+#: Refusals of one flow that end it.
+REFUSED = 2
 
 _IP_RECVERR, _IPV6_RECVERR = 11, 25
 _MSG_ERRQUEUE = 0x2000
@@ -41,21 +43,22 @@ def ask_flows(flows: Sequence[Flow]) -> list[list[Raw]]:
 
 
 def _ask_until_nothing_new(flow: Flow) -> list[Raw]:
-    """Each different outcome once. What fails is not a matter of chance: one failure ends it."""
-    found: dict[tuple[str, int, str], Raw] = {}
-    in_vain = 0
-    lost = 0
+    """Each different outcome once. Failures take long, and are seldom a matter of chance: a few of them end it."""
+    found: dict[tuple[str, int, str, str], Raw] = {}
+    in_vain = lost = refused = 0
     # The more answers there are, the longer another may keep away by chance.
-    while in_vain < flow.count * max(1, len(found)):
+    while in_vain < flow.count * max(1, len(found)) and refused < REFUSED:
         raw = ask(flow)
-        if raw.failed == DROPPED and lost < LOST:
+        if raw.failed == DROPPED:
             # A busy machine loses an answer, a rule loses all of them.
             lost += 1
-            continue
-        if raw.failed:
+            if lost <= LOST:
+                continue
             return [*found.values(), raw]
-        in_vain = in_vain + 1 if raw[:3] in found else 0
-        found.setdefault(raw[:3], raw)
+        refused += bool(raw.failed)
+        key = raw.pod, raw.port, raw.peer, raw.failed
+        in_vain = in_vain + 1 if key in found else 0
+        found.setdefault(key, raw)
     return list(found.values())
 
 

@@ -83,9 +83,7 @@ class _Maker:
             spec=self._spec(),
             ip_mode=self.random.choice(("", "", "VIP", "Proxy")),
         )
-        # Only a load balancer has these, as the API server has it.
-        if not made.load_balancer:
-            made.spec.pop("loadBalancerSourceRanges", None)
+        made = _valid(made)
         if made.load_balancer and self.random.random() < 0.15:
             made.vips = self.random.choice((node_address(1), pod_gateway(1)))
             made.ports = [replace(port, number=1000 * number + index) for index, port in enumerate(made.ports)]
@@ -97,10 +95,7 @@ class _Maker:
         if what == "ends":
             return replace(service, ends=self._slices())
         if what == "spec":
-            spec = self._spec()
-            if not service.load_balancer:
-                spec.pop("loadBalancerSourceRanges", None)
-            return replace(service, spec=spec)
+            return _valid(replace(service, spec=self._spec()))
         return self.service(service.number)
 
     def _node_port(self, number: int) -> int:
@@ -143,3 +138,11 @@ class _Maker:
         if hint in ("nodes", "both"):
             end.nodes = (self.random.choice(("node1", "node2")),)
         return end
+
+
+def _valid(service: Svc) -> Svc:
+    """Without what the API server takes only from services of another kind."""
+    left_out = set() if service.load_balancer else {"loadBalancerSourceRanges"}
+    if not (service.load_balancer or service.external or any(port.node_port for port in service.ports)):
+        left_out.add("externalTrafficPolicy")
+    return replace(service, spec={name: value for name, value in service.spec.items() if name not in left_out})

@@ -121,6 +121,10 @@ class World:
                 found[number] = Seen.of(words)
         return found
 
+    def forget_flows(self) -> None:
+        """What the node remembers of UDP from before: a port that is used again would go on as it was."""
+        self.node.namespace.run("conntrack", "-D", "-p", "udp", check=False)
+
     def compare(self, flows: Sequence[Flow], theirs: Sequence[Seen], shown: set[str]) -> list[str]:
         """Send the flows; what differs from ``theirs`` and is not listed, in words. ``shown``: listed ones are added.
 
