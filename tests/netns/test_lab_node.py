@@ -64,7 +64,7 @@ def test_tcp_is_connected_straight_to_the_endpoint(node_lab: Lab, family: int) -
 
 
 def test_getpeername_shows_the_service(node_lab: Lab, family: int, protocol: str) -> None:
-    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (test_flows)."""
+    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (test_kube_proxy_flows)."""
     node = node_lab.nodes[0]
     for kind in ("ClusterIP", "NodePort"):
         target = WEB.target(kind, node)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_getpeername_shows_the_service(node_lab: Lab, family: int, protocol: str
 
 
 def test_unconnected_udp_answers_seem_to_come_from_the_service(node_lab: Lab, family: int) -> None:
-    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (test_flows)."""
+    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (test_kube_proxy_flows)."""
     node = node_lab.nodes[0]
     for kind in ("ClusterIP", "NodePort"):
         target = WEB.target(kind, node)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def test_unconnected_udp_to_a_pod_itself_keeps_the_pods_address(node_lab: Lab, f
 
 
 def test_no_endpoints_is_econnrefused(node_lab: Lab, family: int, protocol: str) -> None:
-    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (test_flows)."""
+    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (test_kube_proxy_flows)."""
     node = node_lab.nodes[0]
     for kind in ("ClusterIP", "NodePort"):
         target = EMPTY.target(kind, node)  # type: ignore[arg-type]
