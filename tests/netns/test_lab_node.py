@@ -64,9 +64,8 @@ def test_tcp_is_connected_straight_to_the_endpoint(node_lab: Lab, family: int) -
 
 
 def test_getpeername_shows_the_service(node_lab: Lab, family: int, protocol: str) -> None:
-    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (test_kube_proxy_flows)."""
     node = node_lab.nodes[0]
-    for kind in ("ClusterIP", "NodePort"):
+    for kind in ("ClusterIP", "LoadBalancer", "NodePort"):
         target = WEB.target(kind, node)  # type: ignore[arg-type]
         asked = (target.address.of(family), target.ports[protocol])
         outcome = node.namespace.call(ask, *asked, protocol)
@@ -75,9 +74,8 @@ def test_getpeername_shows_the_service(node_lab: Lab, family: int, protocol: str
 
 
 def test_unconnected_udp_answers_seem_to_come_from_the_service(node_lab: Lab, family: int) -> None:
-    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (test_kube_proxy_flows)."""
     node = node_lab.nodes[0]
-    for kind in ("ClusterIP", "NodePort"):
+    for kind in ("ClusterIP", "LoadBalancer", "NodePort"):
         target = WEB.target(kind, node)  # type: ignore[arg-type]
         asked = (target.address.of(family), target.ports["udp"])
         for outcome in node.namespace.call(ask_many, 8, *asked, "udp", connected=False):
@@ -93,7 +91,7 @@ def test_unconnected_udp_to_a_pod_itself_keeps_the_pods_address(node_lab: Lab, f
 
 
 def test_no_endpoints_is_econnrefused(node_lab: Lab, family: int, protocol: str) -> None:
-    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (test_kube_proxy_flows)."""
+    """A VIP is not among them: in iptables mode nothing refuses what the node itself sends there (docs/parity.md)."""
     node = node_lab.nodes[0]
     for kind in ("ClusterIP", "NodePort"):
         target = EMPTY.target(kind, node)  # type: ignore[arg-type]
