@@ -11,6 +11,7 @@ import shutil
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from .measure import say
 ADDRESS = "192.0.2.1"
 TEAMS = 50
 CONNECTIONS = 8
+#: The API server ends a connection that nobody uses for some minutes; after so long we begin another one, seconds.
+IDLE_SECONDS = 30.0
 _ARGUMENTS = (
     "--bind-address=0.0.0.0",
     # The workload's ClusterIPs, without its first address: that is the Service ``kubernetes``.
@@ -51,13 +54,17 @@ class Connection:
     def __init__(self, server: ApiServer) -> None:
         context = ssl.create_default_context(cafile=str(server.ca))
         self._connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=60, context=context)
+        self._used = time.monotonic()
 
     def write(self, method: str, path: str, body: Any, content: str = "application/json") -> None:
         """One request; RuntimeError if it is refused (what exists already is not)."""
         headers = {"Authorization": f"Bearer {ADMIN_TOKEN}", "Content-Type": content}
+        if time.monotonic() - self._used > IDLE_SECONDS:
+            self._connection.close()  # the request opens it anew
         self._connection.request(method, path, json.dumps(body), headers)
         answer = self._connection.getresponse()
         text = answer.read()
+        self._used = time.monotonic()
         if answer.status >= 300 and answer.status != 409:
             raise RuntimeError(f"{method} {path}: {answer.status}: {text[:500].decode(errors='replace')}")
 

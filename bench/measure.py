@@ -62,7 +62,10 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """A figure: ``samples`` holds everything that was measured, for other evaluations and the plot."""
+    """A figure: ``samples`` holds everything that was measured, for other evaluations and the plot.
+
+    ``note``: what a reader must know of this very run, e.g. that it broke off.
+    """
 
     figure: str
     title: str
@@ -70,6 +73,7 @@ class Result(msgspec.Struct, kw_only=True):
     machine: dict[str, Any]
     rows: list[Row]
     samples: dict[str, Any]
+    note: str = ""
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def write_page(results: Iterable[Result]) -> None:
 def section(result: Result) -> str:
     """One figure: its table, its picture, where and when it was measured."""
     m = result.machine
-    speed = m["speed_seconds"]["median"]
+    speed = m["speed_seconds"]["median"] if m["speed_seconds"] else None
     header = ("what", "measured", "compared with", "result", "at normal speed", "goal", "")
     lines = [
         f"### {result.title}",
@@ -38,9 +38,14 @@ def section(result: Result) -> str:
         f"![{result.title}](../bench/results/{result.figure}.svg)",
         "",
         f"{m['date']}, commit {m['commit']}, {m['kernel']}, {m['processor']}, {m['cpus']} CPUs"
-        f"{' (virtual)' if m['virtual'] else ''}, load {m['load_average'][0]} at the end; the speed measure took"
-        f" {significant(speed)} s, {significant(speed / NORMAL_SECONDS, 2)} times normal."
-        + (" **A quick run.**" if result.quick else ""),
+        f"{' (virtual)' if m['virtual'] else ''}, load {m['load_average'][0]} at the end; "
+        + (
+            "the speed measure is missing: nothing is scaled."
+            if speed is None
+            else f"the speed measure took {significant(speed)} s, {significant(speed / NORMAL_SECONDS, 2)} times normal."
+        )
+        + (" **A quick run.**" if result.quick else "")
+        + (f" **{result.note}**" if result.note else ""),
         "",
     ]
     return "\n".join(lines)

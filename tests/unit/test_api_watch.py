@@ -57,6 +57,19 @@ def test_the_list_comes_as_the_beginning_of_the_watch(api: ScriptedApi) -> None:
     assert asked.headers["Accept"] == "application/json"
 
 
+def test_the_first_list_goes_on_in_parts(api: ScriptedApi) -> None:
+    def first(exchange: Exchange) -> None:
+        exchange.begin()
+        for number in range(1200):
+            exchange.event("ADDED", service(f"s{number}", f"10.96.{number // 250}.{number % 250 + 1}"))
+        exchange.hold()
+
+    api.script("services", first)
+    with following(api) as source:
+        source.until(lambda: len(source.names("Service")) == 1000)
+        assert not source.complete
+
+
 def test_an_older_server_is_asked_for_pages_and_then_watched_from_there(api: ScriptedApi) -> None:
     api.script(
         "services",
