@@ -104,6 +104,7 @@ class Bench:
         for each in found:
             seen = watch.seen(str(each.pop("address")))
             each["in_force"] = None if seen is None else seen - begin
+            each.update({name: round(value, 5) for name, value in each.items() if value is not None})
         return sorted(found, key=lambda each: each["sent"] or 0.0)
 
 

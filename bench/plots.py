@@ -138,7 +138,8 @@ def _cluster(result: Result, figure: Figure) -> None:
         for run in (run for found in of for run in found if "many" in run):
             seen = [each for each in run["many"] if each["in_force"] is not None]
             took = [(each["in_force"] - each["sent"]) * 1e3 for each in seen]
-            right.plot([each["sent"] for each in seen], took, ".", color=colours[kind], markersize=1, alpha=0.6)
+            right.plot([each["sent"] for each in seen], took, ".", color=colours[kind], markersize=1, alpha=0.6,
+                       rasterized=True)  # fmt: skip
     left.set(ylabel="start → everything programmed, s", ylim=(0, None))
     left.legend(frameon=False, fontsize=7)
     middle.set(ylabel="a slice written → in force, ms", yscale="log")

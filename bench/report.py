@@ -42,7 +42,8 @@ def section(result: Result) -> str:
         + (
             "the speed measure is missing: nothing is scaled."
             if speed is None
-            else f"the speed measure took {significant(speed)} s, {significant(speed / NORMAL_SECONDS, 2)} times normal."
+            else f"the speed measure took {significant(speed)} s,"
+            f" {significant(speed / NORMAL_SECONDS, 2)} times normal."
         )
         + (" **A quick run.**" if result.quick else "")
         + (f" **{result.note}**" if result.note else ""),
