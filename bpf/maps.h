@@ -28,8 +28,10 @@ enum frontend_kind {
 	EXTERNAL_IP = 2,
 	LOAD_BALANCER = 3,
 	NODE_PORT = 4,
-	UNSERVED_NODE_PORT = 5,	/* in no map: what the programs make of a NodePort at an address that serves none */
 };
+
+/* In no map: what the programs make of a NodePort at an address that serves none. */
+#define UNSERVED_NODE_PORT 5
 
 enum lane {
 	DIRECT = 0,
