@@ -161,7 +161,8 @@ def test_policy_local_without_a_local_endpoint_drops_the_nodes_own_too(cluster: 
     ("empty", "NodePort", "toolbox"), ("empty", "NodePort", "client"), ("empty", "NodePort", "node1"),
     ("empty", "ExternalIP", "toolbox"), ("empty", "ExternalIP", "client"),
     ("empty", "LoadBalancer", "toolbox"), ("empty", "LoadBalancer", "client"),
-    ("empty-local", "ClusterIP", "toolbox"), ("empty-local", "ClusterIP", "client"), ("empty-local", "ClusterIP", "node1"),
+    ("empty-local", "ClusterIP", "toolbox"), ("empty-local", "ClusterIP", "client"),
+    ("empty-local", "ClusterIP", "node1"),
     ("empty-local", "LoadBalancer", "toolbox"), ("empty-local", "LoadBalancer", "client"),
 ])  # fmt: skip
 def test_no_endpoints_is_refused_at_once(
