@@ -16,10 +16,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from pyebpf_proxy.datapath.btf import Btf
-from pyebpf_proxy.datapath.layouts import Layouts
-from pyebpf_proxy.datapath.libbpf import Map, Object
-from pyebpf_proxy.datapath.programs import OBJECTS
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import Map, Object
+from pyebpf_proxy.datapath.loader.programs import OBJECTS
+from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.lab.cluster import Lab
 
 from . import workload

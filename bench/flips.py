@@ -18,9 +18,9 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Protocol
 
-from pyebpf_proxy.datapath.layouts import Layouts
-from pyebpf_proxy.datapath.libbpf import Map, Object
-from pyebpf_proxy.datapath.programs import OBJECTS
+from pyebpf_proxy.datapath.loader.libbpf import Map, Object
+from pyebpf_proxy.datapath.loader.programs import OBJECTS
+from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.lab.namespace import set_network_namespace
 
 from . import workload

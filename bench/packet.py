@@ -11,7 +11,7 @@ from scapy.layers.inet6 import IPv6
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
 
-from pyebpf_proxy.datapath.libbpf import Object, Program
+from pyebpf_proxy.datapath.loader.libbpf import Object, Program
 
 from . import workload
 from .filled import fill

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pyebpf_proxy.datapath.libbpf import Map
+from pyebpf_proxy.datapath.loader.libbpf import Map
 
 from . import workload
 from .filled import fill, load_programs

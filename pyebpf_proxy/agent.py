@@ -10,8 +10,9 @@ from pyebpf_proxy import __version__, node_checks
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.config.shown import Shown
 from pyebpf_proxy.config_watch import ConfigWatch
-from pyebpf_proxy.datapath import preflight, sysctls
+from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.datapath.datapath import Datapath
+from pyebpf_proxy.datapath.node import sysctls
 from pyebpf_proxy.datapath.preparation import Preparation
 from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.kube.events import About

@@ -84,7 +84,8 @@ ends with its name, how many there are and the size, and nothing has changed; of
 over need no place. Service ids and places in `slots` are not moved: an array must be large enough for the last one in
 use. `--cleanup` always helps, at the price of what was remembered.
 
-Killed at any point, the next start takes up what is there ([resize.py](../pyebpf_proxy/datapath/resize.py) says how).
+Killed at any point, the next start takes up what is there
+([resize.py](../pyebpf_proxy/datapath/tables/resize.py) says how).
 
 ## socketLB: off
 

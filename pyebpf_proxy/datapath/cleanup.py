@@ -19,11 +19,11 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from pyebpf_proxy.datapath.mounts import release_bpffs, table_name
-from pyebpf_proxy.datapath.nft import Table
+from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.node.mounts import release_bpffs, table_name
+from pyebpf_proxy.datapath.node.sysctls import restore
+from pyebpf_proxy.datapath.node.tc import Filters
 from pyebpf_proxy.datapath.report import Report
-from pyebpf_proxy.datapath.sysctls import restore
-from pyebpf_proxy.datapath.tc import Filters
 
 
 def cleanup(directory: Path, own_files: Iterable[str] = ()) -> Report:

@@ -14,20 +14,20 @@ from pathlib import Path
 
 from pyebpf_proxy.config.addresses import Address, Network
 from pyebpf_proxy.config.effective import Effective
-from pyebpf_proxy.datapath import cgroups, mounts, sysctls
 from pyebpf_proxy.datapath.cleanup import cleanup
-from pyebpf_proxy.datapath.cluster_addresses import ClusterAddresses
-from pyebpf_proxy.datapath.connections import Connections
+from pyebpf_proxy.datapath.connections.counts import Connections
+from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup, peers_in
 from pyebpf_proxy.datapath.kube_proxy.beside import Beside
-from pyebpf_proxy.datapath.libbpf import Map
-from pyebpf_proxy.datapath.links import MAPS, Node
-from pyebpf_proxy.datapath.maps import Writer
-from pyebpf_proxy.datapath.nft import Table
-from pyebpf_proxy.datapath.nft_rules import Prefix
-from pyebpf_proxy.datapath.pod_network import PodNetwork
-from pyebpf_proxy.datapath.programs import LAYOUT_VERSION, LEAST_CONNECTIONS, Loaded, load
+from pyebpf_proxy.datapath.loader.libbpf import Map
+from pyebpf_proxy.datapath.loader.programs import LAYOUT_VERSION, LEAST_CONNECTIONS, Loaded, load
+from pyebpf_proxy.datapath.netfilter.cluster_addresses import ClusterAddresses
+from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.netfilter.nft_rules import Prefix
+from pyebpf_proxy.datapath.node import cgroups, mounts, sysctls
+from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.settings import conntrack_is_liberal, node_config, settings
-from pyebpf_proxy.datapath.udp_cleanup import Cleaned, UdpCleanup, peers_in
+from pyebpf_proxy.datapath.tables.pod_network import PodNetwork
+from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.errors import DatapathError
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts

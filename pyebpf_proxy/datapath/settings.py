@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.config.effective import Effective
-from pyebpf_proxy.datapath.node import NodeConfig
-from pyebpf_proxy.datapath.programs import SCHEDULERS, Settings
+from pyebpf_proxy.datapath.loader.programs import SCHEDULERS, Settings
+from pyebpf_proxy.datapath.node.plan import NodeConfig
 from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.services.model import Family
 

@@ -17,8 +17,8 @@ from service_maps import SIZES, wipe
 from service_plans import in_pods
 from world import World
 
-from pyebpf_proxy.datapath.maps import Writer
-from pyebpf_proxy.datapath.programs import Loaded, Settings, load
+from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
+from pyebpf_proxy.datapath.tables.writer import Writer
 
 
 @pytest.fixture(scope="module", params=[4, 6], ids=["IPv4", "IPv6"])

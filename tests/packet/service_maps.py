@@ -10,7 +10,7 @@ import sys
 from ipaddress import ip_address
 from typing import Any
 
-from pyebpf_proxy.datapath.programs import Loaded
+from pyebpf_proxy.datapath.loader.programs import Loaded
 
 SIZES = {
     **dict.fromkeys(("frontends4", "frontends6", "backends4", "backends6", "endpoints4", "endpoints6"), 512),

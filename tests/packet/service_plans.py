@@ -8,9 +8,9 @@ from typing import Any
 
 from service_maps import rows, word
 
-from pyebpf_proxy.datapath import maps as maps_module
-from pyebpf_proxy.datapath.maps import Writer
-from pyebpf_proxy.datapath.programs import Loaded
+from pyebpf_proxy.datapath.loader.programs import Loaded
+from pyebpf_proxy.datapath.tables import writer
+from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.services.model import (
     Endpoint,
     Family,
@@ -103,7 +103,7 @@ class WatchedWriter(Writer):
 
 
 def watch(loaded: Loaded, watcher: Any) -> Writer:
-    for name in maps_module.MAPS:
+    for name in writer.MAPS:
         loaded.maps[name] = Watched(loaded.maps[name], watcher)  # type: ignore[assignment]
     WatchedWriter.watcher = staticmethod(watcher)
     return WatchedWriter(loaded, in_pods)

@@ -16,11 +16,11 @@ from service_maps import SIZES, wipe
 from service_plans import frontend, in_pods, name_of, service, slot_backends
 from world import _libc, enter_namespace
 
-from pyebpf_proxy.datapath import flows
-from pyebpf_proxy.datapath.connections import Connections
-from pyebpf_proxy.datapath.flows import Count, Route
-from pyebpf_proxy.datapath.maps import Writer
-from pyebpf_proxy.datapath.programs import LEAST_CONNECTIONS, SCHEDULERS, Loaded, Settings, load
+from pyebpf_proxy.datapath.connections import flows
+from pyebpf_proxy.datapath.connections.counts import Connections
+from pyebpf_proxy.datapath.connections.flows import Count, Route
+from pyebpf_proxy.datapath.loader.programs import LEAST_CONNECTIONS, SCHEDULERS, Loaded, Settings, load
+from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.services.model import Family, FrontendKind, Protocol
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]

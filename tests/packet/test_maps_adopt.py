@@ -25,8 +25,8 @@ from service_plans import (
     slot_backends,
 )
 
-from pyebpf_proxy.datapath.maps import Writer
-from pyebpf_proxy.datapath.programs import Loaded
+from pyebpf_proxy.datapath.loader.programs import Loaded
+from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.services.model import (
     Endpoint,
     Family,

@@ -15,9 +15,9 @@ from service_plans import (
     service,
 )
 
-from pyebpf_proxy.datapath.libbpf import BpfError
-from pyebpf_proxy.datapath.maps import Writer
-from pyebpf_proxy.datapath.programs import Loaded
+from pyebpf_proxy.datapath.loader.libbpf import BpfError
+from pyebpf_proxy.datapath.loader.programs import Loaded
+from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.services.model import (
     Protocol,
     SourceRange,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.datapath import _libbpf, _map
-from pyebpf_proxy.datapath.libbpf import BpfError, Map, Object, SkBuff
-from pyebpf_proxy.datapath.programs import Settings, load
+from pyebpf_proxy.datapath.loader import _libbpf, _map
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object, SkBuff
+from pyebpf_proxy.datapath.loader.programs import Settings, load
 from pyebpf_proxy.errors import FatalError
 
 pytestmark = pytest.mark.needs_bpf

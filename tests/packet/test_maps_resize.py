@@ -16,11 +16,11 @@ from service_maps import SIZES, logical
 from service_plans import first_plan, in_pods, name_of, slot_backends
 
 from pyebpf_proxy.config.datapath_model import Maps, Size
-from pyebpf_proxy.datapath.btf import Btf
-from pyebpf_proxy.datapath.libbpf import Map, Object
-from pyebpf_proxy.datapath.maps import Writer
-from pyebpf_proxy.datapath.programs import Loaded, Settings, load
-from pyebpf_proxy.datapath.resize import Resize, _merge
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import Map, Object
+from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
+from pyebpf_proxy.datapath.tables.resize import Resize, _merge
+from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.errors import FatalError
 
 pytestmark = pytest.mark.needs_bpf

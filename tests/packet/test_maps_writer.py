@@ -24,9 +24,9 @@ from service_plans import (
     watch,
 )
 
-from pyebpf_proxy.datapath import grace
-from pyebpf_proxy.datapath.maps import Writer
-from pyebpf_proxy.datapath.programs import Loaded
+from pyebpf_proxy.datapath.loader import grace
+from pyebpf_proxy.datapath.loader.programs import Loaded
+from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.services.model import (
     Family,
     FrontendKind,

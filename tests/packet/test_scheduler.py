@@ -12,7 +12,7 @@ from ipaddress import ip_address
 import pytest
 from world import World
 
-from pyebpf_proxy.datapath.programs import SCHEDULERS
+from pyebpf_proxy.datapath.loader.programs import SCHEDULERS
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

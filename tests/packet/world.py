@@ -29,8 +29,8 @@ from scapy.layers.sctp import SCTP, SCTPChunkInit
 from scapy.packet import Packet, Raw
 
 import pyebpf_proxy
-from pyebpf_proxy.datapath.libbpf import Object, RunResult, SkBuff
-from pyebpf_proxy.datapath.programs import unused_maps
+from pyebpf_proxy.datapath.loader.libbpf import Object, RunResult, SkBuff
+from pyebpf_proxy.datapath.loader.programs import unused_maps
 from pyebpf_proxy.services.model import FrontendKind
 
 # Another object can be named, to see that the tests fail for a program that is wrong (tests/packet/mutants.py).

@@ -13,7 +13,7 @@ from pyebpf_proxy.config import flags
 from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.effective import Scheduler, effective
 from pyebpf_proxy.config.loader import ConfigError
-from pyebpf_proxy.datapath.programs import SCHEDULERS
+from pyebpf_proxy.datapath.loader.programs import SCHEDULERS
 
 ROOT = Path(__file__).resolve().parents[2]
 

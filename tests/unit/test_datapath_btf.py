@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pyebpf_proxy.datapath.btf import Btf
-from pyebpf_proxy.datapath.layouts import Layouts
-from pyebpf_proxy.datapath.libbpf import Object
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.services.model import Family, FrontendKind, Protocol, ServicePortName
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyebpf_proxy.datapath.cluster_addresses import ClusterAddresses
+from pyebpf_proxy.datapath.netfilter.cluster_addresses import ClusterAddresses
 from pyebpf_proxy.services.model import Family, Frontend, FrontendKind, Protocol, ServicePort, ServicePortName
 
 A, B = bytes([10, 96, 0, 1]), bytes([10, 96, 0, 2])

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pyebpf_proxy.datapath import grace
+from pyebpf_proxy.datapath.loader import grace
 
 
 def test_the_kernel_is_asked() -> None:

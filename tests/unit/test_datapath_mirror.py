@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from pyebpf_proxy.datapath.btf import Btf
-from pyebpf_proxy.datapath.changes import Change, Garbage, NoRoomError
-from pyebpf_proxy.datapath.layouts import Layouts
-from pyebpf_proxy.datapath.libbpf import Object
-from pyebpf_proxy.datapath.maps import MAPS
-from pyebpf_proxy.datapath.mirror import Mirror
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.tables.changes import Change, Garbage, NoRoomError
+from pyebpf_proxy.datapath.tables.layouts import Layouts
+from pyebpf_proxy.datapath.tables.mirror import Mirror
+from pyebpf_proxy.datapath.tables.writer import MAPS
 from pyebpf_proxy.services.model import (
     Endpoint,
     Family,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyebpf_proxy.datapath.udp_services import UdpServices
+from pyebpf_proxy.datapath.connections.udp_services import UdpServices
 from pyebpf_proxy.services.model import (
     Endpoint,
     Family,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.datapath import node
-from pyebpf_proxy.datapath.libbpf import Object
-from pyebpf_proxy.datapath.links import MAPS, contents
-from pyebpf_proxy.datapath.node import (
+from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.node import plan as node
+from pyebpf_proxy.datapath.node.links import MAPS, contents
+from pyebpf_proxy.datapath.node.plan import (
     ARPHRD_ETHER,
     ARPHRD_LOOPBACK,
     IFA_F_DADFAILED,

@@ -15,8 +15,8 @@ from pyebpf_proxy.config.defaults import with_defaults, with_platform_defaults
 from pyebpf_proxy.config.kernel import Conntrack, Ipvs, KernelSettings, kernel_settings, localhost_node_ports
 from pyebpf_proxy.config.loader import decode_text
 from pyebpf_proxy.config.model import KubeProxyConfiguration
-from pyebpf_proxy.datapath import sysctls
-from pyebpf_proxy.datapath.node_settings import HASHSIZE, conntrack_max, count_cpus, wanted
+from pyebpf_proxy.datapath.node import sysctls
+from pyebpf_proxy.datapath.node.node_settings import HASHSIZE, conntrack_max, count_cpus, wanted
 
 NETFILTER = "net/netfilter/nf_conntrack_"
 LOCALNET = "net/ipv4/conf/all/route_localnet"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy import log
-from pyebpf_proxy.datapath.pod_network import PodNetwork
+from pyebpf_proxy.datapath.tables.pod_network import PodNetwork
 from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.run_directory import RunDirectory
 from pyebpf_proxy.services.model import Family

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pyebpf_proxy.config.addresses import Address, Network
-from pyebpf_proxy.datapath.netlink import Netlink, attribute
+from pyebpf_proxy.datapath.node.netlink import Netlink, attribute
 from pyebpf_proxy.datapath.report import Report
 
 DEVICE = "kube-ipvs0"

@@ -10,7 +10,7 @@ from typing import Any
 
 import nftables
 
-from pyebpf_proxy.datapath.nft import LIBRARY, NETLINK_NETFILTER, NftError
+from pyebpf_proxy.datapath.netfilter.nft import LIBRARY, NETLINK_NETFILTER, NftError
 from pyebpf_proxy.datapath.report import Report
 
 TABLE = "kube-proxy"

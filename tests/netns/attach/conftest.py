@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import pytest
 
-from pyebpf_proxy.datapath.libbpf import Object
-from pyebpf_proxy.datapath.nft import Table
+from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.netfilter.nft import Table
 
 CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.datapath import cgroups, mounts
-from pyebpf_proxy.datapath.libbpf import Object
+from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.node import cgroups, mounts
 
 from .conftest import Shell
 

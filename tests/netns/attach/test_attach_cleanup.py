@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.datapath import cgroups, mounts
 from pyebpf_proxy.datapath.cleanup import cleanup
-from pyebpf_proxy.datapath.libbpf import Object
-from pyebpf_proxy.datapath.links import MAPS, Node
-from pyebpf_proxy.datapath.nft import Table
-from pyebpf_proxy.datapath.node import NodeConfig
+from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.node import cgroups, mounts
+from pyebpf_proxy.datapath.node.links import MAPS, Node
+from pyebpf_proxy.datapath.node.plan import NodeConfig
 
 from .conftest import Shell
 

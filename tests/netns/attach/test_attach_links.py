@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.datapath import netlink
-from pyebpf_proxy.datapath.follower import Follower
-from pyebpf_proxy.datapath.libbpf import Object
-from pyebpf_proxy.datapath.links import MAPS, Node, contents
-from pyebpf_proxy.datapath.node import NodeConfig, plan
-from pyebpf_proxy.datapath.tc import Filters
+from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.node import netlink
+from pyebpf_proxy.datapath.node.follower import Follower
+from pyebpf_proxy.datapath.node.links import MAPS, Node, contents
+from pyebpf_proxy.datapath.node.plan import NodeConfig, plan
+from pyebpf_proxy.datapath.node.tc import Filters
 
 from .conftest import Shell
 

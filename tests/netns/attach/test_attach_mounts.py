@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.datapath import mounts
+from pyebpf_proxy.datapath.node import mounts
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf]
 
@@ -25,7 +25,7 @@ PRELUDE = f"""
 import ctypes, os, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from pyebpf_proxy.datapath import mounts
+from pyebpf_proxy.datapath.node import mounts
 libc = ctypes.CDLL(None, use_errno=True)
 directory = Path(sys.argv[1]) / "run"
 
@@ -298,7 +298,7 @@ def test_the_hosts_mounts_are_found_even_where_process_1_is_guarded() -> None:
     """Started as `ip netns exec` starts it, on this very machine, whatever its process 1 lets root see."""
     script = """
         import os
-        from pyebpf_proxy.datapath import mounts
+        from pyebpf_proxy.datapath.node import mounts
         print(os.stat(mounts.root_of_host().parent / "ns" / "mnt").st_ino, mounts.in_namespace_of_init("mnt"))
     """
     inside = subprocess.run(

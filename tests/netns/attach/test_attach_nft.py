@@ -15,9 +15,9 @@ from contextlib import closing
 
 import pytest
 
-from pyebpf_proxy.datapath import nft
-from pyebpf_proxy.datapath.nft import NftError, Table
-from pyebpf_proxy.datapath.nft_rules import Target
+from pyebpf_proxy.datapath.netfilter import nft
+from pyebpf_proxy.datapath.netfilter.nft import NftError, Table
+from pyebpf_proxy.datapath.netfilter.nft_rules import Target
 
 from .conftest import Router, Shell
 from .datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed

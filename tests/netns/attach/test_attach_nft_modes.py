@@ -11,7 +11,7 @@ from contextlib import closing, nullcontext, suppress
 
 import pytest
 
-from pyebpf_proxy.datapath.nft import Table
+from pyebpf_proxy.datapath.netfilter.nft import Table
 
 from .conftest import Router, Shell
 from .datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed

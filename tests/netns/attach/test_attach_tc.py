@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pyebpf_proxy.datapath.libbpf import Object
-from pyebpf_proxy.datapath.netlink import NetlinkError
-from pyebpf_proxy.datapath.tc import NAME, Filters
+from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.node.netlink import NetlinkError
+from pyebpf_proxy.datapath.node.tc import NAME, Filters
 
 from .conftest import Shell
 

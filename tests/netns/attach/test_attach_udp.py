@@ -8,8 +8,8 @@ from contextlib import closing
 
 import pytest
 
-from pyebpf_proxy.datapath import ctnetlink, sock_diag
-from pyebpf_proxy.datapath.nft import Table
+from pyebpf_proxy.datapath.connections import ctnetlink, sock_diag
+from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.services.model import Family
 
 from .conftest import Router, Shell

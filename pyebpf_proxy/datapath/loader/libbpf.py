@@ -16,10 +16,10 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from pyebpf_proxy.datapath import _libbpf
-from pyebpf_proxy.datapath._libbpf import BpfError, captured, checked, checked_pointer, ffi
-from pyebpf_proxy.datapath._map import Map
-from pyebpf_proxy.datapath.btf import Btf
+from pyebpf_proxy.datapath.loader import _libbpf
+from pyebpf_proxy.datapath.loader._libbpf import BpfError, captured, checked, checked_pointer, ffi
+from pyebpf_proxy.datapath.loader._map import Map
+from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.errors import FatalError
 
 __all__ = ["BpfError", "Link", "Map", "Object", "Program", "RunResult", "SkBuff"]

@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from pyebpf_proxy.datapath.btf import Btf
-from pyebpf_proxy.datapath.layouts import Layouts
-from pyebpf_proxy.datapath.libbpf import BpfError, Map
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
+from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.errors import FatalError
 
 _BPF_NOEXIST = 1

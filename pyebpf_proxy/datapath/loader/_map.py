@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pyebpf_proxy.datapath import _libbpf
-from pyebpf_proxy.datapath._libbpf import BpfError, checked, ffi, possible_cpus
+from pyebpf_proxy.datapath.loader import _libbpf
+from pyebpf_proxy.datapath.loader._libbpf import BpfError, checked, ffi, possible_cpus
 
 _PER_CPU = {5, 6, 10}  # BPF_MAP_TYPE_PERCPU_HASH, _PERCPU_ARRAY, _LRU_PERCPU_HASH
 _ENOTSUPP = 524  # the kernel's own, unknown to libc

@@ -14,8 +14,8 @@ from typing import Any
 
 import nftables
 
-from pyebpf_proxy.datapath import nft_rules
-from pyebpf_proxy.datapath.nft_rules import MAPS, SETS, Behaviour, Prefix, Target
+from pyebpf_proxy.datapath.netfilter import nft_rules
+from pyebpf_proxy.datapath.netfilter.nft_rules import MAPS, SETS, Behaviour, Prefix, Target
 from pyebpf_proxy.datapath.refused import RefusedError
 
 NETLINK_NETFILTER = 12

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from struct import Struct
 
-from pyebpf_proxy.datapath.btf import Btf
+from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.services.model import Family, Frontend, FrontendKind, Protocol, ServicePortName
 
 #: Names longer than this are refused by Kubernetes too; one byte is left for the end of the C string.

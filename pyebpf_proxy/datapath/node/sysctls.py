@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyebpf_proxy.config.kernel import KernelSettings
-from pyebpf_proxy.datapath.node_settings import BUCKETS, CONNTRACK_MAX, HASHSIZE, Setting, count_cpus, wanted
+from pyebpf_proxy.datapath.node.node_settings import BUCKETS, CONNTRACK_MAX, HASHSIZE, Setting, count_cpus, wanted
 from pyebpf_proxy.datapath.refused import RefusedError
 from pyebpf_proxy.log import Logger
 

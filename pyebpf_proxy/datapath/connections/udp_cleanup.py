@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from pyebpf_proxy.datapath import ctnetlink, sock_diag
-from pyebpf_proxy.datapath.btf import Btf
-from pyebpf_proxy.datapath.libbpf import Map
-from pyebpf_proxy.datapath.udp_services import Place, UdpServices
+from pyebpf_proxy.datapath.connections import ctnetlink, sock_diag
+from pyebpf_proxy.datapath.connections.udp_services import Place, UdpServices
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.services.model import Family, Protocol, ServicePort, ServicePortName
 
 #: From a socket's cookie and the endpoint that it is connected to: where its owner wanted to connect; None: just there.

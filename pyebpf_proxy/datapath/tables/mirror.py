@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a service port that is wanted to the entries that must be written. No kernel here.
 
-The order in which a :class:`Change` is carried out is the writer's business (``maps.py``): first ``puts`` and the
+The order in which a :class:`Change` is carried out is the writer's business (``writer.py``): first ``puts`` and the
 slots, then the flip of ``services[id]``, then frontends, and what is no longer referred to only after a grace period.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from pyebpf_proxy.datapath.changes import Change, NoRoomError, Record
-from pyebpf_proxy.datapath.state import State
+from pyebpf_proxy.datapath.tables.changes import Change, NoRoomError, Record
+from pyebpf_proxy.datapath.tables.state import State
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import Endpoint, Protocol, ServicePort, ServicePortName
 

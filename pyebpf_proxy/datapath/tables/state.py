@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
-from pyebpf_proxy.datapath.changes import Change, Garbage, Record
-from pyebpf_proxy.datapath.flows import Route
-from pyebpf_proxy.datapath.ids import Ids
-from pyebpf_proxy.datapath.layouts import Layouts
-from pyebpf_proxy.datapath.ranges import Ranges
+from pyebpf_proxy.datapath.connections.flows import Route
+from pyebpf_proxy.datapath.tables.changes import Change, Garbage, Record
+from pyebpf_proxy.datapath.tables.ids import Ids
+from pyebpf_proxy.datapath.tables.layouts import Layouts
+from pyebpf_proxy.datapath.tables.ranges import Ranges
 from pyebpf_proxy.services.model import Endpoint, Family, Protocol, ServicePort, ServicePortName
 
 #: Ids of backends travel in 24 bits of skb->priority.

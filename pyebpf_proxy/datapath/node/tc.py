@@ -26,7 +26,7 @@ from pyroute2.netlink.rtnl import (
 )
 from pyroute2.netlink.rtnl.tcmsg import tcmsg
 
-from pyebpf_proxy.datapath.netlink import Netlink, NetlinkError, attribute
+from pyebpf_proxy.datapath.node.netlink import Netlink, NetlinkError, attribute
 
 NAME = "pyebpf-proxy"
 PRIORITY = 0xEB

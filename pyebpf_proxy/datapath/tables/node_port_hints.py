@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pyebpf_proxy.datapath.btf import Btf
-from pyebpf_proxy.datapath.libbpf import Map
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.services.model import Family
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from pyebpf_proxy.config.addresses import Address
-from pyebpf_proxy.datapath.follower import Follower
-from pyebpf_proxy.datapath.node import NodeConfig, Wanted, plan
-from pyebpf_proxy.datapath.tc import Filters
+from pyebpf_proxy.datapath.node.follower import Follower
+from pyebpf_proxy.datapath.node.plan import NodeConfig, Wanted, plan
+from pyebpf_proxy.datapath.node.tc import Filters
 
 # A filter that others remove this often within a minute is left alone until the device changes.
 REATTACH_LIMIT = 10

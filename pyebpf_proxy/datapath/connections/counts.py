@@ -13,10 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from pyebpf_proxy.datapath import flows
-from pyebpf_proxy.datapath.btf import Btf
-from pyebpf_proxy.datapath.flows import Count, Route
-from pyebpf_proxy.datapath.libbpf import Map
+from pyebpf_proxy.datapath.connections import flows
+from pyebpf_proxy.datapath.connections.flows import Count, Route
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.log import Logger
 
 #: Seconds from the end of one count to the next, at least.

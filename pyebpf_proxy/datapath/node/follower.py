@@ -21,8 +21,8 @@ from pyroute2.netlink.rtnl import (
 from pyroute2.netlink.rtnl.ifaddrmsg import ifaddrmsg
 from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
 
-from pyebpf_proxy.datapath.netlink import Netlink, attribute
-from pyebpf_proxy.datapath.node import IFA_F_SECONDARY, InterfaceAddress, Link, State
+from pyebpf_proxy.datapath.node.netlink import Netlink, attribute
+from pyebpf_proxy.datapath.node.plan import IFA_F_SECONDARY, InterfaceAddress, Link, State
 
 GROUPS = 0x1 | 0x8 | 0x10 | 0x100  # RTMGRP_LINK, RTMGRP_TC, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR
 AF_BRIDGE = 7

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from struct import Struct
 from typing import NamedTuple
 
-from pyebpf_proxy.datapath.changes import Garbage, Record
-from pyebpf_proxy.datapath.ids import Ids
-from pyebpf_proxy.datapath.libbpf import Map
-from pyebpf_proxy.datapath.ranges import Ranges
-from pyebpf_proxy.datapath.state import BACKEND_IDS, TABLE_IDS, State
+from pyebpf_proxy.datapath.loader.libbpf import Map
+from pyebpf_proxy.datapath.tables.changes import Garbage, Record
+from pyebpf_proxy.datapath.tables.ids import Ids
+from pyebpf_proxy.datapath.tables.ranges import Ranges
+from pyebpf_proxy.datapath.tables.state import BACKEND_IDS, TABLE_IDS, State
 from pyebpf_proxy.services.model import Endpoint, Family, Frontend, Protocol, ServicePort, ServicePortName, SourceRange
 
 

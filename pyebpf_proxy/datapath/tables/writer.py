@@ -8,7 +8,7 @@ Order of a round (everything in batches, each over all service ports of the roun
 3. new frontends, then old frontends off (a port that moves to another service never blinks), gone services to 0;
 4. later, after a grace period: what is no longer referred to.
 
-Killed at any point, the next start finds what was written and not referred to (``maps_adopt.py``).
+Killed at any point, the next start finds what was written and not referred to (``adopt.py``).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from pyebpf_proxy.cycles import without_cycle_search
-from pyebpf_proxy.datapath import grace
-from pyebpf_proxy.datapath.changes import Change, Garbage, NoRoomError
-from pyebpf_proxy.datapath.flows import Route
-from pyebpf_proxy.datapath.layouts import Layouts
-from pyebpf_proxy.datapath.libbpf import BpfError
-from pyebpf_proxy.datapath.maps_adopt import adopt
-from pyebpf_proxy.datapath.mirror import Mirror
-from pyebpf_proxy.datapath.node_port_hints import NodePortHints
-from pyebpf_proxy.datapath.programs import Loaded
+from pyebpf_proxy.datapath.connections.flows import Route
+from pyebpf_proxy.datapath.loader import grace
+from pyebpf_proxy.datapath.loader.libbpf import BpfError
+from pyebpf_proxy.datapath.loader.programs import Loaded
+from pyebpf_proxy.datapath.tables.adopt import adopt
+from pyebpf_proxy.datapath.tables.changes import Change, Garbage, NoRoomError
+from pyebpf_proxy.datapath.tables.layouts import Layouts
+from pyebpf_proxy.datapath.tables.mirror import Mirror
+from pyebpf_proxy.datapath.tables.node_port_hints import NodePortHints
 from pyebpf_proxy.services.model import Family, ServicePort, ServicePortName
 
 MAPS = (

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Literal
 
 from pyebpf_proxy.config.effective import Scheduler
-from pyebpf_proxy.datapath.libbpf import BpfError, Map, Object
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object
 from pyebpf_proxy.datapath.preflight import old_kernel, unreachable_modules
-from pyebpf_proxy.datapath.resize import Resize
+from pyebpf_proxy.datapath.tables.resize import Resize
 
 #: Part of the pins' path. Changes with every change of bpf/maps.h that a program of the other version could not read.
 LAYOUT_VERSION = 1
 
-OBJECTS = Path(__file__).resolve().parent.parent / "bpf"
+OBJECTS = Path(__file__).resolve().parents[2] / "bpf"
 
 Lane = Literal["direct", "netfilter"]
 

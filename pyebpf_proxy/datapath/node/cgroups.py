@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from pyebpf_proxy.datapath.libbpf import BpfError, Link, Program
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Link, Program
 
 # The names of the programs in bpf/sock.bpf.c; their ELF sections say where each is attached.
 PROGRAMS = (

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This node: its devices, addresses, cgroups, mounts and settings."""
