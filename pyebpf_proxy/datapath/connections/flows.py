@@ -1,37 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel's connection table, counted: how many flows each endpoint has by each address that was asked for.
 
-One dump by ctnetlink, read as bytes: pyroute2's messages take many times as long for each flow, and a table may hold
-a million of them. The tuples stand where the kernel has put them since there is ctnetlink; an entry that looks
+One dump by ctnetlink, and a table may hold a million flows. The tuples stand where the kernel has put them since there is ctnetlink; an entry that looks
 different is read attribute by attribute.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from collections.abc import Container, Iterator
 from typing import NamedTuple
 
+from pyebpf_proxy.datapath.connections import ctnetlink
+from pyebpf_proxy.datapath.connections.ctnetlink import (
+    DST_PORT,
+    FAMILY_HEADER,
+    PROTO_NUM,
+    PROTOINFO,
+    SRC_PORT,
+    TUPLE_IP,
+    TUPLE_ORIG,
+    TUPLE_PROTO,
+    TUPLE_REPLY,
+)
+from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attribute_header, attributes
 from pyebpf_proxy.datapath.refused import RefusedError
 from pyebpf_proxy.services.model import Protocol
 
-_NETLINK_NETFILTER = 12
-_CT_NEW, _CT_GET = 0x100, 0x101  # NFNL_SUBSYS_CTNETLINK << 8, IPCTNL_MSG_CT_NEW and _GET
-_REQUEST_DUMP = 0x301  # NLM_F_REQUEST, NLM_F_DUMP
-_ERROR, _DONE = 2, 3
-_HEADER = struct.Struct("=IHHII")
-_FAMILY_HEADER = 4  # struct nfgenmsg
-_ATTRIBUTE = struct.Struct("=HH")
-_TYPE = 0x3FFF
-_RECEIVE_BYTES = 1 << 18
-
-# Attributes by their numbers in nfnetlink_conntrack.h.
-_TUPLE_ORIG, _TUPLE_REPLY, _PROTOINFO = 1, 2, 4
-_TUPLE_IP, _TUPLE_PROTO = 1, 2
-_PROTO_NUM, _SRC_PORT, _DST_PORT = 1, 2, 3
-_SOURCE, _DESTINATION = {1, 3}, {2, 4}  # IPv4, IPv6
 # States of conntrack in which a connection is active, as IPVS has it: SCTP only when it is established.
 _TCP_ACTIVE = {0, 1, 2, 3, 9}  # NONE, SYN_SENT, SYN_RECV, ESTABLISHED, SYN_SENT2
 _SCTP_ACTIVE = {4}  # ESTABLISHED
@@ -84,24 +80,9 @@ def _route(raw: _RawRoute) -> Route:
 
 
 def _dump() -> Iterator[bytes]:
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_NETFILTER) as netlink:
-        netlink.bind((0, 0))
-        request = bytes(_FAMILY_HEADER)  # AF_UNSPEC: both
+    with RawLink(NETLINK_NETFILTER) as link:
         try:
-            netlink.send(_HEADER.pack(_HEADER.size + len(request), _CT_GET, _REQUEST_DUMP, 1, 0) + request)
-            while True:
-                data = netlink.recv(_RECEIVE_BYTES)
-                at = 0
-                while at + _HEADER.size <= len(data):
-                    length, kind, _, _, _ = _HEADER.unpack_from(data, at)
-                    if kind == _CT_NEW:
-                        yield data[at : at + length]
-                    elif kind in (_ERROR, _DONE):
-                        (code,) = struct.unpack_from("=i", data, at + _HEADER.size)
-                        if code:
-                            raise OSError(-code, os.strerror(-code))
-                        return
-                    at += (length + 3) & ~3
+            yield from link.dump(ctnetlink.GET, bytes(FAMILY_HEADER))  # AF_UNSPEC: both
         except OSError as error:
             raise RefusedError(error.errno or 0, f"list of connections: {error.strerror}") from error
 
@@ -113,35 +94,34 @@ def _layout(size: int) -> struct.Struct:
 
 def _nested(size: int, kind: int) -> tuple[bytes, ...]:
     """The attribute headers of such a tuple."""
-    nested, first = 0x8000, 1 if size == 4 else 3
-    ip, proto = 4 + 2 * (4 + size), 28
-    pack = _ATTRIBUTE.pack
+    first = 1 if size == 4 else 3
+    ip, proto = 2 * (4 + size), 24
+    header = attribute_header
     return (
-        pack(4 + ip + proto, nested | kind) + pack(ip, nested | _TUPLE_IP) + pack(4 + size, first),
-        pack(4 + size, first + 1),
-        pack(proto, nested | _TUPLE_PROTO) + pack(5, _PROTO_NUM),
-        pack(6, _SRC_PORT),
-        pack(6, _DST_PORT),
+        header(kind, 4 + ip + 4 + proto, nested=True) + header(TUPLE_IP, ip, nested=True) + header(first, size),
+        header(first + 1, size),
+        header(TUPLE_PROTO, proto, nested=True) + header(PROTO_NUM, 1),
+        header(SRC_PORT, 2),
+        header(DST_PORT, 2),
     )
 
 
 _FAST = {
-    int(family): (_layout(size), _nested(size, _TUPLE_ORIG), _nested(size, _TUPLE_REPLY))
+    int(family): (_layout(size), _nested(size, TUPLE_ORIG), _nested(size, TUPLE_REPLY))
     for family, size in ((socket.AF_INET, 4), (socket.AF_INET6, 16))
 }
-_START = _HEADER.size + _FAMILY_HEADER
 
 
 def _flow(message: bytes) -> tuple[bytes, _RawRoute, bool] | None:
     """Source, route, whether it is active; None for a protocol without ports."""
-    fast = _FAST.get(message[_HEADER.size])
+    fast = _FAST.get(message[0])
     if fast is None:
         return None
     layout, original, reply = fast
-    end = _START + 2 * layout.size
+    end = FAMILY_HEADER + 2 * layout.size
     if len(message) >= end:
-        a, source, b, destination, c, protocol, d, _, e, port = layout.unpack_from(message, _START)
-        f, endpoint, g, _, h, _, i, endpoint_port, j, _ = layout.unpack_from(message, _START + layout.size)
+        a, source, b, destination, c, protocol, d, _, e, port = layout.unpack_from(message, FAMILY_HEADER)
+        f, endpoint, g, _, h, _, i, endpoint_port, j, _ = layout.unpack_from(message, FAMILY_HEADER + layout.size)
         if (a, b, c, d, e) == original and (f, g, h, i, j) == reply and protocol in _PROTOCOLS:
             return source, (protocol, destination, port, endpoint, endpoint_port), _is_active(message, end, protocol)
     return _slow_flow(message)
@@ -149,48 +129,27 @@ def _flow(message: bytes) -> tuple[bytes, _RawRoute, bool] | None:
 
 _PROTOCOLS = frozenset(map(int, Protocol))
 _TCP, _UDP = int(Protocol.TCP), int(Protocol.UDP)
-_TCP_STATE = _ATTRIBUTE.pack(48, 0x8000 | _PROTOINFO) + _ATTRIBUTE.pack(44, 0x8001) + _ATTRIBUTE.pack(5, 1)
+_TCP_STATE = attribute_header(PROTOINFO, 44, nested=True) + attribute_header(1, 40, nested=True) + attribute_header(1, 1)
 _USUAL_STATE = 52  # behind status, mark, id, use and timeout
 
 
-def _attributes(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Type, begin and end of each attribute's value."""
-    while at + 4 <= end:
-        length, kind = _ATTRIBUTE.unpack_from(data, at)
-        if length < 4:
-            return
-        yield kind & _TYPE, at + 4, min(at + length, end)
-        at += (length + 3) & ~3
-
-
 def _slow_flow(message: bytes) -> tuple[bytes, _RawRoute, bool] | None:
-    found = {}
-    for kind, begin, end in _attributes(message, _START, len(message)):
-        if kind in (_TUPLE_ORIG, _TUPLE_REPLY):
-            found[kind] = _tuple(message, begin, end)
-    original, reply = found.get(_TUPLE_ORIG), found.get(_TUPLE_REPLY)
-    if original is None or reply is None:
+    found = {
+        kind: ctnetlink.read_tuple(message, begin, end)
+        for kind, begin, end in attributes(message, FAMILY_HEADER, len(message))
+        if kind in (TUPLE_ORIG, TUPLE_REPLY)
+    }
+    original, reply = found.get(TUPLE_ORIG), found.get(TUPLE_REPLY)
+    if original is None or reply is None or original.protocol not in _PROTOCOLS:
         return None
-    protocol, source, destination, _, port = original
-    _, endpoint, _, endpoint_port, _ = reply
-    return source, (protocol, destination, port, endpoint, endpoint_port), _is_active(message, _START, protocol)
-
-
-def _tuple(message: bytes, begin: int, end: int) -> tuple[int, bytes, bytes, bytes, bytes] | None:
-    source = destination = b""
-    fields: dict[int, bytes] = {}
-    for kind, at, until in _attributes(message, begin, end):
-        for inner, value, stop in _attributes(message, at, until):
-            if kind == _TUPLE_PROTO:
-                fields[inner] = message[value:stop]
-            elif kind == _TUPLE_IP and inner in _SOURCE:
-                source = message[value:stop]
-            elif kind == _TUPLE_IP and inner in _DESTINATION:
-                destination = message[value:stop]
-    protocol = int.from_bytes(fields.get(_PROTO_NUM, b""), "big")
-    if protocol not in _PROTOCOLS or _SRC_PORT not in fields or _DST_PORT not in fields:
-        return None
-    return protocol, source, destination, fields[_SRC_PORT], fields[_DST_PORT]
+    route = (
+        original.protocol,
+        original.destination,
+        original.destination_port,
+        reply.source,
+        reply.source_port,
+    )
+    return original.source, route, _is_active(message, FAMILY_HEADER, original.protocol)
 
 
 def _is_active(message: bytes, at: int, protocol: int) -> bool:
@@ -201,9 +160,9 @@ def _is_active(message: bytes, at: int, protocol: int) -> bool:
     state = at + _USUAL_STATE
     if message[state - len(_TCP_STATE) : state] == _TCP_STATE and protocol == _TCP:
         return message[state] in active
-    for kind, begin, end in _attributes(message, at, len(message)):
-        if kind == _PROTOINFO:
-            for _, section, section_end in _attributes(message, begin, end):
-                for _, value, _ in _attributes(message, section, section_end):
+    for kind, begin, end in attributes(message, at, len(message)):
+        if kind == PROTOINFO:
+            for _, section, section_end in attributes(message, begin, end):
+                for _, value, _ in attributes(message, section, section_end):
                     return message[value] in active
     return False

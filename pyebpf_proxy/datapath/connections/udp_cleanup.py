@@ -60,7 +60,8 @@ class UdpCleanup:
         done = []
         for family in Family:
             begin = time.monotonic()
-            flows = sum(map(ctnetlink.delete, list(filter(self._is_stale, ctnetlink.udp_flows(family)))))
+            stale = list(filter(self._is_stale, ctnetlink.udp_flows(family)))
+            flows = ctnetlink.delete(stale) if stale else 0
             done.append(Cleaned(family, time.monotonic() - begin, flows, sockets[family]))
         return done
 
