@@ -9,7 +9,8 @@ say what a field does here, and docs/configuration.md is made of them.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, ClassVar, NamedTuple
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -40,6 +41,9 @@ class FlushFrequency(NamedTuple):
     nanoseconds: int
     as_text: bool = True
 
+
+#: Left out of what is written when they hold nothing.
+_OMITTED = frozenset(("featureGates", "windowsRunAsService", "vmodule", "splitStream"))
 
 Duration = Annotated[int, Reader.DURATION]
 PointerDuration = Annotated[int | None, Reader.POINTER_DURATION]
@@ -281,3 +285,12 @@ class KubeProxyConfiguration(Section):
     ] = 0
     port_range: Annotated[str, _says(_NONE)] = ""
     windows_run_as_service: Annotated[bool, _says(_NONE)] = False
+
+
+def written_fields(section: BaseModel) -> Iterator[tuple[str, Any, Reader | None]]:
+    """Name in the file, value and reader of every field that is written when a section is (spec/configuration §6)."""
+    for name, info in type(section).model_fields.items():
+        key = info.alias or name
+        value = getattr(section, name)
+        if value or key not in _OMITTED:
+            yield key, value, next((entry for entry in info.metadata if isinstance(entry, Reader)), None)

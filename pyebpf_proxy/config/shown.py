@@ -12,10 +12,8 @@ from pydantic import BaseModel
 from pyebpf_proxy.config import durations, gates, gotext
 from pyebpf_proxy.config.flag_table import DEPRECATED, FLAGS, Flag
 from pyebpf_proxy.config.flags import Flags
-from pyebpf_proxy.config.model import API_VERSION, KIND, FlushFrequency, KubeProxyConfiguration, Reader
+from pyebpf_proxy.config.model import API_VERSION, KIND, FlushFrequency, KubeProxyConfiguration, Reader, written_fields
 
-#: Left out when they hold nothing.
-_OMITTED = frozenset(("featureGates", "windowsRunAsService", "vmodule", "splitStream"))
 #: Fields whose empty value the platform replaces; without a file, kube-proxy's flags show that.
 _COMPLETED = frozenset(("mode", "detect_local_mode"))
 
@@ -47,15 +45,7 @@ def shown(config: KubeProxyConfiguration, flags: Flags) -> Shown:
 
 
 def _object(section: BaseModel) -> dict[str, Any]:
-    found = {}
-    for name, info in type(section).model_fields.items():
-        key = info.alias or name
-        value = getattr(section, name)
-        if key in _OMITTED and not value:
-            continue
-        reader = next((entry for entry in info.metadata if isinstance(entry, Reader)), None)
-        found[key] = _value(value, reader)
-    return found
+    return {key: _value(value, reader) for key, value, reader in written_fields(section)}
 
 
 def _value(value: Any, reader: Reader | None) -> Any:

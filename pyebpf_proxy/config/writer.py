@@ -11,11 +11,9 @@ import yaml
 from pydantic import BaseModel
 
 from pyebpf_proxy.config import durations, gotext
-from pyebpf_proxy.config.model import API_VERSION, KIND, FlushFrequency, KubeProxyConfiguration, Reader
+from pyebpf_proxy.config.model import API_VERSION, KIND, FlushFrequency, KubeProxyConfiguration, Reader, written_fields
 from pyebpf_proxy.config.yaml_text import implicit_kind
 
-#: Left out when they hold nothing.
-_OMITTED = frozenset(("featureGates", "windowsRunAsService", "vmodule", "splitStream"))
 _BASE_SIXTY = re.compile(r"[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?")
 _STRING = "tag:yaml.org,2002:str"
 
@@ -42,15 +40,7 @@ class _Dumper(yaml.CSafeDumper):
 
 
 def _fields(section: BaseModel) -> dict[str, yaml.Node]:
-    found: dict[str, yaml.Node] = {}
-    for name, info in type(section).model_fields.items():
-        key = info.alias or name
-        value = getattr(section, name)
-        if key in _OMITTED and not value:
-            continue
-        reader = next((entry for entry in info.metadata if isinstance(entry, Reader)), None)
-        found[key] = _node(value, reader)
-    return found
+    return {key: _node(value, reader) for key, value, reader in written_fields(section)}
 
 
 def _node(value: Any, reader: Reader | None) -> yaml.Node:
