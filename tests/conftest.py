@@ -9,9 +9,11 @@ have provided (the BPF objects) is no reason to skip: its absence is an error.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,15 @@ def bpf_objects() -> Path:
     if missing:
         pytest.fail(f"{', '.join(missing)} not built: run make build")
     return folder
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """What a test configures of logging is as before when it ends."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.getLogger("pyebpf_proxy").setLevel(logging.NOTSET)
+    logging.raiseExceptions = True

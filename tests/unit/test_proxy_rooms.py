@@ -128,17 +128,6 @@ def test_only_new_knowledge_is_a_change() -> None:
 # ---- log
 
 
-@pytest.fixture
-def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.getLogger("pyebpf_proxy").setLevel(logging.NOTSET)
-    logging.raiseExceptions = True
-
-
 @pytest.mark.usefixtures("restored_logging")
 def test_text_lines(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure("text")

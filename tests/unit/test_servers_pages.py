@@ -207,18 +207,7 @@ def test_which_form_is_given(status_page: Mux, accept: str, outcome: str) -> Non
         assert (answer.status, media) == (200, "text/plain" if outcome == "text" else outcome)
 
 
-@pytest.fixture
-def restored_log() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.getLogger("pyebpf_proxy").setLevel(logging.NOTSET)
-    logging.raiseExceptions = True
-
-
-@pytest.mark.usefixtures("restored_log")
+@pytest.mark.usefixtures("restored_logging")
 def test_verbosity_is_set_while_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pages = mux(profiling=True)
     log.configure("text")
