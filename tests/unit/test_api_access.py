@@ -49,12 +49,19 @@ MISTAKES = {
     " authentication method.",
     user("auth-provider: {name: oidc}"): 'no Auth Provider found for name "oidc"',
     user("tokenFile: nope"): "open FOLDER/nope: no such file or directory",
-    user("exec: {command: foo}"): "apiVersion must be specified for u to use exec authentication plugin",
+    user("exec: {command: foo}"): "invalid configuration: [apiVersion must be specified for u to use exec"
+    " authentication plugin, interactiveMode must be specified for u to use exec authentication plugin]",
+    user("exec: {apiVersion: client.authentication.k8s.io/v1, interactiveMode: Never}"): "invalid configuration:"
+    " command must be specified for u to use exec authentication plugin",
     user("token: a, username: b"): "more than one authentication method found for u; found [token basicAuth],"
     " only one is allowed",
     user("as-groups: [x]"): "requesting uid, groups or user-extra for u without impersonating a user",
     # In words of our own, where kube-proxy names Go types.
     "clusters: 3": "clusters: expected array, got int",
+    "[]": "it is not a mapping, so no kubeconfig",
+    # Here kube-proxy prints both, with their tokens.
+    "users: [{name: u, user: {token: SECRET}}, {name: u}]": 'config": users: duplicate name "u"',
+    f"{SERVER}contexts: [{{name: a}}, {{name: b}}, {{name: a}}]": 'contexts: duplicate name "a"',
 }
 
 
@@ -68,11 +75,18 @@ def test_a_kubeconfig_with_a_mistake(tmp_path: Path, text: str) -> None:
     assert MISTAKES[text].replace("FOLDER", str(tmp_path)) in said
     assert str(path) in said or "tokenFile" in text
     assert "\n" not in said
+    assert "SECRET" not in said
 
 
 def test_a_kubeconfig_that_is_not_there() -> None:
     with pytest.raises(FatalError, match=r"^stat /nonexistent: no such file or directory$"):
         find("/nonexistent", "", {})
+
+
+def test_a_kubeconfig_that_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(FatalError) as error:
+        find(str(tmp_path), "", {})
+    assert str(error.value) == f'error loading config file "{tmp_path}": read {tmp_path}: is a directory'
 
 
 def test_everything_of_a_kubeconfig_counts(tmp_path: Path) -> None:

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 import yaml

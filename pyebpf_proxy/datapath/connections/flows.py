@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel's connection table, counted: how many flows each endpoint has by each address that was asked for.
 
-One dump by ctnetlink, and a table may hold a million flows. The tuples stand where the kernel has put them since there is ctnetlink; an entry that looks
-different is read attribute by attribute.
+One dump by ctnetlink, of a table that may hold a million flows. The tuples stand where the kernel has put them since
+there is ctnetlink; an entry that looks different is read attribute by attribute.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ def _flow(message: bytes) -> tuple[bytes, _RawRoute, bool] | None:
 
 _PROTOCOLS = frozenset(map(int, Protocol))
 _TCP, _UDP = int(Protocol.TCP), int(Protocol.UDP)
-_TCP_STATE = attribute_header(PROTOINFO, 44, nested=True) + attribute_header(1, 40, nested=True) + attribute_header(1, 1)
+_TCP_STATE = (
+    attribute_header(PROTOINFO, 44, nested=True) + attribute_header(1, 40, nested=True) + attribute_header(1, 1)
+)
 _USUAL_STATE = 52  # behind status, mark, id, use and timeout
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,7 +23,11 @@ from pyebpf_proxy.errors import FatalError
 from .access import Access, ExecPlugin, Tls, server_url, without_credentials
 
 _EXEC_VERSIONS = ("client.authentication.k8s.io/v1", "client.authentication.k8s.io/v1beta1")
+#: Versions that do without an interactiveMode.
+_NOT_INTERACTIVE = tuple(f"client.authentication.k8s.io/{version}" for version in ("v1beta1", "v1alpha1"))
 _EXEC_EXTENSION = "client.authentication.k8s.io/exec"
+
+_T = TypeVar("_T")
 
 
 class _Extension(msgspec.Struct):
@@ -106,9 +111,16 @@ def load(path: Path, master: str = "") -> Access | None:
     if not (config.clusters or config.users or config.contexts or config.current_context or master):
         return None
     problems: list[str] = []
-    context = _context(config, problems)
-    cluster = _cluster(config, context, problems)
-    user = _user(config, context, problems)
+    chosen = config.current_context
+    contexts = {entry.name: entry.context for entry in config.contexts}
+    problem = f"context was not found for specified context: {chosen}"
+    context = _chosen(contexts, chosen, problem, problems) or _Context()
+    clusters = {entry.name: entry.cluster for entry in config.clusters}
+    problem = f'cluster "{context.cluster}" was not found for context "{chosen}"'
+    cluster = _chosen(clusters, context.cluster, problem, problems) or _Cluster()
+    users = {entry.name: entry.user for entry in config.users}
+    problem = f'user "{context.user}" was not found for context "{chosen}"'
+    user = _chosen(users, context.user, problem, problems) or _User()
     if problems:
         raise FatalError(f"{path}: invalid configuration: {_aggregate(problems)}")
     server = master or cluster.server
@@ -128,7 +140,8 @@ def _read(path: Path) -> _Config:
     try:
         document = yaml.load(path.read_bytes(), Loader=yaml.CSafeLoader)
     except OSError as error:
-        what = f"open {path}: {(error.strerror or str(error)).lower()}"
+        verb = "read" if isinstance(error, IsADirectoryError) else "open"
+        what = f"{verb} {path}: {(error.strerror or str(error)).lower()}"
         raise FatalError(f'error loading config file "{path}": {what}') from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise FatalError(f'error loading config file "{path}": {_yaml_problem(error)}') from None
@@ -140,11 +153,16 @@ def _read(path: Path) -> _Config:
     if kind not in (None, "", "Config"):
         raise FatalError(f'error loading config file "{path}": no kind "{kind}" is registered for version "v1"')
     try:
-        return msgspec.convert(_without_nulls(document), _Config)
+        config = msgspec.convert(_without_nulls(document), _Config)
     except msgspec.ValidationError as error:
         text, _, place = str(error).replace("`", "").rpartition(" - at ")
         what = f"{place.removeprefix('$.')}: {text[:1].lower()}{text[1:]}" if text else str(error)
         raise FatalError(f'error loading config file "{path}": {what}') from None
+    for what, entries in (("clusters", config.clusters), ("users", config.users), ("contexts", config.contexts)):
+        names = Counter(entry.name for entry in entries)
+        if twice := next((name for name, count in names.items() if count > 1), None):
+            raise FatalError(f'error loading config file "{path}": {what}: duplicate name "{twice}"')
+    return config
 
 
 def _yaml_problem(error: Exception) -> str:
@@ -162,34 +180,11 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _context(config: _Config, problems: list[str]) -> _Context:
-    name = config.current_context
-    if not name:
-        # Without a name the first (only) entries are not guessed; kube-proxy's client goes on with empty ones.
-        return _Context()
-    for entry in config.contexts:
-        if entry.name == name:
-            return entry.context
-    problems.append(f"context was not found for specified context: {name}")
-    return _Context()
-
-
-def _cluster(config: _Config, context: _Context, problems: list[str]) -> _Cluster:
-    for entry in config.clusters:
-        if entry.name == context.cluster and context.cluster:
-            return entry.cluster
-    if context.cluster:
-        problems.append(f'cluster "{context.cluster}" was not found for context "{config.current_context}"')
-    return _Cluster()
-
-
-def _user(config: _Config, context: _Context, problems: list[str]) -> _User:
-    for entry in config.users:
-        if entry.name == context.user and context.user:
-            return entry.user
-    if context.user:
-        problems.append(f'user "{context.user}" was not found for context "{config.current_context}"')
-    return _User()
+def _chosen(entries: dict[str, _T], name: str, problem: str, problems: list[str]) -> _T | None:
+    """The entry of that name, None without a name: the first (only) one is not guessed. Not there is a problem."""
+    if name and name not in entries:
+        problems.append(problem)
+    return entries.get(name) if name else None
 
 
 def _access(path: Path, folder: Path, server: str, cluster: _Cluster, user: _User, context: _Context) -> Access:
@@ -278,7 +273,7 @@ def _plugin(folder: Path, given: _Exec, cluster: _Cluster, context: _Context, pr
         problems.append(f'exec plugin: invalid apiVersion "{given.api_version}"')
     if any(not variable.name for variable in given.env):
         problems.append(f"env variable name must be specified for {context.user} to use exec authentication plugin")
-    if given.interactive_mode == "" and given.api_version == _EXEC_VERSIONS[0]:
+    if given.interactive_mode == "" and given.api_version not in _NOT_INTERACTIVE:
         problems.append(f"interactiveMode must be specified for {context.user} to use exec authentication plugin")
     elif given.interactive_mode == "Always":
         problems.append("exec plugin cannot support interactive mode: standard input is unavailable")
