@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import api_load, change, cluster, connect, packet, write
+from . import api_load, change, cluster, connect, first, packet, write
 from .measure import ROOT, load_result, save, say
 from .plots import draw
 from .report import PAGE, lines, relative, write_page
@@ -17,6 +17,7 @@ FIGURES = {
     "write": write.run,
     "change": change.run,
     "packet": packet.run,
+    "first": first.run,
     "connect": connect.run,
     "cluster": cluster.run,
 }

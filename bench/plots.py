@@ -107,6 +107,21 @@ def _packet(result: Result, figure: Figure) -> None:
     axes.legend(frameon=False)
 
 
+def _first(result: Result, figure: Figure) -> None:
+    axes = figure.subplots()
+    bars = {row.compared_with: row.compared for row in result.rows if row.compared}
+    bars |= {row.what: row.measured for row in result.rows}
+    names = sorted(bars, key=lambda name: -bars[name].median)
+    ratios = {row.what: f"{row.judged.median:.2f} times" for row in result.rows}
+    colours = [GREY if name.startswith("plain") else BLUE for name in names]
+    axes.barh(names, [bars[name].median for name in names], color=colours)
+    for i, name in enumerate(names):
+        axes.annotate(ratios.get(name, ""), (bars[name].upper_quartile, i), va="center",
+                      xytext=(4, 0), textcoords="offset points")  # fmt: skip
+    axes.set_xlabel("ns on this machine, an empty program's taken off")
+    axes.margins(x=0.12)
+
+
 def _connect(result: Result, figure: Figure) -> None:
     runs = result.samples["runs"]
     families = sorted({run["family"] for run in runs})
@@ -154,6 +169,7 @@ _DRAWERS: dict[str, Callable[[Result, Figure], None]] = {
     "write": _write,
     "change": _change,
     "packet": _packet,
+    "first": _first,
     "connect": _connect,
     "cluster": _cluster,
 }

@@ -126,12 +126,14 @@ def slice_file(number: int) -> str:
     return f"slice-{number:05d}.json"
 
 
+def read(document: Object) -> Iterator[Change]:
+    """An object as a source delivers it: parsed, checked, defaulted."""
+    for found in decode_json(json.dumps(document).encode()):
+        if found.key is None or found.object is None:
+            raise ValueError(f"the workload is not valid: {found.messages}")
+        yield Change(found.key.kind, found.key.namespace, found.key.name, found.object)
+
+
 def parsed(services: int) -> list[Change]:
-    """The same as a source delivers them: parsed, checked, defaulted."""
-    changes = []
-    for _, document in everything(services):
-        for found in decode_json(json.dumps(document).encode()):
-            if found.key is None or found.object is None:
-                raise ValueError(f"the workload is not valid: {found.messages}")
-            changes.append(Change(found.key.kind, found.key.namespace, found.key.name, found.object))
-    return changes
+    """The same cluster as a source delivers it."""
+    return [change for _, document in everything(services) for change in read(document)]

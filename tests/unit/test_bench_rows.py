@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench import first
 from bench.cluster_node import IPTABLES, NFTABLES, OURS
 from bench.cluster_rows import percentile, rows
 from bench.measure import Row
@@ -63,3 +64,17 @@ def test_a_percentile_is_one_of_the_values() -> None:
     assert percentile([5, 1, 4, 2, 3], 50) == 3
     assert percentile(list(range(1, 101)), 99) == 99
     assert percentile([7], 99) == 7
+
+
+def test_a_first_packet_is_judged_without_the_empty_program() -> None:
+    samples = {variant.what: [1000.0] * 5 for variant in first.VARIANTS} | {first.EMPTY: [100.0] * 5}
+    assert all(judged(first.rows(samples)).values())
+    dear = first.VARIANTS[2].what
+    samples[dear] = [1460.0] * 5  # 1.46 times, and 1.51 without what the empty program takes
+    assert [what for what, met in judged(first.rows(samples)).items() if not met] == [f"{dear}; ≤ 1.5 times"]
+
+
+def test_every_variant_is_a_service_of_its_own() -> None:
+    found = [change.object for made in first.objects() for change in first.workload.read(made)]
+    assert len(found) == 2 * len(first.VARIANTS)
+    assert len({first.frame(variant, i, 7) for i, variant in enumerate(first.VARIANTS)}) == len(first.VARIANTS)
