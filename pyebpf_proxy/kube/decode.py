@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from sys import intern
 from typing import Any, NamedTuple
 
 import msgspec
@@ -231,7 +232,7 @@ def _finish(kind: str, value: Object) -> Decoded:
     if not group.namespaced:
         namespace = ""
     else:
-        namespace = metadata.namespace or "default"
+        namespace = intern(metadata.namespace or "default")  # once for all its objects
         if problem := validation.check_name(namespace, label=True):
             return Decoded(messages=(f"{kind} {validation.quote(metadata.name)}: metadata.namespace: {problem}",))
     if problem := validation.check_name(metadata.name, label=group.label):

@@ -22,8 +22,8 @@ _TRACKED = {"IPv4", "IPv6"}
 class Known(Protocol):
     """What is used of ``services.planner.Planner``: what the last sync has taken in."""
 
-    def service(self, namespace: str, name: str) -> Service | None:
-        """A Service that is served."""
+    def differs(self, namespace: str, name: str, service: Service | None) -> bool:
+        """Whether a Service says anything else than what is in use."""
 
     def service_of_slice(self, namespace: str, name: str) -> tuple[str, str] | None:
         """Namespace and name of the Service of a slice that is used."""
@@ -53,7 +53,7 @@ class Observer:
         self._applied = applied
         self._start = clock().wall
         self._no_local = NoLocal()
-        self._pending_services: dict[tuple[str, str], Service | None] = {}
+        self._pending_services: set[tuple[str, str]] = set()
         # By service: (family, trigger time in ns) of what no sync has applied yet; and slices of these.
         self._triggers: dict[tuple[str, str], list[tuple[str, int]]] = {}
         self._service_of_new: dict[tuple[str, str], tuple[str, str]] = {}
@@ -128,10 +128,10 @@ class Observer:
 
     def _service(self, key: tuple[str, str], service: Service | None) -> None:
         """A change that is undone before a sync took it is none."""
-        if self._known.service(*key) == service:
-            self._pending_services.pop(key, None)
+        if self._known.differs(*key, service):
+            self._pending_services.add(key)
         else:
-            self._pending_services[key] = service
+            self._pending_services.discard(key)
 
     def _slice(self, key: tuple[str, str], endpoint_slice: EndpointSlice | None) -> None:
         if endpoint_slice is None:

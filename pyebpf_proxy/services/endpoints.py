@@ -7,10 +7,15 @@ service port are then made from the views of its service only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import repeat
+from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from .addresses import format_address, parse_address, unusable_reason
+import msgspec
+
+from .addresses import format_address_port, parse_address, unusable_reason
 from .model import Endpoint, Family, Protocol
 
 if TYPE_CHECKING:
@@ -27,25 +32,39 @@ LOCAL = 8
 FALLBACK = SERVING | TERMINATING
 
 _FAMILIES = {"IPv4": Family.IPV4, "IPv6": Family.IPV6}
+_ADDRESS = {Family.IPV4: Struct("4s"), Family.IPV6: Struct("16s")}
 _NO_CONDITIONS = READY | SERVING
 
 
-class Candidate(NamedTuple):
-    """One endpoint of a slice. ``text`` is the address as it sorts, before the port: IPv6 in brackets."""
+class Hints(NamedTuple):
+    """For which zones and nodes an endpoint is meant; None: it has no such hint."""
 
-    text: str
-    address: bytes
-    flags: int
     zones: frozenset[str] | None
     nodes: frozenset[str] | None
 
 
-class SliceView(NamedTuple):
-    """What a slice says: one family, port numbers by (name, protocol), endpoints in the slice's order."""
+NO_HINTS = Hints(None, None)
+
+PortNumbers = Mapping[tuple[str, Protocol], tuple[int, ...]]
+
+
+class SliceView(msgspec.Struct, frozen=True, gc=False):
+    """What a slice says: one family, port numbers by (name, protocol), endpoints in the slice's order.
+
+    Endpoints are kept packed, a hundred thousand of them must not take much: addresses one after the other, one byte
+    of flags for each, and hints for each if any of them has some.
+    """
 
     family: Family
-    ports: dict[tuple[str, Protocol], tuple[int, ...]]
-    candidates: tuple[Candidate, ...]
+    ports: PortNumbers
+    addresses: bytes
+    flags: bytes
+    hints: tuple[Hints, ...]
+
+    def members(self) -> Iterator[tuple[bytes, int, Hints]]:
+        """Packed address, flags and hints of every endpoint."""
+        addresses = (address for (address,) in _ADDRESS[self.family].iter_unpack(self.addresses))
+        return zip(addresses, self.flags, self.hints or repeat(NO_HINTS))  # noqa: B905 (one of them has no end)
 
 
 class Lists(NamedTuple):
@@ -80,105 +99,121 @@ def view_slice(endpoint_slice: objects.EndpointSlice, node_name: str) -> SliceVi
     family = _FAMILIES.get(endpoint_slice.address_type or "")
     if family is None:
         return None
-    ports: dict[tuple[str, Protocol], tuple[int, ...]] = {}
+    ports = []
     for port in endpoint_slice.ports or ():
         protocol = Protocol.__members__.get(port.protocol or "TCP")
         if port.name is None or not port.port or not 0 < port.port <= 65535 or protocol is None:
             continue
-        key = (port.name, protocol)
-        ports[key] = (*ports.get(key, ()), port.port)
+        ports.append((port.name, protocol, port.port))
 
-    size = 4 if family is Family.IPV4 else 16
-    candidates = []
+    size = _ADDRESS[family].size
+    addresses = []
+    flags = bytearray()
+    hints = []
     for endpoint in endpoint_slice.endpoints or ():
         if not endpoint.addresses:
             continue
-        text = endpoint.addresses[0]
-        address = parse_address(text)
+        address = parse_address(endpoint.addresses[0])
         if address is None or len(address) != size or unusable_reason(address) is not None:
             continue
-        if size == 16:
-            text = f"[{format_address(address)}]"
-        elif text[0] == "0" or ".0" in text:
-            text = format_address(address)  # perhaps leading zeros: they would disturb the order
-        conditions = endpoint.conditions
-        if conditions is None:
-            flags = _NO_CONDITIONS
-        else:
-            flags = 0 if conditions.ready is False else READY
-            if conditions.serving is not False:
-                flags |= SERVING
-            if conditions.terminating:
-                flags |= TERMINATING
-        if endpoint.node_name and endpoint.node_name == node_name:
-            flags |= LOCAL
-        hints = endpoint.hints
-        zones = nodes = None
-        if hints is not None:
-            zones = _names(hints.for_zones)
-            nodes = _names(hints.for_nodes)
-        candidates.append(Candidate(text, address, flags, zones, nodes))
-    return SliceView(family, ports, tuple(candidates))
+        addresses.append(address)
+        flags.append(_flags(endpoint, node_name))
+        hints.append(NO_HINTS if endpoint.hints is None else _hints(endpoint.hints))
+    kept = tuple(hints) if any(each is not NO_HINTS for each in hints) else ()
+    return SliceView(family, _port_numbers(tuple(ports)), b"".join(addresses), bytes(flags), kept)
 
 
-def _names(hints: Iterable[objects.Hint] | None) -> frozenset[str] | None:
-    return frozenset(hint.name for hint in hints) or None if hints else None
+def _flags(endpoint: objects.Endpoint, node_name: str) -> int:
+    conditions = endpoint.conditions
+    if conditions is None:
+        flags = _NO_CONDITIONS
+    else:
+        flags = 0 if conditions.ready is False else READY
+        if conditions.serving is not False:
+            flags |= SERVING
+        if conditions.terminating:
+            flags |= TERMINATING
+    if endpoint.node_name and endpoint.node_name == node_name:
+        flags |= LOCAL
+    return flags
 
 
-class _Known(NamedTuple):
+def _hints(hints: objects.EndpointHints) -> Hints:
+    zones, nodes = (tuple(hint.name for hint in each or ()) for each in (hints.for_zones, hints.for_nodes))
+    return _shared_hints(zones, nodes) if zones or nodes else NO_HINTS
+
+
+# Most slices of a cluster have one of a few lists of ports, most endpoints one of a few zones: each is kept once.
+
+
+@lru_cache(maxsize=1024)
+def _port_numbers(ports: tuple[tuple[str, Protocol, int], ...]) -> PortNumbers:
+    numbers: dict[tuple[str, Protocol], tuple[int, ...]] = {}
+    for name, protocol, number in ports:
+        numbers[name, protocol] = (*numbers.get((name, protocol), ()), number)
+    return numbers
+
+
+@lru_cache(maxsize=1024)
+def _shared_hints(zones: tuple[str, ...], nodes: tuple[str, ...]) -> Hints:
+    return Hints(frozenset(zones) or None, frozenset(nodes) or None)
+
+
+class Known(NamedTuple):
+    """One endpoint of a service port, and what its slice says of it."""
+
     endpoint: Endpoint
-    candidate: Candidate
+    flags: int
+    hints: Hints
 
 
-def merge(views: Iterable[SliceView], port: tuple[str, Protocol]) -> list[_Known]:
+def merge(views: Iterable[SliceView], port: tuple[str, Protocol]) -> list[Known]:
     """All endpoints of one service port in one family, each once, in the order of the text ``ip:port``."""
-    found: dict[str, _Known] = {}
+    found: dict[str, Known] = {}
     for view in views:
         for number in view.ports.get(port, ()):
-            suffix = f":{number}"
-            for candidate in view.candidates:
-                text, address, flags, _, _ = candidate
-                key = text + suffix
-                earlier = found.get(key)
+            for address, flags, hints in view.members():
+                text = format_address_port(address, number)
+                earlier = found.get(text)
                 # During a hand-over between slices an old terminating copy must not hide a good one.
-                if earlier is not None and flags & TERMINATING and not earlier[1][2] & TERMINATING:
+                if earlier is not None and flags & TERMINATING and not earlier.flags & TERMINATING:
                     continue
-                found[key] = _Known(Endpoint(address, number, flags & LOCAL != 0), candidate)
-    return [found[key] for key in sorted(found)]
+                found[text] = Known(Endpoint(address, number, flags & LOCAL != 0), flags, hints)
+    return [found[text] for text in sorted(found)]
 
 
-def choose_lists(known: Sequence[_Known], topology: Topology, *, cluster: bool, local: bool, serving: bool) -> Lists:
+def choose_lists(known: Sequence[Known], topology: Topology, *, cluster: bool, local: bool, serving: bool) -> Lists:
     """The lists of §3. ``cluster``, ``local``, ``serving``: which of them are asked for."""
     if not known:
         return NO_LISTS
     cluster_list: list[Endpoint] = []
     local_list: list[Endpoint] = []
     if cluster:
-        ready = [entry for entry in known if entry[1][2] & READY]
-        chosen = _nearest(ready, topology) or [entry for entry in known if entry[1][2] & FALLBACK == FALLBACK]
-        cluster_list = [entry[0] for entry in chosen]
+        ready = [entry for entry in known if entry.flags & READY]
+        chosen = _nearest(ready, topology) or [entry for entry in known if entry.flags & FALLBACK == FALLBACK]
+        cluster_list = [entry.endpoint for entry in chosen]
     if local:
-        here = [entry for entry in known if entry[1][2] & LOCAL]
-        local_list = [entry[0] for entry in here if entry[1][2] & READY] or [
-            entry[0] for entry in here if entry[1][2] & FALLBACK == FALLBACK
+        here = [entry for entry in known if entry.flags & LOCAL]
+        local_list = [entry.endpoint for entry in here if entry.flags & READY] or [
+            entry.endpoint for entry in here if entry.flags & FALLBACK == FALLBACK
         ]
     any_endpoints = bool(cluster_list) or (
-        local and any(entry[1][2] & READY or entry[1][2] & FALLBACK == FALLBACK for entry in known)
+        local and any(entry.flags & READY or entry.flags & FALLBACK == FALLBACK for entry in known)
     )
-    serving_list = [entry[0] for entry in known if entry[1][2] & SERVING] if serving else ()
+    serving_list = [entry.endpoint for entry in known if entry.flags & SERVING] if serving else ()
     return Lists(tuple(cluster_list), tuple(local_list), tuple(serving_list), any_endpoints)
 
 
-def _nearest(ready: list[_Known], topology: Topology) -> list[_Known]:
+def _nearest(ready: list[Known], topology: Topology) -> list[Known]:
     """The ready topology filter: by node hints, else by zone hints, else everything (§3)."""
-    if not ready or (ready[0][1].zones is None and ready[0][1].nodes is None):
+    if not ready or (ready[0].hints.zones is None and ready[0].hints.nodes is None):
         return ready  # the usual case, without looking at the others: one endpoint without hints is enough
-    if all(entry[1].nodes for entry in ready):
-        near = [entry for entry in ready if topology.node in (entry[1].nodes or ())]
+    if all(entry.hints.nodes for entry in ready):
+        near = [entry for entry in ready if topology.node in (entry.hints.nodes or ())]
         if near:
             return near
-    if topology.zone and all(entry[1].zones for entry in ready):
-        near = [entry for entry in ready if topology.zone in (entry[1].zones or ())]
+    if topology.zone and all(entry.hints.zones for entry in ready):
+        near = [entry for entry in ready if topology.zone in (entry.hints.zones or ())]
         if near:
             return near
     return ready

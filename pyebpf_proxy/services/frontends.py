@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from sys import intern
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from .addresses import UNSPECIFIED, contains, family_of, parse_address, parse_prefix, unusable_reason
 from .model import Family, Frontend, FrontendKind, Protocol, ServicePort, ServicePortName, SourceRange
@@ -67,14 +70,23 @@ def _ports_of_family(
         if port.node_port:
             frontends.append(Frontend(FrontendKind.NODE_PORT, UNSPECIFIED[family], port.node_port))
         yield ServicePort(
-            name=ServicePortName(namespace, name, port.name or "", protocol, family),
+            name=ServicePortName(namespace, name, intern(port.name or ""), protocol, family),
             frontends=tuple(frontends),
             internal_local=spec.internal_traffic_policy == "Local",
             external_local=may_be_external and spec.external_traffic_policy == "Local",
             affinity_seconds=_affinity_seconds(spec),
             source_ranges=ranges,
-            vip_source_allowed=node_ip is not None and any(contains(prefix, node_ip) for prefix in ranges),
+            vip_source_allowed=_is_within(node_ip, ranges),
         )
+
+
+def with_node_ip(port: ServicePort, node_ip: bytes | None) -> ServicePort:
+    """The same service port on a node of another address."""
+    return msgspec.structs.replace(port, vip_source_allowed=_is_within(node_ip, port.source_ranges))
+
+
+def _is_within(address: bytes | None, ranges: Iterable[SourceRange]) -> bool:
+    return address is not None and any(contains(prefix, address) for prefix in ranges)
 
 
 def _cluster_ip(spec: objects.ServiceSpec, family: Family) -> bytes | None:

@@ -28,7 +28,7 @@ class HealthCheck(NamedTuple):
     local: int
 
 
-Touched = tuple[tuple[str, str], "objects.Service | None", Sequence[ServicePort], Mapping[str, SliceView]]
+Touched = tuple[tuple[str, str], int, Sequence[ServicePort], Mapping[str, SliceView]]
 
 
 class HealthChecks:
@@ -38,10 +38,9 @@ class HealthChecks:
         self.wanted: dict[HealthCheckName, HealthCheck] = {}
 
     def update(self, touched: Iterable[Touched]) -> None:
-        """Take in Services that may have changed: name, the Service, its service ports, its slices."""
+        """Take in Services that may have changed: name, :func:`health_check_port`, service ports, slices."""
         changes: dict[HealthCheckName, HealthCheck | None] = {}
-        for key, service, ports, slices in touched:
-            number = _port_of(service)
+        for key, number, ports, slices in touched:
             families = {port.name.family for port in ports} if number else set()
             for family in Family:
                 name = HealthCheckName(*key, family)
@@ -53,9 +52,9 @@ class HealthChecks:
             self.wanted = {name: check for name, check in merged.items() if check is not None}
 
 
-def _port_of(service: objects.Service | None) -> int:
+def health_check_port(service: objects.Service) -> int:
     """The Service's health check node port, 0 if it has none in force."""
-    if service is None or service.spec.type != "LoadBalancer" or service.spec.external_traffic_policy != "Local":
+    if service.spec.type != "LoadBalancer" or service.spec.external_traffic_policy != "Local":
         return 0
     return service.spec.health_check_node_port or 0
 
@@ -64,10 +63,10 @@ def _count(family: Family, views: Iterable[SliceView]) -> int:
     both = LOCAL | READY
     return len(
         {
-            candidate.address
+            address
             for view in views
             if view.family is family and view.ports
-            for candidate in view.candidates
-            if candidate.flags & both == both
+            for address, flags, _ in view.members()
+            if flags & both == both
         }
     )

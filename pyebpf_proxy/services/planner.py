@@ -15,7 +15,7 @@ import msgspec
 
 from . import endpoints, frontends
 from .claims import Claim, Claims, Conflict, claim_of
-from .health_checks import HealthCheck, HealthCheckName, HealthChecks
+from .health_checks import HealthCheck, HealthCheckName, HealthChecks, health_check_port
 from .model import Family, Protocol, ServicePort, ServicePortName
 from .nodes import NO_NODE, Network, NodeView, networks_of, view_node
 
@@ -33,6 +33,17 @@ class ServiceKey(NamedTuple):
 
     namespace: str
     name: str
+
+
+class _Service(msgspec.Struct, frozen=True, gc=False):
+    """What is kept of a Service that is served: less than half the room of the whole object.
+
+    ``ports`` have no endpoints yet. ``created`` is only ever asked in conflicts. ``health_check_port``: 0 for none.
+    """
+
+    ports: tuple[ServicePort, ...]
+    created: str
+    health_check_port: int
 
 
 class PlanSettings(msgspec.Struct, frozen=True):
@@ -56,10 +67,7 @@ class Planner:
 
     def __init__(self, settings: PlanSettings) -> None:
         self._settings = settings
-        # Per Service: its ports without endpoints, and when it was created (only ever asked in conflicts).
-        self._templates: dict[ServiceKey, tuple[ServicePort, ...]] = {}
-        self._created: dict[ServiceKey, str] = {}
-        self._services: dict[ServiceKey, objects.Service] = {}
+        self._services: dict[ServiceKey, _Service] = {}
         # Per service name, also of services that do not exist yet: its slices by name, and the way back.
         self._slices: dict[ServiceKey, dict[str, endpoints.SliceView]] = {}
         self._service_of_slice: dict[tuple[str, str], ServiceKey] = {}
@@ -90,9 +98,14 @@ class Planner:
         """Addresses that more than one service port names, now. Its members are texts for people by ``str``."""
         return frozenset(self._conflicts.values())
 
-    def service(self, namespace: str, name: str) -> objects.Service | None:
-        """A Service that is served, as the last update took it in."""
-        return self._services.get(ServiceKey(namespace, name))
+    def differs(self, namespace: str, name: str, service: objects.Service | None) -> bool:
+        """Whether a Service (None: that there is none) says anything else than what the last update took in."""
+        key = ServiceKey(namespace, name)
+        known = self._services.get(key)
+        if known is None or service is None:
+            return (known is None) != (service is None)
+        now = self._read_service(key, service)
+        return now is None or (now.ports, now.health_check_port) != (known.ports, known.health_check_port)
 
     def service_of_slice(self, namespace: str, name: str) -> tuple[str, str] | None:
         """Namespace and name of the Service that a slice in use belongs to."""
@@ -122,46 +135,60 @@ class Planner:
 
     def update(self, changes: Iterable[Change]) -> Delta:
         """Take changes in. Returns every service port that differs from before, None for one that is gone."""
-        services: set[ServiceKey] = set()
-        slices: set[ServiceKey] = set()
+        services: dict[ServiceKey, objects.Service | None] = {}
+        touched: set[ServiceKey] = set()
         nodes_changed = False
         for kind, namespace, name, value in changes:
             if kind == "Service":
-                services.add(self._take_service(namespace, name, value))  # type: ignore[arg-type]
+                services[ServiceKey(namespace, name)] = value  # type: ignore[assignment]
             elif kind == "EndpointSlice":
-                slices.update(self._take_slice(namespace, name, value))  # type: ignore[arg-type]
+                touched.update(self._take_slice(namespace, name, value))  # type: ignore[arg-type]
             elif kind == "Node":
                 nodes_changed |= self._take_node(name, value)  # type: ignore[arg-type]
             else:
                 self._take_service_cidr(name, value)  # type: ignore[arg-type]
         if nodes_changed and self._read_nodes():
-            services.update(self._services)
+            for key, known in self._services.items():
+                self._services[key] = self._with_node_ips(known)
+            touched.update(self._services)
 
         before: Delta = {}
         disputed: set[Claim] = set()
-        for key in services:
-            self._replace_templates(key, before, disputed)
-        touched = services | slices if slices else services
+        for key, service in services.items():
+            self._replace_service(key, service, before, disputed)
+        touched.update(services)
         for key in touched:
-            for template in self._templates.get(key, ()):
+            for template in self._ports_of(key):
                 self._remember(template.name, before)
                 self._wanted[template.name] = self._fill(key, template)
         for claim in disputed:
             self._settle(claim, before)
         self._health_checks.update(
-            (key, self._services.get(key), self._templates.get(key, ()), self._slices.get(key, {})) for key in touched
+            (key, known.health_check_port if known is not None else 0, self._ports_of(key), self._slices.get(key, {}))
+            for key in touched
+            for known in (self._services.get(key),)
         )
         return {name: now for name, was in before.items() if (now := self.get(name)) != was}
 
     # ---- taking objects in -------------------------------------------------------------------------------------
 
-    def _take_service(self, namespace: str, name: str, service: objects.Service | None) -> ServiceKey:
-        key = ServiceKey(namespace, name)
-        if service is None or not frontends.is_served(service):
-            self._services.pop(key, None)
-        else:
-            self._services[key] = service
-        return key
+    def _read_service(self, key: ServiceKey, service: objects.Service) -> _Service | None:
+        """None: it is not served."""
+        if not frontends.is_served(service):
+            return None
+        ports = frontends.service_ports(key.namespace, key.name, service, self.node_ips)
+        return _Service(ports, service.metadata.creation_timestamp or "", health_check_port(service))
+
+    def _with_node_ips(self, known: _Service) -> _Service:
+        """The node's addresses have changed."""
+        if not any(port.source_ranges for port in known.ports):
+            return known
+        ports = tuple(frontends.with_node_ip(port, self.node_ips.get(port.name.family)) for port in known.ports)
+        return msgspec.structs.replace(known, ports=ports)
+
+    def _ports_of(self, key: ServiceKey) -> tuple[ServicePort, ...]:
+        known = self._services.get(key)
+        return known.ports if known is not None else ()
 
     def _take_slice(
         self, namespace: str, name: str, endpoint_slice: objects.EndpointSlice | None
@@ -242,10 +269,12 @@ class Planner:
         if name not in before:
             before[name] = self.get(name)
 
-    def _replace_templates(self, key: ServiceKey, before: Delta, disputed: set[Claim]) -> None:
+    def _replace_service(
+        self, key: ServiceKey, service: objects.Service | None, before: Delta, disputed: set[Claim]
+    ) -> None:
         """Make a Service's ports anew and put its claims in the place of the old ones."""
         # Remembered for all of them before anything changes: a lost address is part of what was.
-        old = self._templates.pop(key, ())
+        old = self._ports_of(key)
         for template in old:
             self._remember(template.name, before)
         for template in old:
@@ -254,14 +283,12 @@ class Planner:
                 if self._claims.remove(claim, template.name):
                     disputed.add(claim)
             del self._wanted[template.name]
-        service = self._services.get(key)
-        if service is None:
-            self._created.pop(key, None)
+        known = self._read_service(key, service) if service is not None else None
+        if known is None:
+            self._services.pop(key, None)
             return
-        self._created[key] = service.metadata.creation_timestamp or ""
-        new = frontends.service_ports(key.namespace, key.name, service, self.node_ips)
-        self._templates[key] = new
-        for template in new:
+        self._services[key] = known
+        for template in known.ports:
             for frontend in template.frontends:
                 claim = claim_of(template.name, frontend)
                 if self._claims.add(claim, template.name):
@@ -303,9 +330,9 @@ class Planner:
 
     def _rank(self, name: ServicePortName) -> Any:
         """Older first, of no known age last, then by namespace and name (spec/service-semantics §8 leaves it open)."""
-        text = self._created.get(ServiceKey(name.namespace, name.name), "")
+        known = self._services.get(ServiceKey(name.namespace, name.name))
         try:
-            created = datetime.datetime.fromisoformat(text)
+            created = datetime.datetime.fromisoformat(known.created if known is not None else "")
         except ValueError:
             created = _NEVER
         if created.tzinfo is None:

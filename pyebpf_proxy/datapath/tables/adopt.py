@@ -158,6 +158,7 @@ class _Adoption:
             cluster_count = self.fields[service][2]
             words = self.slots[record.first_slot : record.first_slot + record.length].tolist()
             found = []
+            numbers: dict[Endpoint, int] = {}
             for word in words:
                 number = word >> shift & 0xFFFFFFFF
                 backend = self.backends.get(number)
@@ -165,10 +166,11 @@ class _Adoption:
                     record.dirty = True
                     continue
                 reached.add(number)
-                record.backends[backend.endpoint] = number
+                numbers[backend.endpoint] = number
                 found.append(backend.endpoint)
             split = cluster_count if not record.dirty else len(found)
             record.plan = ServicePort(record.plan.name, (), tuple(found[:split]), tuple(found[split:]))
+            record.set_backends(numbers)
         for number, backend in self.backends.items():
             if backend.netfilter:
                 mirror.outside.add(number)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pyebpf_proxy.services.model import Endpoint, Family, ServicePort, ServicePortName
@@ -15,7 +17,7 @@ class NoRoomError(Exception):
 class Record:
     """A service port that is in the maps. ``plan`` holds only the frontends that are really its own."""
 
-    __slots__ = ("backends", "dirty", "first_slot", "id", "length", "plan", "table")
+    __slots__ = ("_numbers", "dirty", "first_slot", "id", "length", "plan", "table")
 
     def __init__(self, number: int, plan: ServicePort) -> None:
         self.id = number
@@ -23,9 +25,28 @@ class Record:
         self.table = 0
         self.first_slot = 0
         self.length = 0
-        self.backends: dict[Endpoint, int] = {}
+        self._numbers = array("I")
         #: Adopted from maps that do not fit together: written anew with the next change.
         self.dirty = False
+
+    @property
+    def backends(self) -> dict[Endpoint, int]:
+        """The number of every endpoint of the plan's lists. Made when it is asked for, see ``set_backends``."""
+        return dict(zip(self._endpoints(), self._numbers, strict=True))
+
+    def set_backends(self, numbers: Mapping[Endpoint, int]) -> None:
+        """Every endpoint of the plan's lists has its number in ``numbers``.
+
+        Kept as numbers alone, in the order of the lists: a hundred thousand dictionary entries would take 10 MB.
+        """
+        self._numbers = array("I", map(numbers.__getitem__, self._endpoints()))
+
+    def keep_backends(self, other: Record) -> None:
+        """The same lists as ``other``, and the same numbers."""
+        self._numbers = other._numbers
+
+    def _endpoints(self) -> dict[Endpoint, None]:
+        return dict.fromkeys((*self.plan.cluster, *self.plan.local))
 
 
 @dataclass

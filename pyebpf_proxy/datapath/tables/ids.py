@@ -5,27 +5,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+#: Numbers that share one integer of bits.
+_PAGE = 1024
+
 
 class Ids:
     """The numbers 1 … ``limit`` - 1. 0 means "none" in every map.
 
     ``used`` are taken from the start; ``start`` is where giving out begins (it is raised above all of ``used``).
+    One bit for each number in use, in pages: a set of a hundred thousand numbers takes 10 MB.
     """
 
     def __init__(self, limit: int, used: Iterable[int] = (), start: int = 1) -> None:
         self._limit = limit
-        self._used = set(used)
-        self._next = max(start, max(self._used, default=0) + 1)
+        self._pages: dict[int, int] = {}
+        self._count = 0
+        self._next = start
+        for number in used:
+            if number not in self:
+                self._mark(number, 1)
+            self._next = max(self._next, number + 1)
         # Until the end is reached for the first time, everything from _next on is free.
         self._wrapped = False
 
     def __contains__(self, number: int) -> bool:
         """Whether it is in use."""
-        return number in self._used
+        page, bit = divmod(number, _PAGE)
+        return bool(self._pages.get(page, 0) >> bit & 1)
 
     @property
     def available(self) -> int:
-        return self._limit - 1 - len(self._used)
+        return self._limit - 1 - self._count
 
     def take(self, count: int) -> list[int]:
         """``count`` numbers that are not in use. The caller has looked at ``available``."""
@@ -33,18 +43,37 @@ class Ids:
             raise ValueError(f"{count} ids wanted, {self.available} are free")
         if not self._wrapped and self._next + count <= self._limit:
             taken = list(range(self._next, self._next + count))
-            self._used.update(taken)
+            self._mark(self._next, count)
             self._next += count
             return taken
         taken = []
         while len(taken) < count:
             if self._next >= self._limit:
                 self._next, self._wrapped = 1, True
-            if self._next not in self._used:
+            if self._next not in self:
                 taken.append(self._next)
-                self._used.add(self._next)
+                self._mark(self._next, 1)
             self._next += 1
         return taken
 
     def free(self, ids: Iterable[int]) -> None:
-        self._used.difference_update(ids)
+        for number in ids:
+            if number not in self:
+                continue
+            page, bit = divmod(number, _PAGE)
+            left = self._pages[page] ^ 1 << bit
+            if left:
+                self._pages[page] = left
+            else:
+                del self._pages[page]
+            self._count -= 1
+
+    def _mark(self, first: int, count: int) -> None:
+        """``count`` numbers from ``first`` on, of which none is in use."""
+        self._count += count
+        while count:
+            page, bit = divmod(first, _PAGE)
+            part = min(count, _PAGE - bit)
+            self._pages[page] = self._pages.get(page, 0) | ((1 << part) - 1) << bit
+            first += part
+            count -= part

@@ -95,7 +95,7 @@ class Mirror(State):
             self._plan_table(change, new)
         elif old is not None:
             new.table, new.first_slot, new.length = old.table, old.first_slot, old.length
-            new.backends = old.backends
+            new.keep_backends(old)
         if serving_changed:
             self._plan_serving(change, new)
         self._plan_frontends(change, new, grants)
@@ -146,9 +146,10 @@ class Mirror(State):
     def _fresh_endpoints(old: Record | None, wanted: ServicePort, renew: frozenset[Endpoint]) -> list[Endpoint]:
         endpoints = dict.fromkeys(wanted.cluster)
         endpoints.update(dict.fromkeys(wanted.local))
-        if old is None or not old.backends:
+        had = old.backends if old is not None else {}
+        if not had:
             return list(endpoints)
-        return [e for e in endpoints if e not in old.backends or e in renew]
+        return [e for e in endpoints if e not in had or e in renew]
 
     def _plan_backends(self, change: Change, new: Record, fresh: list[Endpoint], fresh_keys: list[bytes]) -> None:
         name, wanted, old = change.name, new.plan, change.old
@@ -156,15 +157,15 @@ class Mirror(State):
         ids = self.backend_ids.take(len(fresh))
         change.fresh = list(zip(ids, fresh_keys, strict=True))
         backends = dict(zip(fresh, ids, strict=True))
-        if old is not None and old.backends:
-            kept = old.backends
+        kept = old.backends if old is not None else {}
+        if kept:
             for e in (*wanted.cluster, *wanted.local):
                 if e not in backends:
                     backends[e] = kept[e]
             change.gone = [
                 (number, self._endpoint_key(name, e)) for e, number in kept.items() if backends.get(e) != number
             ]
-        new.backends = backends
+        new.set_backends(backends)
         change.slots = [backends[e] for e in wanted.cluster]
         change.slots += [backends[e] for e in wanted.local]
         if not fresh:
@@ -173,7 +174,8 @@ class Mirror(State):
         service = new.id
         inside = self._inside
         values = []
-        for (number, _), (address, port, local) in zip(change.fresh, fresh, strict=True):
+        for (number, _), endpoint in zip(change.fresh, fresh, strict=True):
+            address, port = endpoint.address, endpoint.port
             pod = inside.get(address)
             if pod is None:
                 pod = self._is_inside(family, address)
@@ -182,7 +184,7 @@ class Mirror(State):
                 self.outside.add(number)
             if lane or self.all_netfilter:
                 change.netfilter[number] = (address, port)
-            values.append(pack(address, port, protocol, lane, service, local))
+            values.append(pack(address, port, protocol, lane, service, endpoint.local))
         u32 = self.layouts.u32.pack
         change.puts[f"backends{family.value}"] = (b"".join(map(u32, ids)), b"".join(values))
         self.used[f"backends{family.value}"] += len(fresh)

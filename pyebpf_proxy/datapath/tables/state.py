@@ -182,6 +182,7 @@ class State:
         backend with that address.
         """
         direct: dict[tuple[int, bytes, int], Route] = {}
+        backends: dict[int, Mapping[Endpoint, int]] = {}
         for route in routes:
             protocol, address, port, endpoint, endpoint_port = route
             if (address, port) == (endpoint, endpoint_port):
@@ -191,9 +192,13 @@ class State:
             owner = self.owners.get(key.pack(address, port, protocol))
             if owner is None:
                 owner = self.owners.get(key.pack(bytes(len(address)), port, protocol))
-            record = self.records.get(self.names[owner]) if owner is not None else None
+            if owner is None:
+                continue
+            if owner not in backends:
+                record = self.records.get(self.names[owner])
+                backends[owner] = record.backends if record is not None else {}
             for local in (False, True):
-                number = record and record.backends.get(Endpoint(endpoint, endpoint_port, local))
+                number = backends[owner].get(Endpoint(endpoint, endpoint_port, local))
                 if number:
                     yield route, number
         if not direct:
