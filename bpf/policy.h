@@ -121,6 +121,36 @@ static __always_inline bool leaves_unfiltered(const struct packet *p, const stru
 	return !is_node_address(&p->destination, p->ipv6);
 }
 
+/* The row of a ClusterIP. True: it is for endpoints of this node only. */
+static __always_inline bool entitle_cluster_ip(const struct packet *p, const struct table *table, bool pod,
+					       struct entitlement *e)
+{
+	bool masquerade = settings.masquerade_all || (has_detector(p->ipv6) && !pod);
+
+	if (table->internal_local)
+		entitle_local(table, e, masquerade);
+	else
+		entitle_cluster(table, e, masquerade);
+	return table->internal_local;
+}
+
+/* The rows of externalIPs, load balancers' addresses and NodePorts. True: as above. */
+static __always_inline bool entitle_outside_address(const struct packet *p, const struct table *table, __u32 device,
+						    bool pod, struct entitlement *e)
+{
+	if (!table->external_local) {
+		entitle_cluster(table, e, true);
+	} else if (pod) {
+		entitle_cluster(table, e, false);
+	} else if (!device || is_node_address(&p->source, p->ipv6)) {
+		entitle_cluster(table, e, true);
+	} else {
+		entitle_local(table, e, false);
+		return true;
+	}
+	return false;
+}
+
 /*
  * One row of the table: VERDICT_SERVE fills the entitlement, anything else sets
  * the reason.  `device`: where the packet came in; 0 for a socket of the node.
@@ -129,7 +159,7 @@ static __always_inline enum verdict decide(const struct packet *p, const struct 
 					   const struct table *table, __u32 table_id, __u32 device,
 					   struct entitlement *e, enum reason *reason)
 {
-	bool local_only = false;
+	bool local_only;
 	bool pod;
 
 	if (f->kind == UNSERVED_NODE_PORT)
@@ -153,24 +183,10 @@ static __always_inline enum verdict decide(const struct packet *p, const struct 
 	e->service = f->service;
 	e->affinity_seconds = table->affinity_seconds;
 	pod = is_pod_source(p, device);
-	if (f->kind == CLUSTER_IP) {
-		bool masquerade = settings.masquerade_all || (has_detector(p->ipv6) && !pod);
-
-		local_only = table->internal_local;
-		if (local_only)
-			entitle_local(table, e, masquerade);
-		else
-			entitle_cluster(table, e, masquerade);
-	} else if (!table->external_local) {
-		entitle_cluster(table, e, true);
-	} else if (pod) {
-		entitle_cluster(table, e, false);
-	} else if (!device || is_node_address(&p->source, p->ipv6)) {
-		entitle_cluster(table, e, true);
-	} else {
-		local_only = true;
-		entitle_local(table, e, false);
-	}
+	if (f->kind == CLUSTER_IP)
+		local_only = entitle_cluster_ip(p, table, pod, e);
+	else
+		local_only = entitle_outside_address(p, table, device, pod, e);
 	if (e->count)
 		return VERDICT_SERVE;
 	*reason = local_only ? DROP_NO_LOCAL_ENDPOINTS : REJECT_NO_ENDPOINTS;
