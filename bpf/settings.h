@@ -46,6 +46,7 @@ struct settings {
 	__u8 nft_mode;			/* kube-proxy's nftables mode is followed where the modes differ */
 	__u8 localhost_node_ports;	/* NodePorts on 127.0.0.0/8 for the node's own sockets */
 	enum scheduler scheduler;
+	__u8 pod_sockets;		/* sockets of pods are translated too */
 };
 
 const volatile struct settings settings SEC(".rodata") = {

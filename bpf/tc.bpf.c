@@ -2,6 +2,7 @@
 /* tc ingress: every packet that enters the node passes here once. docs/data-plane.md tells its way. */
 #include "lanes.h"
 #include "bridge.h"
+#include "pods.h"
 
 #define TC_ACT_UNSPEC (-1)	/* go on: other people's filters and the kernel are next */
 #define TC_ACT_SHOT 2
@@ -48,7 +49,7 @@ static __always_inline int serve(struct __sk_buff *skb, const struct packet *p, 
 	default:
 		break;
 	}
-	if (!choose_backend(p, &e, &b))
+	if (!(settings.pod_sockets && take_over(skb, p, &e, &b)) && !choose_backend(p, &e, &b))
 		return drop(TABLE_MISSING);
 	/* Hairpin: the endpoint calls itself and must not see its own address. */
 	if (same_address(&b.address, &p->source, p->ipv6))

@@ -102,8 +102,37 @@ network. The tc programs see what *enters* the node. So without the socket progr
   to the endpoint itself. UDP sockets that were translated show the endpoint's address from then on, in `getpeername`
   and as the source of answers; unconnected ones talk to the Service's address untranslated.
 
-It is for nodes where another program owns the sockets. `all`, which also translates the sockets of pods, is not there
-yet.
+It is for nodes where another program owns the sockets.
+
+## socketLB: all
+
+Sockets of pods are translated when they connect, too: their packets go to the endpoint from the beginning, and nothing
+is left for conntrack to translate. [data-plane.md](data-plane.md#sockets-of-pods) has the way of it. What an
+application or an endpoint can see is the same as without it, since whatever a socket cannot know or do is left to the
+tc programs:
+
+* what has to be masqueraded: addresses from outside with policy Cluster, `masqueradeAll`, a pod that gets itself;
+* what is refused or dropped;
+* SCTP;
+* everything where the local traffic detector does not call the source a pod. A family without a detector
+  (`detectLocalMode: ClusterCIDR` without a `clusterCIDR` of it, say) has no pods, and `all` changes nothing for it;
+* pods with netfilter rules of their own on what they send: a service mesh that redirects connections by the address
+  that the application asked for goes on to see it. It is looked for with each connect, so it does not matter when the
+  rules come;
+* pods with more than one network (devices that are up, beside the loopback);
+* pods whose addresses are in `socketLBExclude`. A proxy knows no Kubernetes namespaces; a network plugin that gives a
+  namespace a range of its own makes one. It is for meshes that redirect by other means than netfilter;
+* of each pod and family one connection a minute, by which tc learns what the pod's packets look like.
+
+What can be seen, and cannot be helped:
+
+* rules of the node, or of a network policy, that go by a *Service's* address or by conntrack's translation see packets
+  to the endpoint itself; so does `conntrack -L`;
+* a pod that has the address of a Service on a device of its own, beside its only network, is not asked;
+* unconnected UDP sockets that were talking to a Service when `all` was switched on may get another endpoint once.
+
+Where the kernel does not let socket programs look at a network namespace, that is said at the start, and `all` is
+`node`.
 
 ## What a reviewer must check
 
@@ -137,7 +166,7 @@ def datapath_page() -> str:
         extra: Any = info.json_schema_extra
         size = Size(*extra["size"])
         default = getattr(values.maps, name)
-        total += 0 if "Made only in mode" in (info.description or "") else default * size.empty_bytes
+        total += 0 if "Made only" in (info.description or "") else default * size.empty_bytes
         cells = (
             f"`maps.{info.alias}`",
             _cell(info.description or ""),

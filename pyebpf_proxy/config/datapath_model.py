@@ -69,8 +69,12 @@ _PEERS6 = Size(1024, _MANY, 120, 0)
 _FLOWS = Size(1024, _MANY, 96, 0)
 _SETS = Size(1024, _MANY, 160, 0)
 _FRAGMENTS = Size(1024, 1 << 16, 112, 0)
+_PODS = Size(1024, 1 << 18, 112, 0)
+_LEFT = Size(1024, 1 << 20, 88, 0)
+_EXCLUDED = Size(64, 1 << 16, 0, 64)
 
 _IPVS = "Made only in mode ipvs with the scheduler "
+_ALL = "Made only with socketLB: all. "
 _OLDEST_GO = " When it is full, what was used longest ago goes."
 
 
@@ -126,6 +130,13 @@ class Maps(_Section):
     socket_flows: Annotated[
         int, _checked(_FLOWS), _size("Services that unconnected UDP sockets of the node talk to." + _OLDEST_GO, _FLOWS)
     ] = 32768
+    pod_sources: Annotated[int, _checked(_PODS), _size(_ALL + "Pods of the node, by family." + _OLDEST_GO, _PODS)] = (
+        4096
+    )
+    left_sockets: Annotated[
+        int, _checked(_LEFT), _size(_ALL + "Sockets of pods whose first packet is awaited." + _OLDEST_GO, _LEFT)
+    ] = 4096
+    excluded_pods: Annotated[int, _checked(_EXCLUDED), _size(_ALL + "Ranges of socketLBExclude.", _EXCLUDED)] = 1024
     connections: Annotated[
         int, _checked(_WIDE), _size(_IPVS + "lc, wlc, sed, nq, lblc and lblcr: endpoints of both families.", _WIDE)
     ] = 262144
@@ -150,8 +161,6 @@ def _socket_lb(value: object) -> object:
     # Unquoted, off is a boolean in YAML.
     if value is False:
         return "off"
-    if value == "all":
-        raise ValueError('"all" (also the sockets of pods) is not in this release: node or off can be had')
     return value
 
 
@@ -218,14 +227,23 @@ class DatapathConfiguration(_Section):
         ),
     ] = None
     socket_lb: Annotated[
-        Literal["node", "off"],
+        Literal["node", "all", "off"],
         BeforeValidator(_socket_lb),
         Field(
             alias="socketLB",
             description="node: the node's own connections to Services are translated at connect and sendmsg, by"
-            " programs on the root cgroup; off: these programs are not attached, those of a former run are detached.",
+            " programs on the root cgroup; all: those of pods too, as far as they need no masquerade; off: these"
+            " programs are not attached, those of a former run are detached.",
         ),
     ] = "node"
+    socket_lb_exclude: Annotated[
+        list[Annotated[Network, PlainValidator(_network)]],
+        Field(
+            alias="socketLBExclude",
+            description="With socketLB: all, ranges of addresses of pods whose connections are left to the tc programs"
+            " all the same, as those of a service mesh that wants to see what an application asks for.",
+        ),
+    ] = []
     fast_path: Annotated[
         bool, AfterValidator(_no_fast_path), Field(description="Not there yet: only false can be had.")
     ] = False

@@ -21,7 +21,7 @@ from pyebpf_proxy.services.model import Family
 
 Lane = Literal["auto", "netfilter"]
 Scheduler = Literal["rr", "wrr", "sh", "dh", "mh", "lc", "wlc", "sed", "nq", "lblc", "lblcr"]
-SocketLB = Literal["node", "off"]
+SocketLB = Literal["node", "all", "off"]
 DetectLocalMode = Literal["ClusterCIDR", "NodeCIDR", "BridgeInterface", "InterfaceNamePrefix"]
 
 
@@ -78,8 +78,10 @@ class Effective:
     manifests: Path | None
     api: ApiServer
     log_format: Literal["text", "json"]
-    #: Whose connections are translated in the socket: those of the node itself, or nobody's.
+    #: Whose connections are translated in the socket: those of the node itself, pods' too, or nobody's.
     socket_lb: SocketLB
+    #: Ranges of pods whose connections never are.
+    socket_lb_exclude: tuple[Network, ...]
     #: Ranges that are pods' beside what the cluster says: for the choice of the lane, not for who counts as a pod.
     pod_network: tuple[Network, ...]
     #: Entries by map, for every map whose size can be chosen.
@@ -163,6 +165,7 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
         api=ApiServer(client.kubeconfig, flags.master, client.qps, client.burst),
         log_format="json" if config.logging.format == "json" else "text",
         socket_lb=own.socket_lb,
+        socket_lb_exclude=tuple(own.socket_lb_exclude),
         pod_network=tuple(own.pod_network),
         map_sizes=own.maps.model_dump(),
     )

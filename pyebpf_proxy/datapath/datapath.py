@@ -26,6 +26,7 @@ from pyebpf_proxy.datapath.netfilter.nft_rules import Prefix
 from pyebpf_proxy.datapath.node import cgroups, mounts, sysctls
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.settings import conntrack_is_liberal, node_config, settings
+from pyebpf_proxy.datapath.tables import excluded_pods
 from pyebpf_proxy.datapath.tables.pod_network import PodNetwork
 from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.errors import DatapathError
@@ -142,6 +143,8 @@ class Datapath:
         self._counters = _counters(loaded), loaded.maps["reasons"]
         self._learn(facts)
         self._say_lane(loaded)
+        if "excluded_pods" in loaded.maps:
+            excluded_pods.write(loaded.maps["excluded_pods"], loaded.sock.btf, effective.socket_lb_exclude)
         writer = Writer(loaded, self._pods, table.update)
         writer.apply(wanted)
         writer.prune(wanted)
@@ -161,7 +164,7 @@ class Datapath:
         return _Parts(loaded, table, node, writer, clusters, udp, udp_touched)
 
     def _attach(self, loaded: Loaded, node: Node, pins: Path) -> None:
-        found = self._attach_sockets(loaded, pins / "links") if self._effective.socket_lb == "node" else "none"
+        found = self._attach_sockets(loaded, pins / "links") if self._effective.socket_lb != "off" else "none"
         node.attach({name: program.fd for name, program in loaded.tc.programs.items()})
         if self._effective.socket_lb == "off" and cgroups.detach(pins / "links"):
             _log.info("the socket programs of a former run are detached")
@@ -285,6 +288,8 @@ class Datapath:
         return self._pods.update([*ranges, *self._effective.pod_network], facts.node_addresses)
 
     def _say_lane(self, loaded: Loaded) -> None:
+        if loaded.why_not_pods:
+            _log.warning("sockets of pods are not translated, tc serves them", why=loaded.why_not_pods)
         if loaded.lane != "direct":
             _log.warning("every flow takes the netfilter lane", why=loaded.why)
         elif not self._pods.families:

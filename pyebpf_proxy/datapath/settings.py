@@ -47,6 +47,7 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         nft_mode=effective.nft_mode,
         localhost_node_ports=effective.localhost_node_ports,
         scheduler=SCHEDULERS[effective.scheduler] if effective.scheduler else 0,
+        pod_sockets=effective.socket_lb == "all",
     )
 
 

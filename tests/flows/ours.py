@@ -13,10 +13,18 @@ from tests.flows.world import World
 class Ours:
     """Same interface as ``KubeProxy``, as far as a scenario needs it."""
 
-    def __init__(self, world: World, lane: str = "auto", more: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        lane: str = "auto",
+        more: dict[str, Any] | None = None,
+        own: dict[str, Any] | None = None,
+    ) -> None:
+        """``more``: fields of the KubeProxyConfiguration; ``own``: of our own document."""
         self._world = world
         self._lane = lane
         self._more = more or {}
+        self._own = own
 
     def start(self, mode: str, scenario: Scenario) -> None:
         """Start the agent with the scenario's objects and wait until they are programmed."""
@@ -24,7 +32,7 @@ class Ours:
         config = {"mode": mode, "clusterCIDR": "", **self._more, **scenario.config}
         config[mode] = {"minSyncPeriod": "10ms"} | config.get(mode, {})
         agent = self._world.node.agent
-        agent.start(config, self._lane)
+        agent.start(config, self._lane, self._own)
         agent.wait_synced()
 
     def write(self, scenario: Scenario) -> None:

@@ -61,6 +61,7 @@ GOOD: list[tuple[str, str, Any]] = [
     ("directory: /run/other", "directory", "/run/other"),
     ("manifests: /etc/services", "manifests", "/etc/services"),
     ("socketLB: node", "socket_lb", "node"),
+    ("socketLB: all", "socket_lb", "all"),
     ('socketLB: "off"', "socket_lb", "off"),
     ("socketLB: off", "socket_lb", "off"),  # a boolean in YAML
     ("fastPath: false", "fast_path", False),
@@ -75,6 +76,12 @@ GOOD: list[tuple[str, str, Any]] = [
 @pytest.mark.parametrize(("text", "field", "value"), GOOD, ids=[case[0] for case in GOOD])
 def test_a_good_field(text: str, field: str, value: object) -> None:
     assert getattr(read(text), field) == value
+
+
+def test_excluded_pods() -> None:
+    found = settings(read("socketLB: all\nsocketLBExclude: [10.244.9.0/24, 'fd00:9::/64']"))
+    assert found.socket_lb == "all"
+    assert [str(network) for network in found.socket_lb_exclude] == ["10.244.9.0/24", "fd00:9::/64"]
 
 
 def test_pod_networks() -> None:
@@ -92,9 +99,11 @@ BAD: list[tuple[str, str]] = [
     ("directory: {}", "directory: must be a text, not a mapping"),
     ("manifests: 3", "manifests: must be a text, not 3"),
     ("manifests: ./here", 'manifests: must be an absolute path, not "./here"'),
-    ("socketLB: all", 'socketLB: "all" (also the sockets of pods) is not in this release: node or off can be had'),
-    ("socketLB: on", "socketLB: must be node or off, not true"),
-    ("socketLB: pods", 'socketLB: must be node or off, not "pods"'),
+    ("socketLB: on", "socketLB: must be node, all or off, not true"),
+    ("socketLB: pods", 'socketLB: must be node, all or off, not "pods"'),
+    ("socketLBExclude: [7]", "socketLBExclude[0]: must be a text, not 7"),
+    ("socketLBExclude: [mesh]", 'socketLBExclude[0]: must be a CIDR, as 10.0.0.0/8 or fd00::/48, not "mesh"'),
+    ("socketLBExclude: 10.0.0.0/8", 'socketLBExclude: must be a list, not "10.0.0.0/8"'),
     ("fastPath: true", "fastPath: there is no fast path in this release: only false can be had"),
     ('fastPath: "false"', 'fastPath: must be true or false, not "false"'),
     ("fastPath: 0", "fastPath: must be true or false, not 0"),
@@ -291,7 +300,8 @@ documents = st.fixed_dictionaries(
         "lane": st.sampled_from(("auto", "netfilter")),
         "directory": paths,
         "manifests": paths,
-        "socketLB": st.sampled_from(("node", "off")),
+        "socketLB": st.sampled_from(("node", "all", "off")),
+        "socketLBExclude": st.lists(networks, max_size=4),
         "fastPath": st.just(False),
         "xdpDevices": st.just([]),
         "podNetwork": st.lists(networks, max_size=4),
@@ -318,7 +328,18 @@ values = st.recursive(
     max_leaves=6,
 )
 names = st.sampled_from(
-    ["lane", "directory", "socketLB", "fastPath", "xdpDevices", "podNetwork", "maps", "maps.slots", "x"]
+    [
+        "lane",
+        "directory",
+        "socketLB",
+        "socketLBExclude",
+        "fastPath",
+        "xdpDevices",
+        "podNetwork",
+        "maps",
+        "maps.slots",
+        "x",
+    ]
 )
 
 

@@ -48,6 +48,7 @@ class Settings:
     nft_mode: bool = False
     localhost_node_ports: bool = False
     scheduler: int = 0
+    pod_sockets: bool = False
 
 
 #: enum scheduler of bpf/settings.h by the names that IPVS has. Every endpoint has weight 1: some are the same.
@@ -74,12 +75,22 @@ _SCHEDULER_MAPS = {
     "localities": {7},
     "locality_sets": {8},
 }
+# Maps that are made only where sockets of pods are translated.
+_POD_MAPS = {"pod_sources", "left_sockets", "excluded_pods"}
 
 
 class Loaded:
     """The programs in the kernel, and the maps that they share."""
 
-    def __init__(self, tc: Object, sock: Object, settings: Settings, why: str, resize: Resize | None = None) -> None:
+    def __init__(
+        self,
+        tc: Object,
+        sock: Object,
+        settings: Settings,
+        why: str,
+        resize: Resize | None = None,
+        why_not_pods: str = "",
+    ) -> None:
         self.tc = tc
         self.sock = sock
         self.settings = settings
@@ -87,6 +98,8 @@ class Loaded:
         self.lane: Lane = "direct" if settings.direct_lane else "netfilter"
         #: Why it is not the direct one, or "".
         self.why = why
+        #: Why sockets of pods are not translated though that was asked for, or "".
+        self.why_not_pods = why_not_pods
         self.maps: dict[str, Map] = {**sock.maps, **tc.maps}
         self._resize = resize
         #: Maps that were pinned with another size: the old one and the new one.
@@ -127,12 +140,12 @@ def load(
     tc: Object | None = None
     try:
         tc, settings, why = _load_tc(settings, pin_dir, sizes, lane, objects)
-        sock = _open(objects / "sock.bpf.o", settings, pin_dir, sizes, reuse=tc.maps if pin_dir is None else None)
+        sock, why_not_pods = _load_sock(settings, pin_dir, sizes, tc, objects)
         try:
-            loaded = Loaded(tc, sock.load(), settings, why, resize)
+            loaded = Loaded(tc, sock, settings, why, resize, why_not_pods)
             if pin_dir is not None:
                 # Of a former run with another scheduler; the programs of that run still hold theirs.
-                for name in unused_maps(settings.scheduler):
+                for name in unused_maps(settings.scheduler, settings.pod_sockets):
                     (pin_dir / name).unlink(missing_ok=True)
             return loaded
         except BaseException:
@@ -176,6 +189,23 @@ def _load_tc(
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
+def _load_sock(
+    settings: Settings, pin_dir: Path | None, sizes: Mapping[str, int] | None, tc: Object, objects: Path
+) -> tuple[Object, str]:
+    """The socket programs; without pods, and why, where the kernel lets them not look at a pod's network namespace."""
+    why = ""
+    for attempt in [settings, replace(settings, pod_sockets=False)]:
+        sock = _open(objects / "sock.bpf.o", attempt, pin_dir, sizes, reuse=tc.maps if pin_dir is None else None)
+        try:
+            return sock.load(), why
+        except BaseException as error:
+            sock.close()
+            if not (isinstance(error, BpfError) and attempt.pod_sockets):
+                raise
+            why = f"the kernel does not accept it: {error}"
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
 def _open(
     path: Path,
     settings: Settings,
@@ -193,7 +223,7 @@ def _open(
         max_entries=sizes,
         reuse=reuse,
         resized=Resize(pin_dir).made if pin_dir is not None else None,
-        without=unused_maps(settings.scheduler),
+        without=unused_maps(settings.scheduler, settings.pod_sockets),
     )
 
 
@@ -207,9 +237,10 @@ def _with_schedulers(sizes: Mapping[str, int]) -> dict[str, int]:
     return wanted
 
 
-def unused_maps(scheduler: int) -> set[str]:
-    """The maps that programs with this ``scheduler`` (enum scheduler of bpf/settings.h) do without."""
-    return {name for name, users in _SCHEDULER_MAPS.items() if scheduler not in users}
+def unused_maps(scheduler: int, pod_sockets: bool) -> set[str]:
+    """The maps that programs with these two of their settings (bpf/settings.h) do without."""
+    unused = {name for name, users in _SCHEDULER_MAPS.items() if scheduler not in users}
+    return unused if pod_sockets else unused | _POD_MAPS
 
 
 def _pins(pin_dir: Path | None) -> set[Path]:

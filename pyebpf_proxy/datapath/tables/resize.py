@@ -33,9 +33,10 @@ _ARRAY, _PERCPU_ARRAY, _LRU_HASH = 2, 6, 9
 WRITTEN_BY_PROGRAMS = (
     *("affinities", "socket_peers4", "socket_peers6", "socket_flows", "lifted_fragments"),
     *("choices", "localities", "locality_sets"),
+    *("pod_sources", "left_sockets"),
 )
 #: Of these the values begin with the time of their newest use.
-_WITH_TIME = ("affinities", "socket_flows", "localities", "locality_sets")
+_WITH_TIME = ("affinities", "socket_flows", "localities", "locality_sets", "pod_sources")
 #: Arrays of which what is beyond the new end may go: counters, and turns of lists that are no more.
 _MAY_BE_CUT = ("reasons", "turns")
 

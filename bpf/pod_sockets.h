@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/* What a pod's socket has to know before it is translated; pods.h is what tc has learned for it. */
+#ifndef PEP_POD_SOCKETS_H
+#define PEP_POD_SOCKETS_H
+
+#include "backend.h"
+
+/* Then one socket is left to tc again: an address that has changed is not believed for long. */
+#define POD_SOURCE_SECONDS 60
+
+/* A socket: its first packet will tell tc whose it is, and what was chosen. */
+static __noinline int leave_to_tc(__u64 cookie, __u64 netns, __u32 service, __u32 backend)
+{
+	struct left_socket left = { .netns = netns, .service = service, .backend = backend };
+
+	bpf_map_update_elem(&left_sockets, &cookie, &left, BPF_ANY);
+	return 0;
+}
+
+enum pod_standing {
+	POD_UNKNOWN,
+	POD_STALE,	/* known for too long */
+	POD_LEFT,	/* not ours to translate */
+	POD_SERVED,
+};
+
+/* A socket: what its packets will look like to tc. `p->source` is filled if the socket is bound to none. */
+static __noinline int pod_standing(__u64 netns, struct packet *p, __u32 *device)
+{
+	struct pod_key key = { .netns = netns, .family = family_of(p->ipv6) };
+	struct pod_source *source = bpf_map_lookup_elem(&pod_sources, &key);
+
+	bool old;
+
+	if (!source)
+		return POD_UNKNOWN;
+	old = bpf_ktime_get_ns() - source->learned > POD_SOURCE_SECONDS * NANOSECONDS;
+	if (!source->served)
+		return old ? POD_UNKNOWN : POD_LEFT;
+	*device = source->device;
+	if (!(p->source.words[0] | p->source.words[1] | p->source.words[2] | p->source.words[3]))
+		__builtin_memcpy(&p->source, source->address, 16);
+	return old ? POD_STALE : POD_SERVED;
+}
+
+/* ---- what in a network namespace has to see the packet as the application sent it ---- */
+
+#define LOCAL_OUT 3		/* NF_INET_LOCAL_OUT */
+#define SECURITY_PRIORITY (-225)	/* NF_IP_PRI_SELINUX_FIRST: security modules are in every namespace, and change nothing */
+#define DEVICES_MAX 16
+#define DEVICE_UP 1
+#define DEVICE_LOOPBACK 8
+
+/* Whether netfilter has anything to do with what the namespace sends: a service mesh, say, redirects it. */
+static __noinline int has_rules(struct nf_hook_entries *hooks)
+{
+	struct nf_hook_ops *only = NULL;
+	__u16 count = BPF_CORE_READ(hooks, num_hook_entries);
+
+	if (!hooks || !count)
+		return 0;
+	if (count > 1)
+		return 1;
+	/* Behind the entries is a list of what each was registered with. */
+	bpf_probe_read_kernel(&only, sizeof(only),
+			      (void *)hooks + bpf_core_field_offset(struct nf_hook_entries, hooks) +
+				      count * bpf_core_type_size(struct nf_hook_entry));
+	return BPF_CORE_READ(only, priority) != SECURITY_PRIORITY;
+}
+
+struct walk {
+	struct list_head *next;
+	struct list_head *end;
+	__u32 ways;
+};
+
+static long look_at_device(__u32 i __attribute__((unused)), struct walk *w)
+{
+	struct list_head *here = w->next;
+	struct net_device *d = (void *)here - bpf_core_field_offset(struct net_device, dev_list);
+	__u32 flags;
+
+	if (here == w->end)
+		return 1;
+	flags = BPF_CORE_READ(d, flags);
+	if ((flags & (DEVICE_UP | DEVICE_LOOPBACK)) == DEVICE_UP)
+		w->ways++;
+	w->next = BPF_CORE_READ(here, next);
+	return 0;
+}
+
+/* Whether there is one way out only: with several, another destination may have another source. */
+static __noinline int has_one_network(struct net *net)
+{
+	struct walk w = {
+		.next = BPF_CORE_READ(net, dev_base_head.next),
+		.end = (void *)net + bpf_core_field_offset(struct net, dev_base_head),
+	};
+
+	bpf_loop(DEVICES_MAX, look_at_device, &w, 0);
+	return w.next == w.end && w.ways == 1;
+}
+
+/* Whether a packet of the calling process' network namespace leaves it as it was sent, by the only way there is. */
+static __noinline int leaves_unchanged(__u64 netns, bool ipv6)
+{
+	struct task_struct *task = (void *)bpf_get_current_task();
+	struct net *net = BPF_CORE_READ(task, nsproxy, net_ns);
+
+	/* A socket of another namespace than its user's is rare, and cannot be looked at from here. */
+	if (BPF_CORE_READ(net, net_cookie) != netns)
+		return 0;
+	if (has_rules(ipv6 ? BPF_CORE_READ(net, nf.hooks_ipv6[LOCAL_OUT]) : BPF_CORE_READ(net, nf.hooks_ipv4[LOCAL_OUT])))
+		return 0;
+	return has_one_network(net);
+}
+
+#endif

@@ -1,0 +1,265 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * From the address that a socket asks for to that of an endpoint.  A process of
+ * the node gets every answer here, since nothing of ours sees its packets.  A
+ * pod gets here what needs no masquerade; anything else is left to tc, which
+ * sees its packets and does it as without these programs.
+ */
+#ifndef PEP_TRANSLATE_H
+#define PEP_TRANSLATE_H
+
+#include "pod_sockets.h"
+
+#define ALLOW 1
+#define REFUSE 0
+#define EPERM_ 1
+#define ECONNREFUSED_ 111
+#define ETIMEDOUT_ 110
+#define SOCKET_FLOW_SECONDS 30		/* as long as conntrack would remember a UDP flow without replies */
+#define LEFT_FLOW_SECONDS 180		/* longer than conntrack remembers one with replies */
+
+#ifndef fallthrough
+#define fallthrough __attribute__((fallthrough))
+#endif
+
+/*
+ * The node's own NodePorts are also served on 127.0.0.0/8 where that is asked for, never on ::1.
+ * With a frame of its own: the schedulers need all of the stack that is left.
+ */
+static __noinline int find_own_frontend(const struct packet *p, struct frontend *f)
+{
+	if (!p || !f || !find_frontend(p, f))
+		return 0;
+	if (f->kind == UNSERVED_NODE_PORT && settings.localhost_node_ports && !p->ipv6 &&
+	    is_loopback4(p->destination.v4))
+		f->kind = NODE_PORT;
+	return 1;
+}
+
+/* An unconnected UDP socket keeps its endpoint as long as it keeps sending and the endpoint serves. */
+static __noinline int recall(const struct socket_flow_key *key, const struct entitlement *e, bool ipv6,
+			     struct backend *b)
+{
+	struct affinity *last = bpf_map_lookup_elem(&socket_flows, key);
+	__u64 now = bpf_ktime_get_ns();
+
+	if (!last || now - last->last_used > SOCKET_FLOW_SECONDS * NANOSECONDS)
+		return 0;
+	if (!position_in_list(e, last->backend, last->position) || !load_backend(last->backend, ipv6, b))
+		return 0;
+	last->last_used = now;
+	return 1;
+}
+
+static __noinline int remember(const struct socket_flow_key *key, __u32 backend)
+{
+	struct affinity value = { .last_used = bpf_ktime_get_ns(), .backend = backend };
+
+	bpf_map_update_elem(&socket_flows, key, &value, BPF_ANY);
+	return 0;
+}
+
+static __always_inline void note_peer(__u64 cookie, const struct packet *p, const struct backend *b)
+{
+	long failed;
+
+	if (p->ipv6) {
+		struct socket_peer6_key key = { .cookie = cookie, .port = b->port, .protocol = p->protocol };
+		struct socket_peer6 peer = { .port = p->destination_port };
+
+		__builtin_memcpy(key.address, &b->address, 16);
+		__builtin_memcpy(peer.address, &p->destination, 16);
+		failed = bpf_map_update_elem(&socket_peers6, &key, &peer, BPF_ANY);
+	} else {
+		struct socket_peer4_key key = { .cookie = cookie, .port = b->port, .protocol = p->protocol };
+		struct socket_peer4 peer = { .port = p->destination_port };
+
+		__builtin_memcpy(key.address, &b->address, 4);
+		__builtin_memcpy(peer.address, &p->destination, 4);
+		failed = bpf_map_update_elem(&socket_peers4, &key, &peer, BPF_ANY);
+	}
+	if (failed)
+		count(SOCKET_PEER_FULL);
+}
+
+/*
+ * As the application would see it: refused at once, or as if every packet were
+ * lost; a datagram that netfilter drops on its way out is not permitted.
+ */
+static __always_inline int refuse(enum reason reason, enum protocol protocol)
+{
+	switch (reason) {
+	case REJECT_NO_ENDPOINTS:
+		count(REJECT_NO_ENDPOINTS_SOCKET);
+		bpf_set_retval(-ECONNREFUSED_);
+		break;
+	case DROP_SOURCE_RANGE:
+		count(DROP_SOURCE_RANGE_SOCKET);
+		bpf_set_retval(protocol == UDP ? -EPERM_ : -ETIMEDOUT_);
+		break;
+	default:
+		count(DROP_NO_LOCAL_ENDPOINTS_SOCKET);
+		bpf_set_retval(protocol == UDP ? -EPERM_ : -ETIMEDOUT_);
+	}
+	return REFUSE;
+}
+
+static __always_inline bool is_specified(const union address *a)
+{
+	return a->words[0] | a->words[1] | a->words[2] | a->words[3];
+}
+
+/* What the route would give a socket that is bound to no address: to an address of the node, that address itself. */
+static __always_inline void likely_source(struct packet *p)
+{
+	if (node_address(&p->destination, p->ipv6))
+		p->source = p->destination;
+	else
+		own_address(&p->source, p->ipv6);
+}
+
+/* False: the list changed so fast that there is nobody left in it. */
+static __always_inline bool find_backend(const struct packet *p, const struct entitlement *e,
+					 const struct socket_flow_key *key, bool datagram, struct backend *b)
+{
+	if (datagram && recall(key, e, p->ipv6, b))
+		return true;
+	return choose_backend(p, e, b);
+}
+
+/* A choice that is carried out here. */
+static __noinline int settle(const struct packet *p, const struct socket_flow_key *key, bool datagram,
+			     const struct backend *b)
+{
+	struct affinity *last = datagram ? bpf_map_lookup_elem(&socket_flows, key) : NULL;
+
+	if (!last || last->backend != b->id) {
+		if (datagram)
+			remember(key, b->id);
+		count(NEW_FLOW_SOCKET);
+	}
+	note_peer(key->cookie, p, b);
+	return ALLOW;
+}
+
+/*
+ * A process of the node.  ALLOW or REFUSE; `b->id` is set if the destination has
+ * to be rewritten.  `datagram`: a single message of an unconnected socket.
+ */
+static __noinline int translate(struct packet *p, __u64 cookie, bool datagram, struct backend *b)
+{
+	struct socket_flow_key key = { .cookie = cookie };
+	enum reason reason = REASON_UNSPECIFIED;
+	struct entitlement e = {};
+	struct frontend f = {};
+	struct table *table;
+	__u32 table_id;
+
+	if (!p || !b)
+		return ALLOW;
+	/* The kernel takes the unspecified address for the loopback. */
+	if (!p->ipv6 && !p->destination.v4)
+		p->destination.v4 = bpf_htonl(0x7f000001);
+	if (!find_own_frontend(p, &f))
+		return ALLOW;
+	table = table_in_force(f.service, &table_id);
+	if (!table)
+		return ALLOW;
+	if (!is_specified(&p->source))
+		likely_source(p);
+	switch (decide(p, &f, table, table_id, 0, &e, &reason)) {
+	case VERDICT_SERVE:
+		break;
+	case VERDICT_PASS:
+		return ALLOW;
+	default:
+		return refuse(reason, p->protocol);
+	}
+	key.service = f.service;
+	key.kind = f.kind;
+	if (!find_backend(p, &e, &key, datagram, b))
+		return refuse(REJECT_NO_ENDPOINTS, p->protocol);
+	return settle(p, &key, datagram, b);
+}
+
+/* How a message of an unconnected socket goes on that began to talk to this service before. */
+enum talk {
+	TALK_NEW,
+	TALK_TRANSLATED,
+	TALK_LEFT,	/* by tc: conntrack has its endpoint */
+};
+
+static __noinline int talk_before(const struct socket_flow_key *key)
+{
+	struct affinity *last = bpf_map_lookup_elem(&socket_flows, key);
+	__u64 now = bpf_ktime_get_ns();
+
+	if (!last)
+		return TALK_NEW;
+	if (last->backend)
+		return TALK_TRANSLATED;
+	if (now - last->last_used > LEFT_FLOW_SECONDS * NANOSECONDS)
+		return TALK_NEW;
+	last->last_used = now;
+	return TALK_LEFT;
+}
+
+/* tc serves this socket, by the backend `b` if one was chosen. */
+static __noinline int leave(const struct socket_flow_key *key, __u64 netns, bool datagram, struct backend *b)
+{
+	leave_to_tc(key->cookie, netns, key->service, b->id);
+	b->id = 0;
+	if (datagram)
+		remember(key, 0);
+	return ALLOW;
+}
+
+/* A pod. The same decisions as tc would make; what tc can do better, or refuse, is left to it. Never REFUSE. */
+static __noinline int translate_for_pod(struct packet *p, __u64 cookie, __u64 netns, bool datagram, struct backend *b)
+{
+	struct socket_flow_key key = { .cookie = cookie };
+	enum reason reason = REASON_UNSPECIFIED;
+	struct entitlement e = {};
+	int talk = TALK_NEW;
+	struct frontend f;
+	struct table *table;
+	__u32 table_id;
+	__u32 device = 0;
+
+	if (!p || !b || !find_frontend(p, &f))
+		return ALLOW;
+	key.service = f.service;
+	key.kind = f.kind;
+	if (datagram)
+		talk = talk_before(&key);
+	if (talk == TALK_LEFT)
+		return ALLOW;
+	switch (pod_standing(netns, p, &device)) {
+	case POD_LEFT:
+		return ALLOW;
+	case POD_SERVED:
+		break;
+	case POD_STALE:
+		/* It must not change its endpoint. */
+		if (talk == TALK_TRANSLATED)
+			break;
+		fallthrough;
+	default:
+		return leave(&key, netns, datagram, b);
+	}
+	if (!leaves_unchanged(netns, p->ipv6))
+		return ALLOW;
+	table = table_in_force(f.service, &table_id);
+	if (!table || decide(p, &f, table, table_id, device, &e, &reason) != VERDICT_SERVE || e.masquerade)
+		return ALLOW;
+	if (!find_backend(p, &e, &key, datagram, b)) {
+		b->id = 0;
+		return ALLOW;
+	}
+	/* It has chosen itself, and must not see its own address. */
+	if (same_address(&b->address, &p->source, p->ipv6))
+		return leave(&key, netns, datagram, b);
+	return settle(p, &key, datagram, b);
+}
+
+#endif

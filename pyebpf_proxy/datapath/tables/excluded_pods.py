@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranges of ``socketLBExclude`` in the map that tc asks when it learns what a pod's packets look like."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+from pyebpf_proxy.config.addresses import Network
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import Map
+
+_FAMILY_BITS = 32
+
+
+def write(table: Map, btf: Btf, ranges: Iterable[Network]) -> None:
+    """Make ``ranges`` what is in ``table`` (``excluded_pods``). BpfError if they do not fit.
+
+    A pod that was learned before is held by its range when it is learned again, within a minute.
+    """
+    key = btf.struct("excluded_pods_key")
+    wanted = {
+        key.pack(
+            prefix_length=_FAMILY_BITS + network.prefixlen,
+            family=network.version,
+            address=network.network_address.packed.ljust(16, b"\0"),
+        )
+        for network in ranges
+    }
+    present = {key for key, _ in table.items()}
+    for new in wanted - present:
+        table.update(new, struct.pack("=I", 1))
+    for old in present - wanted:
+        table.delete(old)
