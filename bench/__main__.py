@@ -8,12 +8,13 @@ import os
 import sys
 from pathlib import Path
 
-from . import api_load, change, cluster, connect, first, packet, write
+from . import api_load, change, cluster, connect, first, packet, plan, write
 from .measure import ROOT, load_result, save, say
 from .plots import draw
 from .report import PAGE, lines, relative, write_page
 
 FIGURES = {
+    "plan": plan.run,
     "write": write.run,
     "change": change.run,
     "packet": packet.run,

@@ -50,6 +50,21 @@ def _whiskers(axes: Axes, x: Sequence[float], summaries: Sequence[Summary], **st
     axes.errorbar(x, middle, yerr=[below, above], capsize=3, **style)
 
 
+def _plan(result: Result, figure: Figure) -> None:
+    left, right = figure.subplots(1, 2, width_ratios=(1, 3))
+    sizes = sorted(result.samples["runs"], key=int)
+    seconds = [summary([run["everything_seconds"] for run in result.samples["runs"][size]]).median for size in sizes]
+    bars = left.bar([f"{int(size):,}".replace(",", " ") for size in sizes], seconds, color=[GREY, BLUE])
+    left.bar_label(bars, fmt="%.2g s")
+    left.set(xlabel="services", ylabel="everything: seconds of CPU on this machine")
+    for size, colour in zip(sizes, (GREY, BLUE), strict=True):
+        took = sorted(each for run in result.samples["runs"][size] for each in run["change_ms"])
+        shares = [100 * (i + 1) / len(took) for i in range(len(took))]
+        right.plot(took, shares, color=colour, label=f"{int(size):,} services".replace(",", " "))
+    right.set(xscale="log", xlabel="one changed slice: ms of CPU on this machine", ylabel="% of changes", ylim=(0, 101))
+    right.legend(frameon=False)
+
+
 def _write(result: Result, figure: Figure) -> None:
     runs = result.samples["runs"]
 
@@ -166,6 +181,7 @@ def _cluster(result: Result, figure: Figure) -> None:
 
 
 _DRAWERS: dict[str, Callable[[Result, Figure], None]] = {
+    "plan": _plan,
     "write": _write,
     "change": _change,
     "packet": _packet,
