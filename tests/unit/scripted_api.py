@@ -202,6 +202,8 @@ class Following:
         self.client = Client(access, Limiter(-1, 0), observer or Silent(), timing)
         self.batches: list[Batch] = []
         self.lines: list[str] = []
+        #: Seconds that whoever takes a batch is busy with it.
+        self.busy = 0.0
         self._node = node
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -256,10 +258,14 @@ class Following:
             source = ApiSource(self.client, self._node)
             self._task = asyncio.current_task()
             with contextlib.suppress(asyncio.CancelledError):
-                await source.run(self.batches.append)
+                await source.run(self._take)
 
         self._loop.run_until_complete(main())
         self._loop.close()
+
+    def _take(self, batch: Batch) -> None:
+        self.batches.append(batch)
+        time.sleep(self.busy)
 
     _task: Any = None
 

@@ -10,7 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from .scripted_api import QUICK, Exchange, ScriptedApi, following, node, service
+from pyebpf_proxy.kube.api.access import Access
+from pyebpf_proxy.kube.api.follower import PART
+from pyebpf_proxy.kube.api.source import MOST_WAITING
+
+from .scripted_api import QUICK, Exchange, Following, ScriptedApi, following, node, service
 
 
 @pytest.fixture
@@ -68,6 +72,21 @@ def test_the_first_list_goes_on_in_parts(api: ScriptedApi) -> None:
     with following(api) as source:
         source.until(lambda: len(source.names("Service")) == 1000)
         assert not source.complete
+
+
+def test_the_first_list_is_read_no_faster_than_it_is_taken(api: ScriptedApi) -> None:
+    def first(exchange: Exchange) -> None:
+        services = [service(f"s{number}", f"10.96.{number // 250}.{number % 250 + 1}") for number in range(6000)]
+        exchange.initial(services, "7")
+        exchange.hold()
+
+    api.script("services", first)
+    source = Following(Access(api.url))
+    source.busy = 0.1
+    with source:
+        source.until(lambda: len(source.names("Service")) == 6000)
+    # What had come already when more came, and that.
+    assert max(len(batch.changes) for batch in source.batches) < MOST_WAITING + 2 * PART
 
 
 def test_an_older_server_is_asked_for_pages_and_then_watched_from_there(api: ScriptedApi) -> None:

@@ -23,6 +23,9 @@ from .recorder import EventRecorder
 from .resources import Resource
 from .trouble import Log
 
+#: So many objects of the first lists may wait for being planned.
+MOST_WAITING = 500
+
 _log = Logger("api")
 
 
@@ -36,6 +39,8 @@ class ApiSource:
         if service_cidrs:
             self._resources.append(resources.SERVICE_CIDRS)
         self._lock = threading.Lock()
+        self._taken = threading.Condition(self._lock)
+        self._complete = False
         self._changes: list[Change] = []
         self._unlisted = {"services", "endpointslices", "nodes"}
         self._node_listed: float | None = None
@@ -64,30 +69,35 @@ class ApiSource:
         finally:
             look.cancel()
             self._client.stop()
+            with self._lock:
+                self._taken.notify_all()
             self.events.stop()
             # A thread may be in a place that cannot be interrupted (resolving a name): it is a daemon.
             await asyncio.gather(*(asyncio.to_thread(thread.join, 0.5) for thread in threads))
 
     async def _forward(self, deliver: Callable[[Batch], None]) -> None:
-        complete = False
         while True:
             try:
-                async with asyncio.timeout(None if complete else self._node_patience()):
+                async with asyncio.timeout(None if self._complete else self._node_patience()):
                     await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
             with self._lock:
                 changes, self._changes = self._changes, []
-            first = not complete and self._is_complete()
-            complete |= first
+                self._taken.notify_all()
+            first = not self._complete and self._is_complete()
+            self._complete |= first
             if changes or first:
-                deliver(Batch(changes, complete))
+                deliver(Batch(changes, self._complete))
             del changes  # the first ones are everything there is: not to be kept while nothing happens
 
     def _take(self, resource: Resource, changes: list[Change], listed: bool) -> None:
         """From the followers' threads."""
         with self._lock:
+            # The first lists are read no faster than they are planned: as objects they would pile up.
+            while len(self._changes) >= MOST_WAITING and not (self._complete or self._client.stopping.is_set()):
+                self._taken.wait(1.0)
             self._changes += changes
             if resource.kind == "Node":
                 for change in changes:
