@@ -17,21 +17,6 @@ static __always_inline struct node_device *port_of_bridge(__u32 ifindex)
 	return d && d->bridge ? d : NULL;
 }
 
-static __always_inline bool comes_from_endpoint(const struct packet *p)
-{
-	if (p->ipv6) {
-		struct endpoint6_key key = { .port = p->source_port, .protocol = p->protocol };
-
-		__builtin_memcpy(key.address, &p->source, 16);
-		return bpf_map_lookup_elem(&endpoints6, &key);
-	} else {
-		struct endpoint4_key key = { .port = p->source_port, .protocol = p->protocol };
-
-		__builtin_memcpy(key.address, &p->source, 4);
-		return bpf_map_lookup_elem(&endpoints4, &key);
-	}
-}
-
 static __noinline int is_translated_reply(struct __sk_buff *skb, const struct packet *p)
 {
 	struct nf_conn___pep *ct;

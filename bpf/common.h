@@ -11,17 +11,20 @@
 #include <bpf/bpf_core_read.h>
 
 #include "maps.h"
+#include "flow_maps.h"
 #include "settings.h"
 
-#ifndef offsetof
+/* libbpf's own is no constant to _Static_assert. */
+#undef offsetof
 #define offsetof(type, member) __builtin_offsetof(type, member)
-#endif
 
 #define ETH_P_IP 0x0800
 #define ETH_P_IPV6 0x86DD
 #define ETH_HLEN 14
 #define AF_INET 2
 #define AF_INET6 10
+#define TC_ACT_UNSPEC (-1)	/* go on: other people's filters and the kernel are next */
+#define TC_ACT_SHOT 2
 #define NANOSECONDS 1000000000ULL
 
 /* Puts the names of the reasons into the object's type information, where the control plane reads them. */

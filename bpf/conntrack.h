@@ -7,6 +7,7 @@
 #define PEP_CONNTRACK_H
 
 #include "backend.h"
+#include "flow_cache.h"
 
 /* nf_conntrack may be a module, whose types are not in vmlinux.h: the few that are needed, found by CO-RE. */
 union nf_inet_addr___pep {
@@ -24,6 +25,12 @@ struct nf_conntrack_man___pep {
 
 struct nf_conntrack_tuple___pep {
 	struct nf_conntrack_man___pep src;
+	struct {
+		union nf_inet_addr___pep u3;
+		union {
+			__be16 all;
+		} u;
+	} dst;
 } __attribute__((preserve_access_index));
 
 struct nf_conntrack_tuple_hash___pep {
@@ -59,8 +66,10 @@ enum nf_nat_manip_type___pep {
 
 #define CT_OPTS_SIZE 12		/* accepted everywhere; 16 (zone) only since 6.11 */
 #define CURRENT_NETNS (-1)
+#define IPS_ASSURED_ (1UL << 2)
 #define IPS_DST_NAT_ (1UL << 5)
 #define TCP_STATE_SYN_SENT 1
+#define TCP_STATE_ESTABLISHED 3
 #define TCP_STATE_TIME_WAIT 7
 #define DIRECTION_ORIGINAL 0
 #define DIRECTION_REPLY 1
@@ -107,6 +116,21 @@ static __always_inline struct nf_conn___pep *find_flow(struct __sk_buff *skb, co
 	return ct;
 }
 
+static __always_inline bool comes_from_endpoint(const struct packet *p)
+{
+	if (p->ipv6) {
+		struct endpoint6_key key = { .port = p->source_port, .protocol = p->protocol };
+
+		__builtin_memcpy(key.address, &p->source, 16);
+		return bpf_map_lookup_elem(&endpoints6, &key);
+	} else {
+		struct endpoint4_key key = { .port = p->source_port, .protocol = p->protocol };
+
+		__builtin_memcpy(key.address, &p->source, 4);
+		return bpf_map_lookup_elem(&endpoints4, &key);
+	}
+}
+
 /* The UDP flow's endpoint still serves this service (or serves nothing that we know of: then leave it alone). */
 static __always_inline bool endpoint_serves(const struct nf_conn___pep *ct, __u32 service, bool ipv6)
 {
@@ -139,7 +163,7 @@ static __always_inline enum reason must_go(const struct nf_conn___pep *ct, const
 	if (p->protocol == TCP) {
 		__u8 state = ct->proto.tcp.state;
 
-		if (state >= TCP_STATE_TIME_WAIT)
+		if (state >= TCP_STATE_TIME_WAIT || (state == TCP_STATE_ESTABLISHED && take_reset(p)))
 			return CLOSING_FLOW_REPLACED;
 		if (any_endpoints && state == TCP_STATE_SYN_SENT && !(ct->status & IPS_DST_NAT_))
 			return UNTRANSLATED_FLOW_REPLACED;
@@ -166,28 +190,35 @@ static __noinline int exists(struct __sk_buff *skb, const struct packet *p)
 	return 1;
 }
 
-/* 1: the flow exists and goes on as it is. 0: there is none (any more). */
+enum existence {
+	NO_FLOW,	/* or none any more */
+	FLOW_EXISTS,	/* and goes on as it is */
+	FLOW_ASSURED,	/* the same, and there was traffic both ways */
+};
+
 static __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 service, bool any_endpoints)
 {
+	enum existence living;
 	struct nf_conn___pep *ct;
 	enum reason reason;
 	__u8 direction;
 
 	if (!p)
-		return 0;
+		return NO_FLOW;
 	ct = find_flow(skb, p, &direction);
 	if (!ct)
-		return 0;
+		return NO_FLOW;
+	living = ct->status & IPS_ASSURED_ ? FLOW_ASSURED : FLOW_EXISTS;
 	reason = direction == DIRECTION_ORIGINAL ? must_go(ct, p, service, any_endpoints) : REASON_UNSPECIFIED;
 	if (reason == REASON_UNSPECIFIED) {
 		bpf_ct_release(ct);
-		return 1;
+		return living;
 	}
 	bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
 	count(reason);
 	/* An expired entry is taken out of the table by the next lookup that meets it. */
-	return exists(skb, p);
+	return exists(skb, p) ? FLOW_EXISTS : NO_FLOW;
 }
 
 enum created {

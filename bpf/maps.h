@@ -33,6 +33,13 @@ enum frontend_kind {
 /* In no map: what the programs make of a NodePort at an address that serves none. */
 #define UNSERVED_NODE_PORT 5
 
+/* How packets of the fast path leave by a device. */
+enum passage {
+	TO_STACK = 0,		/* not at all */
+	TO_NEIGHBOUR = 1,	/* the kernel's neighbour table gives the link addresses, packet by packet */
+	TO_PEER = 2,		/* into the network namespace at the other end of a veth */
+} __attribute__((packed));
+
 enum lane {
 	DIRECT = 0,
 	NETFILTER = 1,
@@ -426,7 +433,7 @@ struct node_device {
 	__u32 bridge;		/* ifindex of the bridge it is a port of, 0: none */
 	__u8 bridge_mac[6];
 	__u8 pod_source;	/* detectLocalMode by interface: packets from here are a pod's */
-	__u8 zero;
+	enum passage passage;	/* how the fast path sends by it; TO_STACK: never, nor packets from it */
 };
 
 struct {

@@ -13,14 +13,27 @@ union address {
 };
 
 struct packet {
+	/* From here to `same` this is a struct flow_key (flow_maps.h). */
 	union address source;
 	union address destination;
 	__u16 source_port;	/* host order */
 	__u16 destination_port;
 	enum protocol protocol;
 	bool ipv6;
+	__u8 same[2];		/* zero */
 	bool opens;		/* may be the first packet of a flow: TCP SYN, SCTP INIT, any UDP */
-};
+	bool fragment;		/* the first one; others have no ports */
+	bool options;		/* IPv4 options, IPv6 extension headers */
+	__u8 hops;		/* TTL, hop limit */
+	__u8 tcp_flags;
+	__u8 headers;		/* bytes of IP and transport header, if there are no options */
+	__u16 length;		/* bytes of the IP packet, as its header says */
+	__u16 header_check;	/* IPv4: checksum of the header, as it is in it */
+} __attribute__((aligned(8)));
+
+_Static_assert(offsetof(struct packet, opens) == sizeof(struct flow_key), "the key of a flow begins the packet");
+_Static_assert(offsetof(struct packet, source_port) == offsetof(struct flow_key, source_port), "its ports");
+_Static_assert(offsetof(struct packet, ipv6) == offsetof(struct flow_key, ipv6), "its family");
 
 #define TCP_FIN 0x01
 #define TCP_SYN 0x02
@@ -35,7 +48,7 @@ struct transport {
 	__be16 source_port;
 	__be16 destination_port;
 	__u8 rest[8];
-	__u8 sctp_chunk;
+	__u8 sctp_chunk;	/* TCP: the header's length in 32-bit words, in the upper half */
 	__u8 tcp_flags;
 };
 
@@ -89,6 +102,7 @@ static __always_inline bool parse_transport(struct __sk_buff *skb, __u32 offset,
 		p->source_port = bpf_ntohs(ports[0]);
 		p->destination_port = bpf_ntohs(ports[1]);
 		p->opens = true;
+		p->headers += 8;
 		return true;
 	}
 	t = bytes_at(skb, offset, sizeof(*t));
@@ -96,10 +110,13 @@ static __always_inline bool parse_transport(struct __sk_buff *skb, __u32 offset,
 		return false;
 	p->source_port = bpf_ntohs(t->source_port);
 	p->destination_port = bpf_ntohs(t->destination_port);
-	if (p->protocol == TCP)
+	if (p->protocol == TCP) {
 		p->opens = (t->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
-	else
+		p->tcp_flags = t->tcp_flags;
+		p->headers += t->sctp_chunk >> 4 << 2;
+	} else {
 		p->opens = t->sctp_chunk == SCTP_INIT;
+	}
 	return true;
 }
 
@@ -115,14 +132,20 @@ static __always_inline bool parse_ipv4(struct __sk_buff *skb, __u32 offset, stru
 
 	if (!ip || ip->version != 4 || ip->ihl < 5)
 		return false;
+	/* Whatever it carries: 127.0.0.0/8 is asked for. */
+	p->source.v4 = ip->saddr;
+	p->destination.v4 = ip->daddr;
 	/* Only the first fragment has ports. The kernel reassembles before it looks for the flow. */
 	if (!is_transport(ip->protocol) || (ip->frag_off & bpf_htons(0x1fff)))
 		return false;
 	header = ip->ihl * 4;
 	p->protocol = ip->protocol;
-	p->source.v4 = ip->saddr;
-	p->destination.v4 = ip->daddr;
-	p->ipv6 = false;
+	p->fragment = ip->frag_off & bpf_htons(0x2000);
+	p->options = ip->ihl > 5;
+	p->hops = ip->ttl;
+	p->headers = sizeof(*ip);
+	p->length = bpf_ntohs(ip->tot_len);
+	p->header_check = ip->check;
 	return parse_transport(skb, offset + header, p);
 }
 
@@ -171,6 +194,9 @@ static __always_inline bool parse_ipv6(struct __sk_buff *skb, __u32 offset, stru
 	__builtin_memcpy(&p->source, &ip->saddr, 16);
 	__builtin_memcpy(&p->destination, &ip->daddr, 16);
 	p->ipv6 = true;
+	p->hops = ip->hop_limit;
+	p->headers = sizeof(*ip);
+	p->length = sizeof(*ip) + bpf_ntohs(ip->payload_len);
 	next = ip->nexthdr;
 	offset += sizeof(*ip);
 	if (!is_transport(next)) {
@@ -182,6 +208,7 @@ static __always_inline bool parse_ipv6(struct __sk_buff *skb, __u32 offset, stru
 		if (at > 4096)
 			return false;
 		offset = at;
+		p->options = true;
 	}
 	p->protocol = next;
 	return parse_transport(skb, offset, p);
@@ -196,21 +223,6 @@ static __always_inline bool belongs_to_vlan(struct __sk_buff *skb)
 static __always_inline bool is_loopback4(__be32 address)
 {
 	return (address & bpf_htonl(0xff000000)) == bpf_htonl(0x7f000000);
-}
-
-/*
- * A packet of any protocol from elsewhere to 127.0.0.0/8.  route_localnet, which localhost NodePorts are
- * served with, lets it in (service-semantics 8).  Nothing lawful looks like this on a wire: answers to flows that
- * began on loopback come to the node's own address, and translation to a loopback address follows after this.
- */
-static __always_inline bool is_for_loopback(struct __sk_buff *skb, __u32 link)
-{
-	struct iphdr *ip;
-
-	if (skb->protocol != bpf_htons(ETH_P_IP) || belongs_to_vlan(skb))
-		return false;
-	ip = bytes_at(skb, link, sizeof(*ip));
-	return ip && is_loopback4(ip->daddr);
 }
 
 /* False: not a packet that any service could be meant by. `link` is the length of the link header. */

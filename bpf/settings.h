@@ -32,6 +32,8 @@ struct settings {
 	__u32 masquerade_mark;		/* one bit */
 	__u32 tcp_timeout_ms;		/* of a new conntrack entry */
 	__u32 udp_timeout_ms;
+	__u32 tcp_established_ms;	/* of one that the fast path carries */
+	__u32 udp_stream_ms;
 	__u8 pod_cidr4[4];
 	__u8 pod_mask4[4];
 	__u8 pod_cidr6[16];
@@ -47,6 +49,7 @@ struct settings {
 	__u8 localhost_node_ports;	/* NodePorts on 127.0.0.0/8 for the node's own sockets */
 	enum scheduler scheduler;
 	__u8 pod_sockets;		/* sockets of pods are translated too */
+	__u8 fast_path;		/* established flows go by the flow cache */
 };
 
 const volatile struct settings settings SEC(".rodata") = {

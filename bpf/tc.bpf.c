@@ -3,9 +3,7 @@
 #include "lanes.h"
 #include "bridge.h"
 #include "pods.h"
-
-#define TC_ACT_UNSPEC (-1)	/* go on: other people's filters and the kernel are next */
-#define TC_ACT_SHOT 2
+#include "forward.h"
 
 /* The device as the IP layer will see it: a port's packets come in by its bridge. */
 static __always_inline __u32 ip_device(struct __sk_buff *skb)
@@ -22,22 +20,44 @@ static __always_inline int drop(enum reason reason)
 	return TC_ACT_SHOT;
 }
 
+/* What the fast path did not send goes on to the kernel. */
+static __always_inline int carried(int verdict)
+{
+	return verdict == NOT_SENT ? TC_ACT_UNSPEC : verdict;
+}
+
+/* The frame is meant for this node, not for somebody whose traffic it only sees. */
+static __always_inline bool is_for_node(struct __sk_buff *skb, bool bridge_port)
+{
+	struct node_device *port;
+
+	if (!bridge_port)
+		return skb->pkt_type == PACKET_HOST;
+	port = port_of_bridge(skb->ifindex);
+	return port && port->passage && is_for_bridge(skb, port);
+}
+
 /* A packet that may open a flow to a service. */
-static __always_inline int serve(struct __sk_buff *skb, const struct packet *p, const struct frontend *f)
+static __always_inline int serve(struct __sk_buff *skb, const struct packet *p, const struct frontend *f, bool fast)
 {
 	struct entitlement e = {};
 	enum reason reason = REASON_UNSPECIFIED;
 	struct backend b = {};
 	struct table *table;
+	int existence;
 	__u32 table_id;
 
 	table = table_in_force(f->service, &table_id);
 	if (!table)
 		return TC_ACT_UNSPEC;
 	/* SCTP entries can't be looked up from here; what opens a flow there is an INIT. */
-	if (settings.conntrack_lookup && p->protocol != SCTP &&
-	    flow_exists(skb, p, f->service, table->any_endpoints))
-		return TC_ACT_UNSPEC;
+	if (settings.conntrack_lookup && p->protocol != SCTP) {
+		existence = flow_exists(skb, p, f->service, table->any_endpoints);
+		if (existence == FLOW_ASSURED && p->protocol == UDP && fast)
+			return carried(learn_and_send(skb, p, ip_device(skb), true));
+		if (existence)
+			return TC_ACT_UNSPEC;
+	}
 	switch (decide(p, f, table, table_id, skb->ifindex, &e, &reason)) {
 	case VERDICT_DROP:
 		return drop(reason);
@@ -72,16 +92,31 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 {
 	struct packet p = {};
 	struct frontend f;
+	bool parsed, fast;
+	int verdict;
 
-	if (settings.localhost_node_ports && is_for_loopback(skb, link))
+	parsed = parse_packet(skb, link, &p);
+	/*
+	 * Of any protocol, from elsewhere to 127.0.0.0/8.  route_localnet, which localhost NodePorts are served with,
+	 * lets it in (service-semantics 8).  Nothing lawful looks like this on a wire: answers to flows that began on
+	 * loopback come to the node's own address, and translation to a loopback address follows after this.
+	 */
+	if (settings.localhost_node_ports && !p.ipv6 && is_loopback4(p.destination.v4))
 		return drop(DROP_LOOPBACK_DESTINATION);
-	if (!parse_packet(skb, link, &p)) {
+	if (!parsed) {
 		if (bridge_port)
 			lift_later_fragment(skb);
 		return TC_ACT_UNSPEC;
 	}
+	/* What the redirects to neighbours need is an Ethernet header that comes off. */
+	fast = settings.fast_path && link == ETH_HLEN && is_for_node(skb, bridge_port);
+	if (fast) {
+		verdict = fast_way(skb, &p, ip_device(skb));
+		if (verdict != NOT_SENT && verdict != NOT_KNOWN && verdict != NOT_SURE)
+			return verdict;
+	}
 	if ((p.opens || bridge_port) && find_frontend(&p, &f))
-		return p.opens ? serve(skb, &p, &f) : TC_ACT_UNSPEC;
+		return p.opens ? serve(skb, &p, &f, fast) : TC_ACT_UNSPEC;
 	if (bridge_port)
 		lift_bridged_reply(skb, &p);
 	return TC_ACT_UNSPEC;

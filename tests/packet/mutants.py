@@ -129,7 +129,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "dropped where none is served": ("policy.h", "if (!table->external_local || table->local_count)", "if (false)"),
     "loopback let in": ("tc.bpf.c", "return drop(DROP_LOOPBACK_DESTINATION);", "count(DROP_LOOPBACK_DESTINATION);"),
-    "loopback always guarded": ("tc.bpf.c", "settings.localhost_node_ports && is_for_loopback", "is_for_loopback"),
+    "loopback always guarded": ("tc.bpf.c", "settings.localhost_node_ports && !p.ipv6", "!p.ipv6"),
     "one loopback address only": (
         "packet.h",
         "(address & bpf_htonl(0xff000000)) == bpf_htonl(0x7f000000)",

@@ -139,7 +139,9 @@ class World:
         self.direct = values["direct_lane"]
         rodata = layout.pack(**values)
         if rodata not in self._loaded:
-            without = unused_maps(values.get("scheduler", 0), values.get("pod_sockets", False))
+            without = unused_maps(
+                values.get("scheduler", 0), values.get("pod_sockets", False), values.get("fast_path", False)
+            )
             opened = Object.open(OBJECT, rodata={"settings": rodata}, max_entries=SIZES, without=without)
             self._loaded[rodata] = opened.load()
         self.object = self._loaded[rodata]

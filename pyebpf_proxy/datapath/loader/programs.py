@@ -34,6 +34,8 @@ class Settings:
     masquerade_mark: int = 0x4000
     tcp_timeout_ms: int = 120_000
     udp_timeout_ms: int = 30_000
+    tcp_established_ms: int = 86_400_000
+    udp_stream_ms: int = 120_000
     pod_cidr4: bytes = bytes(4)
     pod_mask4: bytes = bytes(4)
     pod_cidr6: bytes = bytes(16)
@@ -49,6 +51,7 @@ class Settings:
     localhost_node_ports: bool = False
     scheduler: int = 0
     pod_sockets: bool = False
+    fast_path: bool = False
 
 
 #: enum scheduler of bpf/settings.h by the names that IPVS has. Every endpoint has weight 1: some are the same.
@@ -77,6 +80,8 @@ _SCHEDULER_MAPS = {
 }
 # Maps that are made only where sockets of pods are translated.
 _POD_MAPS = {"pod_sources", "left_sockets", "excluded_pods"}
+# Maps of the flow cache alone.
+_FLOW_MAPS = {"flows", "fast_path", "flow_drafts"}
 
 
 class Loaded:
@@ -90,6 +95,7 @@ class Loaded:
         why: str,
         resize: Resize | None = None,
         why_not_pods: str = "",
+        why_not_fast: str = "",
     ) -> None:
         self.tc = tc
         self.sock = sock
@@ -100,6 +106,8 @@ class Loaded:
         self.why = why
         #: Why sockets of pods are not translated though that was asked for, or "".
         self.why_not_pods = why_not_pods
+        #: Why established flows do not go by the flow cache though that was asked for, or "".
+        self.why_not_fast = why_not_fast
         self.maps: dict[str, Map] = {**sock.maps, **tc.maps}
         self._resize = resize
         #: Maps that were pinned with another size: the old one and the new one.
@@ -139,13 +147,13 @@ def load(
     sizes = _with_schedulers(sizes or {})
     tc: Object | None = None
     try:
-        tc, settings, why = _load_tc(settings, pin_dir, sizes, lane, objects)
+        tc, settings, why, why_not_fast = _load_tc(settings, pin_dir, sizes, lane, objects)
         sock, why_not_pods = _load_sock(settings, pin_dir, sizes, tc, objects)
         try:
-            loaded = Loaded(tc, sock, settings, why, resize, why_not_pods)
+            loaded = Loaded(tc, sock, settings, why, resize, why_not_pods, why_not_fast)
             if pin_dir is not None:
                 # Of a former run with another scheduler; the programs of that run still hold theirs.
-                for name in unused_maps(settings.scheduler, settings.pod_sockets):
+                for name in unused_maps(settings.scheduler, settings.pod_sockets, settings.fast_path):
                     (pin_dir / name).unlink(missing_ok=True)
             return loaded
         except BaseException:
@@ -169,18 +177,26 @@ def _load_tc(
     sizes: Mapping[str, int] | None,
     lane: Literal["auto", "netfilter"],
     objects: Path,
-) -> tuple[Object, Settings, str]:
-    without_creating = replace(settings, direct_lane=False)
-    attempts = [settings] if lane == "auto" and settings.direct_lane else []
-    attempts += [without_creating, replace(without_creating, conntrack_lookup=False)]
+) -> tuple[Object, Settings, str, str]:
+    """With the settings that the kernel took; why it is not the direct lane, and why not the fast path."""
+    slow = replace(settings, fast_path=False)
+    attempts = [settings, slow] if lane == "auto" and settings.direct_lane else []
+    attempts += [replace(settings, direct_lane=False), replace(slow, direct_lane=False)]
+    attempts.append(replace(slow, direct_lane=False, conntrack_lookup=False))
+    attempts = list(dict.fromkeys(attempts))
     why = "" if lane == "auto" else "the netfilter lane was asked for"
+    why_not_fast = ""
     for attempt in attempts:
         tc = _open(objects / "tc.bpf.o", attempt, pin_dir, sizes)
         try:
-            return tc.load(), attempt, why
+            return tc.load(), attempt, why, "" if attempt.fast_path else why_not_fast
         except BpfError as error:
             tc.close()
-            why = why or unreachable_modules() or f"the kernel does not accept the direct lane: {error}"
+            refused = unreachable_modules() or f"the kernel does not accept it: {error}"
+            if attempt.fast_path:
+                why_not_fast = why_not_fast or refused
+            else:
+                why = why or unreachable_modules() or f"the kernel does not accept the direct lane: {error}"
             if attempt is attempts[-1]:
                 raise
         except BaseException:
@@ -223,7 +239,7 @@ def _open(
         max_entries=sizes,
         reuse=reuse,
         resized=Resize(pin_dir).made if pin_dir is not None else None,
-        without=unused_maps(settings.scheduler, settings.pod_sockets),
+        without=unused_maps(settings.scheduler, settings.pod_sockets, settings.fast_path),
     )
 
 
@@ -237,10 +253,11 @@ def _with_schedulers(sizes: Mapping[str, int]) -> dict[str, int]:
     return wanted
 
 
-def unused_maps(scheduler: int, pod_sockets: bool) -> set[str]:
-    """The maps that programs with these two of their settings (bpf/settings.h) do without."""
+def unused_maps(scheduler: int, pod_sockets: bool, fast_path: bool = False) -> set[str]:
+    """The maps that programs with these three of their settings (bpf/settings.h) do without."""
     unused = {name for name, users in _SCHEDULER_MAPS.items() if scheduler not in users}
-    return unused if pod_sockets else unused | _POD_MAPS
+    unused |= set() if pod_sockets else _POD_MAPS
+    return unused if fast_path else unused | _FLOW_MAPS
 
 
 def _pins(pin_dir: Path | None) -> set[Path]:
