@@ -287,6 +287,32 @@ def test_a_replaced_address_is_there_before_the_old_one_goes(loaded: Loaded, wri
     assert list(logical(loaded, complete=True)["shop/web:http/TCP/IPv4"]["frontends"]) == ["10.96.0.2:80/TCP"]
 
 
+def test_no_address_leads_to_the_endpoints_of_another_version(loaded: Loaded, writer: Writer) -> None:
+    """10.96.0.1 never was an address of 10.0.0.2, nor 10.96.0.2 of 10.0.0.1; the one they share always is there."""
+    web = name_of("web")
+    versions = {
+        "10.96.0.1": service(web, ("10.96.0.1", "10.96.0.9"), "10.0.0.1:80"),
+        "10.96.0.2": service(web, ("10.96.0.2", "10.96.0.9"), "10.0.0.2:80"),
+    }
+    writer.apply({web: versions["10.96.0.1"]})
+    tables = {"10.96.0.1": word(loaded, "services", writer.service_id(web))}
+    seen = []
+
+    def look(_: str) -> None:
+        found = rows(loaded, "frontends4")
+        in_force = word(loaded, "services", writer.service_id(web))
+        addresses = {str(ip_address(key[0])) for key in found}
+        seen.append((in_force == tables["10.96.0.1"], addresses))
+
+    changing = watch(loaded, look)
+    changing.apply({web: versions["10.96.0.2"]})
+    look("")
+    for old, addresses in seen:
+        assert {"10.96.0.9"} <= addresses <= {"10.96.0.9", "10.96.0.1" if old else "10.96.0.2"}, seen
+    assert {old for old, _ in seen} == {True, False}
+    assert seen[-1] == (False, {"10.96.0.2", "10.96.0.9"})
+
+
 class Netfilter:
     def __init__(self, loaded: Loaded | None = None) -> None:
         self.loaded = loaded

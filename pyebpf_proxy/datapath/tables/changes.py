@@ -6,12 +6,23 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pyebpf_proxy.services.model import Endpoint, Family, ServicePort, ServicePortName
 
 
 class NoRoomError(Exception):
     """A change does not fit. The text says what is full; nothing was changed."""
+
+
+class Problem(NamedTuple):
+    """A service port that is not in the maps as it should be. Its last good state is."""
+
+    name: ServicePortName
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
 
 
 class Record:

@@ -4,9 +4,10 @@
 Order of a round (everything in batches, each over all service ports of the round):
 
 1. names, backends, endpoints, slots, source ranges, tables: nothing refers to them yet;
-2. ``services[id]`` = the new table's id, one aligned store each;
-3. new frontends, then old frontends off (a port that moves to another service never blinks), gone services to 0;
-4. later, after a grace period: what is no longer referred to.
+2. old frontends of those that get a new table off: no address of one version may lead to the table of the other;
+3. ``services[id]`` = the new table's id, one aligned store each;
+4. new frontends, then the other old ones off (a port that moves to another service never blinks), gone services to 0;
+5. later, after a grace period: what is no longer referred to.
 
 Killed at any point, the next start finds what was written and not referred to (``adopt.py``).
 """
@@ -19,7 +20,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from pyebpf_proxy.cycles import without_cycle_search
 from pyebpf_proxy.datapath.connections.flows import Route
@@ -27,7 +27,7 @@ from pyebpf_proxy.datapath.loader import grace
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.tables.adopt import adopt
-from pyebpf_proxy.datapath.tables.changes import Change, Garbage, NoRoomError
+from pyebpf_proxy.datapath.tables.changes import Change, Garbage, NoRoomError, Problem
 from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.datapath.tables.mirror import Mirror
 from pyebpf_proxy.datapath.tables.node_port_hints import NodePortHints
@@ -43,16 +43,6 @@ PART = 1000
 _NO_ROOM = {errors.E2BIG, errors.ENOSPC, errors.ENOMEM}
 
 NetfilterCallback = Callable[[Mapping[int, tuple[bytes, int]], Iterable[int]], None]
-
-
-class Problem(NamedTuple):
-    """A service port that is not in the maps as it should be. Its last good state is."""
-
-    name: ServicePortName
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.text}"
 
 
 class Writer:
@@ -254,17 +244,21 @@ class Writer:
         for change in changes:
             if change.slots and change.failed is None and change.new is not None:
                 self._fill(change.new.first_slot, change.slots)
-        for change in changes:
-            if change.table_changed and change.failed is None and change.new is not None:
-                self._flip(change.new.id, change.new.table)
         reverted = [change for change in changes if change.failed is not None]
         for change in reverted:
             self._mirror.revert(change, self._garbage)
         done = [change for change in changes if change.failed is None]
-        for family in Family:
-            self._put_frontends([c for c in done if c.name.family is family], family)
-        for family in Family:
-            self._delete_frontends([c for c in done if c.name.family is family], family)
+        by_family = [(family, [c for c in done if c.name.family is family]) for family in Family]
+        for family, concerned in by_family:
+            self._delete_frontends([c for c in concerned if c.table_changed], family)
+        for change in done:
+            if change.new is not None and change.table_changed:
+                self._flip(change.new.id, change.new.table)
+        for family, concerned in by_family:
+            self._put_frontends(concerned, family)
+        for family, concerned in by_family:
+            self._delete_frontends([c for c in concerned if not c.table_changed], family)
+            self._delete_serving(concerned, family)
         for change in done:
             if change.new is None and change.old is not None:
                 self._flip(change.old.id, 0)
@@ -373,6 +367,9 @@ class Writer:
             self._freed = True
         for key in gone:
             mirror.frontend_deleted(key, family)
+
+    def _delete_serving(self, changes: list[Change], family: Family) -> None:
+        mirror = self._mirror
         serving = [key for change in changes for key in change.serving_deletes]
         if serving:
             self._maps[f"endpoints{family.value}"].delete_batch(b"".join(serving))
