@@ -34,6 +34,7 @@ BPF_OBJECTS := $(BPF_SOURCES:bpf/%.c=pyebpf_proxy/bpf/%.o)
 ## ---- C tools of the benchmarks -----------------------------------------------------------------------------
 BENCH_SOURCES := $(filter-out %.bpf.c,$(wildcard bench/*.c))
 BENCH_TOOLS := $(BENCH_SOURCES:bench/%.c=build/bench/%) $(patsubst bench/%.c,build/bench/%.o,$(wildcard bench/*.bpf.c))
+TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/changes/*.c))
 
 # $(call need,program,Debian package): one line that says what is missing and what to do.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
@@ -49,7 +50,7 @@ setup: ## Debian packages (sudo where not root), .venv with pinned versions, BPF
 	@tools/setup.sh venv
 	@$(MAKE) --no-print-directory build
 
-build: $(BPF_OBJECTS) $(BENCH_TOOLS) ## compile the BPF objects for any kernel (CO-RE), and the load tools of bench/
+build: $(BPF_OBJECTS) $(BENCH_TOOLS) $(TEST_TOOLS) ## compile the BPF objects for any kernel (CO-RE), and the load tools of bench/ and tests/
 	@:
 
 $(VMLINUX):
@@ -78,11 +79,18 @@ build/bench/%.bpf.o: bench/%.bpf.c $(VMLINUX) Makefile
 	@echo "  CLANG  $@"
 	@$(CLANG) $(BPF_CFLAGS) -c $< -o $@.$$$$ && mv $@.$$$$ $@
 
-build/bench/%: bench/%.c Makefile
+define compile
 	@$(call need,gcc,gcc)
 	@mkdir -p $(@D)
 	@echo "  CC     $@"
 	@gcc -O2 -g -std=gnu11 -Wall -Wextra -Werror -pthread -MMD -MP -MT $@ -MF $@.d $< -o $@.$$$$ && mv $@.$$$$ $@
+endef
+
+build/bench/%: bench/%.c Makefile
+	$(compile)
+
+build/tests/%: tests/changes/%.c Makefile
+	$(compile)
 
 wheel: setup ## a wheel with the built objects inside, in dist/
 	@# setuptools keeps what an earlier build copied; a wheel must hold what is here now.
@@ -130,4 +138,4 @@ clean: ## remove what was built and what tools cached
 distclean: clean ## clean, and remove .venv too
 	@rm -rf .venv
 
--include $(wildcard build/bpf/*.d build/bench/*.d)
+-include $(wildcard build/bpf/*.d build/bench/*.d build/tests/*.d)

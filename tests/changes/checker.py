@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Did each connection come to what the rules of its moment allow? Pure: records and a timeline in, words out.
+
+A change is in force at the earliest when its manifest is written, and must be when the agent has said so, and
+``GRACE`` more. In between both states may be met. A connection is decided at some moment between its begin and its
+end, so it must have come to what one of the states allows that may have been in force then.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from .model import NOBODYS, REFUSED, SILENT, UNREACHABLE, Allowed, Target
+
+#: Seconds that a change may need after the agent has told that it is programmed.
+GRACE = 0.05
+#: The kernel repeats a SYN that nobody answered after one second; less than that is the first one.
+FIRST_SYN = 0.9
+#: A machine in which nothing ran for so long repeats packets that were never lost, in seconds.
+STALLED = 0.2
+#: After what a SYN is repeated. A client of the same machine is still within connect() when its ICMP error comes, and
+#: then Linux forgets that of IPv6; the next one, a second later, counts.
+_OVERHEARD = {4: {SILENT}, 6: {SILENT, REFUSED}}
+ANSWERED = "answered"
+BROKEN = "broken off"
+
+
+class Record(NamedTuple):
+    """One connection. Times in seconds of the monotonic clock. ``end``: in one word; ``name``: who answered."""
+
+    begun: float
+    ended: float
+    target: int
+    end: str
+    name: str = ""
+    #: Packets that were sent once more (new connections), or rounds (long ones).
+    count: int = 0
+
+
+class Stall(NamedTuple):
+    """From when to when the machine let nobody run."""
+
+    begun: float
+    ended: float
+
+
+class Phase(NamedTuple):
+    """A state of the world, from the moment it was asked for; ``certain``: from when on it alone is in force."""
+
+    name: str
+    asked: float
+    certain: float
+    rules: tuple[Allowed, ...]  # by target
+    sticky: tuple[bool, ...]  # by target: session affinity holds
+
+
+class Timeline:
+    """Phases one after the other. The first one is in force already."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+
+    def change(
+        self, name: str, asked: float, programmed: float, rules: Sequence[Allowed], sticky: Sequence[bool] = ()
+    ) -> None:
+        """What was asked for at ``asked`` was programmed at ``programmed``, as the agent said."""
+        if self.phases and asked < self.phases[-1].certain:
+            raise ValueError(f"{name}: asked for before {self.phases[-1].name} was certain")
+        held = tuple(sticky) or (False,) * len(rules)
+        self.phases.append(Phase(name, asked, programmed + GRACE, tuple(rules), held))
+
+    def between(self, begun: float, ended: float) -> list[Phase]:
+        """The phases that may have been in force in that time."""
+        found = []
+        for index, phase in enumerate(self.phases):
+            over = self.phases[index + 1].certain if index + 1 < len(self.phases) else float("inf")
+            if phase.asked <= ended and begun <= over:
+                found.append(phase)
+        return found
+
+    def alone(self, index: int) -> tuple[float, float]:
+        """From when to when the phase was the only one that may have been in force."""
+        over = self.phases[index + 1].asked if index + 1 < len(self.phases) else float("inf")
+        return self.phases[index].certain, over
+
+
+class Violation(NamedTuple):
+    """What one connection, or one target in one phase, did wrong."""
+
+    rule: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.text}"
+
+
+def check(
+    timeline: Timeline, targets: Sequence[Target], records: Iterable[Record], stalls: Sequence[Stall] = ()
+) -> list[Violation]:
+    """Every violation of every rule, in the order of the records."""
+    known = list(records)
+    found = []
+    for record in known:
+        problem = _judge(timeline, record, targets[record.target].family, stalls)
+        if problem:
+            rule, text = problem
+            when = _when(timeline, record.begun)
+            took = f"{(record.ended - record.begun) * 1000:.1f} ms"
+            found.append(Violation(rule, f"{targets[record.target]}, {when}, took {took}: {text}"))
+    return found + _unsteady(timeline, targets, known) + _unused(timeline, targets, known)
+
+
+def _when(timeline: Timeline, moment: float) -> str:
+    """A moment in words: so long after which change."""
+    past = [phase for phase in timeline.phases if phase.asked <= moment] or timeline.phases[:1]
+    phase = past[-1]
+    certain = "" if moment >= phase.certain else ", not yet certain"
+    return f"{(moment - phase.asked) * 1000:.1f} ms after “{phase.name}”{certain}"
+
+
+def _judge(timeline: Timeline, record: Record, family: int, stalls: Sequence[Stall]) -> tuple[str, str] | None:
+    """The rule that a connection has broken, and how; None: it is as it should be."""
+    phases = timeline.between(record.begun, record.ended)
+    rules = [phase.rules[record.target] for phase in phases]
+    first = [
+        phase.rules[record.target]
+        for phase in timeline.between(record.begun, min(record.ended, record.begun + FIRST_SYN))
+    ]
+    wanted = "; then ".join(str(rule) for rule in rules)
+    if record.end == ANSWERED:
+        if not any(record.name in rule.names for rule in rules):
+            return _wrong_answer(timeline, record), f"answered by {record.name}, must be {wanted}"
+        lost = record.count and not any(rule.ends & _OVERHEARD[family] for rule in first)
+        if lost and not _stalled(stalls, record.begun, record.ended):
+            return "lost", f"answered by {record.name}, but packets had to be sent {record.count} times more"
+        return None
+    if record.end == SILENT:
+        return None if any(SILENT in rule.ends for rule in first) else ("silent", f"no answer, must be {wanted}")
+    if record.end in (REFUSED, UNREACHABLE):
+        if any(record.end in rule.ends for rule in rules):
+            return None
+        return record.end, f"{record.end}, must be {wanted}"
+    return "broken", f"{record.end}, must be {wanted}"
+
+
+def _wrong_answer(timeline: Timeline, record: Record) -> str:
+    """Early: it may answer later; late: it might before; wrong: never."""
+    later = [p for p in timeline.phases if p.asked > record.ended and record.name in p.rules[record.target].names]
+    before = [p for p in timeline.phases if p.asked <= record.ended and record.name in p.rules[record.target].names]
+    return "late" if before else "early" if later else "wrong"
+
+
+def _stalled(stalls: Sequence[Stall], begun: float, ended: float) -> bool:
+    """Whether the machine stood still long enough in that time to make timers run out."""
+    lost = sum(min(stall.ended, ended) - max(stall.begun, begun) for stall in stalls if _meet(stall, begun, ended))
+    return lost >= STALLED
+
+
+def _meet(stall: Stall, begun: float, ended: float) -> bool:
+    return stall.begun < ended and begun < stall.ended
+
+
+def _within(
+    timeline: Timeline, records: Iterable[Record], key: Callable[[Record], object], wanted: Callable[[Phase, int], bool]
+) -> dict[tuple[int, object], list[Record]]:
+    """Answered connections that began and ended while one phase alone was in force, by phase and ``key``."""
+    groups: dict[tuple[int, object], list[Record]] = defaultdict(list)
+    spans = [timeline.alone(index) for index in range(len(timeline.phases))]
+    for record in records:
+        if record.end != ANSWERED:
+            continue
+        for index, (begun, ended) in enumerate(spans):
+            if begun <= record.begun and record.ended < ended and wanted(timeline.phases[index], record.target):
+                groups[index, key(record)].append(record)
+    return groups
+
+
+def _unsteady(timeline: Timeline, targets: Sequence[Target], records: Iterable[Record]) -> list[Violation]:
+    """Session affinity (§4.1): one client, one service port, whichever address: one endpoint as long as it is there.
+
+    Only judged where all addresses that a client asks entitle it to the same endpoints.
+    """
+
+    def client(record: Record) -> tuple[str, int, str]:
+        target = targets[record.target]
+        return target.source, target.family, target.service
+
+    groups = _within(timeline, records, client, lambda phase, target: phase.sticky[target])
+    found = []
+    for key in sorted({(t.source, t.family, t.service) for t in targets}):
+        mine = [i for i, t in enumerate(targets) if (t.source, t.family, t.service) == key]
+        bound = ""
+        for index, phase in enumerate(timeline.phases):
+            served = {phase.rules[target].names for target in mine} - {frozenset()}
+            if not all(phase.sticky[target] for target in mine) or len(served) != 1:
+                bound = ""
+                continue
+            entitled = served.pop()
+            names = {record.name for record in groups.get((index, key), ())}
+            if bound in entitled:
+                names.add(bound)
+            if len(names) > 1:
+                text = f"IPv{key[1]}, {key[0]} to {key[2]}, “{phase.name}”: {', '.join(sorted(names))}"
+                found.append(Violation("affinity", text + (f", was bound to {bound}" if bound in names else "")))
+            bound = names.pop() if len(names) == 1 else ""
+    return found
+
+
+#: So many connections per endpoint: one of them gets none by chance once in e^24 times.
+ENOUGH = 24
+
+
+def _unused(timeline: Timeline, targets: Sequence[Target], records: Iterable[Record]) -> list[Violation]:
+    """Who may answer must do so, where there is no affinity and there were connections enough to tell."""
+
+    def entitled(record: Record) -> tuple[str, frozenset[str]]:
+        rules = timeline.between(record.begun, record.ended)[0].rules
+        return targets[record.target].service, rules[record.target].names
+
+    def client(record: Record) -> object:
+        target = targets[record.target]
+        return target.source, target.family, entitled(record)
+
+    found = []
+    # Of each client where it makes enough of them; on a slow machine all clients together must do.
+    for key in (client, entitled):
+        groups = _within(timeline, records, key, lambda phase, target: not phase.sticky[target])
+        for (index, _), group in groups.items():
+            phase, target = timeline.phases[index], group[0].target
+            names = phase.rules[target].names
+            idle = names - {record.name for record in group}
+            if idle and len(group) >= ENOUGH * len(names):
+                text = f"{', '.join(sorted(idle))} got none of {len(group)} connections"
+                found.append(Violation("unused", f"{targets[target]} and others, “{phase.name}”: {text}"))
+    return found
+
+
+def check_transfers(
+    targets: Sequence[Target], records: Iterable[Record], ends: Iterable[tuple[str, float]]
+) -> list[Violation]:
+    """Long connections go on whatever the service does (§10). ``ends``: which server was ended, and when."""
+    gone = list(ends)
+    found = []
+    for record in records:
+        if record.end == ANSWERED:
+            continue
+        server = record.name.partition(":")[0]
+        if any(server == pod and record.ended >= moment for pod, moment in gone) and record.end == BROKEN:
+            continue
+        text = f"{targets[record.target]}, to {record.name or 'nobody'}: {record.end} after {record.count} rounds"
+        found.append(Violation("transfer", text))
+    return found
+
+
+__all__ = ["GRACE", "NOBODYS", "Record", "Stall", "Timeline", "Violation", "check", "check_transfers"]

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real connections, every one on record: ``traffic.c`` inside the lab's namespaces."""
+
+from __future__ import annotations
+
+import errno
+import struct
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, cast
+
+from pyebpf_proxy.lab.addresses import cluster_ip, node_address, vip
+from pyebpf_proxy.lab.namespace import Namespace, die_with_parent
+
+from .checker import ANSWERED, BROKEN, Record, Stall
+from .model import REFUSED, SILENT, UNREACHABLE, Target
+
+TOOL = Path(__file__).resolve().parents[2] / "build" / "tests" / "traffic"
+#: Milliseconds until a connection that nobody answers is given up.
+TIMEOUT = 4000
+#: Seconds to wait for a process to say or do something, on any machine.
+PATIENCE = 120.0
+_STALL = 0xFFFFFFFF
+_RECORD = struct.Struct("=QQIiI24sI")
+_ENDS = {
+    0: ANSWERED,
+    errno.ECONNREFUSED: REFUSED,
+    errno.EHOSTUNREACH: UNREACHABLE,
+    errno.ENETUNREACH: UNREACHABLE,
+    errno.EPERM: UNREACHABLE,
+    errno.EACCES: UNREACHABLE,
+    errno.ETIMEDOUT: SILENT,
+    errno.ECONNRESET: BROKEN,
+    errno.EPIPE: BROKEN,
+    errno.EPROTO: BROKEN,
+    errno.EBADMSG: BROKEN,
+}
+
+
+def address_of(target: Target) -> str:
+    """``ADDRESS,PORT`` as the tool takes it. NodePorts are asked at node1."""
+    address = {
+        "ClusterIP": cluster_ip(target.number),
+        "LoadBalancer": vip(target.number),
+        "ExternalIP": vip(target.number),
+        "NodePort": node_address(1),
+    }[target.kind]
+    return f"{address.of(target.family)},{target.port}"
+
+
+class _Process:
+    """The tool in a namespace; it ends with us in any case."""
+
+    def __init__(self, namespace: Namespace, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            ["ip", "netns", "exec", namespace.name, str(TOOL), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            preexec_fn=die_with_parent,
+        )
+        self._in = cast(IO[bytes], self._process.stdin)
+        self._out = cast(IO[bytes], self._process.stdout)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._in.close()
+        self._out.close()
+
+    def _line(self) -> str:
+        text = self._out.readline().decode().strip()
+        if not text:
+            raise RuntimeError(f"{self._process.args} ended with status {self._process.wait()}")
+        return text
+
+
+class Server(_Process):
+    """A pod's server; it listens when this returns."""
+
+    def __init__(self, namespace: Namespace, name: str, *ports: int) -> None:
+        super().__init__(namespace, "serve", name, *map(str, ports))
+        if self._line() != "listening":
+            raise RuntimeError(f"the server of {name} does not listen")
+
+
+class _Client(_Process):
+    def __init__(self, namespace: Namespace, file: Path, command: str, options: Sequence[str], asked: Sequence[str]):
+        self._file = file
+        super().__init__(namespace, command, str(file), *options, *asked)
+
+    def status(self) -> tuple[int, int]:
+        """The two numbers of its line."""
+        self._in.write(b"?")
+        self._in.flush()
+        one, other = self._line().split()
+        return int(one), int(other)
+
+    def stop(self) -> None:
+        """Begin nothing new, and end when everything under way has ended."""
+        self._in.close()
+
+    def records(self) -> tuple[list[Record], list[Stall]]:
+        """After ``stop``: all that it has seen. ``target`` counts from 0 in the order in which they were given."""
+        status = self._process.wait(PATIENCE)
+        self._out.close()
+        if status:
+            raise RuntimeError(f"{self._process.args} ended with status {status}")
+        records, stalls = [], []
+        for begun, ended, target, error, count, name, _ in _RECORD.iter_unpack(self._file.read_bytes()):
+            if target == _STALL:
+                stalls.append(Stall(begun / 1e9, ended / 1e9))
+            else:
+                text = name.rstrip(b"\0").decode()
+                records.append(Record(begun / 1e9, ended / 1e9, target, _ENDS[error], text, count))
+        return records, stalls
+
+
+class NewConnections(_Client):
+    """One new connection after the other, to each target in turn. ``rate`` a second; 0: as many as there can be."""
+
+    def __init__(self, namespace: Namespace, file: Path, asked: Sequence[str], rate: float) -> None:
+        super().__init__(namespace, file, "load", [f"{rate:.1f}", str(TIMEOUT)], asked)
+
+    @property
+    def made(self) -> int:
+        """How many are through by now, whatever came of them."""
+        return self.status()[0]
+
+
+class LongConnections(_Client):
+    """``count`` connections, that carry data there and back every ``period`` milliseconds."""
+
+    def __init__(self, namespace: Namespace, file: Path, asked: Sequence[str], count: int, period: int) -> None:
+        self.count = count
+        super().__init__(namespace, file, "hold", [str(period), str(count)], asked)
+
+    def wait_rounds(self, more: int) -> None:
+        """Wait until every connection that there is has got on by so many rounds. Raises TimeoutError."""
+        wanted = self.status()[1] + more
+        end = time.monotonic() + PATIENCE
+        while (state := self.status())[1] < wanted and state[0]:
+            if time.monotonic() > end:
+                raise TimeoutError(f"long connections stand still: {state[0]} open, the last at round {state[1]}")
+            time.sleep(0.02)

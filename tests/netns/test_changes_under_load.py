@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything changes while thousands connect: each connection comes to what the rules of its moment allow.
+
+``CHANGES_ROUNDS`` repeats every course, ``CHANGES_SEED`` and ``CHANGES_STEPS`` choose the made-up one.
+docs/changes-under-load.md says what is guaranteed, and how this shows it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from lab_tools import agent_lane
+
+from pyebpf_proxy.lab.cluster import Lab
+from tests.changes.courses import courses
+from tests.changes.world import World
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+ROUNDS = int(os.environ.get("CHANGES_ROUNDS", "0"))
+COURSES = courses(int(os.environ.get("CHANGES_SEED", "1")), int(os.environ.get("CHANGES_STEPS", "6")))
+#: What is written is the same in both lanes; how a flow is made differs. In a longer run everything is done in both.
+IN_BOTH_LANES = list(COURSES) if ROUNDS else ["endpoints roll", "all endpoints vanish and return", "anything"]
+IN_THE_DIRECT_LANE = [course for course in COURSES if course not in IN_BOTH_LANES]
+
+
+@pytest.fixture(scope="module")
+def world(lane: str) -> Iterator[World]:
+    with Lab() as lab:
+        made = World(lab)
+        try:
+            made.build(agent_lane(lane))
+            yield made
+        finally:
+            made.close()
+
+
+def keep_to_the_rules(world: World, course: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(max(1, ROUNDS)):
+        outcome = world.run(COURSES[course])
+        with capsys.disabled():
+            print(f"\n  {course}: {outcome} ({world.plain:.0f} a second without services)")
+        text = "\n".join(map(str, outcome.violations[:20]))
+        assert not outcome.violations, f"{len(outcome.violations)} of {outcome.connections}:\n{text}"
+
+
+@pytest.mark.parametrize("course", IN_BOTH_LANES)
+def test_no_connection_notices_a_change(world: World, course: str, capsys: pytest.CaptureFixture[str]) -> None:
+    keep_to_the_rules(world, course, capsys)
+
+
+@pytest.mark.parametrize("lane", ["direct"], indirect=True, scope="module")
+@pytest.mark.parametrize("course", IN_THE_DIRECT_LANE)
+def test_no_connection_notices_another_change(world: World, course: str, capsys: pytest.CaptureFixture[str]) -> None:
+    keep_to_the_rules(world, course, capsys)
