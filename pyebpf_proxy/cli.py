@@ -155,11 +155,13 @@ def _outside(settings: Effective) -> Outside:
         return Outside(source, source.events, metrics.families)
     from pyebpf_proxy.kube.manifests import ManifestSource
     from pyebpf_proxy.log import Logger
+    from pyebpf_proxy.servers.source_metrics import SourceMetrics
 
     if not settings.manifests.is_dir():
         what = "is not a folder" if settings.manifests.exists() else "does not exist"
         raise FatalError(f"the manifests folder {settings.manifests} {what}; give an existing one with --manifests")
-    return Outside(ManifestSource(settings.manifests, Logger("manifests").error))
+    told = SourceMetrics()
+    return Outside(ManifestSource(settings.manifests, Logger("manifests").error, critic=told), metrics=told.families)
 
 
 def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) -> None:

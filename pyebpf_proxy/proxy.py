@@ -41,6 +41,10 @@ class Planner(Protocol):
         """Addresses that several service ports name; each says so in words by ``str``."""
 
     @property
+    def overlaps(self) -> Collection[object]:
+        """Service addresses that are also a Node's; each says so in words by ``str``."""
+
+    @property
     def names(self) -> Iterable[ServicePortName]:
         """Every service port that exists now."""
 
@@ -119,6 +123,7 @@ class Proxy:
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._told: frozenset[str] = frozenset()
+        self._noted: frozenset[str] = frozenset()
         self._collecting: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -195,6 +200,7 @@ class Proxy:
         else:
             problems = [*problems, *map(str, self._planner.conflicts)]
             self._tell(problems)
+            self._note(frozenset(map(str, self._planner.overlaps)))
         self._failed = not ok
         end = time.monotonic()
         self._metrics.synced(end - begin, ok, full, problems)
@@ -263,6 +269,12 @@ class Proxy:
             if problem not in self._told:
                 _log.error(problem)
         self._told = frozenset(problems)
+
+    def _note(self, notes: frozenset[str]) -> None:
+        """The same with what is no problem, but may surprise."""
+        for note in sorted(notes - self._noted):
+            _log.info(note)
+        self._noted = notes
 
     async def _mend(self) -> None:
         """A firewall that is loaded anew takes our nft table away: look as often as kube-proxy looks for that."""

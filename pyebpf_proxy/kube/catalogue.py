@@ -11,6 +11,9 @@ from . import decode
 from .decode import Decoded, ObjectKey
 from .source import Change, Object
 
+#: In the place of a kind, for what has no name, or cannot be read at all.
+UNREADABLE = "unreadable"
+
 
 class _File(NamedTuple):
     digest: bytes
@@ -35,6 +38,8 @@ class Catalogue:
         self._duplicates: dict[ObjectKey, tuple[str, ...]] = {}
         self._ignored: set[tuple[str, str]] = set()
         self._touched: set[ObjectKey] = set()
+        #: By file, then by kind: refused objects, and objects that are used in part.
+        self._bad: dict[str, dict[str, list[int]]] = {}
 
     def __len__(self) -> int:
         return len(self._delivered)
@@ -43,6 +48,15 @@ class Catalogue:
     def files(self) -> Iterable[str]:
         """Names of the files that have been read (whatever was in them)."""
         return self._files.keys()
+
+    @property
+    def bad(self) -> dict[str, tuple[int, int]]:
+        """By kind, how many objects are refused and how many are used in part. Kind UNREADABLE: nobody can tell."""
+        found = dict.fromkeys((*decode.KINDS, UNREADABLE), (0, 0))
+        for of in self._bad.values():
+            for kind, (refused, in_part) in of.items():
+                found[kind] = (found[kind][0] + refused, found[kind][1] + in_part)
+        return found
 
     def read(self, name: str, data: bytes) -> None:
         """A file's text now. One that was not changed costs a hash."""
@@ -65,6 +79,7 @@ class Catalogue:
     def remove(self, name: str) -> None:
         """A file that is gone, and its objects with it."""
         file = self._files.pop(name, None)
+        self._bad.pop(name, None)
         if file is None:
             return
         for key in file.objects:
@@ -96,11 +111,15 @@ class Catalogue:
         """The file's objects, bad ones in their old state; and whether everything in it could be told apart."""
         objects: dict[ObjectKey, Object] = {}
         complete = True
+        bad: dict[str, list[int]] = {}
         for decoded in self._documents(name, data):
             if decoded is None:
                 complete = False
+                bad.setdefault(UNREADABLE, [0, 0])[0] += 1
                 continue
             key, value, messages, ignored = decoded
+            if messages:
+                bad.setdefault(key.kind if key is not None else UNREADABLE, [0, 0])[value is not None] += 1
             for message in messages:
                 kept = key is not None and value is None and key in old
                 self._report(f"{name}: {message}" + ("; its last good state stays" if kept else ""))
@@ -114,6 +133,9 @@ class Catalogue:
                 if key in objects:
                     self._report(f"{name}: {key}: is in this file more than once, the last one counts")
                 objects[key] = value if value is not None else old[key]
+        self._bad.pop(name, None)
+        if bad:
+            self._bad[name] = bad
         return objects, complete
 
     def _documents(self, name: str, data: bytes) -> Iterator[Decoded | None]:

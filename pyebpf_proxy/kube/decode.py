@@ -57,7 +57,8 @@ class _Group(NamedTuple):
     namespaced: bool
 
 
-_KINDS: dict[str, _Group] = {
+#: What is used, by kind.
+KINDS: dict[str, _Group] = {
     "Service": _Group(Service, "", validation.check_service, validation.default_service, True, True),
     "EndpointSlice": _Group(
         EndpointSlice,
@@ -79,7 +80,7 @@ _MANY_BRACKETS = 1000
 _FAR_INDENTATION = re.compile(rb"(?:^|[\r\n])[ ?:\t\0-]{200}")
 
 _read_any = msgspec.json.Decoder()
-_READERS = {kind: msgspec.json.Decoder(group.type) for kind, group in _KINDS.items()}
+_READERS = {kind: msgspec.json.Decoder(group.type) for kind, group in KINDS.items()}
 
 
 class _Header(msgspec.Struct, rename="camel", gc=False):
@@ -110,7 +111,7 @@ def decode_json(data: bytes) -> Iterator[Decoded]:
     try:
         header = _read_header.decode(data)
         kind = header.kind if isinstance(header.kind, str) else ""
-        if kind in _KINDS and header.api_version == _api_version(_KINDS[kind]):
+        if kind in KINDS and header.api_version == _api_version(KINDS[kind]):
             yield _finish(kind, _READERS[kind].decode(data))
             return
     except msgspec.ValidationError:
@@ -134,7 +135,7 @@ def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableError(_json_message(bytes(data), error)) from None
     if isinstance(document, dict):
-        document |= {"kind": kind, "apiVersion": _api_version(_KINDS[kind])}
+        document |= {"kind": kind, "apiVersion": _api_version(KINDS[kind])}
     return next(decode_document(document))
 
 
@@ -199,7 +200,7 @@ def decode_document(
         for item in document["items"] or ():
             yield from decode_document(item, item_kind, item_version, depth + 1)
         return
-    group = _KINDS.get(kind)
+    group = KINDS.get(kind)
     if group is None or not _same_group(group, version):
         yield Decoded(ignored=f"{version}/{kind}" if version else kind)
         return
@@ -227,7 +228,7 @@ def _with_text_keys(document: dict[Any, Any]) -> dict[Any, Any]:
 
 def _finish(kind: str, value: Object) -> Decoded:
     """Name, defaults and validation of a decoded object."""
-    group = _KINDS[kind]
+    group = KINDS[kind]
     metadata = value.metadata
     if not group.namespaced:
         namespace = ""
@@ -265,7 +266,7 @@ def _key_of(kind: str, document: dict[Any, Any]) -> ObjectKey | None:
     if not isinstance(metadata, dict):
         return None
     name, namespace = metadata.get("name"), metadata.get("namespace") or "default"
-    group = _KINDS[kind]
+    group = KINDS[kind]
     if not isinstance(name, str) or validation.check_name(name, label=group.label):
         return None
     if not isinstance(namespace, str) or validation.check_name(namespace, label=True):
@@ -276,7 +277,7 @@ def _key_of(kind: str, document: dict[Any, Any]) -> ObjectKey | None:
 def _prefix(kind: str, document: dict[Any, Any]) -> str:
     metadata = document.get("metadata")
     name = metadata.get("name") if isinstance(metadata, dict) else None
-    if kind in _KINDS and (key := _key_of(kind, document)) is not None:
+    if kind in KINDS and (key := _key_of(kind, document)) is not None:
         return f"{key}: "
     return f"{kind} {validation.quote(name)}: " if name else f"{kind}: "
 

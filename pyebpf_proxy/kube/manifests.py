@@ -25,7 +25,7 @@ from inotify_simple import INotify, flags
 from ..errors import FatalError
 from ..log import Logger
 from .catalogue import Catalogue
-from .source import Batch, Change
+from .source import Batch, Change, Critic
 
 #: A file that disappears counts as deleted only after this time: editors rename the old one away before they write
 #: the new one, and no service may blink because of that.
@@ -83,13 +83,21 @@ def is_manifest(name: str) -> bool:
 
 
 class ManifestSource:
-    """``report`` is given one line for everything that somebody should mend, ``note`` for what is left aside."""
+    """``report`` is given one line for everything that somebody should mend, ``note`` for what is left aside.
+
+    ``critic`` is told how many objects have something wrong in them.
+    """
 
     def __init__(
-        self, directory: Path, report: Callable[[str], None], note: Callable[[str], None] | None = None
+        self,
+        directory: Path,
+        report: Callable[[str], None],
+        note: Callable[[str], None] | None = None,
+        critic: Critic | None = None,
     ) -> None:
         self._directory = Path(os.path.abspath(directory))
         self._report = report
+        self._critic = critic
         self._catalogue = Catalogue(report, note or Logger("manifests").info)
         self._stamps: dict[str, _Stamp] = {}
         self._unreadable: dict[str, str] = {}
@@ -138,6 +146,9 @@ class ManifestSource:
                 loop.remove_reader(self._inotify.fileno())
 
     def _changes(self) -> list[Change]:
+        if self._critic is not None:
+            for kind, (refused, in_part) in self._catalogue.bad.items():
+                self._critic.bad(kind, refused, in_part)
         return self._catalogue.changes(self._leaving)
 
     async def _wait(self, readable: asyncio.Event) -> None:

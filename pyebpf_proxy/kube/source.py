@@ -32,6 +32,13 @@ class Batch(NamedTuple):
     complete: bool
 
 
+class Critic(Protocol):
+    """Who is told how many objects have something wrong in them. Called in the source's threads; must not block."""
+
+    def bad(self, kind: str, refused: int, in_part: int) -> None:
+        """So many objects of a kind are not used as they are now, and so many are without what is wrong in them."""
+
+
 class Source(Protocol):
     """Something that delivers objects until it is cancelled."""
 

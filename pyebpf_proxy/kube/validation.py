@@ -147,6 +147,22 @@ def _check_service_addresses(service: Service) -> Iterator[Finding]:
     for i, text in enumerate(service.spec.load_balancer_source_ranges or ()):
         if parse_prefix(text) is None:
             yield Finding(f"spec.loadBalancerSourceRanges[{i}]: {quote(text)} is not a CIDR: left out", False)
+    yield from _check_open_to_everyone(service)
+
+
+def _check_open_to_everyone(service: Service) -> Iterator[Finding]:
+    """Ranges are in force by family (spec/service-semantics §7): a VIP without any of its own is not guarded."""
+    texts = service.spec.load_balancer_source_ranges
+    balancer = service.status.load_balancer if service.status else None
+    if not texts or balancer is None:
+        return
+    guarded = {family_of(prefix.address) for text in texts if (prefix := parse_prefix(text)) is not None}
+    for i, ingress in enumerate(balancer.ingress or ()):
+        packed = parse_address(ingress.ip or "")
+        if packed is None or ingress.ip_mode not in (None, "", "VIP") or family_of(packed) in guarded:
+            continue
+        what = f"no range of spec.loadBalancerSourceRanges is IPv{family_of(packed).value}"
+        yield Finding(f"status.loadBalancer.ingress[{i}].ip: {quote(ingress.ip)} takes every source: {what}", False)
 
 
 def _check_entry(path: str, text: str) -> Iterator[Finding]:

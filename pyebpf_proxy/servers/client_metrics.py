@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from pyebpf_proxy.servers.numbers import Counter, Family, Gauge, Histogram
+from pyebpf_proxy.servers.source_metrics import SourceMetrics
 
 _SECONDS = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 _BYTES = (64, 256, 512, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216)
@@ -14,11 +14,11 @@ _VERB = ("verb", "host")
 _RESOURCE = ("resource",)
 
 
-class ClientMetrics:
+class ClientMetrics(SourceMetrics):
     """A ``kube.api.observer.Observer``, called in several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        super().__init__()
         self._requests = Counter(
             "rest_client_requests_total",
             "[ALPHA] Number of HTTP requests, partitioned by status code, method, and host.",
@@ -40,9 +40,6 @@ class ClientMetrics:
         self._retries = Counter(
             "pyebpf_proxy_api_retries_total", "How often following a resource broke off and was tried again", _RESOURCE
         )
-        self._refused = Gauge(
-            "pyebpf_proxy_api_refused_objects", "Objects that break a rule and are not used as they are", _RESOURCE
-        )
 
     @property
     def families(self) -> Sequence[Family]:
@@ -57,7 +54,7 @@ class ClientMetrics:
             self._last_event,
             self._lists,
             self._retries,
-            self._refused,
+            *super().families,
         )
 
     def requested(self, method: str, host: str, code: str, seconds: float) -> None:
@@ -89,10 +86,6 @@ class ClientMetrics:
     def retried(self, resource: str) -> None:
         with self._lock:
             self._retries.add(resource)
-
-    def refused(self, resource: str, objects: int) -> None:
-        with self._lock:
-            self._refused.set(resource, value=objects)
 
 
 def _histogram(name: str, text: str, words: str, bounds: Sequence[float]) -> Histogram:

@@ -79,6 +79,9 @@ class Metrics:
         self.problems = Gauge(
             "pyebpf_proxy_service_port_problems", "Service ports or addresses that cannot be served as they say, now"
         )
+        self.overlaps = Gauge(
+            "pyebpf_proxy_service_addresses_of_nodes", "Service addresses that are also an address of a Node, now"
+        )
         self.source_complete = Gauge(
             "pyebpf_proxy_source_complete", "1 when everything that exists has been delivered once"
         )

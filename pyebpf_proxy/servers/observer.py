@@ -31,6 +31,10 @@ class Known(Protocol):
     def counts(self) -> Mapping[str, int]:
         """How many objects of each kind are in use."""
 
+    @property
+    def overlaps(self) -> Collection[object]:
+        """Service addresses that are also a Node's."""
+
 
 class Observer:
     """The ``Observer`` of :class:`pyebpf_proxy.proxy.Proxy`; everything is called in the thread that programs."""
@@ -94,6 +98,7 @@ class Observer:
         self._metrics.synced_ports.add(value=len(delta))
         for kind, count in self._known.counts().items():
             self._metrics.objects.set(kind, value=count)
+        self._metrics.overlaps.set(value=len(self._known.overlaps))
         self._no_local.update(delta)
 
     def synced(self, seconds: float, ok: bool, full: bool, problems: Collection[str] = ()) -> None:

@@ -12,7 +12,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .addresses import format_address_port
-from .model import Frontend, Protocol, ServicePortName
+from .model import Frontend, FrontendKind, Protocol, ServicePortName
+
+#: Where in a Service an address of each kind stands, for messages.
+FIELDS = {
+    FrontendKind.CLUSTER_IP: "spec.clusterIPs",
+    FrontendKind.EXTERNAL_IP: "spec.externalIPs",
+    FrontendKind.LOAD_BALANCER: "status.loadBalancer.ingress",
+    FrontendKind.NODE_PORT: "spec.ports.nodePort",
+}
 
 
 class Claim(NamedTuple):
@@ -24,16 +32,20 @@ class Claim(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """One claim with more than one claimant; ``losers`` are not served at it."""
+    """One claim with more than one claimant; ``losers`` are not served at it. ``kinds``: what it is to each of them."""
 
     claim: Claim
     winner: ServicePortName
     losers: tuple[ServicePortName, ...]
+    kinds: tuple[FrontendKind, ...] = ()
 
     def __str__(self) -> str:
         address, port, protocol = self.claim
         where = format_address_port(address, port) if any(address) else f"NodePort {port}"
-        losers = ", ".join(f"Service {loser.namespace}/{loser.name}" for loser in self.losers)
+        losers = ", ".join(
+            f"Service {loser.namespace}/{loser.name}: {FIELDS[kind]}"
+            for loser, kind in zip(self.losers, self.kinds, strict=True)
+        )
         verb = "is" if len(self.losers) == 1 else "are"
         winner = f"Service {self.winner.namespace}/{self.winner.name}"
         return f"{losers}: {where}/{protocol.name} is that of {winner} already, {verb} not served there"

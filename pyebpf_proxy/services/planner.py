@@ -16,8 +16,9 @@ import msgspec
 from . import endpoints, frontends
 from .claims import Claim, Claims, Conflict, claim_of
 from .health_checks import HealthCheck, HealthCheckName, HealthChecks, health_check_port
-from .model import Family, Protocol, ServicePort, ServicePortName
+from .model import Family, FrontendKind, Protocol, ServicePort, ServicePortName
 from .nodes import NO_NODE, Network, NodeView, networks_of, view_node
+from .overlaps import Overlap, Overlaps
 
 if TYPE_CHECKING:
     from ..kube import objects
@@ -78,6 +79,7 @@ class Planner:
         self._claims = Claims(self._rank)
         self._conflicts: dict[Claim, Conflict] = {}
         self._health_checks = HealthChecks()
+        self._overlaps = Overlaps()
 
         self._topology = endpoints.Topology(settings.node_name, "")
         self.node_ips: dict[Family, bytes] = {}
@@ -97,6 +99,11 @@ class Planner:
     def conflicts(self) -> frozenset[Conflict]:
         """Addresses that more than one service port names, now. Its members are texts for people by ``str``."""
         return frozenset(self._conflicts.values())
+
+    @property
+    def overlaps(self) -> frozenset[Overlap]:
+        """Service addresses that are also a Node's, now. Its members are texts for people by ``str``."""
+        return self._overlaps.all
 
     def differs(self, namespace: str, name: str, service: objects.Service | None) -> bool:
         """Whether a Service (None: that there is none) says anything else than what the last update took in."""
@@ -260,6 +267,8 @@ class Planner:
         addresses = frozenset(address for node in self._nodes.values() for address in node.addresses)
         if addresses != self.node_addresses:
             self.node_addresses = addresses
+            owners = {address: name for name, node in self._nodes.items() for address in node.addresses}
+            self._overlaps.nodes(owners, ((key, known.ports) for key, known in self._services.items()))
         return concerns_all
 
     # ---- planning ----------------------------------------------------------------------------------------------
@@ -284,6 +293,7 @@ class Planner:
                     disputed.add(claim)
             del self._wanted[template.name]
         known = self._read_service(key, service) if service is not None else None
+        self._overlaps.service(key, known.ports if known is not None else ())
         if known is None:
             self._services.pop(key, None)
             return
@@ -355,4 +365,7 @@ class Planner:
             self._remember(name, before)
             self._lost.setdefault(name, set()).add(claim)
         if conflict is not None:
-            self._conflicts[claim] = conflict
+            self._conflicts[claim] = conflict._replace(kinds=tuple(self._kind(name, claim) for name in conflict.losers))
+
+    def _kind(self, name: ServicePortName, claim: Claim) -> FrontendKind:
+        return next(each.kind for each in self._wanted[name].frontends if claim_of(name, each) == claim)

@@ -46,6 +46,7 @@ class Names:
     """A planner that makes one service port of every change."""
 
     conflicts: tuple[str, ...] = ()
+    overlaps: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self._ports: dict[ServicePortName, ServicePort] = {}
@@ -141,6 +142,7 @@ class World:
         self.datapath = Recorder()
         self.metrics = Counter()
         self.facts = NodeFacts()
+        self.planner = Names()
 
     def run(self, play: Callable[[Callable[[Batch], None]], Awaitable[None]], effective: Effective) -> None:
         """Play, then end the agent by SIGTERM."""
@@ -151,7 +153,7 @@ class World:
 
         async def main() -> None:
             source = Script(play_then_stop)
-            await Proxy(effective, source, Names(), self.datapath, self.metrics, lambda: self.facts).run()
+            await Proxy(effective, source, self.planner, self.datapath, self.metrics, lambda: self.facts).run()
 
         asyncio.run(main())
 
@@ -320,6 +322,21 @@ def test_a_problem_is_told_once(world: World, caplog: pytest.LogCaptureFixture) 
     world.run(play, settings())
     told = [record for record in caplog.records if "is full" in record.getMessage()]
     assert len(told) == 2
+
+
+def test_what_may_surprise_is_noted_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    world.planner.overlaps = ("Service ns/a: spec.externalIPs: …",)
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: bool(world.datapath.calls))
+        deliver(Batch([change("b")], complete=True))
+        await until(lambda: len(world.applied()) == 1)
+
+    world.run(play, settings())
+    told = [record for record in caplog.records if "spec.externalIPs" in record.getMessage()]
+    assert [record.levelname for record in told] == ["INFO"]
 
 
 def test_what_others_change_is_mended_every_sync_period(world: World) -> None:

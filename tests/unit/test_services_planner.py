@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,61 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyebpf_proxy.kube.objects import EndpointSlice, Node, Service
+from pyebpf_proxy.kube.objects import Node, Service
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services import endpoints
 from pyebpf_proxy.services.addresses import format_address, format_address_port
 from pyebpf_proxy.services.model import Endpoint, Family, Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
-NODE = "node-1"
-
-
-def service(name: str, cluster_ip: str = "10.96.0.1", /, created: str = "", status: Any = None, **spec: Any) -> Change:
-    document = {
-        "metadata": {"name": name, "creationTimestamp": created or None},
-        "spec": {"clusterIP": cluster_ip, "ports": [{"port": 80}], **spec},
-        "status": status,
-    }
-    return Change("Service", "default", name, msgspec.convert(document, Service))
-
-
-def endpoint_slice(name: str, of: str | None, /, *addresses: str, port: int = 8080, **fields: Any) -> Change:
-    document = {
-        "metadata": {"name": name, "labels": {endpoints.SERVICE_NAME_LABEL: of} if of else {}},
-        "addressType": "IPv4",
-        "ports": [{"name": "", "port": port}],
-        "endpoints": [{"addresses": [address]} for address in addresses],
-        **fields,
-    }
-    return Change("EndpointSlice", "default", name, msgspec.convert(document, EndpointSlice))
-
-
-def node(name: str, zone: str = "", internal_ip: str = "", pod_cidrs: Sequence[str] = ()) -> Change:
-    document = {
-        "metadata": {"name": name, "labels": {"topology.kubernetes.io/zone": zone} if zone else None},
-        "spec": {"podCIDRs": list(pod_cidrs)},
-        "status": {"addresses": [{"type": "InternalIP", "address": internal_ip}] if internal_ip else None},
-    }
-    return Change("Node", "", name, msgspec.convert(document, Node))
-
-
-def gone(change: Change) -> Change:
-    return change._replace(object=None)
-
-
-def name_of(name: str, port: str = "", protocol: Protocol = Protocol.TCP) -> ServicePortName:
-    return ServicePortName("default", name, port, protocol, Family.IPV4)
-
-
-def cluster(port: ServicePort | None) -> list[str]:
-    assert port is not None
-    return [format_address_port(endpoint.address, endpoint.port) for endpoint in port.cluster]
-
-
-def frontends(port: ServicePort | None) -> list[str]:
-    assert port is not None
-    return [format_address_port(frontend.address, frontend.port) for frontend in port.frontends]
+from .planned import NODE, cluster, endpoint_slice, frontends, gone, name_of, node, service
 
 
 @pytest.fixture
@@ -230,66 +182,6 @@ def test_node_ip_inside_a_source_range(planner: Planner) -> None:
     ):  # fmt: skip
         delta = planner.update([node(NODE, internal_ip=address)])
         assert [(name.name, port and port.vip_source_allowed) for name, port in delta.items()] == changed
-
-
-# ---- conflicts -------------------------------------------------------------------------------------------------
-
-
-def test_the_loser_is_served_when_the_winner_leaves(planner: Planner) -> None:
-    a, b = (service(name, f"10.96.0.{i}", externalIPs=["203.0.113.1"]) for i, name in ((1, "a"), (2, "b")))
-    planner.update([b])
-    assert frontends(planner.get(name_of("b"))) == ["10.96.0.2:80", "203.0.113.1:80"]
-    delta = planner.update([a])
-    assert frontends(delta[name_of("a")]) == ["10.96.0.1:80", "203.0.113.1:80"]
-    assert frontends(delta[name_of("b")]) == ["10.96.0.2:80"]
-    (conflict,) = planner.conflicts
-    assert str(conflict) == (
-        "Service default/b: 203.0.113.1:80/TCP is that of Service default/a already, is not served there"
-    )
-    delta = planner.update([gone(a)])
-    assert delta[name_of("a")] is None
-    assert frontends(delta[name_of("b")]) == ["10.96.0.2:80", "203.0.113.1:80"]
-    assert not planner.conflicts
-
-
-def test_a_slice_of_the_loser_does_not_win(planner: Planner) -> None:
-    planner.update([service(name, f"10.96.0.{i}", externalIPs=["203.0.113.1"]) for i, name in ((1, "a"), (2, "b"))])
-    delta = planner.update([endpoint_slice("b-1", "b", "10.244.1.1")])
-    assert frontends(delta[name_of("b")]) == ["10.96.0.2:80"]
-    assert cluster(delta[name_of("b")]) == ["10.244.1.1:8080"]
-
-
-@pytest.mark.parametrize(
-    ("created_a", "created_b", "winner"),
-    [
-        ("", "", "a"),
-        ("2024-01-02T00:00:00Z", "2024-01-01T00:00:00Z", "b"),
-        ("2024-01-01T00:00:00Z", "2024-01-01T00:00:00Z", "a"),
-        ("", "2024-01-01T00:00:00Z", "b"),
-        ("2024-01-01T01:30:00+02:00", "2024-01-01T00:00:00Z", "a"),
-        ("2024-01-02", "2024-01-01T00:00:00Z", "b"),
-        ("yesterday", "2024-01-01T00:00:00Z", "b"),
-    ],
-)
-def test_the_older_wins(planner: Planner, created_a: str, created_b: str, winner: str) -> None:
-    ports = [{"port": 80, "nodePort": 30080}]
-    planner.update(
-        [
-            service("a", "10.96.0.1", created=created_a, ports=ports),
-            service("b", "10.96.0.2", created=created_b, ports=ports),
-        ]
-    )
-    (conflict,) = planner.conflicts
-    assert conflict.winner.name == winner
-
-
-def test_a_service_made_anew_is_younger(planner: Planner) -> None:
-    old = service("b", "10.96.0.2", created="2024-01-01T00:00:00Z", externalIPs=["203.0.113.1"])
-    planner.update([service("a", created="2024-02-01T00:00:00Z", externalIPs=["203.0.113.1"]), old])
-    new = service("b", "10.96.0.2", created="2024-03-01T00:00:00Z", externalIPs=["203.0.113.1"])
-    delta = planner.update([new])
-    assert frontends(delta[name_of("a")]) == ["10.96.0.1:80", "203.0.113.1:80"]
-    assert frontends(delta[name_of("b")]) == ["10.96.0.2:80"]
 
 
 # ---- properties ------------------------------------------------------------------------------------------------

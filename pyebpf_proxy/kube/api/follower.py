@@ -253,7 +253,7 @@ class Follower:
         self._was_listed = True
         observer, name = self._client.observer, self._resource.name
         observer.listed(name, len(keys))
-        observer.refused(name, self._inventory.refused)
+        self._count_bad()
         _log.debug("listed", resource=name, objects=len(keys), changes=len(changes), version=version)
         self._deliver(self._resource, changes[:], True)
         changes.clear()
@@ -387,8 +387,11 @@ class Follower:
                 changes += self._inventory.change(self._inventory.read(event.object))
         except (msgspec.DecodeError, UnicodeDecodeError, UnreadableError) as error:
             raise self._garbage(error) from None
-        self._client.observer.refused(self._resource.name, self._inventory.refused)
+        self._count_bad()
         self._version = identity.resource_version or self._version
+
+    def _count_bad(self) -> None:
+        self._client.observer.bad(self._resource.kind, self._inventory.refused, self._inventory.in_part)
 
     def _error(self, event: _Event) -> TroubleError:
         try:

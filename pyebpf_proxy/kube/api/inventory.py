@@ -43,6 +43,11 @@ class Inventory:
         """How many objects are not used as they are."""
         return len(self._refused)
 
+    @property
+    def in_part(self) -> int:
+        """How many objects are used without something that is wrong in them."""
+        return len(self._told) - len(self._refused)
+
     def read(self, data: bytes | msgspec.Raw) -> Read:
         """Decode and check an object; tell what is wrong with it. Raises UnreadableError for what is no JSON."""
         key, value, messages, _ = decode.decode_object(self._kind, data)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..source import Critic
 
-class Observer(Protocol):
+
+class Observer(Critic, Protocol):
     """Numbers of the API client (spec/metrics §5, names ``rest_client_*``) and of each resource that is followed."""
 
     def requested(self, method: str, host: str, code: str, seconds: float) -> None:
@@ -29,9 +31,6 @@ class Observer(Protocol):
 
     def retried(self, resource: str) -> None:
         """Following broke off, and is tried again."""
-
-    def refused(self, resource: str, objects: int) -> None:
-        """So many objects break a rule now, and are not used as they are."""
 
 
 class Silent:
@@ -58,5 +57,5 @@ class Silent:
     def retried(self, resource: str) -> None:
         pass
 
-    def refused(self, resource: str, objects: int) -> None:
+    def bad(self, kind: str, refused: int, in_part: int) -> None:
         pass

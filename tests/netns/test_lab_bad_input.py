@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects that are wrong, double or very large, on real packets: what docs/objects.md says, and nobody else pays."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterator
+from ipaddress import ip_address, ip_network
+from typing import Any
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import wait_until
+
+from pyebpf_proxy.lab.addresses import CLIENT, Dual, cluster_ip, pod_cidr, vip
+from pyebpf_proxy.lab.client import ANSWERED, REFUSED, TIMED_OUT, ask, ask_many
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.manifests import Object, Port, service
+from pyebpf_proxy.lab.namespace import Namespace
+from pyebpf_proxy.lab.scenario import DROPPED_AFTER
+from pyebpf_proxy.lab.servers import Ports
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+GOOD = Kind("good", 20)
+WRONG = {4: ("0.0.0.0", "127.0.0.1", "169.254.169.254", "224.0.0.1"), 6: ("::", "::1", "fe80::1", "ff02::1")}
+SHARED = Dual("203.0.113.200", "2001:db8:3::200")
+#: Both pods of the lab answer at every one of these: some in the pods' network, some outside of it (netfilter lane).
+MANY = 5_000
+MANY_NETWORK = {4: "172.20.0.0/16", 6: "fd00:10:244:1:0:1::/96"}
+PORTS = 300
+
+
+def port(number: int = 80, node_port: int = 0, protocol: str = "TCP") -> Port:
+    return Port("p", number, 5353 if protocol == "UDP" else 8080, protocol, node_port)
+
+
+def a_slice(
+    name: str, family: int, addresses: list[str], ports: list[Port], part: int = 0, node: str = "node1"
+) -> Object:
+    return {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {
+            "name": f"{name}-{family}-{part}",
+            "namespace": "default",
+            "labels": {"kubernetes.io/service-name": name},
+        },
+        "addressType": f"IPv{family}",
+        "ports": [{"name": each.name, "port": each.target, "protocol": each.protocol} for each in ports],
+        "endpoints": [{"addresses": [address], "nodeName": node} for address in addresses],
+    }
+
+
+def a_service(name: str, number: int, ports: list[Port], created: str = "", **spec: Any) -> Object:
+    made = service(name, ports, cluster_ip(number), **spec)
+    if created:
+        made["metadata"]["creationTimestamp"] = created
+    return made
+
+
+def write(lab: Lab, name: str, *objects: Object) -> float:
+    """As one JSON list: YAML would take most of the test's time."""
+    path = lab.manifests / f"{name}.json"
+    hidden = path.with_name(f".{name}")
+    hidden.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
+    moment = time.time()
+    hidden.rename(path)
+    return moment
+
+
+_marks = itertools.count(1)
+
+
+def settle(lab: Lab, since: float) -> None:
+    """Wait until what was written at ``since`` is programmed, whatever else was being programmed at that moment.
+
+    The sync that ends next may have begun before. One that follows it, brought about by a mark, has everything.
+    """
+    lab.wait_synced(since)
+    mark = a_service("mark", 250, [port(1000 + next(_marks))])
+    lab.wait_synced(write(lab, "mark", mark))
+
+
+def simple(lab: Lab, name: str, number: int, ports: list[Port], pod: str, **more: Any) -> list[Object]:
+    """A Service with one pod as its endpoint."""
+    address = lab.pods[pod].address
+    made = [a_slice(name, family, [address.of(family)], ports) for family in (4, 6)]
+    return [a_service(name, number, ports, **more), *made]
+
+
+@pytest.fixture(scope="module")
+def bad() -> Iterator[Lab]:
+    with Lab(nodes=1) as lab:
+        (node,) = lab.nodes
+        GOOD.endpoints = tuple(lab.add_pod(name, node) for name in ("web-1", "web-2"))
+        lab.add_pod("toolbox", node, serve=False)
+        # What must not be reached by a wrong endpoint, and what a service's address takes the port of.
+        node.serve(Ports(http=(80, 81, 8080), echo=(), udp=()))
+        write_nodes(lab)
+        write_services(lab, GOOD)
+        for family in (4, 6):
+            target = GOOD.endpoints[0]
+            wrong = [a_slice(name, family, list(WRONG[family]), [port()]) for name in ("mixed", "hopeless")]
+            right = a_slice("mixed", family, [target.address.of(family)], [port()], part=1)
+            write(lab, f"wrong-{family}", *wrong, right)
+        write(lab, "mixed", a_service("mixed", 21, [port()], vip=vip(21)))
+        write(lab, "hopeless", a_service("hopeless", 22, [port()], vip=vip(22)))
+        lab.start_agents()
+        yield lab
+
+
+def everybody(lab: Lab) -> list[Namespace]:
+    return [lab.client, lab.pods["toolbox"].namespace, lab.nodes[0].namespace]
+
+
+def said(lab: Lab, *words: str) -> int:
+    """Lines of the agent's log with all of these."""
+    return sum(all(word in line for word in words) for line in lab.nodes[0].agent.log().splitlines())
+
+
+def metric(lab: Lab, name: str) -> float:
+    found = re.search(rf"^pyebpf_proxy_{re.escape(name)} (\S+)$", lab.nodes[0].agent.metrics(), re.MULTILINE)
+    assert found, name
+    return float(found[1])
+
+
+def answerers(lab: Lab, who: Namespace, address: str, number: int, protocol: str = "tcp", count: int = 12) -> set[str]:
+    outcomes = who.call(ask_many, count, address, number, protocol)
+    return {outcome.answer.pod if outcome.answer else str(outcome) for outcome in outcomes}
+
+
+@pytest.fixture(autouse=True)
+def others_untouched(bad: Lab, family: int) -> Iterator[None]:
+    """Whatever a test does: the good service is served during and after it, by all its endpoints."""
+    yield
+    for who in everybody(bad):
+        found = answerers(bad, who, vip(20).of(family), 80, count=24)
+        assert found == {"web-1", "web-2"}
+
+
+def test_endpoints_at_addresses_that_nothing_may_be_sent_to(bad: Lab, family: int) -> None:
+    for who in everybody(bad):
+        assert answerers(bad, who, vip(21).of(family), 80) == {"web-1"}
+        # What a node sends to a VIP without endpoints is left alone in mode iptables.
+        address = vip(22) if who is bad.client else cluster_ip(22)
+        assert who.call(ask, address.of(family), 80).kind == REFUSED
+    for name in ("mixed", "hopeless"):
+        for i, address in enumerate(WRONG[family]):
+            which = f"EndpointSlice default/{name}-{family}-0: endpoints[{i}].addresses[0]:"
+            assert said(bad, which, json.dumps(address)[1:-1], "left out") == 1
+    assert metric(bad, 'bad_objects{kind="EndpointSlice",outcome="used_in_part"}') == 4
+
+
+def test_a_vip_that_is_the_nodes_own_address(bad: Lab, family: int) -> None:
+    """At its port the Service is served, elsewhere on the address the node itself, and NodePorts (§13)."""
+    address = bad.nodes[0].address
+    assert answerers(bad, bad.client, address.of(family), 80) == {"host-node1"}
+    since = write(bad, "on-node", *simple(bad, "on-node", 23, [port(80, 30023)], "web-2", vip=address))
+    try:
+        settle(bad, since)
+        for who in everybody(bad):
+            assert answerers(bad, who, address.of(family), 80) == {"web-2"}
+            assert answerers(bad, who, address.of(family), 81) == {"host-node1"}
+            assert answerers(bad, who, address.of(family), 30023) == {"web-2"}
+        which = "Service default/on-node: status.loadBalancer.ingress:"
+        assert said(bad, which, address.of(family), "is an address of Node node1") >= 1
+        assert metric(bad, "service_addresses_of_nodes") == 2
+    finally:
+        (bad.manifests / "on-node.json").unlink()
+    wait_until(lambda: metric(bad, "service_addresses_of_nodes") == 0, "the service is gone", 60)
+    assert answerers(bad, bad.client, address.of(family), 80) == {"host-node1"}
+
+
+def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) -> None:
+    """The older Service has them; another protocol is another address; who lost is served when the first leaves."""
+    both: dict[str, Any] = {"externalIPs": list(SHARED)}
+    old = simple(bad, "older", 25, [port(80, 30024)], "web-1", created="2024-01-01T00:00:00Z", **both)
+    new = simple(bad, "newer", 24, [port(80, 30024)], "web-2", created="2024-02-01T00:00:00Z", **both)
+    other = simple(bad, "other", 26, [port(80, 30024, "UDP")], "web-2", **both)
+    # And one that names an address that is another's ClusterIP and VIP.
+    theft = [cluster_ip(20).v4, cluster_ip(20).v6, *vip(20)]
+    thief = simple(bad, "thief", 27, [port(80)], "web-1", created="2024-01-01T00:00:00Z", externalIPs=theft)
+    for made in (thief[0], old[0]):
+        made["metadata"]["creationTimestamp"] = "2024-01-01T00:00:00Z"
+    del thief[0]["metadata"]["creationTimestamp"]
+    before = metric(bad, "service_port_problems")
+    write(bad, "newer", *new)
+    write(bad, "other", *other)
+    write(bad, "thief", *thief)
+    since = write(bad, "older", *old)
+    node = bad.nodes[0].address.of(family)
+    own = bad.pods["toolbox"].namespace
+    try:
+        settle(bad, since)
+        for who in everybody(bad):
+            for address, number in ((SHARED.of(family), 80), (node, 30024)):
+                assert answerers(bad, who, address, number) == {"web-1"}
+                assert answerers(bad, who, address, number, "udp") == {"web-2"}
+        assert answerers(bad, own, cluster_ip(24).of(family), 80) == {"web-2"}
+        assert answerers(bad, own, cluster_ip(20).of(family), 80) == {"web-1", "web-2"}
+        # By family: the address, the NodePort; and the thief's two.
+        assert metric(bad, "service_port_problems") == before + 8
+        lost = "is that of Service default/older already, is not served there"
+        assert said(bad, "Service default/newer: spec.externalIPs:", SHARED.of(family), lost) >= 1
+        assert said(bad, "Service default/newer: spec.ports.nodePort: NodePort 30024/TCP", lost) >= 1
+        assert said(bad, "Service default/thief: spec.externalIPs:", cluster_ip(20).of(family), "default/good") >= 1
+        (bad.manifests / "older.json").unlink()
+        wait_until(lambda: metric(bad, "service_port_problems") == before + 4, "the older one is gone", 60)
+        for address, number in ((SHARED.of(family), 80), (node, 30024)):
+            assert answerers(bad, bad.client, address, number) == {"web-2"}
+    finally:
+        for name in ("older", "newer", "other", "thief"):
+            (bad.manifests / f"{name}.json").unlink(missing_ok=True)
+    wait_until(lambda: metric(bad, "service_port_problems") == before, "all are gone", 60)
+
+
+def test_ranges_of_the_wrong_family_or_unreadable(bad: Lab, family: int) -> None:
+    """Each family is restricted by its own ranges only; what cannot be read restricts nothing (§1.2, §7)."""
+    elsewhere = {4: "192.0.2.128/25", 6: "2001:db8:ffff::/48"}
+    ranges = {
+        "foreign": [elsewhere[10 - family]],
+        "broken": ["300.0.0.0/8", "10.0.0.0/33", "fd00::/200", "text"],
+        "mixed-up": ["text", elsewhere[family]],
+    }
+    for number, (name, texts) in enumerate(ranges.items(), 28):
+        made = simple(bad, name, number, [port()], "web-1", vip=vip(number), loadBalancerSourceRanges=texts)
+        since = write(bad, name, *made)
+    settle(bad, since)
+    try:
+        assert answerers(bad, bad.client, vip(28).of(family), 80) == {"web-1"}
+        assert answerers(bad, bad.client, vip(29).of(family), 80) == {"web-1"}
+        assert bad.client.call(ask, vip(30).of(family), 80, timeout=DROPPED_AFTER).kind == TIMED_OUT
+        other = bad.client.call(ask, vip(28).of(10 - family), 80, timeout=DROPPED_AFTER)
+        assert other.kind == TIMED_OUT
+        place = f"status.loadBalancer.ingress[{family // 2 - 2}].ip:"
+        assert said(bad, f"Service default/foreign: {place}", "takes every source: no range of spec") >= 1
+        for i, text in enumerate(ranges["broken"]):
+            assert said(bad, f"Service default/broken: spec.loadBalancerSourceRanges[{i}]:", text, "left out") >= 1
+        assert metric(bad, 'bad_objects{kind="Service",outcome="used_in_part"}') == 3
+    finally:
+        for name in ranges:
+            (bad.manifests / f"{name}.json").unlink()
+    wait_until(lambda: metric(bad, 'bad_objects{kind="Service",outcome="used_in_part"}') == 0, "all are gone", 60)
+
+
+def test_an_object_that_goes_bad_keeps_its_last_good_state(bad: Lab, family: int) -> None:
+    good = simple(bad, "turning", 31, [port()], "web-2", vip=vip(31))
+    settle(bad, write(bad, "turning", *good))
+    broken = [json.loads(json.dumps(made)) for made in good]
+    broken[0]["spec"]["ports"][0]["port"] = 70000
+    write(bad, "turning", *broken)
+    try:
+        wait_until(lambda: metric(bad, 'bad_objects{kind="Service",outcome="refused"}') == 1, "it was refused", 60)
+        assert said(bad, "Service default/turning: spec.ports[0].port: 70000 is not a port", "good state stays") >= 1
+        for who in everybody(bad):
+            assert answerers(bad, who, vip(31).of(family), 80) == {"web-2"}
+    finally:
+        (bad.manifests / "turning.json").unlink()
+    wait_until(lambda: metric(bad, 'bad_objects{kind="Service",outcome="refused"}') == 0, "it is gone", 60)
+
+
+def test_300_ports_of_one_service(bad: Lab, family: int) -> None:
+    ports = [Port(f"p{i}", 1000 + i, 8080, "TCP", 31000 + i) for i in range(PORTS)]
+    settle(bad, write(bad, "ports", *simple(bad, "ports", 32, ports, "web-1", vip=vip(32))))
+    try:
+        for number in (0, PORTS // 2, PORTS - 1):
+            for who in everybody(bad):
+                assert answerers(bad, who, vip(32).of(family), 1000 + number, count=3) == {"web-1"}
+                assert answerers(bad, who, bad.nodes[0].address.of(family), 31000 + number, count=3) == {"web-1"}
+    finally:
+        (bad.manifests / "ports.json").unlink()
+    address, port_number = bad.nodes[0].address.of(family), 31000 + PORTS - 1
+    wait_until(lambda: bad.client.call(ask, address, port_number).kind == REFUSED, "the ports are gone", 60)
+
+
+def test_5000_endpoints_of_one_service(bad: Lab, family: int) -> None:
+    """In 50 slices, then with affinity, then with one endpoint again."""
+    (node,) = bad.nodes
+    pod = bad.pods["web-1"]
+    network = MANY_NETWORK[family]
+    first = int(ip_address(network.partition("/")[0])) + 1
+    inside = pod_cidr(1).of(family)
+    addresses = [str(ip_address(first + i)) for i in range(MANY)]
+    assert (family == 6) == (ip_address(addresses[0]) in ip_network(inside))
+    node.namespace.ip(f"route add {network} via {pod.address.of(family)} dev {pod.device}")
+    pod.namespace.ip(f"route add local {network} dev lo")
+    made = [a_slice("many", family, addresses[i : i + 100], [port()], part=i // 100) for i in range(0, MANY, 100)]
+    target = vip(33).of(family)
+    try:
+        settle(bad, write(bad, "many", a_service("many", 33, [port()], vip=vip(33)), *made))
+        for who in everybody(bad):
+            outcomes = who.call(ask_many, 30, target, 80)
+            assert {outcome.kind for outcome in outcomes} == {ANSWERED}
+            reached = {outcome.answer.local[0] for outcome in outcomes if outcome.answer}
+            assert reached <= set(addresses)
+            # 30 of 5 000 at random: fewer than 25 different ones come once in ten million runs.
+            assert len(reached) >= 25
+        sticky = {"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 600}}}
+        settle(bad, write(bad, "many", a_service("many", 33, [port()], vip=vip(33), **sticky), *made))
+        outcomes = bad.client.call(ask_many, 10, target, 80, source=CLIENT.of(family))
+        assert len({outcome.answer.local[0] if outcome.answer else str(outcome) for outcome in outcomes}) == 1
+        assert metric(bad, "service_port_problems") == 0
+        last = outcomes[0].answer
+        assert last is not None
+        # The endpoint that is remembered goes, and a whole list with it.
+        kept = next(address for address in reversed(addresses) if address != last.local[0])
+        few = a_slice("many", family, [kept], [port()])
+        settle(bad, write(bad, "many", a_service("many", 33, [port()], vip=vip(33), **sticky), few))
+        outcome = bad.client.call(ask, target, 80)
+        assert outcome.answer is not None
+        assert outcome.answer.local[0] == kept
+    finally:
+        (bad.manifests / "many.json").unlink()
+        node.namespace.ip(f"route del {network}")
+        pod.namespace.ip(f"route del local {network} dev lo")
+    wait_until(lambda: bad.client.call(ask, target, 80, timeout=1).kind != ANSWERED, "the service is gone", 60)

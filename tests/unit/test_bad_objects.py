@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects with something wrong in them are counted, by both sources alike (docs/objects.md)."""
+
+from __future__ import annotations
+
+import json
+
+from pyebpf_proxy.kube.api.inventory import Inventory
+from pyebpf_proxy.kube.catalogue import Catalogue
+from pyebpf_proxy.servers.numbers import Gauge
+from pyebpf_proxy.servers.source_metrics import SourceMetrics
+
+
+def a_slice(name: str, *addresses: str, port: int = 80) -> bytes:
+    return json.dumps(
+        {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {"name": name, "labels": {"kubernetes.io/service-name": "web"}},
+            "addressType": "IPv4",
+            "ports": [{"port": port}],
+            "endpoints": [{"addresses": [address]} for address in addresses],
+        }
+    ).encode()
+
+
+GOOD, IN_PART, REFUSED = a_slice("a", "10.0.0.1"), a_slice("a", "10.0.0.1", "127.0.0.1", "0.0.0.0"), a_slice("a", "x")
+
+
+def test_a_folder_counts_objects_by_file() -> None:
+    said: list[str] = []
+    folder = Catalogue(said.append, said.append)
+
+    def counts() -> dict[str, tuple[int, int]]:
+        return {kind: of for kind, of in folder.bad.items() if any(of)}
+
+    folder.read("a.json", GOOD)
+    assert folder.bad == dict.fromkeys(("Service", "EndpointSlice", "Node", "ServiceCIDR", "unreadable"), (0, 0))
+    folder.read("a.json", IN_PART)
+    assert counts() == {"EndpointSlice": (0, 1)}  # an object, whatever is wrong in it
+    assert len(said) == 2
+    folder.read("b.json", REFUSED)
+    folder.read("b.json", REFUSED)
+    assert counts() == {"EndpointSlice": (1, 1)}
+    folder.read("c.json", b"{")
+    folder.read("d.yaml", b"kind: Service\napiVersion: v1\nmetadata: {name: UPPER}\n---\na: [")
+    assert counts() == {"EndpointSlice": (1, 1), "unreadable": (3, 0)}
+    folder.read("a.json", GOOD)
+    folder.read("c.json", b"")
+    folder.remove("d.yaml")
+    assert counts() == {"EndpointSlice": (1, 0)}
+    folder.read("b.json", GOOD)
+    assert counts() == {}
+
+
+def test_the_api_servers_objects_are_counted_as_they_change() -> None:
+    said: list[str] = []
+    known = Inventory("EndpointSlice", said.append)
+
+    def read(data: bytes) -> tuple[int, int]:
+        known.change(known.read(data))
+        return known.refused, known.in_part
+
+    assert read(GOOD) == (0, 0)
+    assert read(IN_PART) == (0, 1)
+    assert read(REFUSED) == (1, 0)
+    assert said[-1].endswith("; its last good state stays")
+    assert read(a_slice("b", "127.0.0.1")) == (1, 1)
+    known.remove("default", "a")
+    assert (known.refused, known.in_part) == (0, 1)
+    known.keep_only([])
+    assert (known.refused, known.in_part) == (0, 0)
+
+
+def test_what_the_metric_shows() -> None:
+    metrics = SourceMetrics()
+    metrics.bad("Service", 2, 3)
+    metrics.bad("Service", 2, 1)
+    (gauge,) = metrics.families
+    assert isinstance(gauge, Gauge)
+    assert (gauge.get("Service", "refused"), gauge.get("Service", "used_in_part")) == (2, 1)
