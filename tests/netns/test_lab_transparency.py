@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the socket path changes must not be seen, by processes of the node and by pods: real sockets, in every way that
+applications use them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from io_uring_calls import io_uring_connect, supported
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import agent_lane, moved, reasons, wait_until
+from small_dns import serve
+from socket_calls import TCP, UDP, Call, tcp_mapped, udp_mapped
+
+from pyebpf_proxy.lab.addresses import cluster_ip
+from pyebpf_proxy.lab.client import ANSWERED, ask
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.manifests import Port, service, slices
+from pyebpf_proxy.lab.namespace import Namespace
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 10)
+DNS_PORTS = [Port("dns", 53, 5300, "UDP"), Port("dns-tcp", 53, 5300, "TCP")]
+DNS_ADDRESS = cluster_ip(20)
+FOUND = ("203.0.113.53", "2001:db8:53::53")
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab() as made:
+        first, second = made.nodes
+        made.add_pod("asker", first, serve=False)
+        server = made.add_pod("server", second)
+        WEB.endpoints = (server,)
+        write_nodes(made)
+        write_services(made, WEB)
+        dns = slices("dns", DNS_PORTS, [(server.address, second.name)])
+        made.write("dns.yaml", [service("dns", DNS_PORTS, DNS_ADDRESS), *dns])
+        resolver = server.namespace.start(serve, 5300, *FOUND)
+        first.agent.start(None, agent_lane("direct"), {"socketLB": "all"})
+        first.agent.wait_synced()
+        yield made
+        resolver.stop()
+
+
+class Side:
+    """Who asks: a namespace and its address."""
+
+    def __init__(self, namespace: Namespace, address: str) -> None:
+        self.namespace = namespace
+        self.address = address
+
+
+@pytest.fixture(params=("node", "pod"))
+def side(request: pytest.FixtureRequest, lab: Lab, family: int) -> Side:
+    """A process of the node, or a pod whose sockets the node knows."""
+    node = lab.nodes[0]
+    if request.param == "node":
+        return Side(node.namespace, node.address.of(family))
+    pod = lab.pods["asker"]
+
+    def by_socket() -> bool:
+        before = reasons(node)
+        kind = pod.namespace.call(ask, cluster_ip(WEB.number).of(family), 80).kind
+        return kind == ANSWERED and moved(before, reasons(node)) == {"new_flow_socket": 1}
+
+    wait_until(by_socket, "the pod's sockets are translated", 60)
+    return Side(pod.namespace, pod.address.of(family))
+
+
+def check(lab: Lab, side: Side, call: Call, port: int, family: int) -> None:
+    """``call`` gets its answers from the endpoint, by the socket path alone."""
+    place = cluster_ip(WEB.number).of(family), port
+    before = reasons(lab.nodes[0])
+    answers = side.namespace.call(call, place, side.address)
+    assert answers
+    for answer in answers:
+        assert answer.pod == "server"
+        assert answer.peer[0] == side.address
+    counted = moved(before, reasons(lab.nodes[0]))
+    assert set(counted) == {"new_flow_socket"}, counted
+
+
+@pytest.mark.parametrize("call", TCP, ids=lambda call: call.__name__)
+def test_tcp(lab: Lab, side: Side, family: int, call: Call) -> None:
+    if call is tcp_mapped and family == 6:
+        pytest.skip("is IPv4 on an IPv6 socket")
+    check(lab, side, call, 80, family)
+
+
+@pytest.mark.parametrize("call", UDP, ids=lambda call: call.__name__)
+def test_udp(lab: Lab, side: Side, family: int, call: Call) -> None:
+    if call is udp_mapped and family == 6:
+        pytest.skip("is IPv4 on an IPv6 socket")
+    check(lab, side, call, 53, family)
+
+
+def test_io_uring(lab: Lab, side: Side, family: int) -> None:
+    why = supported()
+    if why:
+        pytest.skip(why)
+    check(lab, side, io_uring_connect, 80, family)
+
+
+def _listen(place: tuple[str, int]) -> None:
+    family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen()
+        while True:
+            connection, _ = listener.accept()
+            connection.close()
+
+
+def test_a_listener_on_the_number_of_a_node_port(lab: Lab, side: Side, family: int) -> None:
+    """It can be had as ever, and what is asked of the NodePort goes to the service."""
+    node = lab.nodes[0]
+    place = node.address.of(family), WEB.target("NodePort", node).ports["tcp"]
+    listener = node.namespace.start(_listen, place)
+    try:
+        wait_until(lambda: node.namespace.run("ss", "-Hltn", f"sport = :{place[1]}"), "somebody listens")
+        for _ in range(4):
+            outcome = side.namespace.call(ask, *place)
+            assert outcome.answer is not None, outcome
+            assert outcome.answer.pod == "server"
+            assert outcome.peer == place
+    finally:
+        listener.stop()
+
+
+@pytest.mark.parametrize("name", ["small.test", "big.test"])
+def test_name_resolution_by_the_c_library(lab: Lab, side: Side, family: int, name: str, tmp_path: Path) -> None:
+    """By UDP, and by TCP for what is too large."""
+    configuration = tmp_path / "resolv.conf"
+    configuration.write_text(f"nameserver {DNS_ADDRESS.of(family)}\noptions timeout:5 attempts:6\n")
+    script = f"mount --bind {configuration} /etc/resolv.conf && exec getent ahosts {name}"
+    before = reasons(lab.nodes[0])
+    found = side.namespace.run("unshare", "-m", "sh", "-c", script)
+    assert {line.split()[0] for line in found.splitlines()} == set(FOUND)
+    counted = moved(before, reasons(lab.nodes[0]))
+    assert set(counted) == {"new_flow_socket"}, counted
