@@ -81,18 +81,11 @@ static __noinline int choose_by_scheduler(const struct packet *p, const struct e
 	return 1;
 }
 
-/*
- * Fills `b`; false only if the list changes so fast that the chosen backend
- * is gone already.  A verdict to serve has come before, so the list is not empty.
- * Where no scheduler is set, what is read to know that is all that remains of them.
- */
-static __noinline int choose_backend(const struct packet *p, const struct entitlement *e, struct backend *b)
+static __noinline int choose_at_random(const struct packet *p, const struct entitlement *e, struct backend *b)
 {
 	struct remembered r = {};
 	__u32 position = 0;
 
-	if (settings.scheduler != AT_RANDOM)
-		return choose_by_scheduler(p, e, b);
 	if (e->affinity_seconds)
 		position = affinity_position(p, e, &r);
 	if (position)
@@ -104,6 +97,18 @@ static __noinline int choose_backend(const struct packet *p, const struct entitl
 	if (e->affinity_seconds)
 		remember_affinity(&r, b, position);
 	return 1;
+}
+
+/*
+ * Fills `b`; false only if the list changes so fast that the chosen backend
+ * is gone already.  A verdict to serve has come before, so the list is not empty.
+ * Where no scheduler is set, what is read to know that is all that remains of them.
+ */
+static __always_inline int choose_backend(const struct packet *p, const struct entitlement *e, struct backend *b)
+{
+	if (settings.scheduler != AT_RANDOM)
+		return choose_by_scheduler(p, e, b);
+	return choose_at_random(p, e, b);
 }
 
 #endif

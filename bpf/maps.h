@@ -481,13 +481,15 @@ struct socket_peer6_key {
 struct socket_peer4 {
 	__u8 address[4];
 	__u16 port;
-	__u8 zero[2];
+	__u8 moved;	/* tc has found another endpoint for the socket since (pods.h) */
+	__u8 zero;
 };
 
 struct socket_peer6 {
 	__u8 address[16];
 	__u16 port;
-	__u8 zero[2];
+	__u8 moved;	/* tc has found another endpoint for the socket since (pods.h) */
+	__u8 zero;
 };
 
 struct {

@@ -42,6 +42,90 @@ static __noinline int learn_pod(__u64 netns, const struct packet *p, __u32 devic
 	return 0;
 }
 
+struct place {
+	union address address;
+	__u32 port;
+};
+
+static __always_inline void swap_destination(struct packet *p, struct place *place)
+{
+	struct place was = { .address = p->destination, .port = p->destination_port };
+
+	p->destination = place->address;
+	p->destination_port = place->port;
+	*place = was;
+}
+
+/* What the socket of this datagram asked for, if it was translated: `moved` of its entry, else NULL. */
+static __always_inline __u8 *peer_of(struct __sk_buff *skb, const struct packet *p, struct place *asked)
+{
+	__u64 cookie = bpf_get_socket_cookie(skb);
+
+	if (!cookie)
+		return NULL;
+	__builtin_memset(asked, 0, sizeof(*asked));
+	if (p->ipv6) {
+		struct socket_peer6_key key = { .cookie = cookie, .port = p->destination_port, .protocol = UDP };
+		struct socket_peer6 *peer;
+
+		__builtin_memcpy(key.address, &p->destination, 16);
+		peer = bpf_map_lookup_elem(&socket_peers6, &key);
+		if (!peer)
+			return NULL;
+		__builtin_memcpy(&asked->address, peer->address, 16);
+		asked->port = peer->port;
+		return &peer->moved;
+	} else {
+		struct socket_peer4_key key = { .cookie = cookie, .port = p->destination_port, .protocol = UDP };
+		struct socket_peer4 *peer;
+
+		__builtin_memcpy(key.address, &p->destination, 4);
+		peer = bpf_map_lookup_elem(&socket_peers4, &key);
+		if (!peer)
+			return NULL;
+		__builtin_memcpy(&asked->address, peer->address, 4);
+		asked->port = peer->port;
+		return &peer->moved;
+	}
+}
+
+/* Whether what the packet is for is a serving endpoint of that service (UDP). */
+static __noinline int serves(__u32 service, const struct packet *p)
+{
+	if (p->ipv6) {
+		struct endpoint6_key key = { .service = service, .port = p->destination_port, .protocol = UDP };
+
+		__builtin_memcpy(key.address, &p->destination, 16);
+		return !!bpf_map_lookup_elem(&endpoints6, &key);
+	} else {
+		struct endpoint4_key key = { .service = service, .port = p->destination_port, .protocol = UDP };
+
+		__builtin_memcpy(key.address, &p->destination, 4);
+		return !!bpf_map_lookup_elem(&endpoints4, &key);
+	}
+}
+
+/*
+ * tc: a datagram of a pod whose endpoint serves its service no more, or that has had another one since: it is
+ * served as if its socket had not been translated.  The socket knows nothing of it, and its owner notices
+ * nothing.  (A process of the node has to connect anew: its packets do not pass here.)
+ */
+static __noinline int is_stale(struct __sk_buff *skb, struct packet *p, struct frontend *f, struct place *asked)
+{
+	__u8 *moved = peer_of(skb, p, asked);
+	bool found;
+
+	if (!moved)
+		return 0;
+	swap_destination(p, asked);
+	found = find_frontend(p, f);
+	swap_destination(p, asked);
+	if (!found || (!*moved && serves(f->service, p)))
+		return 0;
+	*moved = 1;
+	return 1;
+}
+
 /* tc: true, and `b` filled, if this flow's endpoint was chosen when its socket connected. */
 static __noinline int take_over(struct __sk_buff *skb, const struct packet *p, const struct entitlement *e,
 				struct backend *b)

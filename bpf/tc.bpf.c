@@ -37,8 +37,12 @@ static __always_inline bool is_for_node(struct __sk_buff *skb, bool bridge_port)
 	return port && port->passage && is_for_bridge(skb, port);
 }
 
-/* A packet that may open a flow to a service. */
-static __always_inline int serve(struct __sk_buff *skb, const struct packet *p, const struct frontend *f, bool fast)
+/*
+ * A packet that may open a flow to a service.  `stale`: its socket was translated to an endpoint that is gone, and
+ * had `asked` for something else.
+ */
+static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const struct frontend *f, bool stale,
+				 struct place *asked, bool fast)
 {
 	struct entitlement e = {};
 	enum reason reason = REASON_UNSPECIFIED;
@@ -58,6 +62,8 @@ static __always_inline int serve(struct __sk_buff *skb, const struct packet *p, 
 		if (existence)
 			return TC_ACT_UNSPEC;
 	}
+	if (stale)
+		swap_destination(p, asked);
 	switch (decide(p, f, table, table_id, skb->ifindex, &e, &reason)) {
 	case VERDICT_DROP:
 		return drop(reason);
@@ -71,6 +77,8 @@ static __always_inline int serve(struct __sk_buff *skb, const struct packet *p, 
 	}
 	if (!(settings.pod_sockets && take_over(skb, p, &e, &b)) && !choose_backend(p, &e, &b))
 		return drop(TABLE_MISSING);
+	if (stale)
+		swap_destination(p, asked);
 	/* Hairpin: the endpoint calls itself and must not see its own address. */
 	if (same_address(&b.address, &p->source, p->ipv6))
 		e.masquerade = true;
@@ -91,7 +99,9 @@ static __always_inline int serve(struct __sk_buff *skb, const struct packet *p, 
 static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridge_port)
 {
 	struct packet p = {};
+	struct place asked;
 	struct frontend f;
+	bool stale = false;
 	bool parsed, fast;
 	int verdict;
 
@@ -115,11 +125,17 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 		if (verdict != NOT_SENT && verdict != NOT_KNOWN && verdict != NOT_SURE)
 			return verdict;
 	}
-	if ((p.opens || bridge_port) && find_frontend(&p, &f))
-		return p.opens ? serve(skb, &p, &f, fast) : TC_ACT_UNSPEC;
-	if (bridge_port)
-		lift_bridged_reply(skb, &p);
-	return TC_ACT_UNSPEC;
+	if ((p.opens || bridge_port) && find_frontend(&p, &f)) {
+		if (!p.opens)
+			return TC_ACT_UNSPEC;
+	} else if (settings.pod_sockets && p.protocol == UDP && is_stale(skb, &p, &f, &asked)) {
+		stale = true;
+	} else {
+		if (bridge_port)
+			lift_bridged_reply(skb, &p);
+		return TC_ACT_UNSPEC;
+	}
+	return serve(skb, &p, &f, stale, &asked, fast);
 }
 
 /* A device with Ethernet frames. */

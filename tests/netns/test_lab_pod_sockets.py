@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
@@ -239,3 +241,57 @@ def test_unconnected_udp_keeps_its_endpoint_however_it_began(pods_lab: Lab, fami
         assert {sender for _, sender in said} == {asked}
     counted = moved(before, reasons(pods_lab.nodes[0]))
     assert counted == {"new_flow_direct": 1, "new_flow_socket": 5}
+
+
+def _ask_when_told(place: tuple[str, int], connected: bool, rounds: Connection) -> str:
+    """One socket that asks once for each word from the pipe. Says who answered, and as whom."""
+    with socket.socket(family_of(place[0]), socket.SOCK_DGRAM) as sock:
+        sock.settimeout(2)
+        if connected:
+            sock.connect(place)
+        rounds.send(("up", place))
+        while rounds.recv():
+            try:
+                if connected:
+                    sock.send(b"question")
+                else:
+                    sock.sendto(b"question", place)
+                text, sender = sock.recvfrom(65536)
+                rounds.send((read_answer(text).pod, (sender[0], sender[1])))
+            except OSError as error:
+                rounds.send((str(error), place))
+    return "done"
+
+
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "unconnected"])
+def test_a_udp_socket_goes_on_with_another_endpoint(pods_lab: Lab, asker: Pod, family: int, connected: bool) -> None:
+    """A pod's socket need not be ended: what it sends to an endpoint that is gone passes the node (§10)."""
+    both = WEB.endpoints
+    place = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family), 53
+    ours, theirs = multiprocessing.Pipe()
+    with ours:
+        try:
+            WEB.endpoints = both[:1]
+            pods_lab.wait_synced(write_services(pods_lab, WEB))
+            before = reasons(pods_lab.nodes[0])
+            task = asker.namespace.start(_ask_when_told, place, connected, theirs)
+            theirs.close()
+            assert ours.recv() == ("up", place)
+
+            def says() -> tuple[str, tuple[str, int]]:
+                ours.send(True)
+                found: tuple[str, tuple[str, int]] = ours.recv()
+                return found
+
+            assert says() == ("web-1", place)
+            assert moved(before, reasons(pods_lab.nodes[0])) == {"new_flow_socket": 1}
+            for name, endpoints in (("web-1", both), ("web-2", both[1:]), ("web-1", both[:1])):
+                WEB.endpoints = endpoints
+                pods_lab.wait_synced(write_services(pods_lab, WEB))
+                # No message is lost: the first one after the change has its answer.
+                assert [says() for _ in range(3)] == [(name, place)] * 3
+            ours.send(False)
+            assert task.result() == "done"
+        finally:
+            WEB.endpoints = both
+            pods_lab.wait_synced(write_services(pods_lab, WEB))
