@@ -54,6 +54,19 @@ def test_an_id_that_a_client_remembers_does_not_come_back(loaded: Loaded, writer
     assert slot_backends(loaded, again, web)[0] == old + 101
 
 
+def test_a_plan_that_was_adopted_is_not_kept_beside_an_equal_one(loaded: Loaded, writer: Writer) -> None:
+    web = name_of("web")
+    writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80 local")})
+    ids = slot_backends(loaded, writer, web)
+    again = Writer(loaded, in_pods)
+    plan = service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80 local")
+    assert again[web] == plan
+    again.apply({web: plan})
+    assert again[web] is plan
+    assert slot_backends(loaded, again, web) == ids
+    assert not again.has_garbage
+
+
 def test_killed_at_any_operation_the_next_start_repairs_it(loaded: Loaded) -> None:
     real = dict(loaded.maps)
     fresh = Writer(loaded, in_pods)

@@ -8,9 +8,11 @@ source names it again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from struct import Struct
 from typing import NamedTuple
+
+import msgspec
 
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.tables.changes import Garbage, Record
@@ -29,7 +31,7 @@ class Repairs(NamedTuple):
     dead_services: list[int]
 
 
-class _Backend(NamedTuple):
+class _Backend(msgspec.Struct, frozen=True, gc=False):
     endpoint: Endpoint
     protocol: int
     service: int
@@ -67,11 +69,12 @@ class _Adoption:
         dead = [number for number in self.in_force if number not in self.records]
         return Repairs(self.garbage, self.puts, {name: b"".join(keys) for name, keys in self.deletes.items()}, dead)
 
-    def _rows(self, name: str, key: Struct, value: Struct) -> list[tuple[tuple[int, ...], tuple[int, ...], bytes]]:
+    def _rows(self, name: str, key: Struct, value: Struct) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], bytes]]:
+        """Every entry: key, value, the key as it is. One after the other: a hundred thousand at once are 35 MB."""
         keys, values = self.maps[name].dump()
         size = key.size
-        raw = [keys[i : i + size] for i in range(0, len(keys), size)]
-        return list(zip(key.iter_unpack(keys), value.iter_unpack(values), raw, strict=True))
+        raw = (keys[i : i + size] for i in range(0, len(keys), size))
+        return zip(key.iter_unpack(keys), value.iter_unpack(values), raw, strict=True)
 
     def _delete(self, name: str, key: bytes) -> None:
         self.deletes.setdefault(name, []).append(key)
@@ -133,8 +136,8 @@ class _Adoption:
         for family in Family:
             name = f"source_ranges{family.value}"
             rows = self._rows(name, self.layouts.source_range_key[family], self.layouts.u32)
-            self.mirror.used[name] = len(rows)
             for (length, table, address), _, raw in rows:
+                self.mirror.used[name] += 1
                 newest = max(newest, table)
                 if table in tables:
                     self.ranges.setdefault(table, []).append(SourceRange(address, length - 32))  # type: ignore[arg-type]
@@ -148,8 +151,8 @@ class _Adoption:
         for family in Family:
             name = f"backends{family.value}"
             rows = self._rows(name, self.layouts.u32, self.layouts.backend[family])
-            mirror.used[name] = len(rows)
             for (number,), (address, port, protocol, lane, service, local), _ in rows:
+                mirror.used[name] += 1
                 endpoint = Endpoint(address, port, bool(local))  # type: ignore[arg-type]
                 self.backends[number] = _Backend(endpoint, protocol, service, bool(lane), family)
         shift = self.layouts.word_shift

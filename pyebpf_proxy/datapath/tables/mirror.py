@@ -56,6 +56,8 @@ class Mirror(State):
         serving = self._serving_pairs(wanted)
         serving_changed = old is None or serving != self._serving_pairs(old.plan)
         if not table_changed and not serving_changed and old is not None and old.plan.frontends == wanted.frontends:
+            # What was adopted from the maps is an equal copy: kept once.
+            old.plan = wanted
             return None
 
         packed_name = b""
