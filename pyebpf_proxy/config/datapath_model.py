@@ -68,6 +68,7 @@ _PEERS4 = Size(1024, _MANY, 88, 0)
 _PEERS6 = Size(1024, _MANY, 120, 0)
 _FLOWS = Size(1024, _MANY, 96, 0)
 _SETS = Size(1024, _MANY, 160, 0)
+_ENTRIES = Size(1024, _MANY, 200, 0)
 _FRAGMENTS = Size(1024, 1 << 16, 112, 0)
 _PODS = Size(1024, 1 << 18, 112, 0)
 _LEFT = Size(1024, 1 << 20, 88, 0)
@@ -164,12 +165,6 @@ def _socket_lb(value: object) -> object:
     return value
 
 
-def _no_fast_path(value: bool) -> bool:
-    if value:
-        raise ValueError("there is no fast path in this release: only false can be had")
-    return value
-
-
 def _device(text: str) -> str:
     if not _DEVICE.fullmatch(text) or text in (".", ".."):
         raise ValueError(f"must be the name of a network device, not {gotext.quote(text)}")
@@ -245,8 +240,28 @@ class DatapathConfiguration(_Section):
         ),
     ] = []
     fast_path: Annotated[
-        bool, AfterValidator(_no_fast_path), Field(description="Not there yet: only false can be had.")
+        bool,
+        Field(
+            description="true: packets of established flows to Services are translated and sent on by the tc programs,"
+            " past the kernel's FORWARD chain (fast-path.md says past what else). false: every packet takes the"
+            " kernel's way."
+        ),
     ] = False
+    fast_path_excluded_devices: Annotated[
+        list[Annotated[str, AfterValidator(_device)]],
+        Field(
+            description="Devices whose qdiscs, filters or rules must see every packet: nothing takes the fast path"
+            " that comes in or goes out there."
+        ),
+    ] = []
+    fast_path_entries: Annotated[
+        int | None,
+        AfterValidator(lambda value: value if value is None else _ENTRIES.check(value)),
+        Field(
+            description="Entries of the flow cache, two for each connection. When it is full, what was used longest ago"
+            " goes. By default a 512th of the machine's memory is what it takes."
+        ),
+    ] = None
     xdp_devices: Annotated[
         list[Annotated[str, AfterValidator(_device)]],
         AfterValidator(_no_devices),

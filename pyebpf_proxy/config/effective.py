@@ -86,6 +86,10 @@ class Effective:
     pod_network: tuple[Network, ...]
     #: Entries by map, for every map whose size can be chosen.
     map_sizes: Mapping[str, int]
+    #: Established flows go by the flow cache, but by none of these devices; its size, None: by the memory.
+    fast_path: bool
+    fast_path_excluded_devices: tuple[str, ...]
+    fast_path_entries: int | None
 
     @property
     def masquerade_mark(self) -> int:
@@ -168,6 +172,9 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
         socket_lb_exclude=tuple(own.socket_lb_exclude),
         pod_network=tuple(own.pod_network),
         map_sizes=own.maps.model_dump(),
+        fast_path=own.fast_path,
+        fast_path_excluded_devices=tuple(own.fast_path_excluded_devices),
+        fast_path_entries=own.fast_path_entries,
     )
 
 

@@ -9,7 +9,7 @@ became of the others. Nothing is removed that is not ours:
 * the table by its name; other tables, and the conntrack entries of flows that go on, stay;
 * pins in our folder only; the bpffs is unmounted only if we mounted it and it is empty (``mounts``);
 * node settings are put back first, while the programs still guard what they open, and only those that still are as we
-  wrote them (``sysctls``);
+  wrote them (``sysctls``); what the fast path needed last, when it is gone;
 * of the run directory only what its owners name, and the directory itself if that leaves it empty.
 """
 
@@ -19,9 +19,11 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from pyebpf_proxy.datapath.connections.liberal import make_liberal
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.node.mounts import release_bpffs, table_name
-from pyebpf_proxy.datapath.node.sysctls import restore
+from pyebpf_proxy.datapath.node.node_settings import LIBERAL
+from pyebpf_proxy.datapath.node.sysctls import held, restore
 from pyebpf_proxy.datapath.node.tc import Filters
 from pyebpf_proxy.datapath.report import Report
 
@@ -29,19 +31,30 @@ from pyebpf_proxy.datapath.report import Report
 def cleanup(directory: Path, own_files: Iterable[str] = ()) -> Report:
     """Removes the instance of this directory. ``own_files``: files in the directory, by name, that the caller made."""
     report = Report()
-    try:
-        restored, problems = restore(directory)
-        report.removed += restored
-        report.problems += problems
-    except OSError as error:
-        report.problems.append(str(error))
+    _settings(directory, "", report)
     for step in (_filters, _table, _pins):
         try:
             report.removed += step(directory)
         except OSError as error:
             report.problems.append(str(error))
+    # Nothing goes by the fast path any more; what did must be translated by a conntrack that is strict again.
+    if held(LIBERAL, directory):
+        try:
+            make_liberal()
+        except OSError as error:
+            report.problems.append(str(error))
+    _settings(directory, None, report)
     _run_directory(directory, own_files, report)
     return report
+
+
+def _settings(directory: Path, holder: str | None, report: Report) -> None:
+    try:
+        restored, problems = restore(directory, holder=holder)
+        report.removed += restored
+        report.problems += [problem for problem in problems if problem not in report.problems]
+    except OSError as error:
+        report.problems.append(str(error))
 
 
 def _filters(directory: Path) -> list[str]:

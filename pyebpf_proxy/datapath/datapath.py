@@ -9,13 +9,14 @@ import struct
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyebpf_proxy.config.addresses import Address, Network
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.cleanup import cleanup
 from pyebpf_proxy.datapath.connections.counts import Connections
+from pyebpf_proxy.datapath.connections.liberal import make_liberal
 from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup, peers_in
 from pyebpf_proxy.datapath.kube_proxy.beside import Beside
 from pyebpf_proxy.datapath.loader.libbpf import Map
@@ -24,8 +25,10 @@ from pyebpf_proxy.datapath.netfilter.cluster_addresses import ClusterAddresses
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Prefix
 from pyebpf_proxy.datapath.node import cgroups, mounts, sysctls
+from pyebpf_proxy.datapath.node.fast_path import FastPath
 from pyebpf_proxy.datapath.node.links import MAPS, Node
-from pyebpf_proxy.datapath.settings import conntrack_is_liberal, node_config, settings
+from pyebpf_proxy.datapath.node.node_settings import LIBERAL
+from pyebpf_proxy.datapath.settings import conntrack_is_liberal, map_sizes, node_config, settings
 from pyebpf_proxy.datapath.tables import excluded_pods
 from pyebpf_proxy.datapath.tables.pod_network import PodNetwork
 from pyebpf_proxy.datapath.tables.writer import Writer
@@ -51,6 +54,8 @@ class _Parts:
     udp: UdpCleanup
     #: Serving endpoints of UDP services have changed since the last clean-up.
     udp_touched: bool
+    #: None: it is off.
+    fast: FastPath | None = None
 
 
 class Datapath:
@@ -80,6 +85,7 @@ class Datapath:
             self._parts = parts = self._start(facts, wanted)
             self._follow(asyncio.get_running_loop(), parts.node)
             self._count_connections(parts)
+            self._open_fast_path(parts)
             # Not before: until everything is attached, kube-proxy's rules carry the traffic.
             self._beside.replaced()
             return _problems(parts)
@@ -124,7 +130,9 @@ class Datapath:
         # Before the programs: it brings conntrack and NAT, whose functions they call.
         table = Table(mounts.table_name(directory))
         kernel = self._effective.kernel
-        liberal = kernel.conntrack.tcp_be_liberal or conntrack_is_liberal()
+        # What we make so ourselves, for the fast path, is no word of somebody's.
+        others = conntrack_is_liberal() and not sysctls.held(LIBERAL, directory)
+        liberal = kernel.conntrack.tcp_be_liberal or others
         self._drop_invalid = not self._effective.nft_mode and not liberal
         self._ensure(table)
         # After conntrack is there, before its timeouts are read for the programs.
@@ -136,7 +144,11 @@ class Datapath:
         directory = effective.directory
         bpffs, table = self._prepare()
         pins = mounts.pin_directory(bpffs, directory, LAYOUT_VERSION)
-        loaded = load(settings(effective, facts), pins / "maps", effective.map_sizes, effective.lane)
+        why = sysctls.hold(LIBERAL, directory) if effective.fast_path else ""
+        wanted_settings = replace(settings(effective, facts), fast_path=effective.fast_path and not why)
+        loaded = load(wanted_settings, pins / "maps", map_sizes(effective), effective.lane)
+        if why := why or loaded.why_not_fast:
+            _log.warning("there is no fast path", why=why)
         self._stack.callback(loaded.close)
         for name, (old, new) in loaded.resized.items():
             _log.info("a map has another size", map=name, old=old, new=new)
@@ -169,6 +181,8 @@ class Datapath:
         if self._effective.socket_lb == "off" and cgroups.detach(pins / "links"):
             _log.info("the socket programs of a former run are detached")
         loaded.attached()
+        if not loaded.settings.fast_path and sysctls.held(LIBERAL, self._effective.directory):
+            _fast_path_is_off(self._effective)
         _log.info("attached", devices=len(node.attached), cgroup=found, pins=pins)
 
     def _attach_sockets(self, loaded: Loaded, links: Path) -> str:
@@ -202,6 +216,16 @@ class Datapath:
         task = asyncio.create_task(connections.run(), name="connections")
         self._stack.callback(task.cancel)
 
+    def _open_fast_path(self, parts: _Parts) -> None:
+        loaded = parts.loaded
+        if not loaded.settings.fast_path:
+            return
+        btf = loaded.tc.btf
+        parts.fast = FastPath(loaded.maps["fast_path"], btf.struct("fast_path"), btf.enum("reason"))
+        self._stack.callback(parts.fast.close)
+        parts.fast.follow(asyncio.get_running_loop())
+        _log.info("established flows take the fast path", entries=loaded.maps["flows"].max_entries)
+
     # ---- while it runs -----------------------------------------------------------------------------------------
 
     def apply(self, delta: Delta, complete: bool = False) -> Collection[str]:
@@ -212,7 +236,10 @@ class Datapath:
             if complete:
                 parts.writer.prune(delta)
                 parts.table.replace(parts.writer.netfilter_backends)
-            parts.udp_touched |= parts.udp.apply(delta)
+            if parts.udp.apply(delta):
+                parts.udp_touched = True
+                if parts.fast is not None:
+                    parts.fast.moved()
             if self._effective.nft_mode:
                 added, removed = parts.clusters.apply(delta)
                 parts.table.change_addresses("cluster_ips", map(_prefix, added), map(_prefix, removed))
@@ -263,7 +290,14 @@ class Datapath:
     def fill(self) -> Mapping[str, tuple[int, int]]:
         """Entries used and room of every map that the control plane fills. Counted, not read. Safe in any thread."""
         parts = self._parts
-        return {} if parts is None else parts.writer.fill()
+        if parts is None:
+            return {}
+        flows = parts.loaded.maps.get("flows")
+        if flows is None or self._counters is None:
+            return parts.writer.fill()
+        counts = self.reasons()
+        used = counts["flow_learned"] - counts["flow_forgotten"]
+        return {**parts.writer.fill(), "flows": (min(used, flows.max_entries), flows.max_entries)}
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
@@ -304,6 +338,19 @@ class Datapath:
 
 def _problems(parts: _Parts) -> list[str]:
     return [str(problem) for problem in parts.writer.problems.values()]
+
+
+def _fast_path_is_off(effective: Effective) -> None:
+    """It was on before: connections that it carried must go on when conntrack is strict again."""
+    if effective.kernel.conntrack.tcp_be_liberal:
+        return
+    try:
+        _log.info("the fast path is off", connections=make_liberal())
+        _, problems = sysctls.restore(effective.directory, holder=LIBERAL.field)
+    except OSError as error:
+        problems = [str(error)]
+    for problem in problems:
+        _log.error("nf_conntrack_tcp_be_liberal stays as it is", error=problem)
 
 
 def _prefix(address: bytes) -> Prefix:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Mapping
@@ -21,6 +22,9 @@ DETECT_NOTHING, DETECT_CIDR, DETECT_DEVICE = range(3)
 
 # include/uapi/asm-generic/socket.h
 _SO_NETNS_COOKIE = 71
+# Of the memory; bytes of an entry with what the kernel puts around it; bounds.
+_FLOW_SHARE, _FLOW_BYTES = 512, 200
+_FLOWS_LEAST, _FLOWS_MOST = 4096, 1 << 20
 _TIMEOUTS = Path("/proc/sys/net/netfilter")
 
 
@@ -34,6 +38,9 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         netns_cookie=netns_cookie(),
         masquerade_mark=effective.masquerade_mark,
         masquerade_all=effective.masquerade_all,
+        fast_path=effective.fast_path,
+        tcp_established_ms=_timeout("nf_conntrack_tcp_timeout_established", 432_000),
+        udp_stream_ms=_timeout("nf_conntrack_udp_timeout_stream", 120),
         tcp_timeout_ms=_timeout("nf_conntrack_tcp_timeout_syn_sent", 120),
         udp_timeout_ms=_timeout("nf_conntrack_udp_timeout", 30),
         pod_cidr4=cidr4,
@@ -66,7 +73,19 @@ def node_config(effective: Effective, facts: NodeFacts) -> NodeConfig:
         node_ips=tuple(ipaddress.ip_address(packed) for packed in facts.node_ips.values()),
         bridge_interface=effective.bridge_interface if mode == "BridgeInterface" else "",
         interface_name_prefix=effective.interface_name_prefix if mode == "InterfaceNamePrefix" else "",
+        fast_path=effective.fast_path,
+        fast_path_excluded_devices=effective.fast_path_excluded_devices,
     )
+
+
+def map_sizes(effective: Effective) -> dict[str, int]:
+    """Entries by map. That of the flow cache is by the memory where nobody gives it: a 512th, in powers of two."""
+    entries = effective.fast_path_entries
+    if entries is None:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        wanted = memory // _FLOW_SHARE // _FLOW_BYTES
+        entries = 1 << (min(max(wanted, _FLOWS_LEAST), _FLOWS_MOST)).bit_length() - 1
+    return {**effective.map_sizes, "flows": entries}
 
 
 def conntrack_is_liberal() -> bool:
@@ -101,6 +120,6 @@ def _detector(by_device: bool, cidrs: Mapping[Family, Network], family: Family) 
 def _timeout(name: str, default: int) -> int:
     """Milliseconds of a conntrack timeout; the kernel's default where /proc/sys is not readable."""
     try:
-        return int((_TIMEOUTS / name).read_text()) * 1000
+        return min(int((_TIMEOUTS / name).read_text()) * 1000, 0xFFFFFFFF)
     except (OSError, ValueError):
         return default * 1000

@@ -122,6 +122,25 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
         reasons,
     )
     yield Read(CounterMetricFamily, "pyebpf_proxy_flows_total", "New flows by the lane they took", ("lane",), lanes)
+
+    def flow_cache() -> Iterable[tuple[Labels, float]]:
+        if "flows" not in datapath.maps():
+            return []
+        _, room = datapath.maps()["flows"]
+        made = last.get("flow_learned", 0) - last.get("flow_forgotten", 0)
+        found = {word: last.get(f"flow_{word}", 0) for word in ("hit", "miss", "stale")}
+        # The kernel takes out the oldest for each that comes when all places are taken, and tells nobody.
+        found["evicted"] = max(0, made - room)
+        return [((word,), number) for word, number in found.items()]
+
+    yield Read(
+        CounterMetricFamily,
+        "pyebpf_proxy_flow_cache_total",
+        "The fast path: packets sent by the flow cache (hit), those it had to learn for (miss) or ask again about"
+        " (stale), entries that made room for others (evicted)",
+        ("result",),
+        flow_cache,
+    )
     yield Read(
         GaugeMetricFamily,
         "pyebpf_proxy_map_entries",

@@ -65,6 +65,10 @@ GOOD: list[tuple[str, str, Any]] = [
     ('socketLB: "off"', "socket_lb", "off"),
     ("socketLB: off", "socket_lb", "off"),  # a boolean in YAML
     ("fastPath: false", "fast_path", False),
+    ("fastPath: true", "fast_path", True),
+    ("fastPathExcludedDevices: [eth0, pod1]", "fast_path_excluded_devices", ["eth0", "pod1"]),
+    ("fastPathEntries: 1024", "fast_path_entries", 1024),
+    ("fastPathEntries:", "fast_path_entries", None),
     ("xdpDevices: []", "xdp_devices", []),
     ("maps: {services: 256}", "maps", Maps(services=256)),
     ("maps: {serviceNames: 4194304, socketPeers6: 1024}", "maps", Maps(service_names=4194304, socket_peers6=1024)),
@@ -104,7 +108,11 @@ BAD: list[tuple[str, str]] = [
     ("socketLBExclude: [7]", "socketLBExclude[0]: must be a text, not 7"),
     ("socketLBExclude: [mesh]", 'socketLBExclude[0]: must be a CIDR, as 10.0.0.0/8 or fd00::/48, not "mesh"'),
     ("socketLBExclude: 10.0.0.0/8", 'socketLBExclude: must be a list, not "10.0.0.0/8"'),
-    ("fastPath: true", "fastPath: there is no fast path in this release: only false can be had"),
+    (
+        'fastPathExcludedDevices: ["a b"]',
+        'fastPathExcludedDevices[0]: must be the name of a network device, not "a b"',
+    ),
+    ("fastPathEntries: 7", "fastPathEntries: must be from 1024 to 4194304, not 7"),
     ('fastPath: "false"', 'fastPath: must be true or false, not "false"'),
     ("fastPath: 0", "fastPath: must be true or false, not 0"),
     ("xdpDevices: [eth0]", "xdpDevices: there is no XDP in this release: only an empty list can be had"),
@@ -158,12 +166,12 @@ def test_every_map_has_its_bounds(name: str) -> None:
 
 
 def test_all_errors_are_told_at_once() -> None:
-    said = errors("lane: fast\nfoo: 1\nmaps: {backends4: 1, bar: 2}\nxdpDevices: [a, 1]\nfastPath: yes\n")
+    said = errors("lane: fast\nfoo: 1\nmaps: {backends4: 1, bar: 2}\nxdpDevices: [a, 1]\nfastPath: 1\n")
     assert said.startswith("[")
     assert said.endswith("]")
     paths = ("lane: ", "foo: ", "maps.backends4: ", "maps.bar: ", "xdpDevices[1]: ", "fastPath: ")
     assert [path for path in paths if path not in said] == []
-    assert said.count(": must be") == 3
+    assert said.count(": must be") == 4
 
 
 def test_many_errors_are_counted() -> None:
@@ -302,7 +310,9 @@ documents = st.fixed_dictionaries(
         "manifests": paths,
         "socketLB": st.sampled_from(("node", "all", "off")),
         "socketLBExclude": st.lists(networks, max_size=4),
-        "fastPath": st.just(False),
+        "fastPath": st.booleans(),
+        "fastPathExcludedDevices": st.lists(st.sampled_from(("eth0", "pod1")), max_size=2),
+        "fastPathEntries": st.integers(1024, 65536),
         "xdpDevices": st.just([]),
         "podNetwork": st.lists(networks, max_size=4),
         "maps": sizes,

@@ -61,7 +61,12 @@ def contents(wanted: Wanted, layouts: Layouts) -> dict[str, Contents]:
         maps[f"masquerade{suffixes[len(address)]}"][key] = address_layouts[len(address)].pack(address=address)
     layout = layouts.struct("node_device")
     for index, device in wanted.devices.items():
-        value = layout.pack(bridge=device.bridge, bridge_mac=device.bridge_mac, pod_source=int(device.pod_source))
+        value = layout.pack(
+            bridge=device.bridge,
+            bridge_mac=device.bridge_mac,
+            pod_source=int(device.pod_source),
+            passage=device.passage,
+        )
         maps["devices"][struct.pack("=I", index)] = value
     return maps
 

@@ -50,6 +50,10 @@ class Setting:
         return self.path.removeprefix("proc/sys/") if self.path.startswith("proc/sys/") else f"/{self.path}"
 
 
+#: While the fast path is on: conntrack does not see every sequence number then.
+LIBERAL = Setting(_NETFILTER + "tcp_be_liberal", 1, "fastPath", "fastPath: false")
+
+
 def wanted(settings: KernelSettings, cpus: int) -> list[Setting]:
     """All settings in the order in which they are written; no file is named twice."""
     by_path: dict[str, Setting] = {}

@@ -39,6 +39,13 @@ IFA_F_DEPRECATED = 0x20
 IFA_F_TENTATIVE = 0x40
 SCOPE_UNIVERSE = 0
 
+# Ethernet devices that send on what they are given; tunnels that ask the packet's route where to are not among them.
+FAST_KINDS = frozenset(
+    {"", "veth", "netkit", "bond", "team", "vlan", "bridge", "macvlan", "ipvlan", "vxlan", "geneve", "tun"}
+)
+# enum passage of bpf/maps.h
+TO_STACK, TO_NEIGHBOUR = 0, 1
+
 TC_ETHERNET = "tc_ethernet"
 TC_LAYER3 = "tc_l3"
 TC_BRIDGE_PORT = "tc_bridge_port"
@@ -94,6 +101,8 @@ class NodeConfig:
     node_ips: tuple[Address, ...] = ()
     bridge_interface: str = ""
     interface_name_prefix: str = ""
+    fast_path: bool = False
+    fast_path_excluded_devices: tuple[str, ...] = ()
 
 
 class Device(NamedTuple):
@@ -102,6 +111,7 @@ class Device(NamedTuple):
     bridge: int = 0
     bridge_mac: bytes = bytes(6)
     pod_source: bool = False
+    passage: int = TO_STACK
 
 
 class MasqueradeKey(NamedTuple):
@@ -134,6 +144,9 @@ def plan(state: State, config: NodeConfig) -> Wanted:
             wanted.devices[link.ifindex] = _device(link, state.links, config)
         elif program is None:
             unsupported.append(link.name)
+        elif link.kind == "bridge" and (passage := _passage(link, state.links, config)):
+            # No entrance, but packets leave by it, and those of its ports come in by it.
+            wanted.devices[link.ifindex] = Device(passage=passage)
     wanted.unsupported = tuple(sorted(unsupported))
     wanted.node_addresses = _node_addresses(state.addresses.values(), config)
     wanted.masquerade = {
@@ -164,7 +177,19 @@ def _device(link: Link, links: Mapping[int, Link], config: NodeConfig) -> Device
         pod_source = seen_as == config.bridge_interface
     else:
         pod_source = bool(config.interface_name_prefix) and seen_as.startswith(config.interface_name_prefix)
-    return Device(bridge.ifindex, bridge.mac, pod_source) if bridge else Device(pod_source=pod_source)
+    passage = _passage(link, links, config)
+    if bridge is None:
+        return Device(pod_source=pod_source, passage=passage)
+    return Device(bridge.ifindex, bridge.mac, pod_source, passage)
+
+
+def _passage(link: Link, links: Mapping[int, Link], config: NodeConfig) -> int:
+    """How the fast path sends by a device (enum passage), and whether it takes packets from there."""
+    if not config.fast_path or link.name in config.fast_path_excluded_devices:
+        return TO_STACK
+    if link.type != ARPHRD_ETHER or link.kind not in FAST_KINDS or _vrf(link.ifindex, links):
+        return TO_STACK
+    return TO_NEIGHBOUR
 
 
 def _node_addresses(addresses: Iterable[InterfaceAddress], config: NodeConfig) -> dict[bytes, bool]:

@@ -48,6 +48,8 @@ class Change:
 
     was: str
     wrote: str
+    #: What needs it for as long as it is on, and nothing else: "" for the configuration's own settings.
+    holder: str = ""
 
 
 class Record:
@@ -58,7 +60,10 @@ class Record:
         self.changes: dict[str, Change] = {}
         try:
             content = json.loads(self._file.read_text())
-            self.changes = {path: Change(str(entry["was"]), str(entry["wrote"])) for path, entry in content.items()}
+            self.changes = {
+                path: Change(str(entry["was"]), str(entry["wrote"]), str(entry.get("holder", "")))
+                for path, entry in content.items()
+            }
         except FileNotFoundError:
             pass
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -66,10 +71,10 @@ class Record:
                 "the record of changed node settings cannot be read, they will not be put back", file=self._file
             )
 
-    def note(self, path: str, was: str, wrote: str) -> None:
+    def note(self, path: str, was: str, wrote: str, holder: str = "") -> None:
         """Remember a change; what the setting was at first stays."""
         known = self.changes.get(path)
-        self.changes[path] = Change(known.was if known else was, wrote)
+        self.changes[path] = Change(known.was if known else was, wrote, holder)
         self._write()
 
     def forget(self, path: str) -> None:
@@ -86,7 +91,10 @@ class Record:
         if not self.changes:
             self.discard()
             return
-        content = {path: {"was": change.was, "wrote": change.wrote} for path, change in self.changes.items()}
+        content = {
+            path: {"was": change.was, "wrote": change.wrote, **({"holder": change.holder} if change.holder else {})}
+            for path, change in self.changes.items()
+        }
         fresh = self._file.with_suffix(".new")
         fresh.write_text(json.dumps(content, indent=1) + "\n")
         fresh.replace(self._file)
@@ -123,11 +131,44 @@ def adjust_oom_score(value: int | None, root: Path = _ROOT) -> None:
         _log.warning("oomScoreAdj cannot be set", value=value, error=_reason(error))
 
 
-def restore(directory: Path, root: Path = _ROOT) -> tuple[list[str], list[str]]:
-    """Put back what still is as we wrote it. Returns what was put back and what could not be, one line each."""
+def hold(setting: Setting, directory: Path, root: Path = _ROOT) -> str:
+    """Have a setting for as long as ``setting.field`` is on. Why it cannot be had, or ""."""
+    record = Record(directory)
+    known = record.changes.get(setting.path)
+    try:
+        path = _place(root, setting.path)
+        now = _read(path)
+        if _is(now, setting.value, setting.at_least):
+            return ""
+        record.note(setting.path, now, str(setting.value), setting.field)
+        try:
+            _put(path, str(setting.value), now, setting.at_least)
+        except OSError:
+            if known is None:
+                record.forget(setting.path)
+            raise
+    except OSError as error:
+        return f"{setting.name} cannot be set to {setting.value}: {_reason(error)}"
+    _log.info("node setting changed", setting=setting.name, value=setting.value, before=now, field=setting.field)
+    return ""
+
+
+def held(setting: Setting, directory: Path) -> bool:
+    """Whether it is ``hold`` that has made the setting what it is."""
+    change = Record(directory).changes.get(setting.path)
+    return change is not None and change.holder == setting.field
+
+
+def restore(directory: Path, root: Path = _ROOT, holder: str | None = None) -> tuple[list[str], list[str]]:
+    """Put back what still is as we wrote it. Returns what was put back and what could not be, one line each.
+
+    ``holder``: only what this one holds; "": only what nobody does.
+    """
     record = Record(directory)
     restored, problems = [], []
     for path, change in reversed(list(record.changes.items())):
+        if holder is not None and change.holder != holder:
+            continue
         name = path.removeprefix("proc/sys/")
         try:
             place = _place(root, path)
