@@ -6,14 +6,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from pyebpf_proxy.lab.cluster import Lab
 from tests.cluster import reference
 from tests.cluster.apiserver import ApiServer
 from tests.flows import recordings
 from tests.flows.flow import Flow, Seen
 from tests.flows.kube_proxy import KubeProxy
 from tests.flows.scenarios import MODES, all_scenarios
-from tests.flows.world import World
+from tests.flows.world import World, new_world
 
 
 def ask_all(mode: str, world: World, proxy: KubeProxy) -> Iterator[tuple[str, list[tuple[Flow, Seen]]]]:
@@ -29,9 +28,7 @@ def ask_all(mode: str, world: World, proxy: KubeProxy) -> Iterator[tuple[str, li
 
 def main() -> int:
     release = reference.version(reference.kube_proxy())
-    with ApiServer() as server, Lab() as lab:
-        world = World(lab)
-        world.build()
+    with ApiServer() as server, new_world() as world:
         proxy = KubeProxy(world, server)
         try:
             for mode in MODES:

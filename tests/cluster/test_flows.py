@@ -9,14 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from pyebpf_proxy.lab.cluster import Lab
 from tests.cluster.apiserver import ApiServer
 from tests.flows.flow import Seen
 from tests.flows.generated import scenarios
 from tests.flows.kube_proxy import KubeProxy
 from tests.flows.ours import Ours
 from tests.flows.scenarios import MODES
-from tests.flows.world import World
+from tests.flows.world import World, new_world
 
 #: Set these to see a failure again, or to look longer: 300 object sets and more are SEEDS=30.
 SEED = int(os.environ.get("FLOW_SEED", secrets.randbelow(1_000_000)))
@@ -27,9 +26,7 @@ LANE = os.environ.get("FLOW_LANE", "auto")
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with Lab() as lab:
-        made = World(lab)
-        made.build()
+    with new_world() as made:
         yield made
 
 

@@ -1,21 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends flows from inside a namespace, many at once, and says what came of each."""
+"""Sends flows from inside a namespace, many at once from one thread, and says what came of each."""
 
 from __future__ import annotations
 
 import errno
+import select
 import socket
 import struct
+import time
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from pyebpf_proxy.lab.client import read_answer
+from tests.flows import sctp
 from tests.flows.flow import DROPPED, Flow
 
-#: Nothing heard for so long counts as dropped. Over one second: an IPv6 REJECT reaches connect() with the second SYN.
+#: Nothing heard for so long counts as dropped.
 PATIENCE = 2.4
-AT_ONCE = 64
+#: Requests that wait for an answer. One that has waited long makes room for others: it may well be dropped.
+AT_ONCE = 32
+#: Seconds, and times the usual answer, after which a request has waited long.
+LONG = 0.2
+SLOWER = 5
+#: Sockets.
+MOST = 600
 #: Requests of one flow that may be lost before it counts as dropped.
 LOST = 1
 #: Refusals of one flow that end it.
@@ -24,6 +33,7 @@ REFUSED = 2
 _IP_RECVERR, _IPV6_RECVERR = 11, 25
 _MSG_ERRQUEUE = 0x2000
 _ORIGINS = {2: "ICMP", 3: "ICMPv6"}
+_REQUEST = {"tcp": b"GET / HTTP/1.1\r\nHost: flow\r\n\r\n", "udp": b"who "}
 
 
 class Raw(NamedTuple):
@@ -36,66 +46,219 @@ class Raw(NamedTuple):
     failed: str = ""
 
 
-def ask_flows(flows: Sequence[Flow]) -> list[list[Raw]]:
+def ask_flows(flows: Sequence[Flow], patience: float = PATIENCE) -> list[list[Raw]]:
     """Every flow, until nothing new comes of it; in the order of ``flows``. Runs in the namespace of the client."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(_ask_until_nothing_new, flows))
-
-
-def _ask_until_nothing_new(flow: Flow) -> list[Raw]:
-    """Each different outcome once. Failures take long, and are seldom a matter of chance: a few of them end it."""
-    found: dict[tuple[str, int, str, str], Raw] = {}
-    in_vain = lost = refused = 0
-    # The more answers there are, the longer another may keep away by chance.
-    while in_vain < flow.count * max(1, len(found)) and refused < REFUSED:
-        raw = ask(flow)
-        if raw.failed == DROPPED:
-            # A busy machine loses an answer, a rule loses all of them.
-            lost += 1
-            if lost <= LOST:
-                continue
-            return [*found.values(), raw]
-        refused += bool(raw.failed)
-        key = raw.pod, raw.port, raw.peer, raw.failed
-        in_vain = in_vain + 1 if key in found else 0
-        found.setdefault(key, raw)
-    return list(found.values())
+    asker = _Asker(flows, patience)
+    try:
+        return asker.run()
+    finally:
+        asker.close()
 
 
 def ask(flow: Flow) -> Raw:
     """One request from a fresh socket."""
-    family = socket.AF_INET6 if flow.family == 6 else socket.AF_INET
-    kind = socket.SOCK_STREAM if flow.protocol == "tcp" else socket.SOCK_DGRAM
-    own = ""
-    with socket.socket(family, kind) as sock:
-        sock.settimeout(PATIENCE)
+    return ask_flows([flow._replace(count=0)])[0][0]
+
+
+class _Found:
+    """What has come of a flow so far. Failures take long, and are seldom a matter of chance: a few of them end it."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.outcomes: dict[tuple[str, int, str, str], Raw] = {}
+        self.in_vain = self.lost = self.refused = 0
+
+    def add(self, raw: Raw) -> bool:
+        """One more outcome; whether another request is to be made."""
+        # A busy machine loses an answer, a rule loses all of them.
+        if raw.failed == DROPPED:
+            self.lost += 1
+            if self.lost <= LOST and self.flow.count:
+                return True
+        self.refused += bool(raw.failed)
+        key = raw.pod, raw.port, raw.peer, raw.failed
+        self.in_vain = self.in_vain + 1 if key in self.outcomes else 0
+        self.outcomes.setdefault(key, raw)
+        if raw.failed == DROPPED:
+            return False
+        # The more answers there are, the longer another may keep away by chance.
+        return self.in_vain < self.flow.count * len(self.outcomes) and self.refused < REFUSED
+
+
+class _Request:
+    """One socket on its way."""
+
+    def __init__(self, found: _Found) -> None:
+        self.found = found
+        self.flow = flow = found.flow
+        self.begun = time.monotonic()
+        self.own = ""
+        self.text = b""
+        self.port = 0
+        self.connected = False
+        family = socket.AF_INET6 if flow.family == 6 else socket.AF_INET
+        kind, number = socket.SOCK_STREAM, 0
+        if flow.protocol == "udp":
+            kind = socket.SOCK_DGRAM
+        elif flow.protocol == "sctp":
+            kind, number = socket.SOCK_RAW, sctp.PROTOCOL
+        self.sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, number)
         level, option = (socket.IPPROTO_IPV6, _IPV6_RECVERR) if flow.family == 6 else (socket.IPPROTO_IP, _IP_RECVERR)
-        sock.setsockopt(level, option, 1)
+        self.sock.setsockopt(level, option, 1)
+
+    def start(self) -> Raw | None:
+        """Connect, and send what can be sent; what came of it where that is known at once."""
+        flow, sock = self.flow, self.sock
+        raw = flow.protocol == "sctp"
+        error = sock.connect_ex((flow.address, 0 if raw else flow.port))
+        if error not in (0, errno.EINPROGRESS):
+            return self.failed(error)
+        if flow.protocol == "tcp":
+            return None
+        self.connected = True
+        self.own = sock.getsockname()[0]
         try:
-            sock.connect((flow.address, flow.port))
-            own = sock.getsockname()[0]
-            sock.sendall(b"GET / HTTP/1.1\r\nHost: flow\r\n\r\n" if flow.protocol == "tcp" else b"who ")
-            text = sock.recv(65536)
-            answer = read_answer(text.partition(b"\r\n\r\n")[2] if flow.protocol == "tcp" else text)
-            return Raw(answer.pod, answer.local[1], answer.peer[0], own)
-        except TimeoutError:
-            return Raw("", 0, "", own, DROPPED)
-        except OSError as error:
-            return Raw("", 0, "", own, f"refused ({_reason(sock, error)})")
+            if raw:
+                self.port, packet = sctp.init(flow.port)
+                sock.send(packet)
+            else:
+                sock.send(_REQUEST["udp"])
+        except OSError as error_:
+            return self.failed(error_.errno or 0)
+        return None
+
+    def step(self, events: int) -> Raw | None:
+        """Something happened at the socket; what came of the request, once that is known."""
+        if events & select.EPOLLERR:
+            reason = self._queued()
+            error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if reason or (error and not self.port):
+                return Raw("", 0, "", self.own, f"refused ({reason})") if reason else self.failed(error)
+            return None
+        try:
+            if not self.connected:
+                error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if error:
+                    return self.failed(error)
+                self.connected = True
+                self.own = self.sock.getsockname()[0]
+                self.sock.send(_REQUEST["tcp"])
+                return None
+            return self._read(self.sock.recv(65536))
+        except BlockingIOError:
+            return None
+        except OSError as error_:
+            return self.failed(error_.errno or 0)
+
+    def _read(self, text: bytes) -> Raw | None:
+        if self.port:
+            found = sctp.answer(text, self.flow, self.port)
+            if found is None:
+                return None
+            if not found:
+                return Raw("", 0, "", self.own, "refused (ABORT)")
+            text = found
+        elif self.flow.protocol == "tcp":
+            self.text += text
+            text = self.text.partition(b"\r\n\r\n")[2] if text else b"{}"
+            if not text:
+                return None
+        answer = read_answer(text)
+        return Raw(answer.pod, answer.local[1], answer.peer[0], self.own)
+
+    def failed(self, error: int) -> Raw:
+        """A reset, or the kernel's word."""
+        reset = error in (errno.ECONNREFUSED, errno.ECONNRESET)
+        return Raw("", 0, "", self.own, f"refused ({'RST' if reset else errno.errorcode.get(error, str(error))})")
+
+    def _queued(self) -> str:
+        """What refused: the ICMP error in the socket's error queue."""
+        while True:
+            try:
+                payload, ancillary, _, _ = self.sock.recvmsg(512, 512, _MSG_ERRQUEUE | socket.MSG_DONTWAIT)
+            except OSError:
+                return ""
+            # A raw socket hears of every packet to that address.
+            if self.port and not sctp.is_from(payload, self.port):
+                continue
+            for _, _, data in ancillary:
+                if len(data) >= 16:
+                    # struct sock_extended_err
+                    _, origin, icmp_type, icmp_code = struct.unpack_from("=IBBB", data)
+                    if origin in _ORIGINS:
+                        return f"{_ORIGINS[origin]} {icmp_type}/{icmp_code}"
 
 
-def _reason(sock: socket.socket, error: OSError) -> str:
-    """What refused: the ICMP error in the socket's error queue, else a reset, else the kernel's word."""
-    try:
-        _, ancillary, _, _ = sock.recvmsg(512, 512, _MSG_ERRQUEUE | socket.MSG_DONTWAIT)
-    except OSError:
-        ancillary = []
-    for _, _, data in ancillary:
-        if len(data) >= 16:
-            # struct sock_extended_err
-            _, origin, icmp_type, icmp_code = struct.unpack_from("=IBBB", data)
-            if origin in _ORIGINS:
-                return f"{_ORIGINS[origin]} {icmp_type}/{icmp_code}"
-    if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET):
-        return "RST"
-    return errno.errorcode.get(error.errno or 0, str(error))
+class _Asker:
+    def __init__(self, flows: Sequence[Flow], patience: float) -> None:
+        self._found = [_Found(flow) for flow in flows]
+        self._waiting = deque(self._found)
+        self._patience = patience
+        self._epoll = select.epoll()
+        self._live: dict[int, _Request] = {}
+        #: Those that count for AT_ONCE, oldest first.
+        self._young: dict[int, _Request] = {}
+        self._usual = 0.0
+
+    def close(self) -> None:
+        for request in self._live.values():
+            request.sock.close()
+        self._epoll.close()
+
+    def run(self) -> list[list[Raw]]:
+        while self._waiting or self._live:
+            self._start()
+            for fd, events in self._epoll.poll(self._pause()):
+                request = self._live.get(fd)
+                if request is not None:
+                    self._after(request, request.step(events))
+            self._give_up()
+        return [list(found.outcomes.values()) for found in self._found]
+
+    def _start(self) -> None:
+        while self._waiting and len(self._young) < AT_ONCE and len(self._live) < MOST:
+            request = _Request(self._waiting.popleft())
+            fd = request.sock.fileno()
+            self._live[fd] = self._young[fd] = request
+            self._epoll.register(fd, select.EPOLLOUT if request.flow.protocol == "tcp" else select.EPOLLIN)
+            self._after(request, request.start())
+
+    def _after(self, request: _Request, raw: Raw | None) -> None:
+        fd = request.sock.fileno()
+        if raw is None:
+            if request.connected and request.flow.protocol == "tcp":
+                self._epoll.modify(fd, select.EPOLLIN)
+            return
+        if not raw.failed:
+            self._usual += (time.monotonic() - request.begun - self._usual) / 16
+        del self._live[fd]
+        self._young.pop(fd, None)
+        request.sock.close()
+        if request.found.add(raw):
+            self._waiting.append(request.found)
+
+    def _pause(self) -> float:
+        """Until the oldest request is given up, or makes room."""
+        if not self._live:
+            return 0.0
+        now = time.monotonic()
+        oldest = next(iter(self._live.values())).begun + self._patience - now
+        if self._young and self._waiting:
+            oldest = min(oldest, next(iter(self._young.values())).begun + self._long() - now)
+        return max(oldest, 0.0)
+
+    def _long(self) -> float:
+        return max(LONG, SLOWER * self._usual)
+
+    def _give_up(self) -> None:
+        now = time.monotonic()
+        while self._young:
+            fd, request = next(iter(self._young.items()))
+            if request.begun + self._long() > now:
+                break
+            del self._young[fd]
+        while self._live:
+            request = next(iter(self._live.values()))
+            if request.begun + self._patience > now:
+                return
+            self._after(request, Raw("", 0, "", request.own, DROPPED))

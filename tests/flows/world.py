@@ -13,34 +13,57 @@ directions of every flow. What the proxy leaves alone is routed away to the sink
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pyebpf_proxy.lab.addresses import SERVICE_CIDR, VIP_CIDR
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
-from pyebpf_proxy.lab.namespace import Namespace
+from pyebpf_proxy.lab.namespace import Namespace, Task
 from pyebpf_proxy.lab.servers import Ports, start_servers
-from tests.flows.ask import Raw, ask_flows
+from tests.flows import sctp
+from tests.flows.ask import PATIENCE, Raw, ask_flows
 from tests.flows.differences import difference
 from tests.flows.flow import UNTOUCHED, Flow, Seen
 
 LISTEN = Ports(http=(8080, 8081), echo=(), udp=(5353, 5354))
+SCTP = (3868, 3869)
+
+
+@contextlib.contextmanager
+def new_world() -> Iterator[World]:
+    """A world in a lab of its own; gone with the block. No proxy runs yet."""
+    with Lab() as lab:
+        world = World(lab)
+        try:
+            world.build()
+            yield world
+        finally:
+            world.close()
 
 
 class World:
-    """The lab, built; a context manager. No proxy runs yet."""
+    """The lab with what the flows need in it: see ``new_world``."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
+        self._servers: list[Task[None]] = []
+
+    def close(self) -> None:
+        """End the servers that are not the lab's."""
+        for server in self._servers:
+            server.stop()
 
     def build(self) -> None:
         """Pods, the sink, and routes through node1."""
         first, second = self.lab.nodes
         for name, node in (("local-1", first), ("local-2", first), ("remote-1", second), ("remote-2", second)):
-            self.lab.add_pod(name, node, LISTEN)
+            pod = self.lab.add_pod(name, node, LISTEN)
+            self._serve_sctp(pod.namespace, name)
         self.lab.add_pod("toolbox", first, serve=False)
         first.serve(LISTEN)
+        self._serve_sctp(first.namespace, f"host-{first.name}")
         self._add_sink()
         for family in (4, 6):
             everything = "::/0" if family == 6 else "0.0.0.0/0"
@@ -53,6 +76,9 @@ class World:
             node.namespace.sysctl(
                 {f"net.ipv4.conf.{device}.send_redirects": 0 for device in ("all", "eth0", "default")}
             )
+
+    def _serve_sctp(self, namespace: Namespace, pod: str) -> None:
+        self._servers.append(sctp.start_server(namespace, {"pod": pod, "node": ""}, SCTP))
 
     def _add_sink(self) -> None:
         """Behind core; packets that a node sends out again go there, whatever their destination."""
@@ -83,7 +109,8 @@ class World:
             for network in networks:
                 lab.core.run("ip", option, "rule", "add", "iif", "lan0", "to", network, "lookup", "100")
         sink.run("nft", "-f", "-", stdin=_EVERY_PORT)
-        self._servers = start_servers(sink, {"pod": UNTOUCHED, "node": ""}, LISTEN)
+        self._servers.append(start_servers(sink, {"pod": UNTOUCHED, "node": ""}, LISTEN))
+        self._serve_sctp(sink, UNTOUCHED)
 
     @property
     def node(self) -> Node:
@@ -103,14 +130,14 @@ class World:
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
-    def ask(self, flows: Sequence[Flow]) -> list[Seen]:
-        """Send every flow; what came of each, in their order."""
+    def ask(self, flows: Sequence[Flow], patience: float = PATIENCE) -> list[Seen]:
+        """Send every flow; what came of each, in their order. ``patience``: seconds without an answer."""
         by_source: Mapping[str, list[int]] = defaultdict(list)
         for number, flow in enumerate(flows):
             by_source[flow.source].append(number)
         found: list[Seen] = [Seen(())] * len(flows)
         tasks = {
-            source: self.namespace(source).start(ask_flows, [flows[number] for number in numbers])
+            source: self.namespace(source).start(ask_flows, [flows[number] for number in numbers], patience)
             for source, numbers in by_source.items()
         }
         for source, task in tasks.items():
@@ -172,6 +199,7 @@ table inet sink {
     type nat hook prerouting priority -100
     iifname eth0 meta l4proto tcp redirect to :8080
     iifname eth0 meta l4proto udp redirect to :5353
+    iifname eth0 meta l4proto sctp redirect to :3868
   }
 }
 """

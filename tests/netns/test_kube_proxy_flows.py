@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy import KUBERNETES_VERSION
-from pyebpf_proxy.lab.cluster import Lab
 from tests.flows import recordings
 from tests.flows.differences import DIFFERENCES
 from tests.flows.ours import Ours
 from tests.flows.scenarios import MODES, Scenario, all_scenarios
-from tests.flows.world import World
+from tests.flows.world import World, new_world
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -27,9 +26,7 @@ _shown: set[str] = set()
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with Lab() as lab:
-        made = World(lab)
-        made.build()
+    with new_world() as made:
         yield made
 
 
