@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the real kube-proxy every flow of the fixed scenarios; part of ``make record``."""
+"""Asks the real kube-proxy every flow of the fixed scenarios; part of ``make record``.
+
+``python -m tests.cluster.record_flows NAME …`` asks those scenarios only and keeps what was recorded of the others.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,16 @@ from tests.flows.scenarios import MODES, all_scenarios
 from tests.flows.world import World, new_world
 
 
-def ask_all(mode: str, world: World, proxy: KubeProxy) -> Iterator[tuple[str, list[tuple[Flow, Seen]]]]:
-    """Every scenario of a mode, with what came of its flows."""
+def ask_all(
+    mode: str, world: World, proxy: KubeProxy, names: list[str]
+) -> Iterator[tuple[str, list[tuple[Flow, Seen]]]]:
+    """Every scenario of a mode, with what came of its flows. ``names``: if any, what others came to before."""
+    _, before = recordings.read(mode) if names else ("", {})
     for scenario in all_scenarios(mode):
+        if names and scenario.name not in names and scenario.name in before:
+            known = before[scenario.name]
+            yield scenario.name, [(flow, known[flow.key]) for flow in scenario.flows()]
+            continue
         proxy.start(mode, scenario)
         try:
             flows = list(scenario.flows())
@@ -32,7 +42,7 @@ def main() -> int:
         proxy = KubeProxy(world, server)
         try:
             for mode in MODES:
-                count = recordings.write(mode, release, dict(ask_all(mode, world, proxy)))
+                count = recordings.write(mode, release, dict(ask_all(mode, world, proxy, sys.argv[1:])))
                 print(f"{count} flows of {release}, mode {mode}, written to {recordings.path(mode)}", flush=True)
         finally:
             proxy.close()

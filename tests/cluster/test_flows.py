@@ -10,58 +10,41 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.apiserver import ApiServer
-from tests.flows.flow import Seen
+from tests.flows.beside import Beside
 from tests.flows.generated import scenarios
-from tests.flows.kube_proxy import KubeProxy
-from tests.flows.ours import Ours
+from tests.flows.reduce import as_code, reduce
 from tests.flows.scenarios import MODES
-from tests.flows.world import World, new_world
+from tests.flows.world import new_world
 
-#: Set these to see a failure again, or to look longer: 300 object sets and more are SEEDS=30.
+#: Set these to see a failure again, or to look longer (make parity). An object set is one step of a seed, in one mode.
 SEED = int(os.environ.get("FLOW_SEED", secrets.randbelow(1_000_000)))
 SEEDS = int(os.environ.get("FLOW_SEEDS", "1"))
-STEPS = int(os.environ.get("FLOW_STEPS", "6"))
-LANE = os.environ.get("FLOW_LANE", "auto")
+STEPS = int(os.environ.get("FLOW_STEPS", "5"))
+WAY = os.environ.get("FLOW_WAY", "direct lane")
+#: Seconds for making a failure small.
+REDUCE = float(os.environ.get("FLOW_REDUCE", "120"))
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with new_world() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def kube_proxy(world: World) -> Iterator[KubeProxy]:
-    with ApiServer() as server:
-        proxy = KubeProxy(world, server)
-        yield proxy
-        proxy.close()
+def beside() -> Iterator[Beside]:
+    with ApiServer() as server, new_world() as theirs, new_world() as ours:
+        pair = Beside(theirs, ours, server, WAY)
+        yield pair
+        pair.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", range(SEEDS))
-def test_made_up_objects(mode: str, number: int, world: World, kube_proxy: KubeProxy) -> None:
+def test_made_up_objects(mode: str, number: int, beside: Beside) -> None:
     seed = SEED + number
-    print(f"FLOW_SEED={seed}, mode {mode}")
-    steps = list(scenarios(seed, mode, STEPS))
-    theirs: list[list[Seen]] = []
-    kube_proxy.start(mode, steps[0])
-    try:
-        for step in steps:
-            kube_proxy.change(step.objects())
-            world.forget_flows()
-            theirs.append(world.ask(list(step.flows())))
-    finally:
-        kube_proxy.stop()
-    proxy = Ours(world, LANE)
-    wrong: list[str] = []
-    try:
-        proxy.start(mode, steps[0])
-        for step, seen in zip(steps, theirs, strict=True):
-            proxy.write(step)
-            world.forget_flows()
-            found = world.compare(list(step.flows()), seen, set())
-            wrong += [f"{step.name} {step.config}: {text}" for text in found]
-    finally:
-        proxy.stop()
-    assert not wrong, f"FLOW_SEED={seed}, mode {mode}: {len(wrong)} flows\n" + "\n".join(wrong[:30])
+    for step in scenarios(seed, mode, STEPS):
+        wrong = beside.differences(mode, step)
+        if wrong:
+            told = f"FLOW_SEED={seed}, FLOW_WAY={WAY}, mode {mode}, {step.name}: {len(wrong)} flows\n"
+            told += "\n".join(wrong[:20])
+            if beside.differ_in(mode, step):
+                small = reduce(step, lambda scenario: beside.differ_in(mode, scenario), REDUCE)
+                told += f"\nas small as it gets, for scenarios.py: {as_code(small)}"
+            else:
+                told += "\nnot from a fresh start: it takes the steps before"
+            pytest.fail(told)

@@ -167,7 +167,9 @@ class _Request:
         return Raw(answer.pod, answer.local[1], answer.peer[0], self.own)
 
     def failed(self, error: int) -> Raw:
-        """A reset, or the kernel's word."""
+        """A reset, a loss that the kernel knows of, or the kernel's word."""
+        if error == errno.ETIMEDOUT:
+            return Raw("", 0, "", self.own, DROPPED)
         reset = error in (errno.ECONNREFUSED, errno.ECONNRESET)
         return Raw("", 0, "", self.own, f"refused ({'RST' if reset else errno.errorcode.get(error, str(error))})")
 

@@ -24,6 +24,9 @@ _NETWORKS = [
     "198.51.100.0/30",
     "fd00:77::/64",
 ]
+#: The node itself now and then, and one pod twice as often as others.
+_ENDS = [*PODS, "local-1", "host"]
+_OTHER_TARGET = {8080: 8081, 8081: 8080, 5353: 5354, 5354: 5353, 3868: 3869, 3869: 3868}
 _ADDRESSES = ["primary", *NODE_CIDR, *POD_CIDR, "127.0.0.0/8", "0.0.0.0/0", "::/0"]
 
 
@@ -49,6 +52,8 @@ class _Maker:
             {"clusterCIDR": ",".join(POD_CIDR)},
             {"clusterCIDR": POD_CIDR[1]},
             {},
+            {"clusterCIDR": POD_CIDR[0]},
+            {"clusterCIDR": "0.0.0.0/1,::/0"},
             {"detectLocalMode": "NodeCIDR"},
             {"detectLocalMode": "InterfaceNamePrefix", "detectLocal": {"interfaceNamePrefix": "pod"}},
             {"detectLocalMode": "BridgeInterface", "detectLocal": {"bridgeInterface": "pod2"}},
@@ -67,30 +72,49 @@ class _Maker:
         return config | ({mode: section} if section else {})
 
     def service(self, number: int) -> Svc:
-        ports = [Port(80, "TCP", self.random.choice((8080, 8081)), "web", self._node_port(30000 + number))]
-        if self.random.random() < 0.6:
-            ports.append(Port(53, "UDP", self.random.choice((5353, 5354)), "dns", self._node_port(31000 + number)))
-        if self.random.random() < 0.3:
+        choose, likely = self.random.choice, self._likely
+        ports = [Port(80, "TCP", choose((8080, 8081)), "web", self._node_port(30000 + number))]
+        if likely(0.6):
+            ports.append(Port(53, "UDP", choose((5353, 5354)), "dns", self._node_port(31000 + number)))
+        if likely(0.3):
             ports.append(Port(53, "TCP", 8081, "dns-tcp", self._node_port(32000 + number)))
+        if likely(0.2):
+            # The NodePort of another protocol may have the same number.
+            ports.append(Port(36412, "SCTP", choose((3868, 3869)), "s1ap", self._node_port(30000 + number)))
         made = Svc(
             f"svc-{number}",
             number,
             self._slices(),
             ports,
-            self.random.choice(((4, 6), (4, 6), (4,), (6,))),
-            external=self.random.random() < 0.6,
-            load_balancer=self.random.random() < 0.6,
+            choose(((4, 6), (4, 6), (4,), (6,))),
+            external=likely(0.6),
+            load_balancer=likely(0.6),
             spec=self._spec(),
-            ip_mode=self.random.choice(("", "", "VIP", "Proxy")),
+            ip_mode=choose(("", "", "VIP", "Proxy")),
+            second_vip=choose((None, None, None, "", "VIP", "Proxy")),
+            slice_families=choose(((4, 6), (4, 6), (4, 6), (4, 6), (4,), (6,))),
         )
+        if likely(0.1):
+            made.slice_ports = [port for port in ports if likely(0.5)]
+        if likely(0.1):
+            made.ports_of_slice = {1: [replace(port, target=_OTHER_TARGET[port.target]) for port in ports]}
+        if likely(0.04):
+            made.labels = {"service.kubernetes.io/service-proxy-name": choose(("other", ""))}
+        if likely(0.04):
+            made.slice_labels = {"service.kubernetes.io/headless": ""}
+        if likely(0.1):
+            made.annotations = {"service.kubernetes.io/topology-mode": choose(("Auto", "Disabled"))}
         made = _valid(made)
-        if made.load_balancer and self.random.random() < 0.15:
-            made.vips = self.random.choice((node_address(1), pod_gateway(1)))
+        if made.load_balancer and likely(0.15):
+            made.vips = choose((node_address(1), pod_gateway(1)))
+        elif made.external and likely(0.1):
+            made.external_ips = node_address(1)
+        if made.vips or made.external_ips:
             made.ports = [replace(port, number=1000 * number + index) for index, port in enumerate(made.ports)]
         return made
 
     def changed(self, service: Svc) -> Svc:
-        """The same service with another property; its addresses and ports stay."""
+        """The same service with another property; its addresses and ports stay, unless all of it is another."""
         what = self.random.choice(("ends", "ends", "ends", "spec", "all"))
         if what == "ends":
             return replace(service, ends=self._slices())
@@ -98,24 +122,33 @@ class _Maker:
             return _valid(replace(service, spec=self._spec()))
         return self.service(service.number)
 
+    def _likely(self, share: float) -> bool:
+        return self.random.random() < share
+
     def _node_port(self, number: int) -> int:
-        return number if self.random.random() < 0.8 else 0
+        return number if self._likely(0.8) else 0
 
     def _spec(self) -> dict[str, Any]:
         spec: dict[str, Any] = {}
         for part, likely in ((LOCAL, 0.4), (INTERNAL, 0.3), (STICKY, 0.15)):
             if self.random.random() < likely:
                 spec |= part
-        if self.random.random() < 0.4:
+        if self._likely(0.4):
             spec["loadBalancerSourceRanges"] = self.random.sample(_NETWORKS, self.random.randint(1, 4))
+        if self._likely(0.2):
+            spec["trafficDistribution"] = self.random.choice(("PreferClose", "PreferSameZone", "PreferSameNode"))
+        if self._likely(0.1):
+            spec["publishNotReadyAddresses"] = True
         return spec
 
     def _slices(self) -> list[list[End]]:
         hinted = self.random.choice(("", "", "zones", "nodes", "both", "some"))
-        return [
-            [self._end(pod, hinted) for pod in self.random.sample(list(PODS), self.random.randint(0, 3))]
-            for _ in range(self.random.choice((0, 1, 1, 1, 2)))
-        ]
+        return _defined(
+            [
+                [self._end(pod, hinted) for pod in self.random.sample(_ENDS, self.random.randint(0, 3))]
+                for _ in range(self.random.choice((0, 1, 1, 1, 2, 3)))
+            ]
+        )
 
     def _end(self, pod: str, hinted: str) -> End:
         states: list[dict[str, Any]] = [
@@ -131,13 +164,27 @@ class _Maker:
             {"ready": False, "serving": False, "terminating": True},
             {"ready": True, "serving": True, "terminating": False},
         ]
-        end = End(pod, **self.random.choice(states))
+        end = End(pod, **self.random.choice(states), placed=not self._likely(0.05))
         hint = hinted if hinted != "some" else self.random.choice(("", "zones"))
         if hint in ("zones", "both"):
-            end.zones = (self.random.choice(("zone-a", "zone-b")),)
+            end.zones = self.random.choice((("zone-a",), ("zone-b",), ("zone-a", "zone-b"), ("zone-c",)))
         if hint in ("nodes", "both"):
-            end.nodes = (self.random.choice(("node1", "node2")),)
+            end.nodes = self.random.choice((("node1",), ("node2",), ("node1", "node2")))
         return end
+
+
+def _defined(slices: list[list[End]]) -> list[list[End]]:
+    """Where several slices have an endpoint in several states, kube-proxy takes one by the order of a Go map; only a
+    terminating one never comes before another. So copies in several slices are equal but for that."""
+    copies: dict[tuple[str, bool], list[tuple[int, int]]] = {}
+    for at, ends in enumerate(slices):
+        for place, end in enumerate(ends):
+            copies.setdefault((end.pod, bool(end.terminating)), []).append((at, place))
+    for (first, where), *others in copies.values():
+        if any(at != first for at, _ in others):
+            for at, place in others:
+                slices[at][place] = slices[first][where]
+    return slices
 
 
 def _valid(service: Svc) -> Svc:

@@ -59,14 +59,17 @@ class End:
     terminating: bool | None = None
     zones: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
+    #: Without a nodeName it counts as somewhere else.
+    placed: bool = True
 
     def to_object(self, family: int) -> Object:
         states = {"ready": self.ready, "serving": self.serving, "terminating": self.terminating}
         found: Object = {
             "addresses": [address_of(self.pod).of(family)],
             "conditions": {name: value for name, value in states.items() if value is not None},
-            "nodeName": f"node{1 if self.pod == 'host' else PODS[self.pod][0]}",
         }
+        if self.placed:
+            found["nodeName"] = f"node{1 if self.pod == 'host' else PODS[self.pod][0]}"
         hints: Object = {}
         if self.zones:
             hints["forZones"] = [{"name": name} for name in self.zones]
@@ -104,6 +107,14 @@ class Svc:
     ip_mode: str = ""
     #: Ports that the slices have, if not those of the service.
     slice_ports: Sequence[Port] | None = None
+    #: The same by the number of the slice, before ``slice_ports``.
+    ports_of_slice: dict[int, Sequence[Port]] = field(default_factory=dict)
+    slice_families: tuple[int, ...] = FAMILIES
+    labels: dict[str, str] = field(default_factory=dict)
+    slice_labels: dict[str, str] = field(default_factory=dict)
+    annotations: dict[str, str] = field(default_factory=dict)
+    #: One more VIP, with that ipMode (empty: unset).
+    second_vip: str | None = None
 
     def __post_init__(self) -> None:
         if not self.ports:
@@ -119,6 +130,10 @@ class Svc:
     @property
     def vip(self) -> Dual:
         return self.vips or vip(self.number)
+
+    @property
+    def _vip2(self) -> Dual:
+        return vip(200 + self.number)
 
     def objects(self) -> list[Object]:
         """The Service and its slices."""
@@ -150,23 +165,33 @@ class Svc:
             "metadata": {"name": self.name, "namespace": "default"},
             "spec": body | self.spec,
         }
+        if self.labels:
+            found["metadata"]["labels"] = self.labels
+        if self.annotations:
+            found["metadata"]["annotations"] = self.annotations
         if self.load_balancer:
-            mode = {"ipMode": self.ip_mode} if self.ip_mode else {}
-            ingress = [{"ip": self.vip.of(family)} | mode for family in self.families]
+            vips = [(self.vip, self.ip_mode)]
+            if self.second_vip is not None:
+                vips.append((self._vip2, self.second_vip))
+            ingress = [
+                {"ip": address.of(family)} | ({"ipMode": mode} if mode else {})
+                for address, mode in vips
+                for family in self.families
+            ]
             found["status"] = {"loadBalancer": {"ingress": ingress}}
         return [found, *self._slices()]
 
     def _slices(self) -> Iterator[Object]:
-        ports = self.ports if self.slice_ports is None else self.slice_ports
         for number, ends in enumerate(self.ends):
-            for family in FAMILIES:
+            ports = self.ports_of_slice.get(number, self.ports if self.slice_ports is None else self.slice_ports)
+            for family in self.slice_families:
                 yield {
                     "apiVersion": "discovery.k8s.io/v1",
                     "kind": "EndpointSlice",
                     "metadata": {
                         "name": f"{self.name}-{number}-v{family}",
                         "namespace": "default",
-                        "labels": {"kubernetes.io/service-name": self.name},
+                        "labels": {"kubernetes.io/service-name": self.name} | self.slice_labels,
                     },
                     "addressType": f"IPv{family}",
                     "ports": [{"name": p.name, "port": p.target, "protocol": p.protocol} for p in ports],
@@ -180,8 +205,6 @@ class Svc:
         sticky = self.spec.get("sessionAffinity") == "ClientIP"
         for port in self.ports:
             protocol = port.protocol.lower()
-            if protocol not in ("tcp", "udp"):
-                continue
             for what, address, number in self._targets(port):
                 for source in sources:
                     if address in ("127.0.0.1", "::1") and source != "node1":
@@ -200,6 +223,8 @@ class Svc:
                 yield f"externalIP:{port.number}", self.external_ip.of(family), port.number
             if self.load_balancer:
                 yield f"VIP:{port.number}", self.vip.of(family), port.number
+                if self.second_vip is not None:
+                    yield f"second VIP:{port.number}", self._vip2.of(family), port.number
             if port.node_port:
                 yield f"NodePort:{port.number}", node_address(1).of(family), port.node_port
                 yield f"NodePort towards pods:{port.number}", pod_gateway(1).of(family), port.node_port

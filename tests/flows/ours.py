@@ -5,34 +5,38 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.flows.flow import Flow
 from tests.flows.objects import service_cidr
 from tests.flows.scenarios import Scenario
 from tests.flows.world import World
 
+#: Ways of ours to the same end: the lane, and fields of the DatapathConfiguration.
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "direct lane": ("auto", {}),
+    "netfilter lane": ("netfilter", {}),
+    "sockets of pods too": ("auto", {"socketLB": "all"}),
+    "no socket programs": ("auto", {"socketLB": "off"}),
+}
+
 
 class Ours:
-    """Same interface as ``KubeProxy``, as far as a scenario needs it."""
+    """Same interface as ``KubeProxy``, as far as a scenario needs it. ``way``: one of ``WAYS``."""
 
-    def __init__(
-        self,
-        world: World,
-        lane: str = "auto",
-        more: dict[str, Any] | None = None,
-        own: dict[str, Any] | None = None,
-    ) -> None:
-        """``more``: fields of the KubeProxyConfiguration; ``own``: of our own document."""
+    def __init__(self, world: World, way: str) -> None:
         self._world = world
-        self._lane = lane
-        self._more = more or {}
-        self._own = own
+        self._lane, self._own = WAYS[way]
+
+    def serves(self, flow: Flow) -> bool:
+        """Without the programs at sockets, what the node itself sends is not ours (docs/datapath-configuration.md)."""
+        return flow.source != self._world.node.name or self._own.get("socketLB") != "off"
 
     def start(self, mode: str, scenario: Scenario) -> None:
         """Start the agent with the scenario's objects and wait until they are programmed."""
         self._world.lab.write("objects.yaml", [service_cidr(), *scenario.objects()])
-        config = {"mode": mode, "clusterCIDR": "", **self._more, **scenario.config}
+        config = {"mode": mode, "clusterCIDR": "", **scenario.config}
         config[mode] = {"minSyncPeriod": "10ms"} | config.get(mode, {})
         agent = self._world.node.agent
-        agent.start(config, self._lane, self._own)
+        agent.start(config, self._lane, self._own or None)
         agent.wait_synced()
 
     def write(self, scenario: Scenario) -> None:
@@ -45,7 +49,8 @@ class Ours:
     def stop(self) -> None:
         """End it and take everything away."""
         agent = self._world.node.agent
-        if agent.process is not None:
-            agent.stop()
+        if agent.process is None:
+            return
+        agent.stop()
         agent.cleanup()
         self._world.node.namespace.run("conntrack", "-F", check=False)

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyebpf_proxy.lab.addresses import CLIENT_CIDR, NODE_CIDR, POD_CIDR, Dual, node_address, pod_gateway
+from pyebpf_proxy.lab.addresses import (
+    CLIENT_CIDR,
+    NODE_CIDR,
+    POD_CIDR,
+    Dual,
+    cluster_ip,
+    node_address,
+    pod_gateway,
+    vip,
+)
 from pyebpf_proxy.lab.manifests import Object
 from tests.flows.flow import Flow
 from tests.flows.objects import End, Port, Svc, nodes
@@ -39,6 +48,8 @@ class Scenario:
     config: dict[str, Any] = field(default_factory=dict)
     sources: Sequence[str] = SOURCES
     modes: Sequence[str] = MODES
+    #: What no service of these has: (in words, address), asked at port 80.
+    strangers: Sequence[tuple[str, str]] = ()
 
     def objects(self) -> list[Object]:
         return [*nodes(), *(each for service in self.services for each in service.objects())]
@@ -46,6 +57,10 @@ class Scenario:
     def flows(self) -> Iterator[Flow]:
         for service in self.services:
             yield from service.flows(self.sources, ENOUGH)
+        for what, address in self.strangers:
+            for source in self.sources:
+                for protocol in ("tcp", "udp"):
+                    yield Flow(source, what, address, 80, protocol)
 
 
 def _policies() -> list[Svc]:
@@ -164,6 +179,91 @@ def _source_ranges() -> list[Svc]:
     return [Svc(f"allow-{name}", 10 + at, [ends], spec=spec) for at, (name, ends, spec) in enumerate(cases)]
 
 
+def _here() -> list[Svc]:
+    """For pods of the other node: between two of them, answers without masquerade would not come through our node."""
+    here = [End("local-1"), End("local-2")]
+    return [
+        Svc("here", 10, [here]),
+        Svc("here-local", 11, [here], spec=LOCAL | INTERNAL),
+        Svc("here-pods-allowed", 12, [here], spec=_ranges(*POD_CIDR)),
+        Svc("here-nowhere", 13),
+    ]
+
+
+def _sctp() -> list[Svc]:
+    """SCTP, whose packets are made by hand: rows, ranges and affinity once each."""
+    cases: list[tuple[str, list[End], dict[str, Any]]] = [
+        ("plain", READY, {}),
+        ("local", READY, LOCAL | INTERNAL),
+        ("elsewhere", [End("remote-1")], LOCAL | INTERNAL),
+        ("nowhere", [], {}),
+        ("hairpin", [End("local-1")], {}),
+        ("only-client", READY, _ranges(*CLIENT_CIDR)),
+        ("nobody-no-endpoints", [], _ranges("192.168.77.0/24", "fd00:77::/64")),
+        ("sticky", READY, dict(STICKY)),
+    ]
+    return [
+        Svc(f"sctp-{name}", 10 + at, [ends], [Port(36412, "SCTP", 3868, "s1ap", 30300 + at)], spec=spec)
+        for at, (name, ends, spec) in enumerate(cases)
+    ]
+
+
+def _unusual() -> list[Svc]:
+    """Objects that do not count, or count for a part."""
+    here, there = [End("local-1")], [End("remote-1")]
+    return [
+        Svc("another-proxy", 10, [READY], labels={"service.kubernetes.io/service-proxy-name": "other"}),
+        Svc("headless-slices", 11, [READY], slice_labels={"service.kubernetes.io/headless": ""}),
+        Svc("no-ipv6-slices", 12, [READY], slice_families=(4,)),
+        Svc("no-slices", 13),
+        Svc("hints-without-annotation", 14, [[End("local-1", zones=("zone-a",)), End("remote-1", zones=("zone-b",))]]),
+        Svc("annotation-without-hints", 15, [READY], annotations={"service.kubernetes.io/topology-mode": "Auto"}),
+        Svc("distribution-without-hints", 16, [READY], spec={"trafficDistribution": "PreferSameNode"}),
+        Svc("not-ready-published", 17, [[End("local-1", ready=False)]], spec={"publishNotReadyAddresses": True}),
+        Svc("endpoint-of-no-node-local", 18, [[End("local-1", placed=False), End("remote-1")]], spec=LOCAL | INTERNAL),
+        Svc(
+            "ports-differ-by-slice",
+            19,
+            [here, there],
+            [Port(80, "TCP", 8080, "web", 30219)],
+            ports_of_slice={1: [Port(80, "TCP", 8081, "web")]},
+        ),
+        Svc("one-vip-proxied", 20, [READY], second_vip="Proxy"),
+        Svc("two-vips-with-ranges", 21, [READY], spec=_ranges(*CLIENT_CIDR), second_vip="VIP"),
+        Svc(
+            "external-ip-at-a-node-port",
+            22,
+            [here],
+            [Port(30223, "TCP", 8080, "web")],
+            external_ips=node_address(1),
+            load_balancer=False,
+        ),
+        Svc(
+            "node-port-at-an-external-ip",
+            23,
+            [there],
+            [Port(80, "TCP", 8081, "web", 30223)],
+            external=False,
+            load_balancer=False,
+        ),
+    ]
+
+
+def _strangers() -> list[tuple[str, str]]:
+    """Addresses that nobody serves, and ports that those who have the address do not serve (§9)."""
+    found: list[tuple[str, str]] = []
+    for family in (4, 6):
+        found += [
+            ("a cluster IP of no service", cluster_ip(99).of(family)),
+            ("a VIP of no service", vip(99).of(family)),
+            ("a VIP at a port it does not have", vip(10).of(family)),
+            ("an externalIP at a port it does not have", vip(110).of(family)),
+            ("a VIP in mode Proxy", vip(12).of(family)),
+            ("the node at a port that nobody has", node_address(1).of(family)),
+        ]
+    return found
+
+
 def _few() -> list[Svc]:
     """A few services that a configuration may treat otherwise."""
     return [
@@ -206,6 +306,15 @@ def _scenarios() -> list[Scenario]:
         "NodePorts on loopback and one address": detector | {"nodePortAddresses": ["127.0.0.0/8", NODE_CIDR[0]]},
     }
     found += [Scenario(name, _few(), config) for name, config in configs.items()]
+    found.append(Scenario("SCTP", _sctp(), detector))
+    found.append(Scenario("unusual objects", _unusual(), detector))
+    plain = [Port(8000, "TCP", 8080, "web")]
+    strange = [Svc("known", 10, [READY], plain), Svc("proxied", 12, [READY], plain, ip_mode="Proxy")]
+    found.append(Scenario("addresses without an entry", strange, detector, strangers=_strangers()))
+    detectors = {"cluster CIDR": detector, "node CIDR": {"detectLocalMode": "NodeCIDR"}, "bridge": bridge}
+    detectors["interface prefix"] = prefix
+    for name, config in detectors.items():
+        found.append(Scenario(f"pods of another node, by {name}", _here(), config, sources=("remote-1",)))
     for mode in MODES:
         everything = detector | {mode: {"masqueradeAll": True}}
         found.append(Scenario("masquerade all", _few(), everything, modes=(mode,)))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pyebpf_proxy.lab.addresses import SERVICE_CIDR, VIP_CIDR
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
@@ -29,6 +29,9 @@ from tests.flows.flow import UNTOUCHED, Flow, Seen
 
 LISTEN = Ports(http=(8080, 8081), echo=(), udp=(5353, 5354))
 SCTP = (3868, 3869)
+#: The first look: answers with nothing new in a row, and seconds until a request counts as dropped.
+FEW = 6
+BRIEF = 0.9
 
 
 @contextlib.contextmanager
@@ -132,21 +135,29 @@ class World:
 
     def ask(self, flows: Sequence[Flow], patience: float = PATIENCE) -> list[Seen]:
         """Send every flow; what came of each, in their order. ``patience``: seconds without an answer."""
+        return self.start_asking(flows, patience)()
+
+    def start_asking(self, flows: Sequence[Flow], patience: float = PATIENCE) -> Callable[[], list[Seen]]:
+        """The same beside the caller: what is returned waits for it."""
         by_source: Mapping[str, list[int]] = defaultdict(list)
         for number, flow in enumerate(flows):
             by_source[flow.source].append(number)
-        found: list[Seen] = [Seen(())] * len(flows)
         tasks = {
             source: self.namespace(source).start(ask_flows, [flows[number] for number in numbers], patience)
             for source, numbers in by_source.items()
         }
-        for source, task in tasks.items():
-            for number, raws in zip(by_source[source], task.result(300), strict=True):
-                words = {self._in_words(raw, source) for raw in raws}
-                if flows[number].sticky:
-                    words = {_ANY_ENDPOINT.sub(r"an endpoint\1", word) for word in words}
-                found[number] = Seen.of(words)
-        return found
+
+        def finish() -> list[Seen]:
+            found: list[Seen] = [Seen(())] * len(flows)
+            for source, task in tasks.items():
+                for number, raws in zip(by_source[source], task.result(600), strict=True):
+                    words = {self._in_words(raw, source) for raw in raws}
+                    if flows[number].sticky:
+                        words = {_ANY_ENDPOINT.sub(r"an endpoint\1", word) for word in words}
+                    found[number] = Seen.of(words)
+            return found
+
+        return finish
 
     def forget_flows(self) -> None:
         """What the node remembers of UDP from before: a port that is used again would go on as it was."""
@@ -155,22 +166,17 @@ class World:
     def compare(self, flows: Sequence[Flow], theirs: Sequence[Seen], shown: set[str]) -> list[str]:
         """Send the flows; what differs from ``theirs`` and is not listed, in words. ``shown``: listed ones are added.
 
-        What differs is asked once more, alone: on a busy machine an answer may come too late.
+        A short look first; what differs is asked once more, alone and at length: an answer may come too late on a busy
+        machine, and the second of two endpoints by chance.
         """
-        wrong = []
-        ours = self.ask(flows)
+        ours = self.ask(briefly(flows), BRIEF)
         doubtful = [
             number for number in range(len(flows)) if difference(flows[number], theirs[number], ours[number]) is None
         ]
-        again = dict(zip(doubtful, self.ask([flows[number] for number in doubtful]), strict=True))
-        for number, flow in enumerate(flows):
-            seen = again.get(number, ours[number])
-            name = difference(flow, theirs[number], seen)
-            if name is None:
-                wrong.append(f"{flow}\n    kube-proxy: {theirs[number]}\n    ours:       {seen}")
-            elif name:
-                shown.add(name)
-        return wrong
+        again = self.ask([flows[number] for number in doubtful])
+        for number, seen in zip(doubtful, again, strict=True):
+            ours[number] = seen
+        return unlisted(flows, theirs, ours, shown)
 
     def _in_words(self, raw: Raw, source_name: str) -> str:
         if raw.failed:
@@ -188,6 +194,23 @@ class World:
         else:
             source = raw.peer
         return f"{raw.pod}:{raw.port} <- {source}"
+
+
+def briefly(flows: Sequence[Flow]) -> list[Flow]:
+    """The same with fewer requests: enough to find what differs in some flow, not to be sure of each."""
+    return [flow._replace(count=min(flow.count, FEW)) for flow in flows]
+
+
+def unlisted(flows: Sequence[Flow], theirs: Sequence[Seen], ours: Sequence[Seen], shown: set[str]) -> list[str]:
+    """What differs and is not listed, in words; the names of listed differences are added to ``shown``."""
+    wrong = []
+    for flow, their, our in zip(flows, theirs, ours, strict=True):
+        name = difference(flow, their, our)
+        if name is None:
+            wrong.append(f"{flow}\n    kube-proxy: {their}\n    ours:       {our}")
+        elif name:
+            shown.add(name)
+    return wrong
 
 
 #: Which one it is, and so whether it is a hairpin, is a matter of chance.
