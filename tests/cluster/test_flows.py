@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up objects and configurations: every flow ends with our agent as it does with the real kube-proxy beside it."""
+"""Our agent beside the real kube-proxy: made-up objects and configurations, and how evenly endpoints are chosen."""
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -12,8 +13,9 @@ import pytest
 from tests.cluster.apiserver import ApiServer
 from tests.flows.beside import Beside
 from tests.flows.generated import scenarios
+from tests.flows.objects import PODS, End, Svc
 from tests.flows.reduce import as_code, reduce
-from tests.flows.scenarios import MODES
+from tests.flows.scenarios import MODES, Scenario
 from tests.flows.world import new_world
 
 #: Set these to see a failure again, or to look longer (make parity). An object set is one step of a seed, in one mode.
@@ -48,3 +50,33 @@ def test_made_up_objects(mode: str, number: int, beside: Beside) -> None:
             else:
                 told += "\nnot from a fresh start: it takes the steps before"
             pytest.fail(told)
+
+
+#: Connections of each service, and what chi-square exceeds once in a million draws (three degrees of freedom).
+DRAWS = 3000
+RARE = 30.66
+EVEN = Svc("even", 10, [[End(pod) for pod in PODS]])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_endpoints_are_chosen_evenly(mode: str, beside: Beside) -> None:
+    """A connection from outside, a datagram of a pod, a connection of the node itself: each 3 000 times."""
+    scenario = Scenario("even", [EVEN], {"clusterCIDR": "10.244.0.0/16,fd00:10:244::/48"})
+    assert not beside.differences(mode, scenario)
+    wanted = [("client", "VIP:80", "tcp4"), ("toolbox", "ClusterIP:53", "udp6"), ("node1", "ClusterIP:80", "tcp4")]
+    for flow in scenario.flows():
+        if (flow.source, flow.what.partition(" by ")[2], flow.key[2]) not in wanted:
+            continue
+        found = {}
+        for who, counts in zip(("kube-proxy", "ours"), beside.answers(flow, DRAWS), strict=True):
+            assert (counts.total(), len(counts)) == (DRAWS, len(PODS)), (who, counts)
+            found[who] = _chi_square(counts)
+        print(f"{flow}: chi-square {found['ours']:.1f}, kube-proxy {found['kube-proxy']:.1f}")
+        assert found["ours"] < RARE, f"{flow}: {found}"
+        wanted.remove((flow.source, flow.what.partition(" by ")[2], flow.key[2]))
+    assert not wanted
+
+
+def _chi_square(counts: Counter[str]) -> float:
+    even = counts.total() / len(counts)
+    return sum((count - even) ** 2 / even for count in counts.values())

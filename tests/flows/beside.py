@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from tests.cluster.apiserver import ApiError, ApiServer
 from tests.flows.differences import difference
+from tests.flows.flow import Flow
 from tests.flows.kube_proxy import KubeProxy
 from tests.flows.ours import Ours
 from tests.flows.scenarios import Scenario
@@ -68,3 +70,10 @@ class Beside:
             return bool(self.differences(mode, scenario))
         except ApiError:
             return False
+
+    def answers(self, flow: Flow, count: int) -> tuple[Counter[str], Counter[str]]:
+        """Who answers ``count`` requests, each from a new port: with kube-proxy, with ours."""
+        flows = [flow._replace(count=0)] * count
+        found = [world.start_asking(flows) for world in self._worlds]
+        theirs, ours = (Counter(outcome for seen in finish() for outcome in seen.outcomes) for finish in found)
+        return theirs, ours

@@ -79,8 +79,7 @@ class _Maker:
         if likely(0.3):
             ports.append(Port(53, "TCP", 8081, "dns-tcp", self._node_port(32000 + number)))
         if likely(0.2):
-            # The NodePort of another protocol may have the same number.
-            ports.append(Port(36412, "SCTP", choose((3868, 3869)), "s1ap", self._node_port(30000 + number)))
+            ports.append(Port(36412, "SCTP", choose((3868, 3869)), "s1ap", self._node_port(32500 + number)))
         made = Svc(
             f"svc-{number}",
             number,

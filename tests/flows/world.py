@@ -214,7 +214,7 @@ def unlisted(flows: Sequence[Flow], theirs: Sequence[Seen], ours: Sequence[Seen]
 
 
 #: Which one it is, and so whether it is a hairpin, is a matter of chance.
-_ANY_ENDPOINT = re.compile(r"^(?:local|remote)-\d(:\d+) <- .*$")
+_ANY_ENDPOINT = re.compile(r"^(?:local-\d|remote-\d|host-node1)(:\d+) <- .*$")
 
 _EVERY_PORT = """
 table inet sink {
