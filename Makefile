@@ -39,7 +39,7 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line that says what is missing and what to do.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup build wheel demo test test-cluster record lint bench image-root clean distclean
+.PHONY: help setup build wheel demo test test-cluster parity record lint bench image-root clean distclean
 
 help: ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -113,6 +113,12 @@ test-cluster: setup ## beside the real Kubernetes programs; builds them first (G
 	@tests/cluster/build.sh
 	@tests/cluster/tools.sh
 	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(ARGS)
+
+parity: setup ## 300 made-up object sets beside the real kube-proxy, another draw in every run (docs/parity.md)
+	@tools/setup.sh packages tests/cluster/debian-packages.txt
+	@tests/cluster/build.sh
+	@$(SUDO) env FLOW_SEEDS=$(or $(FLOW_SEEDS),15) FLOW_STEPS=$(or $(FLOW_STEPS),10) \
+		$(foreach name,FLOW_SEED FLOW_WAY FLOW_REDUCE,$(if $($(name)),$(name)="$($(name))")) $(PYTHON) -m pytest -s tests/cluster/test_flows.py $(ARGS)
 
 record: setup ## ask the real kube-proxy every case and flow again, and write down what comes of it, for make test
 	@tests/cluster/build.sh

@@ -39,6 +39,7 @@ def beside() -> Iterator[Beside]:
 @pytest.mark.parametrize("number", range(SEEDS))
 def test_made_up_objects(mode: str, number: int, beside: Beside) -> None:
     seed = SEED + number
+    print(f"FLOW_SEED={seed}, FLOW_STEPS={STEPS}, FLOW_WAY={WAY}, mode {mode}", flush=True)
     for step in scenarios(seed, mode, STEPS):
         wrong = beside.differences(mode, step)
         if wrong:
@@ -49,6 +50,7 @@ def test_made_up_objects(mode: str, number: int, beside: Beside) -> None:
                 told += f"\nas small as it gets, for scenarios.py: {as_code(small)}"
             else:
                 told += "\nnot from a fresh start: it takes the steps before"
+            print(told, flush=True)
             pytest.fail(told)
 
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.flows import sctp
@@ -10,7 +13,7 @@ from tests.flows.flow import Flow
 from tests.flows.generated import scenarios
 from tests.flows.objects import End, Port, Svc
 from tests.flows.reduce import as_code, reduce
-from tests.flows.scenarios import Scenario
+from tests.flows.scenarios import MODES, Scenario, all_scenarios
 
 
 def test_a_failure_is_reduced_to_what_it_takes() -> None:
@@ -94,3 +97,25 @@ def test_an_answer_is_read_only_by_whom_it_is_for(family: int) -> None:
     assert sctp.answer(header + broken, flow, port) is None
     assert sctp.answer(header + sctp.packet(flow.port, port, port + 1, sctp.ABORT), flow, port) == b""
     assert sctp.answer(header + sctp.packet(flow.port, port, 0, sctp.INIT_ACK, body), flow, port) is None
+
+
+def test_every_rule_names_flows_that_exist_and_every_scenario_shows_a_rule() -> None:
+    """The table of docs/parity.md."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "parity.md").read_text()
+    rows = re.findall(r"^\| (§.+) \| (`.+`) \|$", text.partition("\n## Which flows show which rule\n")[2], re.MULTILINE)
+    names: dict[str, set[str]] = {}
+    for mode in MODES:
+        for scenario in all_scenarios(mode):
+            names.setdefault(scenario.name, set()).update(flow.what for flow in scenario.flows())
+    shown = set()
+    for rule, flows in rows:
+        for text in re.findall(r"`([^`]+)`", flows):
+            # The name of a scenario may have a colon, too.
+            found = max((name for name in names if text == name or text.startswith(f"{name}: ")), key=len, default="")
+            assert found, f"{rule}: no scenario {text}"
+            begin = text.removeprefix(found).removeprefix(": ")
+            assert any(what.startswith(begin) for what in names[found]), f"{rule}: no flow {text}"
+            shown.add(found)
+    assert set(names) == shown
+    for section, least in {"§5": 15, "§6": 4, "§7": 5, "§8": 3, "§9": 4, "§13": 6}.items():
+        assert sum(rule.startswith(f"{section} ") for rule, _ in rows) >= least, section
