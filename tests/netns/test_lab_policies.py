@@ -74,6 +74,30 @@ def test_affinity_ends_with_the_endpoint(policies: Lab, family: int) -> None:
         policies.wait_synced(write_services(policies, STICKY))
 
 
+def test_affinity_that_is_switched_off_and_on_begins_anew(policies: Lab, family: int) -> None:
+    """Long before its time is over. One of three endpoints again comes once in 3^40 runs."""
+    asked = (STICKY.target("LoadBalancer", policies.nodes[0]).address.of(family), 80)
+    sticky = dict(STICKY.spec)
+
+    def who_answers() -> str:
+        answer = policies.client.call(ask, *asked, source=CLIENT.of(family)).answer
+        assert answer is not None
+        return answer.pod
+
+    first = who_answers()
+    try:
+        for _ in range(40):
+            STICKY.spec["sessionAffinity"] = "None"
+            policies.wait_synced(write_services(policies, STICKY))
+            STICKY.spec["sessionAffinity"] = "ClientIP"
+            policies.wait_synced(write_services(policies, STICKY))
+            if who_answers() != first:
+                return
+    finally:
+        STICKY.spec.update(sticky)
+    pytest.fail(f"40 times {first}")
+
+
 def test_source_ranges_guard_the_vip_only(policies: Lab, family: int, protocol: str) -> None:
     node = policies.nodes[0]
     vip = CLIENT_ONLY.target("LoadBalancer", node)

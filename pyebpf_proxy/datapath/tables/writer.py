@@ -26,6 +26,7 @@ from pyebpf_proxy.datapath.connections.flows import Route
 from pyebpf_proxy.datapath.loader import grace
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.loader.programs import Loaded
+from pyebpf_proxy.datapath.tables import affinity
 from pyebpf_proxy.datapath.tables.adopt import adopt
 from pyebpf_proxy.datapath.tables.changes import Change, Garbage, NoRoomError, Problem
 from pyebpf_proxy.datapath.tables.layouts import Layouts
@@ -259,6 +260,7 @@ class Writer:
         for family, concerned in by_family:
             self._delete_frontends([c for c in concerned if not c.table_changed], family)
             self._delete_serving(concerned, family)
+        affinity.forget(self._maps["affinities"], done)
         for change in done:
             if change.new is None and change.old is not None:
                 self._flip(change.old.id, 0)
