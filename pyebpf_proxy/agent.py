@@ -88,7 +88,7 @@ def prepare(settings: Effective, source: Source) -> None:
 
 def _planner(settings: Effective) -> Planner:
     bind_address = settings.bind_address.packed if settings.bind_address is not None else None
-    return Planner(PlanSettings(node_name=settings.node_name, node_ip=bind_address))
+    return Planner(PlanSettings(settings.node_name, bind_address, settings.external_ips))
 
 
 def _facts(planner: Planner) -> Callable[[], NodeFacts]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from pyebpf_proxy.config import addresses, durations, validation
+from pyebpf_proxy.config import addresses, durations, gates, validation
 from pyebpf_proxy.config.addresses import Address, Network
 from pyebpf_proxy.config.datapath_model import DatapathConfiguration
 from pyebpf_proxy.config.families import Stated
@@ -47,6 +47,8 @@ class Effective:
     scheduler: Scheduler | None
     masquerade_bit: int
     masquerade_all: bool
+    #: Feature gate AllowServiceExternalIPs: without it external IPs of Services are no service addresses.
+    external_ips: bool
     #: First CIDR of each family of ``clusterCIDR``: who counts as a pod in mode ClusterCIDR.
     pod_cidrs: dict[Family, Network]
     detect_local_mode: DetectLocalMode
@@ -139,6 +141,7 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
         scheduler=scheduler(config.ipvs.scheduler) if config.mode == "ipvs" and not flags.cleanup else None,
         masquerade_bit=14 if section.masquerade_bit is None else section.masquerade_bit,
         masquerade_all=section.masquerade_all,
+        external_ips=gates.apply(config.feature_gates).on("AllowServiceExternalIPs"),
         pod_cidrs=cluster_cidrs(config.cluster_cidr) if config.detect_local_mode == "ClusterCIDR" else {},
         detect_local_mode=cast(DetectLocalMode, config.detect_local_mode),
         bridge_interface=config.detect_local.bridge_interface,

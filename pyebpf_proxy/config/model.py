@@ -242,7 +242,12 @@ class KubeProxyConfiguration(Section):
     """The whole document (§2.1)."""
 
     go_name = "KubeProxyConfiguration"
-    feature_gates: Annotated[dict[str, bool], _says("Checked as kube-proxy's; most change nothing here.")] = {}
+    feature_gates: Annotated[
+        dict[str, bool],
+        _says(
+            "Checked as kube-proxy's; AllowServiceExternalIPs off: external IPs are not served. Most change nothing here."
+        ),
+    ] = {}
     client_connection: Annotated[ClientConnection, _says("Access to the API server.")] = ClientConnection()
     logging: Annotated[Logging, _says("The log.")] = Logging()
     hostname_override: Annotated[str, _says("Name of this Node; empty: the host's name.")] = ""

@@ -30,9 +30,11 @@ def is_served(service: objects.Service) -> bool:
 
 
 def service_ports(
-    namespace: str, name: str, service: objects.Service, node_ips: Mapping[Family, bytes]
+    namespace: str, name: str, service: objects.Service, node_ips: Mapping[Family, bytes], *, external_ips: bool = True
 ) -> tuple[ServicePort, ...]:
     """Every service port of a Service in every family it has, endpoint lists still empty.
+
+    ``external_ips``: whether they are served (feature gate AllowServiceExternalIPs).
 
     Addresses are in the order ClusterIP, LoadBalancer VIPs, external IPs, NodePort; one that is listed twice counts
     as the first of these.
@@ -44,17 +46,24 @@ def service_ports(
     for family in Family:
         cluster_ip = _cluster_ip(service.spec, family)
         if cluster_ip is not None:
-            for port in _ports_of_family(namespace, name, service, family, cluster_ip, node_ips.get(family)):
+            node_ip, externals = node_ips.get(family), (service.spec.external_ips or ()) if external_ips else ()
+            for port in _ports_of_family(namespace, name, service, family, cluster_ip, node_ip, externals):
                 found[port.name] = port
     return tuple(found.values())
 
 
 def _ports_of_family(
-    namespace: str, name: str, service: objects.Service, family: Family, cluster_ip: bytes, node_ip: bytes | None
+    namespace: str,
+    name: str,
+    service: objects.Service,
+    family: Family,
+    cluster_ip: bytes,
+    node_ip: bytes | None,
+    external_ips: Iterable[str],
 ) -> Iterator[ServicePort]:
     spec = service.spec
     vips = _usable(family, _vip_texts(service))
-    externals = _usable(family, spec.external_ips or ())
+    externals = _usable(family, external_ips)
     addresses: dict[bytes, FrontendKind] = {cluster_ip: FrontendKind.CLUSTER_IP}
     for address in vips:
         addresses.setdefault(address, FrontendKind.LOAD_BALANCER)

@@ -51,11 +51,13 @@ class PlanSettings(msgspec.Struct, frozen=True):
     """What the plan depends on besides the objects.
 
     ``node_name``: of our Node, as in ``nodeName`` of endpoints. ``node_ip``: packed address of a ``bindAddress`` that
-    is not unspecified; it replaces the Node's own of that family (spec/configuration §5.3).
+    is not unspecified; it replaces the Node's own of that family (spec/configuration §5.3). ``external_ips``: whether
+    external IPs are served (feature gate AllowServiceExternalIPs).
     """
 
     node_name: str
     node_ip: bytes | None = None
+    external_ips: bool = True
 
 
 class Planner:
@@ -183,7 +185,9 @@ class Planner:
         """None: it is not served."""
         if not frontends.is_served(service):
             return None
-        ports = frontends.service_ports(key.namespace, key.name, service, self.node_ips)
+        ports = frontends.service_ports(
+            key.namespace, key.name, service, self.node_ips, external_ips=self._settings.external_ips
+        )
         return _Service(ports, service.metadata.creation_timestamp or "", health_check_port(service))
 
     def _with_node_ips(self, known: _Service) -> _Service:

@@ -130,6 +130,18 @@ def test_our_zone_decides_over_every_service(planner: Planner) -> None:
     assert len(cluster(planner.update([gone(node(NODE))])[name_of("web")])) == 2
 
 
+def test_external_ips_are_served_unless_the_gate_says_no() -> None:
+    """Policies stay: a Service of type ClusterIP with external IPs may have externalTrafficPolicy (§1.3)."""
+    web = service("web", externalIPs=["203.0.113.1"], externalTrafficPolicy="Local")
+    for allowed, expected in ((True, ["10.96.0.1:80", "203.0.113.1:80"]), (False, ["10.96.0.1:80"])):
+        planner = Planner(PlanSettings(NODE, external_ips=allowed))
+        assert frontends(planner.update([web])[name_of("web")]) == expected
+    planner.update([endpoint_slice("web-1", "web", "10.244.1.1")])
+    made = planner.get(name_of("web"))
+    assert made is not None
+    assert (len(made.cluster), made.any_endpoints) == (1, True)
+
+
 def test_facts_of_the_nodes(planner: Planner) -> None:
     planner.update(
         [
