@@ -76,6 +76,10 @@ def _check_choices(service: Service) -> Iterator[Finding]:
             yield Finding(f"spec.{path}: {quote(policy)} is not Cluster or Local", True)
     if spec.session_affinity not in (None, "", "None", "ClientIP"):
         yield Finding(f"spec.sessionAffinity: {quote(spec.session_affinity)} is not None or ClientIP", True)
+    local = spec.type == "LoadBalancer" and spec.external_traffic_policy == "Local"
+    if local and not spec.health_check_node_port and spec.cluster_ip not in (None, "", "None"):
+        what = "missing, and nothing here allocates one: load balancers cannot ask where endpoints are"
+        yield Finding(f"spec.healthCheckNodePort: {what}", False)
     config = spec.session_affinity_config
     if config is not None and config.client_ip is not None:
         seconds = config.client_ip.timeout_seconds

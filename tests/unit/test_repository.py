@@ -22,6 +22,11 @@ PACKAGE_HOST = re.compile(
     r"--(extra-)?index-[u]rl|--trusted-[h]ost|proxy\.[g]olang|registry\.[n]pmjs|crates\.[i]o",
     re.IGNORECASE,
 )
+# docs/data-plane.md says which function decides what.
+HEADING = "## The decision table as it is implemented"
+NAMED = re.compile(r"`(\w+)\(\)`")
+DEFINED_IN_C = re.compile(r"^(?:[a-z_]\w*[ \t*]+)+(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
+DEFINED_IN_PYTHON = re.compile(r"^ *(?:async )?def (\w+)\(", re.MULTILINE)
 
 
 def own_files(*suffixes: str) -> list[Path]:
@@ -206,3 +211,36 @@ def test_wheel_carries_licences_and_the_console_script(wheel: zipfile.ZipFile) -
     assert "pyebpf-proxy = pyebpf_proxy.cli:main" in wheel.read(entry_points).decode()
     licences = {name.split("/licenses/")[1] for name in wheel.namelist() if "/licenses/" in name}
     assert licences == {"LICENSE", "NOTICE", "bpf/LICENSE.BSD-2-Clause", "bpf/LICENSE.GPL-2.0"}
+
+
+def decisions() -> str:
+    text = (ROOT / "docs" / "data-plane.md").read_text()
+    assert text.count(HEADING) == 1
+    return text.partition(HEADING)[2].partition("\n## ")[0]
+
+
+def functions() -> set[str]:
+    sources = (*(ROOT / "bpf").glob("*.[ch]"), *(ROOT / "pyebpf_proxy").rglob("*.py"))
+    found: set[str] = set()
+    for path in sources:
+        how = DEFINED_IN_PYTHON if path.suffix == ".py" else DEFINED_IN_C
+        found.update(how.findall(path.read_text()))
+    return found
+
+
+def test_every_function_that_the_packet_page_names_exists() -> None:
+    named = set(NAMED.findall((ROOT / "docs" / "data-plane.md").read_text()))
+    assert len(named) > 40
+    there = functions()
+    assert {"decide", "choose_lists", "tc_ethernet"} <= there
+    assert named - there == set()
+
+
+def test_every_row_of_the_packet_page_names_who_decides() -> None:
+    rows = [line for line in decisions().splitlines() if line.startswith("| ")]
+    deciders = [line.rstrip(" |").rpartition(" | ")[2] for line in rows]
+    headings = {"decided by", "where it is so"}
+    assert len(rows) > 30
+    assert [row for row, who in zip(rows, deciders, strict=True) if not NAMED.search(who) and who not in headings] == [
+        "| InterfaceNamePrefix | the same with the beginning of the name | the same |"
+    ]
