@@ -244,9 +244,7 @@ class KubeProxyConfiguration(Section):
     go_name = "KubeProxyConfiguration"
     feature_gates: Annotated[
         dict[str, bool],
-        _says(
-            "Checked as kube-proxy's; AllowServiceExternalIPs off: external IPs are not served. Most change nothing here."
-        ),
+        _says("Checked as kube-proxy's. AllowServiceExternalIPs off: no external IPs. Most do nothing here."),
     ] = {}
     client_connection: Annotated[ClientConnection, _says("Access to the API server.")] = ClientConnection()
     logging: Annotated[Logging, _says("The log.")] = Logging()
