@@ -22,6 +22,8 @@ class Flow(NamedTuple):
     count: int = 1
     #: Session affinity: which endpoint answers is a matter of chance, and then it is always that one.
     sticky: bool = False
+    #: The address that the client's socket is bound to, if any.
+    bound: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -95,6 +95,7 @@ class KubeProxy:
 
     def start(self, mode: str, scenario: Scenario) -> None:
         """Start it with the scenario's objects and wait until they are programmed."""
+        self._world.give(scenario.node_addresses())
         self.write(scenario.objects())
         self._launch(mode, scenario.config)
         self.wait_synced()
@@ -153,6 +154,7 @@ class KubeProxy:
                     self._namespace.run(tool, "-t", table, option, check=False)
         self._namespace.run("nft", "flush", "ruleset")
         self._namespace.run("conntrack", "-F", check=False)
+        self._world.give([])
 
     def _legacy_tools(self) -> Path:
         folder = self._folder / "tools"

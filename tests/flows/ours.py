@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.flows.flow import Flow
-from tests.flows.objects import service_cidr
+from tests.flows.objects import marker, service_cidr
 from tests.flows.scenarios import Scenario
 from tests.flows.world import World
 
@@ -15,6 +15,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "direct lane": ("auto", {}),
     "netfilter lane": ("netfilter", {}),
     "sockets of pods too": ("auto", {"socketLB": "all"}),
+    "fast path": ("auto", {"fastPath": True}),
     "no socket programs": ("auto", {"socketLB": "off"}),
 }
 
@@ -25,6 +26,7 @@ class Ours:
     def __init__(self, world: World, way: str) -> None:
         self._world = world
         self._lane, self._own = WAYS[way]
+        self._step = 0
 
     def serves(self, flow: Flow) -> bool:
         """Without the programs at sockets, what the node itself sends is not ours (docs/datapath-configuration.md)."""
@@ -32,6 +34,7 @@ class Ours:
 
     def start(self, mode: str, scenario: Scenario) -> None:
         """Start the agent with the scenario's objects and wait until they are programmed."""
+        self._world.give(scenario.node_addresses())
         self._world.lab.write("objects.yaml", [service_cidr(), *scenario.objects()])
         config = {"mode": mode, "clusterCIDR": "", **scenario.config}
         config[mode] = {"minSyncPeriod": "10ms"} | config.get(mode, {})
@@ -40,11 +43,13 @@ class Ours:
         agent.wait_synced()
 
     def write(self, scenario: Scenario) -> None:
-        """Other objects, and wait until they are programmed."""
-        lab = self._world.lab
-        written = lab.write("objects.yaml", [service_cidr(), *scenario.objects()])
-        if written:
-            self._world.node.agent.wait_synced(written)
+        """Other objects, and wait until they are programmed.
+
+        What changes nothing that is served brings no sync: the marker does, as with ``KubeProxy``.
+        """
+        self._step += 1
+        written = self._world.lab.write("objects.yaml", [service_cidr(), marker(self._step), *scenario.objects()])
+        self._world.node.agent.wait_synced(written)
 
     def stop(self) -> None:
         """End it and take everything away."""
@@ -53,4 +58,5 @@ class Ours:
             return
         agent.stop()
         agent.cleanup()
+        self._world.give([])
         self._world.node.namespace.run("conntrack", "-F", check=False)

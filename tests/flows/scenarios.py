@@ -50,6 +50,8 @@ class Scenario:
     modes: Sequence[str] = MODES
     #: What no service of these has: (in words, address), asked at port 80.
     strangers: Sequence[tuple[str, str]] = ()
+    #: Services whose VIPs the node has, on its loopback; it asks them once more, from the VIP itself.
+    node_has_vips_of: Sequence[str] = ()
 
     def objects(self) -> list[Object]:
         return [*nodes(), *(each for service in self.services for each in service.objects())]
@@ -61,6 +63,16 @@ class Scenario:
             for source in self.sources:
                 for protocol in ("tcp", "udp"):
                     yield Flow(source, what, address, 80, protocol)
+        for flow in (flow for service in self._theirs() for flow in service.flows(("node1",), ENOUGH)):
+            if " by VIP" in flow.what:
+                yield flow._replace(what=f"{flow.what}, from the VIP itself", bound=flow.address)
+
+    def _theirs(self) -> Iterator[Svc]:
+        return (service for service in self.services if service.name in self.node_has_vips_of)
+
+    def node_addresses(self) -> list[str]:
+        """What the node has on its loopback besides."""
+        return [service.vip.of(family) for service in self._theirs() for family in service.families]
 
 
 def _policies() -> list[Svc]:
@@ -264,6 +276,17 @@ def _strangers() -> list[tuple[str, str]]:
     return found
 
 
+def _vips_of_the_node() -> list[Svc]:
+    """A node that has a VIP may take it as source (§7)."""
+    return [
+        Svc("ours-only-node", 10, [READY], spec=_ranges(*NODE_CIDR)),
+        Svc("ours-only-client", 11, [READY], spec=_ranges(*CLIENT_CIDR)),
+        Svc("ours-everybody-local", 12, [READY], spec=_ranges("0.0.0.0/0", "::/0") | LOCAL),
+        Svc("ours-plain", 13, [READY]),
+        Svc("not-ours", 14, [READY], spec=_ranges(*NODE_CIDR)),
+    ]
+
+
 def _few() -> list[Svc]:
     """A few services that a configuration may treat otherwise."""
     return [
@@ -311,6 +334,8 @@ def _scenarios() -> list[Scenario]:
     plain = [Port(8000, "TCP", 8080, "web")]
     strange = [Svc("known", 10, [READY], plain), Svc("proxied", 12, [READY], plain, ip_mode="Proxy")]
     found.append(Scenario("addresses without an entry", strange, detector, strangers=_strangers()))
+    names = ("ours-only-node", "ours-only-client", "ours-everybody-local", "ours-plain")
+    found.append(Scenario("VIPs that the node has", _vips_of_the_node(), detector, node_has_vips_of=names))
     detectors = {"cluster CIDR": detector, "node CIDR": {"detectLocalMode": "NodeCIDR"}, "bridge": bridge}
     detectors["interface prefix"] = prefix
     for name, config in detectors.items():

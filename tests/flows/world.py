@@ -52,6 +52,7 @@ class World:
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         self._servers: list[Task[None]] = []
+        self._given: list[str] = []
 
     def close(self) -> None:
         """End the servers that are not the lab's."""
@@ -131,6 +132,15 @@ class World:
             return self.node.namespace
         return self.lab.pods[source].namespace
 
+    def give(self, addresses: Sequence[str]) -> None:
+        """Make these the node's own, on its loopback, instead of those given before."""
+        for verb, those in (("del", self._given), ("add", addresses)):
+            if those:
+                self.node.namespace.ip(
+                    *(f"addr {verb} {address}{'/128' if ':' in address else '/32'} dev lo" for address in those)
+                )
+        self._given = list(addresses)
+
     # ---- asking -----------------------------------------------------------------------------------------------
 
     def ask(self, flows: Sequence[Flow], patience: float = PATIENCE) -> list[Seen]:
@@ -189,6 +199,8 @@ class World:
         # A process of the node may get another of its addresses from its socket than from NAT: both are the node.
         if raw.peer in (*node.address, *node.gateway):
             source = "node"
+        elif raw.peer in self._given:
+            source = "the VIP"
         elif raw.peer == raw.own:
             source = "client"
         else:
