@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of remembered clients when a service changes (spec/service-semantics §4.1, §13)."""
+"""What is remembered of clients: kept with the service port, forgotten when affinity is off (service-semantics §13)."""
 
 from __future__ import annotations
 
-import sys
+import asyncio
 
 import pytest
-from service_plans import name_of, service
+from service_plans import in_pods, name_of, service, slot_backends
 
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.tables.writer import Writer
@@ -14,33 +14,104 @@ from pyebpf_proxy.services.model import ServicePort, ServicePortName
 
 pytestmark = pytest.mark.needs_bpf
 
+WEB, SHOP = name_of("web"), name_of("shop")
 
-def test_affinity_that_is_switched_off_is_forgotten(loaded: Loaded, writer: Writer) -> None:
-    """And nobody else's; another time-out forgets nothing."""
-    web, other = name_of("web"), name_of("other")
 
-    def sticky(name: ServicePortName, address: str, seconds: int) -> ServicePort:
-        return service(name, (address,), "10.0.0.1:8080", "10.0.0.2:8080", affinity_seconds=seconds)
+def plan(name: ServicePortName, seconds: int, *more: str) -> ServicePort:
+    address = "10.96.0.1" if name == WEB else "10.96.0.2"
+    return service(name, (address,), "10.0.0.1:80", "10.0.0.2:80", *more, affinity_seconds=seconds)
 
-    writer.apply({web: sticky(web, "10.96.0.1", 600), other: sticky(other, "10.96.0.2", 600)})
-    affinities, btf = loaded.maps["affinities"], loaded.tc.btf
-    for client in range(40):
-        for name in (web, other):
-            key = btf.struct("affinity_key").pack(service=writer.service_id(name), client=bytes([10, 1, 1, client]))
-            affinities.update(key, bytes(affinities.value_size))
 
-    def remembered() -> dict[int, int]:
-        found: dict[int, int] = {}
-        keys, _ = affinities.dump()
-        for at in range(0, len(keys), affinities.key_size):
-            number = int.from_bytes(keys[at : at + 4], sys.byteorder)
-            found[number] = found.get(number, 0) + 1
-        return found
+def bind(loaded: Loaded, writer: Writer, name: ServicePortName, clients: int) -> None:
+    """As the programs do: so many clients come, all to the first endpoint."""
+    table = loaded.maps["affinities"]
+    backend = slot_backends(loaded, writer, name)[0]
+    value = loaded.tc.btf.struct("affinity").pack(last_used=1, backend=backend)
+    pack = loaded.tc.btf.struct("affinity_key").pack
+    for client in range(clients):
+        table.update(pack(service=writer.service_id(name), client=client.to_bytes(4, "big") + bytes(12)), value)
 
-    ids = [writer.service_id(name) for name in (web, other)]
-    writer.apply({web: sticky(web, "10.96.0.1", 300)})
-    assert remembered() == dict.fromkeys(ids, 40)
-    writer.apply({web: sticky(web, "10.96.0.1", 0)})
-    assert remembered() == {ids[1]: 40}
-    writer.apply({web: sticky(web, "10.96.0.1", 600)})
-    assert remembered() == {ids[1]: 40}
+
+def bound(loaded: Loaded, writer: Writer, name: ServicePortName) -> int:
+    """How many clients the service port has."""
+    number = writer.service_id(name)
+    layout = loaded.tc.btf.struct("affinity_key")
+    return sum(layout.unpack(key)["service"] == number for key, _ in loaded.maps["affinities"].items())
+
+
+@pytest.fixture
+def busy(loaded: Loaded, writer: Writer) -> Writer:
+    """Two service ports with affinity, and their clients."""
+    writer.apply({name: plan(name, 100) for name in (WEB, SHOP)})
+    for name in (WEB, SHOP):
+        bind(loaded, writer, name, 10)
+    return writer
+
+
+def test_changes_of_the_service_keep_it(loaded: Loaded, busy: Writer) -> None:
+    busy.apply({WEB: plan(WEB, 100, "10.0.0.3:80")})
+    busy.apply({WEB: plan(WEB, 50)})
+    busy.collect()
+    assert bound(loaded, busy, WEB) == 10
+
+
+def test_off_forgets_it_and_only_it(loaded: Loaded, busy: Writer) -> None:
+    busy.apply({WEB: plan(WEB, 0)})
+    assert bound(loaded, busy, WEB) == 10, "a program may still be writing"
+    busy.collect()
+    assert (bound(loaded, busy, WEB), bound(loaded, busy, SHOP)) == (0, 10)
+
+
+def test_on_again_before_that_begins_with_nothing(loaded: Loaded, busy: Writer) -> None:
+    """And what is remembered from then on is not taken away by the clean-up that was due before."""
+    busy.apply({WEB: plan(WEB, 0)})
+    busy.apply({WEB: plan(WEB, 100)})
+    assert bound(loaded, busy, WEB) == 0
+    bind(loaded, busy, WEB, 3)
+    busy.collect()
+    assert (bound(loaded, busy, WEB), bound(loaded, busy, SHOP)) == (3, 10)
+
+
+def test_on_again_during_the_grace_period(loaded: Loaded, busy: Writer) -> None:
+    async def turn() -> None:
+        busy.apply({WEB: plan(WEB, 0)})
+        collecting = asyncio.create_task(busy.collect_async())
+        await asyncio.sleep(0)
+        busy.apply({WEB: plan(WEB, 100)})
+        bind(loaded, busy, WEB, 3)
+        await collecting
+
+    asyncio.run(turn())
+    assert bound(loaded, busy, WEB) == 3
+
+
+def test_it_is_forgotten_before_the_new_version_is_in_force(
+    loaded: Loaded, busy: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flipped = []
+    flip = Writer._flip
+
+    def look(writer: Writer, service_id: int, table: int) -> None:
+        flipped.append(bound(loaded, busy, WEB))
+        flip(writer, service_id, table)
+
+    monkeypatch.setattr(Writer, "_flip", look)
+    busy.apply({WEB: plan(WEB, 0)})
+    busy.apply({WEB: plan(WEB, 100)})
+    assert flipped == [10, 0]
+
+
+def test_killed_before_it_was_forgotten(loaded: Loaded, busy: Writer) -> None:
+    """The next start finds that it is off, and what is left."""
+    busy.apply({WEB: plan(WEB, 0)})
+    again = Writer(loaded, in_pods)
+    again.apply({name: plan(name, seconds) for name, seconds in ((WEB, 0), (SHOP, 100))})
+    again.collect()
+    assert (bound(loaded, again, WEB), bound(loaded, again, SHOP)) == (0, 10)
+
+
+def test_a_restart_keeps_the_rest(loaded: Loaded, busy: Writer) -> None:
+    again = Writer(loaded, in_pods)
+    again.apply({name: plan(name, 100) for name in (WEB, SHOP)})
+    again.collect()
+    assert (bound(loaded, again, WEB), bound(loaded, again, SHOP)) == (10, 10)

@@ -57,6 +57,7 @@ class _Adoption:
         self.ranges: dict[int, list[SourceRange]] = {}
         self.serving: dict[int, list[Endpoint]] = {}
         self.backends: dict[int, _Backend] = {}
+        self.bound: set[bytes] = set()  # ids of services that clients are bound to, packed
 
     def run(self) -> Repairs:
         names = self._names()
@@ -186,7 +187,9 @@ class _Adoption:
         # Ids that a client or a socket remembers must not come back as something else.
         remembered = max(self.backends, default=0)
         for name in ("affinities", "socket_flows"):
-            _, values = self.maps[name].dump()
+            keys, values = self.maps[name].dump()
+            if name == "affinities":
+                self.bound = {keys[at : at + 4] for at in range(0, len(keys), self.maps[name].key_size)}
             remembered = max(remembered, max((row[1] for row in self.layouts.affinity.iter_unpack(values)), default=0))
         mirror.backend_ids = Ids(BACKEND_IDS, self.backends, remembered + 1)
 
@@ -254,6 +257,8 @@ class _Adoption:
                 source_ranges=tuple(self.ranges.get(record.table, ())),
                 vip_source_allowed=bool(row[9]),
             )
+            if not row[4] and self.layouts.u32.pack(service) in self.bound:
+                self.garbage.affinities.append(service)
             # The flag and the ranges must agree, or the table lets through what it should not.
             record.dirty |= bool(row[8]) != bool(record.plan.source_ranges)
             self.mirror.records[names[service]] = record

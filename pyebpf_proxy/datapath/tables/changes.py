@@ -67,13 +67,15 @@ class Garbage:
     tables: list[int] = field(default_factory=list)
     services: list[int] = field(default_factory=list)
     slots: list[tuple[int, int]] = field(default_factory=list)
+    #: Service ports whose affinity was switched off: what is remembered of their clients.
+    affinities: list[int] = field(default_factory=list)
     # By family: keys one after the other; backends with the key of their service-0 endpoint entry.
     source_ranges: dict[Family, list[bytes]] = field(default_factory=lambda: {f: [] for f in Family})
     serving: dict[Family, list[bytes]] = field(default_factory=lambda: {f: [] for f in Family})
     backends: dict[Family, list[tuple[int, bytes]]] = field(default_factory=lambda: {f: [] for f in Family})
 
     def __bool__(self) -> bool:
-        lists = [self.tables, self.services, self.slots]
+        lists = [self.tables, self.services, self.slots, self.affinities]
         lists += [*self.source_ranges.values(), *self.serving.values(), *self.backends.values()]
         return any(lists)
 
@@ -82,6 +84,7 @@ class Garbage:
         self.tables += other.tables
         self.services += other.services
         self.slots += other.slots
+        self.affinities += other.affinities
         for family in Family:
             self.source_ranges[family] += other.source_ranges[family]
             self.serving[family] += other.serving[family]
@@ -129,3 +132,9 @@ class Change:
         self.gone: list[tuple[int, bytes]] = []
         self.netfilter: dict[int, tuple[bytes, int]] = {}
         self.failed: str | None = None
+
+    @property
+    def unbinds(self) -> bool:
+        """Whether session affinity ends with it."""
+        old, new = self.old, self.new
+        return old is not None and new is not None and old.plan.affinity_seconds > 0 == new.plan.affinity_seconds

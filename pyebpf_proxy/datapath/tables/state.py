@@ -80,6 +80,8 @@ class State:
             garbage.source_ranges[family] += self._range_keys(family, old)
         if new is None:
             garbage.services.append(old.id)
+        if change.unbinds:
+            garbage.affinities.append(old.id)
 
     def revert(self, change: Change, garbage: Garbage) -> None:
         """The change could not be written, or only in part. What there may be of it goes to ``garbage``."""

@@ -26,8 +26,8 @@ from pyebpf_proxy.datapath.connections.flows import Route
 from pyebpf_proxy.datapath.loader import grace
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.loader.programs import Loaded
-from pyebpf_proxy.datapath.tables import affinity
 from pyebpf_proxy.datapath.tables.adopt import adopt
+from pyebpf_proxy.datapath.tables.affinity import Memory
 from pyebpf_proxy.datapath.tables.changes import Change, Garbage, NoRoomError, Problem
 from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.datapath.tables.mirror import Mirror
@@ -86,6 +86,7 @@ class Writer:
             # The pod network may have changed while nobody looked.
             self._renew = dict(self._mirror.lanes_changed())
         self._garbage = repairs.garbage
+        self._memory = Memory(maps["affinities"], self._layouts, self._garbage.affinities)
         for name, keys in repairs.deletes.items():
             maps[name].delete_batch(keys)
         for number in repairs.dead_services:
@@ -232,10 +233,7 @@ class Writer:
 
     # ---- a round -------------------------------------------------------------------------------------------
 
-    def _round(
-        self,
-        todo: Mapping[ServicePortName, ServicePort | None],
-    ) -> list[ServicePortName]:
+    def _round(self, todo: Mapping[ServicePortName, ServicePort | None]) -> list[ServicePortName]:
         """One pass through all steps. The names that lacked room; ``problems`` and ``_pending`` are up to date."""
         changes, failed = self._plan(todo)
         for name in _BEFORE_FLIP:
@@ -252,6 +250,7 @@ class Writer:
         by_family = [(family, [c for c in done if c.name.family is family]) for family in Family]
         for family, concerned in by_family:
             self._delete_frontends([c for c in concerned if c.table_changed], family)
+        self._memory.changing(done)
         for change in done:
             if change.new is not None and change.table_changed:
                 self._flip(change.new.id, change.new.table)
@@ -260,7 +259,6 @@ class Writer:
         for family, concerned in by_family:
             self._delete_frontends([c for c in concerned if not c.table_changed], family)
             self._delete_serving(concerned, family)
-        affinity.forget(self._maps["affinities"], done)
         for change in done:
             if change.new is None and change.old is not None:
                 self._flip(change.old.id, 0)
@@ -420,6 +418,7 @@ class Writer:
     def _free(self, garbage: Garbage) -> None:
         u32 = self._layouts.u32.pack
         mirror = self._mirror
+        self._memory.forget(garbage.affinities)
         self._delete("tables", [u32(number) for number in garbage.tables])
         for family in Family:
             self._delete(f"source_ranges{family.value}", garbage.source_ranges[family])
