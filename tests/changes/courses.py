@@ -57,7 +57,7 @@ def _with(*endpoints: Endpoint, **changes: object) -> State:
 
 def _rolling() -> Iterator[Step]:
     yield Step("a new one is starting", _with(ONE, TWO, THREE, FOUR.starting()))
-    yield Step("it is ready", _with(TWO, THREE, FOUR))
+    yield Step("it is ready", _with(ONE, TWO, THREE, FOUR))
     yield Step("the first terminates and still serves", _with(ONE.ending(), TWO, THREE, FOUR))
     yield Step("the first is gone", _with(TWO, THREE, FOUR), ends="web-1")
     yield Step("it is back, another terminates", _with(ONE, TWO.ending(), THREE, FOUR))
@@ -71,7 +71,7 @@ def _vanishing() -> Iterator[Step]:
     yield Step("others come", _with(THREE, FOUR))
     yield Step("none is ready", _with(THREE.starting(), FOUR.starting()))
     yield Step("one is ready again", _with(THREE.starting(), FOUR))
-    yield Step("the slice is empty", _with())
+    yield Step("the slice is empty, and policies are Local", _with(external_local=True, internal_local=True))
 
 
 def _policies() -> Iterator[Step]:

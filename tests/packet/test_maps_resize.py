@@ -69,7 +69,9 @@ def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Pat
     loaded = start(pins, ROOM, bpf_objects)
     Writer(loaded, in_pods).apply(first_plan())
     expected = logical(loaded, complete=True)
-    loaded.maps["affinities"].update(client(1), affinity(loaded.tc.btf, 1, 77))
+    # Of a service that is no more: of one without affinity it would be forgotten.
+    gone = client(1, service=99)
+    loaded.maps["affinities"].update(gone, affinity(loaded.tc.btf, 1, 77))
     loaded.maps["reasons"].update(u32(3), bytes(range(1, 9)) * (len(loaded.maps["reasons"].lookup(u32(3)) or b"") // 8))
     counted = loaded.maps["reasons"].lookup(u32(3))
     adopted = Writer(loaded, in_pods)
@@ -85,7 +87,7 @@ def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Pat
         assert {name: loaded.maps[name].max_entries for name in sizes} == sizes
         assert {name: size for name, (_, size) in pinned(pins).items()}.items() >= sizes.items()
         assert logical(loaded, complete=True) == expected
-        assert loaded.maps["affinities"].lookup(client(1)) == affinity(loaded.tc.btf, 1, 77)
+        assert loaded.maps["affinities"].lookup(gone) == affinity(loaded.tc.btf, 1, 77)
         assert loaded.maps["reasons"].lookup(u32(3)) == counted
         writer = Writer(loaded, in_pods)
         assert (writer.service_id(web), slot_backends(loaded, writer, web)) == (number, backends)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Session affinity in both lanes and at the node's sockets: kept, for whom, how long (spec/service-semantics §4.1).
+
+Of one client only chance tells whether it stays; so several clients ask six services, and all of them are compared.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab_services import Kind, write_nodes
+from lab_tools import agent_lane
+
+from pyebpf_proxy.datapath.loader.libbpf import Map
+from pyebpf_proxy.lab.client import ask
+from pyebpf_proxy.lab.cluster import Lab, Pod
+from pyebpf_proxy.lab.namespace import Namespace
+from pyebpf_proxy.lab.rules import Destination
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+TIMEOUT = 600
+STICKY = {"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": TIMEOUT}}}
+KINDS = [Kind(f"sticky-{number}", number, **STICKY) for number in range(60, 66)]
+#: More addresses of the outside client.
+CLIENTS = {4: [f"198.51.100.{n}" for n in (71, 72, 73)], 6: [f"2001:db8:2::{n}" for n in (71, 72, 73)]}
+AFFINITY = struct.Struct("=QII")
+
+#: Who answers whom: (who asks, its address or nothing, the family, the service) → the pod.
+Bound = dict[tuple[str, str | None, int, str], str]
+
+
+@pytest.fixture(scope="module")
+def sticky(lane: str) -> Iterator[Lab]:
+    with Lab() as lab:
+        first, second = lab.nodes
+        pods = (lab.add_pod("web-1", first), lab.add_pod("web-2", second), lab.add_pod("web-3", first))
+        lab.add_pod("toolbox", first)
+        lab.client.ip(
+            *(f"addr add {address}/24 dev eth0" for address in CLIENTS[4]),
+            *(f"addr add {address}/64 dev eth0 nodad" for address in CLIENTS[6]),
+        )
+        write_nodes(lab)
+        rewrite(lab, pods)
+        first.agent.start(None, agent_lane(lane))
+        first.agent.wait_synced()
+        yield lab
+
+
+def rewrite(lab: Lab, pods: tuple[Pod, ...], affinity: bool = True) -> float:
+    """Write all services with these endpoints, in one file: the agent may be at work between two. When that was."""
+    for kind in KINDS:
+        kind.endpoints = pods
+        kind.spec = STICKY if affinity else {}
+    return lab.write("sticky.yaml", [each for kind in KINDS for each in kind.objects()])
+
+
+def everybody(lab: Lab) -> list[tuple[str, Namespace, dict[int, list[str | None]], Destination]]:
+    """Who asks, with which addresses, and which address of the services."""
+    own: dict[int, list[str | None]] = {4: [None], 6: [None]}
+    return [
+        ("client", lab.client, {family: [None, *addresses] for family, addresses in CLIENTS.items()}, "LoadBalancer"),
+        ("toolbox", lab.pods["toolbox"].namespace, own, "ClusterIP"),
+        ("node", lab.nodes[0].namespace, own, "ClusterIP"),
+    ]
+
+
+def bound(lab: Lab, kinds: list[Destination] | None = None, protocol: str = "tcp") -> Bound:
+    """Everybody asks every service; ``kinds``: by which addresses, in turn: it must be the same endpoint for all."""
+    found: Bound = {}
+    for who, namespace, addresses, usual in everybody(lab):
+        for family, sources in addresses.items():
+            for source in sources:
+                for kind in KINDS:
+                    for destination in kinds or [usual]:
+                        target = kind.target(destination, lab.nodes[0])
+                        where = target.address.of(family), target.ports[protocol]
+                        outcome = namespace.call(ask, *where, protocol, source=source)
+                        assert outcome.answer is not None, (who, family, kind.name, destination, outcome)
+                        key = (who, source, family, kind.name)
+                        pod = outcome.answer.pod
+                        assert found.setdefault(key, pod) == pod, (key, destination)
+    return found
+
+
+def test_one_endpoint_by_all_addresses_and_another_port_is_apart(sticky: Lab) -> None:
+    tcp = bound(sticky, ["LoadBalancer", "ExternalIP", "NodePort"])
+    assert set(tcp.values()) == {"web-1", "web-2", "web-3"}
+    udp = bound(sticky, ["LoadBalancer", "NodePort"], "udp")
+    assert udp.keys() == tcp.keys()
+    assert udp != tcp
+
+
+def test_killed_and_started_again(sticky: Lab, lane: str) -> None:
+    """Kept while no agent runs, by the one that comes, and although other objects have changed meanwhile."""
+    agent = sticky.nodes[0].agent
+    before = bound(sticky)
+    agent.kill()
+    assert bound(sticky) == before
+    rewrite(sticky, (*KINDS[0].endpoints, sticky.add_pod(f"late-{lane}", sticky.nodes[1])))
+    agent.start(None, agent_lane(lane))
+    agent.wait_synced()
+    assert bound(sticky) == before
+
+
+def test_lost_with_the_endpoint_and_only_with_it(sticky: Lab) -> None:
+    agent = sticky.nodes[0].agent
+    before = bound(sticky)
+    all_of_them = KINDS[0].endpoints
+    agent.wait_synced(rewrite(sticky, all_of_them[1:]))
+    agent.wait_synced(rewrite(sticky, all_of_them))
+    after = bound(sticky)
+    lost = {key for key, pod in before.items() if pod == all_of_them[0].name}
+    assert {key: pod for key, pod in after.items() if key not in lost} == {
+        key: pod for key, pod in before.items() if key not in lost
+    }
+    # Those who came to it could all have come back to it by chance: once in 3^so many times.
+    if len(lost) >= 8:
+        assert {after[key] for key in lost} != {all_of_them[0].name}
+
+
+def test_off_and_on_again_begins_anew(sticky: Lab) -> None:
+    agent = sticky.nodes[0].agent
+    before = bound(sticky)
+    agent.wait_synced(rewrite(sticky, KINDS[0].endpoints, affinity=False))
+    agent.wait_synced(rewrite(sticky, KINDS[0].endpoints))
+    after = bound(sticky)
+    assert after != before
+    assert bound(sticky) == after
+
+
+@pytest.mark.parametrize("who", ["client", "toolbox", "node"])
+def test_time_out_and_refresh(sticky: Lab, who: str, family: int) -> None:
+    """The newest connection counts: just within the time it is the same, and anew from there; beyond it, anybody."""
+    namespace, usual = next((n, usual) for name, n, _, usual in everybody(sticky) if name == who)
+    target = KINDS[0].target(usual, sticky.nodes[0])
+    where = target.address.of(family), target.ports["tcp"]
+    table = Map.open_pinned(Path(sticky.nodes[0].agent.pin("affinities")))
+    try:
+
+        def asked(seconds_ago: float) -> str:
+            """Who answers, if the newest connection of everybody was so long ago."""
+            then = time.clock_gettime_ns(time.CLOCK_MONOTONIC) - int(seconds_ago * 1e9)
+            for key, value in table.items():
+                _, backend, position = AFFINITY.unpack(value)
+                table.update(key, AFFINITY.pack(then, backend, position))
+            outcome = namespace.call(ask, *where)
+            assert outcome.answer is not None
+            newest = [AFFINITY.unpack(value)[0] for _, value in table.items()]
+            # Of this client alone, at the time of this connection.
+            assert sum(moment > then for moment in newest) == 1
+            return outcome.answer.pod
+
+        first = asked(0)
+        assert {asked(TIMEOUT - 60) for _ in range(12)} == {first}
+        assert len({asked(TIMEOUT + 1) for _ in range(40)}) > 1
+    finally:
+        table.close()
+
+
+@pytest.mark.parametrize("lane", ["direct"], indirect=True, scope="module")
+def test_maps_of_another_size(sticky: Lab) -> None:
+    """An agent that brings other maps takes over what those of before remember."""
+    agent = sticky.nodes[0].agent
+    before = bound(sticky)
+    agent.kill()
+    agent.start(own={"maps": {"affinities": 4096, "backends4": 4096}})
+    agent.wait_synced()
+    assert bound(sticky) == before
