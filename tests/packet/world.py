@@ -74,6 +74,7 @@ SIZES = dict.fromkeys(
     "socket_peers4": 64,
     "socket_peers6": 64,
     "socket_flows": 64,
+    "flows": int(os.environ.get("PEP_FLOW_CACHE") or 1024),
 }
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -154,10 +155,10 @@ class World:
     def _wipe(self) -> None:
         """Loading takes long (the verifier); tests share objects and begin with empty maps."""
         for name, of in self.object.maps.items():
-            if name in ("services", "slots", "node_port_hints", "turns"):
+            if name in ("services", "slots", "node_port_hints", "turns", "fast_path"):
                 keys = b"".join(_u32(i) for i in range(of.max_entries))
                 of.update_batch(keys, bytes(of.max_entries * of.value_size))
-            elif name == "reasons":
+            elif name in ("reasons", "flow_drafts"):
                 size = len(of.lookup(bytes(4)) or b"")
                 for number in range(of.max_entries):
                     of.update(_u32(number), bytes(size))
