@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long conversations in a lab: a server that says who asks, a client that asks until it is told to end."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import selectors
+import socket
+import time
+from typing import Any
+
+from pyebpf_proxy.lab.cluster import Pod
+from pyebpf_proxy.lab.namespace import Namespace, Task
+
+PORT = 7007
+_SIZE = 8
+
+
+def serve(pod: Pod) -> Task[None]:
+    """In this pod: what comes is answered with ``peer address, padded to the same length``. Ends with the lab."""
+    wait, ready = multiprocessing.Pipe(duplex=False)
+    task = pod.namespace.start(_serve, ready)
+    ready.close()
+    wait.recv()
+    wait.close()
+    return task
+
+
+def _serve(ready: Any) -> None:
+    selector = selectors.DefaultSelector()
+    listener = socket.create_server(("::", PORT), family=socket.AF_INET6, dualstack_ipv6=True)
+    datagrams = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+    datagrams.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    # Answers come from the address that was asked.
+    datagrams.bind(("::", PORT))
+    for sock in (listener, datagrams):
+        selector.register(sock, selectors.EVENT_READ)
+    ready.send("ready")
+    while True:
+        for key, _ in selector.select():
+            sock: Any = key.fileobj
+            with contextlib.suppress(OSError):
+                if sock is listener:
+                    made, _ = listener.accept()
+                    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    selector.register(made, selectors.EVENT_READ)
+                elif sock is datagrams:
+                    data, peer = datagrams.recvfrom(65536)
+                    datagrams.sendto(_answer(data, peer[0]), peer)
+                else:
+                    data = sock.recv(65536)
+                    if data:
+                        sock.sendall(_answer(data, sock.getpeername()[0]))
+                        continue
+                    selector.unregister(sock)
+                    sock.close()
+
+
+def _answer(data: bytes, peer: str) -> bytes:
+    text = data[:_SIZE] + peer.removeprefix("::ffff:").encode()
+    return text.ljust(len(data), b" ")[: len(data)]
+
+
+class Talk:
+    """A client in ``namespace``: one connection (or UDP socket), one question at a time, until :meth:`end`."""
+
+    def __init__(self, namespace: Namespace, address: str, protocol: str, port: int = PORT, size: int = 100) -> None:
+        context = multiprocessing.get_context("fork")
+        self._state = context.Array("d", [0.0, 0.0, 0.0])  # answers, time of the last one, whether to end
+        self._peer = context.Array("c", 64)
+        self._task = namespace.start(_talk, address, port, protocol, size, self._state, self._peer)
+
+    @property
+    def answers(self) -> int:
+        return int(self._state[0])
+
+    @property
+    def peer(self) -> str:
+        """Who the server believes to talk to."""
+        return bytes(self._peer.value).decode()
+
+    def wait(self, more: int = 20, deadline: float = 60.0) -> float:
+        """Until so many more answers have come: the seconds that the first took. AssertionError if none comes."""
+        before, begun = self.answers, time.monotonic()
+        first = 0.0
+        while self.answers < before + more:
+            assert time.monotonic() - begun < deadline, f"no further answers after {before}"
+            if not first and self.answers > before:
+                first = time.monotonic() - begun
+            time.sleep(0.002)
+        return first
+
+    def stands(self, seconds: float = 1.5, deadline: float = 60.0) -> bool:
+        """Whether no answer comes any more for so long, within the deadline."""
+        begun = time.monotonic()
+        while time.monotonic() - begun < deadline:
+            before = self.answers
+            time.sleep(seconds)
+            if self.answers == before:
+                return True
+        return False
+
+    def end(self) -> None:
+        self._task.stop()
+
+
+def _talk(address: str, port: int, protocol: str, size: int, state: Any, peer: Any) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
+    with socket.socket(family, kind) as sock:
+        if protocol == "tcp":
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:
+            sock.settimeout(0.1)
+        sock.connect((address, port))
+        number = 0
+        while True:
+            number += 1
+            sent = b"%07d " % (number % 10_000_000)
+            answer = _ask(sock, sent.ljust(size, b"."), protocol)
+            if answer is None:
+                continue
+            if answer[:_SIZE] != sent:
+                if protocol == "udp":
+                    continue  # that of a question that was given up
+                raise AssertionError(f"another answer: {answer!r} instead of {sent!r}")
+            peer.value = answer[_SIZE:].strip()[:63]
+            state[0] += 1
+            time.sleep(0.001)
+
+
+def _ask(sock: socket.socket, data: bytes, protocol: str) -> bytes | None:
+    try:
+        sock.sendall(data)
+        if protocol == "udp":
+            return sock.recv(65536)
+        answer = b""
+        while len(answer) < len(data):
+            more = sock.recv(65536)
+            if not more:
+                raise ConnectionResetError("the server has ended the connection")
+            answer += more
+        return answer
+    except (TimeoutError, ConnectionRefusedError):
+        if protocol == "tcp":
+            raise
+        return None
+    except OSError:
+        if protocol == "tcp":
+            raise
+        time.sleep(0.05)
+        return None

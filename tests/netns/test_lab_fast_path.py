@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fast path on real packets: what arrives is right, and goes on being right when the node changes under it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from lab_tools import Capture, reasons, wait_until
+from talk import PORT, Talk, serve
+
+from pyebpf_proxy.lab.addresses import Dual, cluster_ip
+from pyebpf_proxy.lab.cluster import Lab, Node, Pod
+from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from pyebpf_proxy.lab.namespace import Namespace
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+LIBERAL = "net.netfilter.nf_conntrack_tcp_be_liberal"
+ON = {"fastPath": True, "fastPathEntries": 4096}
+PORTS = [Port("tcp", PORT, PORT, "TCP", 30007), Port("udp", PORT, PORT, "UDP", 30007)]
+FAR, NEAR = cluster_ip(7), cluster_ip(8)
+Ask = Callable[..., Talk]
+
+
+@dataclass
+class World:
+    """Two nodes; ``client`` is a pod of the first, as ``near``; ``far`` is one of the second."""
+
+    lab: Lab
+    client: Pod
+    near: Pod
+    far: Pod
+
+    @property
+    def node(self) -> Node:
+        return self.lab.nodes[0]
+
+    def count(self, name: str) -> int:
+        return reasons(self.node)[name]
+
+    def fast(self, talk: Talk) -> None:
+        """The conversation goes on, and by the cache."""
+        before = self.count("flow_hit")
+        talk.wait()
+        wait_until(lambda: self.count("flow_hit") > before + 10, "packets sent by the cache", 60.0)
+
+
+def made(lab: Lab) -> World:
+    first, second = lab.nodes
+    world = World(
+        lab,
+        lab.add_pod("client-pod", first, serve=False),
+        lab.add_pod("near", first, serve=False),
+        lab.add_pod("far", second, serve=False),
+    )
+    for pod in (world.near, world.far):
+        serve(pod)
+    for name, address, pod in (("far", FAR, world.far), ("near", NEAR, world.near)):
+        ports = PORTS if name == "far" else [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
+        endpoints = [(pod.address, pod.node.name)]
+        lab.write(f"{name}.yaml", [service(name, ports, address), *slices(name, ports, endpoints)])
+    lab.write("nodes.yaml", [node(each.name, each.address, each.pod_cidr) for each in lab.nodes])
+    first.agent.start(own=ON)
+    first.agent.wait_synced()
+    return world
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[World]:
+    with Lab() as lab:
+        yield made(lab)
+
+
+@pytest.fixture(scope="module")
+def bridged() -> Iterator[World]:
+    with Lab(pod_network="bridge") as lab:
+        yield made(lab)
+
+
+@pytest.fixture
+def ask() -> Iterator[Ask]:
+    with contextlib.ExitStack() as stack:
+
+        def begin(namespace: Namespace, address: str, protocol: str = "tcp", port: int = PORT, size: int = 100) -> Talk:
+            talk = Talk(namespace, address, protocol, port, size)
+            stack.callback(talk.end)
+            talk.wait()
+            return talk
+
+        yield begin
+
+
+@pytest.fixture
+def far(shared: World, ask: Ask) -> Talk:
+    """A connection of the pod with the other node's pod, by the cache."""
+    talk = ask(shared.client.namespace, FAR.v4)
+    shared.fast(talk)
+    return talk
+
+
+# ---- what arrives is right ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", [FAR, NEAR], ids=["other node", "same node"])
+def test_pod_to_cluster_ip(shared: World, ask: Ask, address: Dual, family: int, protocol: str) -> None:
+    talk = ask(shared.client.namespace, address.of(family), protocol)
+    shared.fast(talk)
+    assert talk.peer == shared.client.address.of(family)
+
+
+def test_client_to_node_port(shared: World, ask: Ask, family: int, protocol: str) -> None:
+    talk = ask(shared.lab.client, shared.node.address.of(family), protocol, 30007)
+    shared.fast(talk)
+    assert talk.peer == shared.node.address.of(family), "masqueraded"
+
+
+@pytest.mark.parametrize("size", [1400, 40_000], ids=["whole packets", "a stream"])
+def test_much_in_one_question(shared: World, ask: Ask, size: int, family: int) -> None:
+    shared.fast(ask(shared.client.namespace, FAR.of(family), size=size))
+
+
+@pytest.mark.parametrize("address", [FAR, NEAR], ids=["other node", "same bridge"])
+def test_pods_on_a_bridge(bridged: World, ask: Ask, address: Dual, family: int, protocol: str) -> None:
+    talk = ask(bridged.client.namespace, address.of(family), protocol)
+    if address is FAR:
+        bridged.fast(talk)
+    talk.wait()
+    assert talk.peer == bridged.client.address.of(family)
+
+
+# ---- what changes under it ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_the_neighbours_entry_is_gone(shared: World, ask: Ask, protocol: str) -> None:
+    talk = ask(shared.client.namespace, FAR.v4, protocol)
+    shared.fast(talk)
+    shared.node.namespace.ip(f"neigh del {shared.lab.nodes[1].address.v4} dev eth0")
+    shared.fast(talk)
+
+
+def test_the_neighbour_has_another_link_address(shared: World, far: Talk) -> None:
+    other = shared.lab.nodes[1]
+    old = link_address(other)
+    other.namespace.ip("link set dev eth0 address 02:00:00:00:0e:02")
+    try:
+        # As a machine does that has taken an address over.
+        shared.node.namespace.ip(f"neigh replace {other.address.v4} lladdr 02:00:00:00:0e:02 dev eth0 nud reachable")
+        shared.fast(far)
+        stray = Capture(other.namespace, "eth0", lambda frame: frame[:6] == old, deadline=1.0)
+        far.wait()
+        assert stray.frame() is None, "something still goes to the old link address"
+    finally:
+        other.namespace.ip(f"link set dev eth0 address {old.hex(':')}")
+        shared.node.namespace.ip(f"neigh replace {other.address.v4} lladdr {old.hex(':')} dev eth0 nud reachable")
+    shared.fast(far)
+
+
+def test_the_mtu_is_lowered(shared: World, ask: Ask) -> None:
+    talk = ask(shared.client.namespace, FAR.v4, size=20_000)
+    shared.fast(talk)
+    shared.node.namespace.ip("link set dev eth0 mtu 1300")
+    try:
+        shared.fast(talk)
+    finally:
+        shared.node.namespace.ip("link set dev eth0 mtu 1500")
+    shared.fast(talk)
+
+
+def test_the_route_moves_to_another_device(shared: World, far: Talk) -> None:
+    other, lan = shared.lab.nodes[1], shared.node.namespace
+    shared.lab.core.ip(
+        f"link add second type veth peer name eth1 netns {lan.name}",
+        "link set second master lan0",
+        "link set second up",
+    )
+    try:
+        lan.ip("link set eth1 up", "addr add 192.0.2.211/32 dev eth1")
+        lan.ip(f"route add {other.address.v4}/32 dev eth1", f"route replace {other.pod_cidr.v4} via {other.address.v4}")
+        arrives = Capture(lan, "eth1", lambda frame: frame[12:14] == b"\x08\x00", deadline=60.0)
+        far.wait()
+        assert arrives.frame() is not None, "nothing leaves by the new way"
+        far.wait()
+    finally:
+        lan.ip(f"route del {other.address.v4}/32 dev eth1")
+        shared.lab.core.ip("link del second")
+    lan.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
+    shared.fast(far)
+
+
+def test_a_device_is_deleted(shared: World, ask: Ask, far: Talk) -> None:
+    gone = shared.lab.add_pod(f"gone-{len(shared.lab.pods)}", shared.node, serve=False)
+    serve(gone)
+    ports = [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
+    objects = [service("gone", ports, cluster_ip(9)), *slices("gone", ports, [(gone.address, gone.node.name)])]
+    moment = shared.lab.write("gone.yaml", objects)
+    shared.node.agent.wait_synced(moment)
+    talk = ask(shared.client.namespace, cluster_ip(9).v4, "udp")
+    shared.fast(talk)
+    shared.node.namespace.ip(f"link del {gone.device}")
+    assert talk.stands()
+    before = shared.count("drop_rewrite_failed")
+    shared.fast(far)
+    assert shared.count("drop_rewrite_failed") == before
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_conntracks_entry_is_deleted(shared: World, ask: Ask, protocol: str) -> None:
+    talk = ask(shared.client.namespace, FAR.v4, protocol)
+    shared.fast(talk)
+    before = shared.count("flow_forgotten")
+    shared.node.namespace.run("conntrack", "-D", "-p", protocol, "--orig-dst", FAR.v4)
+    if protocol == "udp":
+        shared.fast(talk)
+    else:
+        # As without the fast path: no connection any more that anybody translates.
+        assert talk.stands()
+        wait_until(lambda: shared.count("flow_forgotten") > before, "the entry is taken out of the cache", 60.0)
+
+
+def test_policy_routing_closes_it_and_opens_it_again(shared: World, far: Talk) -> None:
+    before = shared.count("stack_policy_routed")
+    shared.node.namespace.ip("rule add fwmark 0x77 lookup main")
+    try:
+        wait_until(lambda: shared.count("stack_policy_routed") > before, "closed for policy routing", 60.0)
+        far.wait()
+    finally:
+        shared.node.namespace.ip("rule del fwmark 0x77 lookup main")
+    shared.fast(far)
+
+
+def test_ipsec_closes_it(shared: World, far: Talk) -> None:
+    policy = "xfrm policy {} src 198.18.0.0/15 dst 198.18.0.0/15 dir fwd"
+    try:
+        shared.node.namespace.ip(policy.format("add"))
+    except Exception as error:
+        pytest.skip(f"this kernel has no IPsec: {error}")
+    before = shared.count("stack_ipsec")
+    try:
+        wait_until(lambda: shared.count("stack_ipsec") > before, "closed for IPsec", 60.0)
+        far.wait()
+    finally:
+        shared.node.namespace.ip(policy.format("del"))
+    shared.fast(far)
+
+
+# ---- the agent ------------------------------------------------------------------------------------------------
+
+
+KEEP = """table ip keep { chain c { type nat hook prerouting priority 0;
+ ip daddr 203.0.113.250 tcp dport 1 dnat to 203.0.113.251; }; }"""
+
+
+def test_the_agent_comes_and_goes(shared: World, far: Talk) -> None:
+    """One connection through it all; few starts, since each takes seconds."""
+    agent, namespace = shared.node.agent, shared.node.namespace
+
+    before = shared.count("stack_no_agent")
+    agent.kill()
+    wait_until(lambda: shared.count("stack_no_agent") > before, "nobody watches: the kernel's way", 60.0)
+    far.wait()
+
+    before = shared.count("stack_device")
+    agent.start(own={**ON, "fastPathExcludedDevices": ["eth0"]})
+    agent.wait_synced()
+    wait_until(lambda: shared.count("stack_device") > before, "to the kernel, for the device's sake", 60.0)
+    far.wait()
+    assert value(namespace) == "1"
+    assert "invalid" in namespace.run("nft", "list", "ruleset"), "that it is liberal is our own doing"
+    agent.stop()
+
+    agent.start(own=ON)
+    agent.wait_synced()
+    shared.fast(far)
+    agent.stop()
+
+    # Turned off, conntrack is strict again, and what it calls invalid is dropped.
+    agent.start(own={"fastPath": False})
+    agent.wait_synced()
+    assert value(namespace) == "0"
+    assert "invalid" in namespace.run("nft", "list", "ruleset")
+    hits = shared.count("flow_hit")
+    far.wait(100)
+    assert shared.count("flow_hit") == hits
+    agent.stop()
+
+    agent.start(own=ON)
+    agent.wait_synced()
+    shared.fast(far)
+    # Somebody else's NAT, as every node has it: without any the kernel translates nothing any more.
+    namespace.run("nft", "-f", "-", stdin=KEEP)
+    agent.stop()
+    agent.cleanup()
+    assert value(namespace) == "0"
+    far.wait(100)
+
+
+def value(namespace: Namespace) -> str:
+    return namespace.run("sysctl", "-n", LIBERAL).strip()
+
+
+def link_address(of: Node) -> bytes:
+    return bytes.fromhex(of.namespace.run("cat", "/sys/class/net/eth0/address").strip().replace(":", ""))
