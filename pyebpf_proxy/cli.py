@@ -152,6 +152,7 @@ def _outside(settings: Effective) -> Outside:
 
         metrics = ClientMetrics()
         source = api_server(settings.api, settings.node_name, metrics, service_cidrs=settings.nft_mode)
+        source.start()  # the slow imports are still to come
         return Outside(source, source.events, metrics.families)
     from pyebpf_proxy.kube.manifests import ManifestSource
     from pyebpf_proxy.log import Logger

@@ -204,10 +204,14 @@ class Following:
         self.lines: list[str] = []
         #: Seconds that whoever takes a batch is busy with it.
         self.busy = 0.0
-        self._node = node
+        self._source = ApiSource(self.client, node)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._handler = _Lines(self.lines)
+
+    def begin(self) -> None:
+        """Read, though nobody takes anything yet."""
+        self._source.start()
 
     def __enter__(self) -> Following:
         logger = logging.getLogger("pyebpf_proxy")
@@ -255,10 +259,9 @@ class Following:
 
     def _run(self) -> None:
         async def main() -> None:
-            source = ApiSource(self.client, self._node)
             self._task = asyncio.current_task()
             with contextlib.suppress(asyncio.CancelledError):
-                await source.run(self._take)
+                await self._source.run(self._take)
 
         self._loop.run_until_complete(main())
         self._loop.close()

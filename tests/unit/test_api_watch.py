@@ -14,7 +14,7 @@ from pyebpf_proxy.kube.api.access import Access
 from pyebpf_proxy.kube.api.follower import PART
 from pyebpf_proxy.kube.api.source import MOST_WAITING
 
-from .scripted_api import QUICK, Exchange, Following, ScriptedApi, following, node, service
+from .scripted_api import QUICK, Exchange, Following, ScriptedApi, following, node, service, wait_until
 
 
 @pytest.fixture
@@ -72,6 +72,17 @@ def test_the_first_list_goes_on_in_parts(api: ScriptedApi) -> None:
     with following(api) as source:
         source.until(lambda: len(source.names("Service")) == 1000)
         assert not source.complete
+
+
+def test_what_is_read_before_anybody_takes_it_waits(api: ScriptedApi) -> None:
+    source = Following(Access(api.url))
+    source.begin()
+    wait_until(lambda: len(api.asked("services")) == len(api.asked("endpointslices")) == len(api.asked("nodes")) == 1)
+    assert not source.batches
+    with source:
+        source.until(lambda: source.complete and source.names("Node") == {"node1"})
+    # The same requests, not new ones.
+    assert len(api.asked("services")) == 1
 
 
 def test_the_first_list_is_read_no_faster_than_it_is_taken(api: ScriptedApi) -> None:

@@ -48,22 +48,30 @@ class ApiSource:
         self._wake = asyncio.Event()
         #: Where Events go. What is recorded before ``run`` waits for it.
         self.events = EventRecorder(client)
-        self._loop: asyncio.AbstractEventLoop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._followers: list[Follower] = []
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin to read; what comes waits for ``run``. So the API server makes its lists while others still start."""
+        log = Log(self._client.access.host, _log.error, _log.info)
+        self._followers = [Follower(self._client, resource, self._take, log) for resource in self._resources]
+        self._threads = [
+            threading.Thread(target=follower.run, name=f"api-{resource.name}", daemon=True)
+            for follower, resource in zip(self._followers, self._resources, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     async def run(self, deliver: Callable[[Batch], None]) -> None:
         """Deliver everything, then every change, until cancelled."""
-        self._loop = asyncio.get_running_loop()
-        log = Log(self._client.access.host, _log.error, _log.info)
-        followers = [Follower(self._client, resource, self._take, log) for resource in self._resources]
-        threads = [
-            threading.Thread(target=follower.run, name=f"api-{resource.name}", daemon=True)
-            for follower, resource in zip(followers, self._resources, strict=True)
-        ]
+        if not self._threads:
+            self.start()
         _log.info("following the API server", server=self._client.access.host, node=self._node_name)
-        for thread in threads:
-            thread.start()
+        self._loop = asyncio.get_running_loop()
+        self._wake.set()  # for what has come before
         self.events.start()
-        look = asyncio.create_task(self._look(followers), name="look")
+        look = asyncio.create_task(self._look(self._followers), name="look")
         try:
             await self._forward(deliver)
         finally:
@@ -73,7 +81,7 @@ class ApiSource:
                 self._taken.notify_all()
             self.events.stop()
             # A thread may be in a place that cannot be interrupted (resolving a name): it is a daemon.
-            await asyncio.gather(*(asyncio.to_thread(thread.join, 0.5) for thread in threads))
+            await asyncio.gather(*(asyncio.to_thread(thread.join, 0.5) for thread in self._threads))
 
     async def _forward(self, deliver: Callable[[Batch], None]) -> None:
         while True:
@@ -106,6 +114,8 @@ class ApiSource:
                 self._unlisted.discard(resource.name)
                 if resource.kind == "Node" and self._node_listed is None:
                     self._node_listed = time.monotonic()
+        if self._loop is None:
+            return  # ``run`` will look
         try:
             self._loop.call_soon_threadsafe(self._wake.set)
         except RuntimeError:
