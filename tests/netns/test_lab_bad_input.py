@@ -277,18 +277,32 @@ def test_300_ports_of_one_service(bad: Lab, family: int) -> None:
     wait_until(lambda: bad.client.call(ask, address, port_number).kind == REFUSED, "the ports are gone", 60)
 
 
+def crowd(lab: Lab, family: int) -> list[Object]:
+    """5 000 addresses that web-1 answers at, and slices of them."""
+    pod, network = lab.pods["web-1"], MANY_NETWORK[family]
+    lab.nodes[0].namespace.ip(f"route add {network} via {pod.address.of(family)} dev {pod.device}")
+    pod.namespace.ip(f"route add local {network} dev lo")
+    addresses = many_addresses(family)
+    return [a_slice("many", family, addresses[i : i + 100], [port()], part=i // 100) for i in range(0, MANY, 100)]
+
+
+def many_addresses(family: int) -> list[str]:
+    first = int(ip_address(MANY_NETWORK[family].partition("/")[0])) + 1
+    return [str(ip_address(first + i)) for i in range(MANY)]
+
+
+def disperse(lab: Lab, family: int) -> None:
+    network = MANY_NETWORK[family]
+    lab.nodes[0].namespace.ip(f"route del {network}")
+    lab.pods["web-1"].namespace.ip(f"route del local {network} dev lo")
+
+
 def test_5000_endpoints_of_one_service(bad: Lab, family: int) -> None:
     """In 50 slices, then with affinity, then with one endpoint again."""
-    (node,) = bad.nodes
-    pod = bad.pods["web-1"]
-    network = MANY_NETWORK[family]
-    first = int(ip_address(network.partition("/")[0])) + 1
-    inside = pod_cidr(1).of(family)
-    addresses = [str(ip_address(first + i)) for i in range(MANY)]
-    assert (family == 6) == (ip_address(addresses[0]) in ip_network(inside))
-    node.namespace.ip(f"route add {network} via {pod.address.of(family)} dev {pod.device}")
-    pod.namespace.ip(f"route add local {network} dev lo")
-    made = [a_slice("many", family, addresses[i : i + 100], [port()], part=i // 100) for i in range(0, MANY, 100)]
+    addresses = many_addresses(family)
+    # In one family they are pods' (direct lane), in the other they are not (netfilter lane).
+    assert (family == 6) == (ip_address(addresses[0]) in ip_network(pod_cidr(1).of(family)))
+    made = crowd(bad, family)
     target = vip(33).of(family)
     try:
         settle(bad, write(bad, "many", a_service("many", 33, [port()], vip=vip(33)), *made))
@@ -315,6 +329,5 @@ def test_5000_endpoints_of_one_service(bad: Lab, family: int) -> None:
         assert outcome.answer.local[0] == kept
     finally:
         (bad.manifests / "many.json").unlink()
-        node.namespace.ip(f"route del {network}")
-        pod.namespace.ip(f"route del local {network} dev lo")
+        disperse(bad, family)
     wait_until(lambda: bad.client.call(ask, target, 80, timeout=1).kind != ANSWERED, "the service is gone", 60)

@@ -13,6 +13,8 @@ import pytest
 from pyebpf_proxy.kube.api.access import Access
 from pyebpf_proxy.kube.api.follower import PART
 from pyebpf_proxy.kube.api.source import MOST_WAITING
+from pyebpf_proxy.servers.client_metrics import ClientMetrics
+from pyebpf_proxy.servers.numbers import Gauge
 
 from .scripted_api import QUICK, Exchange, Following, ScriptedApi, following, node, service, wait_until
 
@@ -338,6 +340,13 @@ BAD = {
 }
 
 
+def bad_objects(metrics: ClientMetrics) -> dict[str, tuple[float, float]]:
+    """Refused, and used in part, by kind."""
+    gauge = next(of for of in metrics.families if isinstance(of, Gauge) and of.name == "pyebpf_proxy_bad_objects")
+    kinds = ("Service", "EndpointSlice", "Node")
+    return {kind: (gauge.get(kind, "refused"), gauge.get(kind, "used_in_part")) for kind in kinds}
+
+
 @pytest.mark.parametrize("what", BAD)
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_bad_object_is_named_once_and_costs_no_other_anything(api: ScriptedApi, what: str, streams: bool) -> None:
@@ -346,11 +355,13 @@ def test_a_bad_object_is_named_once_and_costs_no_other_anything(api: ScriptedApi
     if not streams:
         api.script("services", refuse_streams)
     api.has("services", others[0], bad, others[1])
-    with following(api) as source:
+    metrics = ClientMetrics()
+    with following(api, observer=metrics) as source:
         source.until(lambda: source.complete)
         assert source.names("Service") == {"a", "z"}
         (line,) = source.said("error")
         assert f"Service default/bad: {message}" in line
+        assert bad_objects(metrics) == {"Service": (1, 0), "EndpointSlice": (0, 0), "Node": (0, 0)}
 
 
 def test_an_object_that_goes_bad_keeps_its_last_good_state(api: ScriptedApi) -> None:
@@ -362,8 +373,10 @@ def test_an_object_that_goes_bad_keeps_its_last_good_state(api: ScriptedApi) -> 
         exchange.hold()
 
     api.script("services", first)
-    with following(api) as source:
+    metrics = ClientMetrics()
+    with following(api, observer=metrics) as source:
         source.until(lambda: source.names("Service") and source.objects["Service", "a"].spec.cluster_ip == "10.96.0.9")
+        source.until(lambda: bad_objects(metrics).get("Service") == (0, 0))
         assert [change.object is None for change in source.changes if change.kind == "Service"] == [False, False]
         (line,) = source.said("error")
         assert "its last good state stays" in line
