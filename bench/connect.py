@@ -5,6 +5,8 @@ The same load tool in the same two pods, in turns, with the node in different st
 
 * ``none``: to the pod's address, the node without any proxy: no programs, no nftables table, no conntrack;
 * ``service``: to the ClusterIP, with the agent;
+* ``socket``: to the ClusterIP, with the agent and ``socketLB: all``: translated at connect, tracked, but not translated
+  again;
 * ``beside``: to the pod's address, with the agent: what flows pay that are none of its business;
 * ``conntrack``: to the pod's address, no proxy, but one rule that makes the kernel track connections, as every node
   of Kubernetes has;
@@ -34,6 +36,7 @@ ADDRESS = cluster_ip(10)
 WORDS = {
     "none": "to the pod, no proxy",
     "service": "through the ClusterIP",
+    "socket": "through the ClusterIP at the socket (socketLB: all)",
     "beside": "to the pod, with the proxy",
     "conntrack": "to the pod, no proxy, connections tracked",
     "nft": "through one nftables DNAT rule, no proxy",
@@ -81,10 +84,10 @@ class Pair:
         return outcome
 
     @contextmanager
-    def agent(self) -> Iterator[None]:
+    def agent(self, socket_lb: str = "node") -> Iterator[None]:
         """With the proxy; afterwards the node is as it was before."""
         agent = self._node.agent
-        agent.start()
+        agent.start(own={"socketLB": socket_lb})
         agent.wait_synced()
         try:
             yield
@@ -121,6 +124,9 @@ class Pair:
                 yield "beside", family, self.load(pod, TARGET, family)
         for family in families:
             yield "none", family, self.load(pod, TARGET, family)
+        with self.agent("all"):
+            for family in families * 2:
+                yield "socket", family, self.load(ADDRESS, PORT, family)
         self.forget_flows()
         with self.rules(_TRACKING):
             for family in families:
@@ -154,6 +160,7 @@ def run(quick: bool) -> Result:
     for family in families:
         rates = {state: [_mean(samples, n, state, family) for n in range(rounds)] for state in WORDS}
         pairs = [("service", "none"), ("service", "conntrack")]
+        pairs += [("socket", "none"), ("socket", "service"), ("socket", "beside")]
         pairs += [(state, "none") for state in ("beside", "conntrack", "nft")]
         for state, reference in pairs:
             ratio = summary([a / b for a, b in zip(rates[state], rates[reference], strict=True)])

@@ -5,10 +5,13 @@
 
 #include "common.h"
 
-/* IPv4 uses v4 alone; the other words are then zero. */
+/*
+ * IPv4 uses v4 alone; the other words are then zero.  The words are first: an empty
+ * initializer is for the first member, and what is beyond it would be undefined.
+ */
 union address {
-	__be32 v4;
 	__u32 words[4];
+	__be32 v4;
 	__u8 bytes[16];
 };
 

@@ -9,6 +9,9 @@
 /* The verifier wants constant offsets into these: each is read by an instruction of its own. */
 #define FIELD(x) (*(volatile typeof(x) *)&(x))
 
+#define SOL_SOCKET_ 1
+#define SO_MARK_ 36
+
 /* As CONTEXT_POINTER of packet.h: read twice, the compiler would keep its address. */
 static __always_inline __u32 protocol_of(struct bpf_sock_addr *ctx)
 {
@@ -77,10 +80,26 @@ static __always_inline int translate_for(struct bpf_sock_addr *ctx, struct packe
 	return translate(p, bpf_get_socket_cookie(ctx), datagram, b);
 }
 
+/*
+ * Our nft table masquerades packets with this bit, of the node's own processes too.  Of a connected socket
+ * the bit is looked at with the first packet of a flow; conntrack has the translation for all others.
+ */
+static __noinline int ask_for_masquerade(struct bpf_sock_addr *ctx)
+{
+	struct bpf_sock *sk = ctx->sk;
+	__u32 mark;
+
+	if (!sk)
+		return 0;
+	mark = FIELD(sk->mark) | settings.masquerade_mark;
+	return bpf_setsockopt(ctx, SOL_SOCKET_, SO_MARK_, &mark, sizeof(mark));
+}
+
 static __always_inline int outgoing4(struct bpf_sock_addr *ctx, bool datagram)
 {
 	struct packet p = {};
 	struct backend b = {};
+	int verdict;
 
 	if (!may_be_served(ctx))
 		return ALLOW;
@@ -88,8 +107,11 @@ static __always_inline int outgoing4(struct bpf_sock_addr *ctx, bool datagram)
 	p.destination.v4 = ctx->user_ip4;
 	p.destination_port = bpf_ntohs(ctx->user_port);
 	bound_source4(ctx, datagram, &p);
-	if (!translate_for(ctx, &p, datagram, &b))
+	verdict = translate_for(ctx, &p, datagram, &b);
+	if (verdict == REFUSE)
 		return REFUSE;
+	if (!datagram && verdict == ALLOW_MASQUERADED)
+		ask_for_masquerade(ctx);
 	if (b.id) {
 		ctx->user_ip4 = b.address.v4;
 		ctx->user_port = bpf_htons(b.port);
@@ -101,6 +123,7 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 {
 	struct packet p = {};
 	struct backend b = {};
+	int verdict;
 	bool mapped;
 
 	if (!may_be_served(ctx))
@@ -119,8 +142,11 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 		p.ipv6 = true;
 	}
 	bound_source6(ctx, datagram, &p);
-	if (!translate_for(ctx, &p, datagram, &b))
+	verdict = translate_for(ctx, &p, datagram, &b);
+	if (verdict == REFUSE)
 		return REFUSE;
+	if (!datagram && verdict == ALLOW_MASQUERADED)
+		ask_for_masquerade(ctx);
 	if (!b.id)
 		return ALLOW;
 	if (mapped) {

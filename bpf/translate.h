@@ -11,6 +11,7 @@
 #include "pod_sockets.h"
 
 #define ALLOW 1
+#define ALLOW_MASQUERADED 2	/* never told to the kernel */
 #define REFUSE 0
 #define EPERM_ 1
 #define ECONNREFUSED_ 111
@@ -143,8 +144,9 @@ static __noinline int settle(const struct packet *p, const struct socket_flow_ke
 }
 
 /*
- * A process of the node.  ALLOW or REFUSE; `b->id` is set if the destination has
- * to be rewritten.  `datagram`: a single message of an unconnected socket.
+ * A process of the node.  REFUSE, ALLOW, or ALLOW_MASQUERADED: the address that the
+ * socket is bound to must not be seen.  `b->id` is set if the destination has to be
+ * rewritten.  `datagram`: a single message of an unconnected socket.
  */
 static __noinline int translate(struct packet *p, __u64 cookie, bool datagram, struct backend *b)
 {
@@ -154,6 +156,7 @@ static __noinline int translate(struct packet *p, __u64 cookie, bool datagram, s
 	struct frontend f = {};
 	struct table *table;
 	__u32 table_id;
+	bool bound;
 
 	if (!p || !b)
 		return ALLOW;
@@ -165,7 +168,8 @@ static __noinline int translate(struct packet *p, __u64 cookie, bool datagram, s
 	table = table_in_force(f.service, &table_id);
 	if (!table)
 		return ALLOW;
-	if (!is_specified(&p->source))
+	bound = is_specified(&p->source);
+	if (!bound)
 		likely_source(p);
 	switch (decide(p, &f, table, table_id, 0, &e, &reason)) {
 	case VERDICT_SERVE:
@@ -179,7 +183,9 @@ static __noinline int translate(struct packet *p, __u64 cookie, bool datagram, s
 	key.kind = f.kind;
 	if (!find_backend(p, &e, &key, datagram, b))
 		return refuse(REJECT_NO_ENDPOINTS, p->protocol);
-	return settle(p, &key, datagram, b);
+	settle(p, &key, datagram, b);
+	/* What is bound to nothing gets the address that it would be masqueraded with. */
+	return bound && e.masquerade && !datagram ? ALLOW_MASQUERADED : ALLOW;
 }
 
 /* How a message of an unconnected socket goes on that began to talk to this service before. */

@@ -107,7 +107,6 @@ def tcp_options_kept(place: Place, own: str) -> list[Answer]:
     with opened(place, socket.SOCK_STREAM) as sock:
         for (at, option), value in wanted.items():
             sock.setsockopt(at, option, value)
-        sock.bind((own, 0))
         sock.connect(place)
         looks_connected(sock, place)
         found = {(at, option): sock.getsockopt(at, option) for at, option in wanted}

@@ -63,6 +63,47 @@ def test_tcp_is_connected_straight_to_the_endpoint(node_lab: Lab, family: int) -
         assert outcome.answer.peer == outcome.local
 
 
+def _bound(place: tuple[str, int], source: str, protocol: str) -> tuple[str, tuple[str, int], int]:
+    """From a bound and connected socket: whom the endpoint saw, our own name, and what became of the mark."""
+    kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
+    with socket.socket(family_of(place[0]), kind) as sock:
+        sock.settimeout(10)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, 0x55)
+        sock.bind((source, 0))
+        sock.connect(place)
+        assert sock.getpeername()[:2] == place
+        sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        text = sock.recv(65536)
+        answer = read_answer(text.partition(b"\r\n\r\n")[2] if protocol == "tcp" else text)
+        name = sock.getsockname()
+        return answer.peer[0], (name[0], name[1]), sock.getsockopt(socket.SOL_SOCKET, socket.SO_MARK)
+
+
+@pytest.mark.parametrize("place", ["external", "node port", "loopback"])
+def test_a_bound_source_is_masqueraded(node_lab: Lab, family: int, protocol: str, place: str) -> None:
+    """The endpoint sees the address of the way out, as of any other source (§5), whatever the socket is bound to."""
+    if place == "loopback" and family == 6:
+        return  # NodePorts are not served there
+    node = node_lab.nodes[0]
+    target = WEB.target("NodePort" if place != "external" else "LoadBalancer", node)
+    asked = (LOOPBACK if place == "loopback" else target.address).of(family), target.ports[protocol]
+    both = WEB.endpoints
+    try:
+        for endpoint in both:
+            WEB.endpoints = (endpoint,)
+            node_lab.wait_synced(write_services(node_lab, WEB))
+            for source in (node.address, node.gateway, LOOPBACK):
+                if source is LOOPBACK and family == 6:
+                    continue  # ::1 leaves a machine with nobody
+                seen, name, mark = node.namespace.call(_bound, asked, source.of(family), protocol)
+                assert seen == node.source_towards(endpoint).of(family), (source, endpoint.name)
+                assert name[0] == source.of(family)
+                assert mark & ~0x4000 == 0x55
+    finally:
+        WEB.endpoints = both
+        node_lab.wait_synced(write_services(node_lab, WEB))
+
+
 def test_getpeername_shows_the_service(node_lab: Lab, family: int, protocol: str) -> None:
     node = node_lab.nodes[0]
     for kind in ("ClusterIP", "LoadBalancer", "NodePort"):
