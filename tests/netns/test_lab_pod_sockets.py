@@ -63,7 +63,7 @@ def known(lab: Lab, pod: Pod, family: int) -> None:
         counted, _ = counted_while(lab, lambda: [pod.namespace.call(ask, *asked)])
         return counted == {"new_flow_socket": 1}
 
-    wait_until(by_socket, "sockets of the pod are translated")
+    wait_until(by_socket, "sockets of the pod are translated", 60)
 
 
 def counted_while(lab: Lab, act: Callable[[], list[Outcome]]) -> tuple[dict[str, int], list[Outcome]]:
@@ -233,6 +233,8 @@ def test_unconnected_udp_keeps_its_endpoint_however_it_began(pods_lab: Lab, fami
     target = WEB.target("ClusterIP", pods_lab.nodes[0])
     asked = target.address.of(family), 53
     fresh = pods_lab.add_pod(f"fresh-{family}", pods_lab.nodes[0], serve=False)
+    # Then tc is on its device, and knows it in the other family only.
+    known(pods_lab, fresh, 10 - family)
     before = reasons(pods_lab.nodes[0])
     # The first message of a pod that nobody knows goes by tc, and so does all that this socket has to say.
     for _ in range(6):
