@@ -30,6 +30,7 @@ from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.node_settings import LIBERAL
 from pyebpf_proxy.datapath.settings import conntrack_is_liberal, map_sizes, node_config, settings
 from pyebpf_proxy.datapath.tables import excluded_pods
+from pyebpf_proxy.datapath.tables.former import Former
 from pyebpf_proxy.datapath.tables.pod_network import PodNetwork
 from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.errors import DatapathError
@@ -171,8 +172,11 @@ class Datapath:
         nodes_maps = {name: loaded.maps[name] for name in MAPS}
         node = Node(directory, node_config(effective, facts), nodes_maps, loaded.tc.btf, _log.error)
         self._stack.callback(node.close)
+        former = Former(pins, loaded, writer)
+        former.take_over()
         # The maps are complete: what is attached from here on finds everything.
         self._attach(loaded, node, pins)
+        former.retire()
         return _Parts(loaded, table, node, writer, clusters, udp, udp_touched)
 
     def _attach(self, loaded: Loaded, node: Node, pins: Path) -> None:

@@ -37,6 +37,8 @@ class Record(NamedTuple):
     name: str = ""
     #: Packets that were sent once more (new connections), or rounds (long ones).
     count: int = 0
+    #: The client's own port: what to look for in a capture.
+    port: int = 0
 
 
 class Stall(NamedTuple):
@@ -108,7 +110,8 @@ def check(
             rule, text = problem
             when = _when(timeline, record.begun)
             took = f"{(record.ended - record.begun) * 1000:.1f} ms"
-            found.append(Violation(rule, f"{targets[record.target]}, {when}, took {took}: {text}"))
+            who = f"{targets[record.target]} from port {record.port}"
+            found.append(Violation(rule, f"{who}, {when}, took {took}: {text}"))
     return found + _unsteady(timeline, targets, known) + _unused(timeline, targets, known)
 
 

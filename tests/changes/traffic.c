@@ -54,7 +54,7 @@ struct record {
 	int32_t error;			/* errno; 0: answered, or still there */
 	uint32_t count;			/* load: retransmissions. hold: rounds */
 	char name[NAME];
-	uint32_t zero;
+	uint32_t port;			/* of our own */
 };
 
 struct target {
@@ -204,12 +204,22 @@ static uint32_t retransmissions(int fd)
 	return info.tcpi_total_retrans;
 }
 
+static uint16_t own_port(int fd)
+{
+	struct sockaddr_in6 name = {};		/* the port of both families is at the same place */
+	socklen_t length = sizeof(name);
+
+	getsockname(fd, (struct sockaddr *)&name, &length);
+	return ntohs(name.sin6_port);
+}
+
 static void end(int fd, int error, bool load)
 {
 	struct connection *c = &connections[fd];
 
 	c->record.ended = now();
 	c->record.error = error;
+	c->record.port = own_port(fd);
 	unlink_connection(c);
 	if (load) {
 		c->record.count = retransmissions(fd);

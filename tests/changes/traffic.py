@@ -108,12 +108,12 @@ class _Client(_Process):
         if status:
             raise RuntimeError(f"{self._process.args} ended with status {status}")
         records, stalls = [], []
-        for begun, ended, target, error, count, name, _ in _RECORD.iter_unpack(self._file.read_bytes()):
+        for begun, ended, target, error, count, name, port in _RECORD.iter_unpack(self._file.read_bytes()):
             if target == _STALL:
                 stalls.append(Stall(begun / 1e9, ended / 1e9))
             else:
                 text = name.rstrip(b"\0").decode()
-                records.append(Record(begun / 1e9, ended / 1e9, target, _ENDS[error], text, count))
+                records.append(Record(begun / 1e9, ended / 1e9, target, _ENDS[error], text, count, port))
         return records, stalls
 
 

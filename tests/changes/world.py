@@ -68,8 +68,11 @@ class World:
 
     # ---- making it ----------------------------------------------------------
 
-    def build(self, lane: str) -> None:
-        """Pods with their servers, the objects, the agent; then what the machine makes of connections without it."""
+    def build(self, lane: str, fast: bool = False) -> None:
+        """Pods with their servers, the objects, the agent; then what the machine makes of connections without it.
+
+        ``fast``: established flows take the fast path.
+        """
         lab = self.lab
         for pod, name in PODS.items():
             lab.add_pod(pod, lab.node(name), serve=False)
@@ -79,7 +82,7 @@ class World:
         self._allow_icmp()
         lab.write("steady.yaml", _objects("steady", STEADY, lab))
         self._write(BASE)
-        self.node.agent.start(None, lane)
+        self.node.agent.start(None, lane, own={"fastPath": True} if fast else None)
         self.node.agent.wait_synced()
         self.plain = self._plain_rate()
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything changes while thousands connect: each connection comes to what the rules of its moment allow.
 
-``CHANGES_ROUNDS`` repeats every course, ``CHANGES_SEED`` and ``CHANGES_STEPS`` choose the made-up one.
+``CHANGES_ROUNDS`` repeats every course, ``CHANGES_SEED`` and ``CHANGES_STEPS`` choose the made-up one,
+``CHANGES_FAST`` turns the fast path on.
 docs/changes-under-load.md says what is guaranteed, and how this shows it.
 """
 
@@ -31,7 +32,7 @@ def world(lane: str) -> Iterator[World]:
     with Lab() as lab:
         made = World(lab)
         try:
-            made.build(agent_lane(lane))
+            made.build(agent_lane(lane), fast=bool(os.environ.get("CHANGES_FAST")))
             yield made
         finally:
             made.close()

@@ -16,6 +16,7 @@ from lab_services import Kind, write_nodes
 from lab_tools import agent_lane
 
 from pyebpf_proxy.datapath.loader.libbpf import Map
+from pyebpf_proxy.datapath.node.cgroups import PROGRAMS
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.namespace import Namespace
@@ -171,3 +172,20 @@ def test_maps_of_another_size(sticky: Lab) -> None:
     agent.start(own={"maps": {"affinities": 4096, "backends4": 4096}})
     agent.wait_synced()
     assert bound(sticky) == before
+
+
+@pytest.mark.parametrize("lane", ["direct"], indirect=True, scope="module")
+def test_maps_of_another_layout(sticky: Lab) -> None:
+    """An agent of another version left its own: clients stay where they are, and nothing of it is left."""
+    node = sticky.nodes[0]
+    before = bound(sticky)
+    node.agent.kill()
+    pins = node.agent.pin("affinities").parents[1]
+    former = pins.with_name("v0")
+    pins.rename(former)
+    node.agent.start()
+    node.agent.wait_synced()
+    assert bound(sticky) == before
+    assert not former.exists()
+    assert sorted(path.name for path in pins.parent.iterdir()) == [pins.name]
+    assert sorted(path.name for path in (pins / "links").iterdir()) == sorted(PROGRAMS)

@@ -19,7 +19,7 @@ from pyebpf_proxy.config.datapath_model import Maps, Size
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
-from pyebpf_proxy.datapath.tables.resize import Resize, _merge
+from pyebpf_proxy.datapath.tables.resize import Resize, merge
 from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.errors import FatalError
 
@@ -168,7 +168,7 @@ def test_what_is_brought_over_to_a_full_map_is_let_go(bpf_objects: Path) -> None
         choices = opened.load().maps["choices"]
         for number in range(4):
             choices.update(u32(number), u32(1))
-        _merge([(u32(2), u32(7)), (u32(9), u32(7))], choices, with_time=False)
+        merge([(u32(2), u32(7)), (u32(9), u32(7))], choices, with_time=False)
         assert dict(choices.items()) == {u32(number): u32(1) for number in range(4)}
 
 

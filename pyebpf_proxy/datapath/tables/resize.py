@@ -100,7 +100,7 @@ class Resize:
                     rows = list(old.items())
                     if name == "affinities":
                         rows = _bound(rows, maps[name], maps, btf)
-                    _merge(rows, maps[name], name in _WITH_TIME)
+                    merge(rows, maps[name], name in _WITH_TIME)
 
 
 def _copy(old: Map, new: Map, all_old: Mapping[str, Map], btf: Btf) -> None:
@@ -170,7 +170,7 @@ def _bound(rows: list[tuple[bytes, bytes]], new: Map, maps: Mapping[str, Map], b
     ]
 
 
-def _merge(rows: list[tuple[bytes, bytes]], new: Map, with_time: bool) -> None:
+def merge(rows: list[tuple[bytes, bytes]], new: Map, with_time: bool) -> None:
     """Entries that ``new`` has not, or has from an earlier time."""
     present = dict(new.items())
     for key, value in rows:

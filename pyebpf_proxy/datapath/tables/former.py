@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maps of another layout, left by an agent of another version: what clients are bound to is taken over, then they go.
+
+Everything else is written anew from the objects. Numbers of service ports and endpoints are others in the new maps, so
+each client's is looked up by what it stood for. Maps whose keys or values have not the size of ours are of no use.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+from pyebpf_proxy.datapath.connections.flows import Route
+from pyebpf_proxy.datapath.loader.libbpf import Map
+from pyebpf_proxy.datapath.loader.programs import Loaded
+from pyebpf_proxy.datapath.node import cgroups
+from pyebpf_proxy.datapath.tables.layouts import Layouts
+from pyebpf_proxy.datapath.tables.resize import merge
+from pyebpf_proxy.datapath.tables.writer import Writer
+from pyebpf_proxy.services.model import Family, ServicePortName
+
+_READ = ("affinities", "service_names", "backends4", "backends6")
+
+
+class Former:
+    """All other layouts beside ``pins``. Raises BpfError if the kernel refuses what should always work."""
+
+    def __init__(self, pins: Path, loaded: Loaded, writer: Writer) -> None:
+        others = pins.parent.glob("v*") if pins.parent.is_dir() else ()
+        self.folders = sorted(path for path in others if path != pins and re.fullmatch(r"v\d+", path.name))
+        self._maps = loaded.maps
+        self._layouts = Layouts(loaded.tc.btf)
+        self._writer = writer
+
+    def take_over(self) -> int:
+        """Bind clients as they are bound there; how many. May be done again: the newest connection counts."""
+        return sum(self._take_over(folder / "maps") for folder in self.folders)
+
+    def retire(self) -> None:
+        """Our programs are in their places: bring over what was remembered meanwhile, and take the others away."""
+        self.take_over()
+        for folder in self.folders:
+            cgroups.detach(folder / "links")
+            for inner in [path for path in folder.iterdir() if path.is_dir()]:
+                for pin in inner.iterdir():
+                    pin.unlink(missing_ok=True)
+                inner.rmdir()
+            folder.rmdir()
+
+    def _take_over(self, pins: Path) -> int:
+        if not all((pins / name).exists() for name in _READ):
+            return 0
+        with ExitStack() as stack:
+            old = {name: Map.open_pinned(pins / name) for name in _READ}
+            for table in old.values():
+                stack.callback(table.close)
+            ours = {name: self._maps[name] for name in _READ}
+            if any((old[n].key_size, old[n].value_size) != (ours[n].key_size, ours[n].value_size) for n in _READ):
+                return 0
+            rows = self._translated(old)
+            merge(rows, ours["affinities"], with_time=True)
+            return len(rows)
+
+    def _translated(self, old: dict[str, Map]) -> list[tuple[bytes, bytes]]:
+        layouts = self._layouts
+        names: dict[bytes, ServicePortName] = {}
+        for key, value in old["service_names"].items():
+            names[key] = layouts.unpack_name(value)
+        endpoints = {
+            layouts.u32.unpack(key)[0]: layouts.backend[family].unpack(value)[:2]
+            for family in Family
+            for key, value in old[f"backends{family.value}"].items()
+        }
+        rows = []
+        for key, value in old["affinities"].items():
+            last_used, backend, _ = layouts.affinity.unpack(value)
+            name = names.get(key[:4])
+            if name is not None and backend in endpoints:
+                number = self._number(name, *endpoints[backend])
+                if number:
+                    service = layouts.u32.pack(self._writer.service_id(name))
+                    rows.append((service + key[4:], layouts.affinity.pack(last_used, number, 0)))
+        return rows
+
+    def _number(self, name: ServicePortName, address: bytes, port: int) -> int:
+        """What an endpoint of a service port has as its number now; 0: it is none."""
+        try:
+            plan = self._writer[name]
+        except KeyError:
+            return 0
+        if not plan.affinity_seconds or not plan.frontends:
+            return 0
+        asked = plan.frontends[0]
+        route = Route(name.protocol, asked.address, asked.port, address, port)
+        return next((number for _, number in self._writer.backends_of([route])), 0)
