@@ -187,8 +187,12 @@ def _defined(slices: list[list[End]]) -> list[list[End]]:
 
 
 def _valid(service: Svc) -> Svc:
-    """Without what the API server takes only from services of another kind."""
+    """Without what the API server takes only from services of another kind, and what cannot be compared."""
     left_out = set() if service.load_balancer else {"loadBalancerSourceRanges"}
     if not (service.load_balancer or service.external or any(port.node_port for port in service.ports)):
         left_out.add("externalTrafficPolicy")
-    return replace(service, spec={name: value for name, value in service.spec.items() if name not in left_out})
+    made = replace(service, spec={name: value for name, value in service.spec.items() if name not in left_out})
+    if "sessionAffinity" in made.spec:
+        # Which endpoint answers is not compared then, but its port is.
+        made.ports_of_slice = {}
+    return made
