@@ -15,7 +15,7 @@ from tests.flows import recordings
 from tests.flows.flow import Flow, Seen
 from tests.flows.kube_proxy import KubeProxy
 from tests.flows.scenarios import MODES, all_scenarios
-from tests.flows.world import World, new_world
+from tests.flows.world import LONG, World, new_world
 
 
 def ask_all(
@@ -31,7 +31,7 @@ def ask_all(
         proxy.start(mode, scenario)
         try:
             flows = list(scenario.flows())
-            yield scenario.name, list(zip(flows, world.ask(flows), strict=True))
+            yield scenario.name, list(zip(flows, world.ask(flows, LONG), strict=True))
         finally:
             proxy.stop()
 

@@ -32,6 +32,9 @@ SCTP = (3868, 3869)
 #: The first look: answers with nothing new in a row, and seconds until a request counts as dropped.
 FEW = 6
 BRIEF = 0.9
+#: Further looks at what differs: a machine that is throttled stands still for seconds.
+LONG = 12.0
+LOOKS = 2
 
 
 @contextlib.contextmanager
@@ -176,16 +179,19 @@ class World:
     def compare(self, flows: Sequence[Flow], theirs: Sequence[Seen], shown: set[str]) -> list[str]:
         """Send the flows; what differs from ``theirs`` and is not listed, in words. ``shown``: listed ones are added.
 
-        A short look first; what differs is asked once more, alone and at length: an answer may come too late on a busy
+        A short look first; what differs is asked again, alone and at length: an answer may come too late on a busy
         machine, and the second of two endpoints by chance.
         """
         ours = self.ask(briefly(flows), BRIEF)
-        doubtful = [
-            number for number in range(len(flows)) if difference(flows[number], theirs[number], ours[number]) is None
-        ]
-        again = self.ask([flows[number] for number in doubtful])
-        for number, seen in zip(doubtful, again, strict=True):
-            ours[number] = seen
+        for _ in range(LOOKS):
+            doubtful = [
+                number for number, flow in enumerate(flows) if difference(flow, theirs[number], ours[number]) is None
+            ]
+            if not doubtful:
+                break
+            again = self.ask([flows[number] for number in doubtful], LONG)
+            for number, seen in zip(doubtful, again, strict=True):
+                ours[number] = seen
         return unlisted(flows, theirs, ours, shown)
 
     def _in_words(self, raw: Raw, source_name: str) -> str:
