@@ -180,6 +180,24 @@ def _cluster(result: Result, figure: Figure) -> None:
         axes.minorticks_off()
 
 
+def _fast(result: Result, figure: Figure) -> None:
+    """Ratios to no proxy, by load and way: without and with the fast path."""
+    keys = [key.removesuffix(" none") for key in result.samples if key.endswith(" none")]
+    axes = figure.subplots()
+    for state, colour, shift in (("off", GREY, 0.17), ("on", ORANGE, -0.17)):
+        for place, key in enumerate(keys):
+            pairs = zip(result.samples[f"{key} {state}"], result.samples[f"{key} none"], strict=True)
+            ratios = [mine / theirs for mine, theirs in pairs]
+            label = f"fast path {state}" if not place else None
+            axes.barh(place + shift, statistics.median(ratios), height=0.32, color=colour, label=label)
+            axes.plot(ratios, [place + shift] * len(ratios), "|", color="black", markersize=5, alpha=0.5)
+    axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set_yticks(range(len(keys)), keys)
+    axes.set(xlabel="of what there is without any proxy", xlim=(0, None))
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=7)
+
+
 _DRAWERS: dict[str, Callable[[Result, Figure], None]] = {
     "plan": _plan,
     "write": _write,
@@ -187,6 +205,7 @@ _DRAWERS: dict[str, Callable[[Result, Figure], None]] = {
     "packet": _packet,
     "first": _first,
     "connect": _connect,
+    "fast": _fast,
     "cluster": _cluster,
 }
 
