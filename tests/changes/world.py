@@ -25,7 +25,7 @@ ICMP_RATE = 800
 LONG = 200
 LONG_PERIOD = 200  # milliseconds
 #: Connections of each source in one state: enough to tell who is never chosen.
-ENOUGH = 120
+ENOUGH = 80
 #: On a slow machine fewer will do after so many seconds: three for each target.
 FEW = 30
 SHORT = 0.25
