@@ -208,7 +208,7 @@ class World:
         elif raw.peer in self._given:
             source = "the VIP"
         elif raw.peer == raw.own:
-            source = "client"
+            source = "node" if source_name == node.name else "client"
         else:
             source = raw.peer
         return f"{raw.pod}:{raw.port} <- {source}"
