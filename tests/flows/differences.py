@@ -27,18 +27,11 @@ def _own_sctp(flow: Flow, theirs: Seen, ours: Seen) -> bool:
     return own and ours.outcomes in ((UNTOUCHED,), ("refused",), (DROPPED,))
 
 
-def _bound_source(flow: Flow, theirs: Seen, ours: Seen) -> bool:
-    """A socket of the node that is bound to a VIP keeps it; the same endpoints answer."""
-    same = tuple(outcome.replace("<- the VIP", "<- node") for outcome in ours.outcomes) == theirs.outcomes
-    return bool(flow.bound) and same
-
-
 #: Name of the entry → whether it explains the difference.
 DIFFERENCES: dict[str, Callable[[Flow, Seen, Seen], bool]] = {
     "datagrams to NodePorts of the node itself": _refused_not_silent,
     "NodePorts on loopback of a node in the range of pods": _served_from_loopback,
     "SCTP of the node itself": _own_sctp,
-    "addresses that sockets of the node are bound to": _bound_source,
 }
 
 
