@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from . import cluster_node
-from .connect import GOAL, WORDS
+from .connect import GOALS, WORDS
 from .measure import Result, Summary, summary
 
 BLUE, GREY, ORANGE = "#2a6f97", "#9aa5b1", "#d98324"
@@ -141,17 +141,19 @@ def _connect(result: Result, figure: Figure) -> None:
     runs = result.samples["runs"]
     families = sorted({run["family"] for run in runs})
     panels = figure.subplots(1, len(families), sharey=True, squeeze=False)[0]
-    order = ["none", "conntrack", "nft", "beside", "service"]
+    order = [state for state in WORDS if any(run["state"] == state for run in runs)]
+    ours, goal = ("service", "socket"), GOALS["service", "none"]
     for axes, family in zip(panels, families, strict=True):
         samples = {s: [r["per_second"] for r in runs if (r["state"], r["family"]) == (s, family)] for s in order}
         middle = [statistics.median(samples[state]) for state in order]
-        axes.barh(range(len(order)), middle, color=[GREY, GREY, GREY, BLUE, ORANGE])
+        axes.barh(range(len(order)), middle, color=[ORANGE if state in ours else GREY for state in order])
         for i, state in enumerate(order):
             axes.plot(samples[state], [i] * len(samples[state]), "|", color="black", markersize=6, alpha=0.5)
-        axes.axvline(GOAL * middle[0], color="black", linewidth=0.8, linestyle="--")
+        axes.axvline(goal * middle[0], color="black", linewidth=0.8, linestyle="--")
         axes.set(title=f"IPv{family}", xlabel="connections per second", xlim=(0, None), ylim=(len(order) - 0.4, -0.6))
         axes.set_yticks(range(len(order)), [WORDS[state] for state in order])
-    panels[0].annotate(f"dashed: {GOAL} of the first", (0.98, 0.01), xycoords="axes fraction", ha="right", fontsize=7)
+    note = f"dashed: {goal} of the first"
+    panels[0].annotate(note, (0.98, 0.01), xycoords="axes fraction", ha="right", fontsize=7)
 
 
 def _cluster(result: Result, figure: Figure) -> None:
