@@ -45,7 +45,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 def answers(port: int, host: str = "127.0.0.1") -> bool:
     try:
         socket.create_connection((host, port), timeout=5).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: its listener was closed just then
         return False
     return True
 
