@@ -9,7 +9,7 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import nftables
@@ -189,32 +189,31 @@ class Table:
 
     def _read_back(self) -> dict[int, Target]:
         found = {}
-        for name in MAPS:
-            try:
-                items = self._list(f"list map inet {self.name} {name}")
-            except NftError:
-                continue  # not there: ensure() will make it
-            for item in items:
-                for key, value in item.get("map", {}).get("elem", []):
-                    major, minor = (int(part, 16) for part in key.split(":"))
-                    address, port = value["concat"]
-                    id_ = (major << 16 | minor) & 0xFFFFFF
-                    found[id_] = Target(ipaddress.ip_address(address).packed, port)
+        for _, (key, value) in self._read_elements("map", MAPS):
+            major, minor = (int(part, 16) for part in key.split(":"))
+            address, port = value["concat"]
+            id_ = (major << 16 | minor) & 0xFFFFFF
+            found[id_] = Target(ipaddress.ip_address(address).packed, port)
         return found
 
     def _read_addresses(self) -> dict[str, set[Prefix]]:
         found: dict[str, set[Prefix]] = {base: set() for base in self._addresses}
-        for name in SETS:
+        for name, element in self._read_elements("set", SETS):
+            prefix = element["prefix"] if isinstance(element, dict) else {"addr": element, "len": None}
+            packed = ipaddress.ip_address(prefix["addr"]).packed
+            found[name[:-1]].add((packed, prefix["len"] if prefix["len"] is not None else 8 * len(packed)))
+        return found
+
+    def _read_elements(self, kind: str, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """The elements of our maps or sets, each with the name of its map or set."""
+        for name in names:
             try:
-                items = self._list(f"list set inet {self.name} {name}")
+                items = self._list(f"list {kind} inet {self.name} {name}")
             except NftError:
                 continue  # not there: ensure() will make it
             for item in items:
-                for element in item.get("set", {}).get("elem", []):
-                    prefix = element["prefix"] if isinstance(element, dict) else {"addr": element, "len": None}
-                    packed = ipaddress.ip_address(prefix["addr"]).packed
-                    found[name[:-1]].add((packed, prefix["len"] if prefix["len"] is not None else 8 * len(packed)))
-        return found
+                for element in item.get(kind, {}).get("elem", []):
+                    yield name, element
 
     def _list(self, command: str) -> list[dict[str, Any]]:
         self._nft.set_json_output(True)
