@@ -62,20 +62,27 @@ def slices(name: str, ports: Sequence[Port], endpoints: Iterable[tuple[Dual, str
     """The two EndpointSlices (one per family) of a service."""
     found = list(endpoints)
     return [
-        {
-            "apiVersion": "discovery.k8s.io/v1",
-            "kind": "EndpointSlice",
-            "metadata": {
-                "name": f"{name}-ipv{family}",
-                "namespace": "default",
-                "labels": {"kubernetes.io/service-name": name},
-            },
-            "addressType": f"IPv{family}",
-            "ports": [{"name": port.name, "port": port.target, "protocol": port.protocol} for port in ports],
-            "endpoints": [endpoint(address.of(family), node) for address, node in found],
-        }
+        endpoint_slice(name, family, ports, [endpoint(address.of(family), node) for address, node in found])
         for family in (4, 6)
     ]
+
+
+def endpoint_slice(
+    service: str, family: int, ports: Sequence[Port], endpoints: Sequence[Object], name: str = ""
+) -> Object:
+    """One EndpointSlice of a service; of several of a family each has its ``name``. ``endpoints``: as ``endpoint``."""
+    return {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {
+            "name": name or f"{service}-ipv{family}",
+            "namespace": "default",
+            "labels": {"kubernetes.io/service-name": service},
+        },
+        "addressType": f"IPv{family}",
+        "ports": [{"name": port.name, "port": port.target, "protocol": port.protocol} for port in ports],
+        "endpoints": list(endpoints),
+    }
 
 
 def node(name: str, address: Dual, pod_cidr: Dual, zone: str = "") -> Object:

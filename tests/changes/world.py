@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pyebpf_proxy.lab.addresses import SERVICE_CIDR, VIP_CIDR, Dual, cluster_ip, vip
 from pyebpf_proxy.lab.cluster import Lab
-from pyebpf_proxy.lab.manifests import Object, Port, node, service
+from pyebpf_proxy.lab.manifests import Object, Port, endpoint, endpoint_slice, node, service
 from pyebpf_proxy.lab.namespace import Namespace
 
 from .checker import GRACE, Record, Stall, Timeline, Violation, check, check_transfers
@@ -177,29 +177,18 @@ def _objects(name: str, state: State, lab: Lab) -> list[Object]:
         **affinity,
     )
     slices = [
-        {
-            "apiVersion": "discovery.k8s.io/v1",
-            "kind": "EndpointSlice",
-            "metadata": {
-                "name": f"{name}-ipv{family}",
-                "namespace": "default",
-                "labels": {"kubernetes.io/service-name": name},
-            },
-            "addressType": f"IPv{family}",
-            "ports": [{"name": "http", "port": state.target_port, "protocol": "TCP"}],
-            "endpoints": [_endpoint(each, lab.pods[each.pod].address, family) for each in state.endpoints],
-        }
+        endpoint_slice(
+            name, family, ports, [_endpoint(each, lab.pods[each.pod].address, family) for each in state.endpoints]
+        )
         for family in (4, 6)
     ]
     return [made, *slices] if state.exists else slices
 
 
 def _endpoint(each: Endpoint, address: Dual, family: int) -> Object:
-    return {
-        "addresses": [address.of(family)],
-        "nodeName": each.node,
-        "conditions": {"ready": each.ready, "serving": each.serving, "terminating": each.terminating},
-    } | ({"hints": {"forZones": [{"name": each.zone}]}} if each.zone else {})
+    conditions = {"ready": each.ready, "serving": each.serving, "terminating": each.terminating}
+    made = endpoint(address.of(family), each.node, **conditions)
+    return made | ({"hints": {"forZones": [{"name": each.zone}]}} if each.zone else {})
 
 
 class _Run:

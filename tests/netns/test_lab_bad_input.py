@@ -18,7 +18,7 @@ from lab_tools import wait_until
 from pyebpf_proxy.lab.addresses import CLIENT, Dual, cluster_ip, pod_cidr, vip
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, TIMED_OUT, ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab
-from pyebpf_proxy.lab.manifests import Object, Port, service
+from pyebpf_proxy.lab.manifests import Object, Port, endpoint, endpoint_slice, service
 from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.scenario import DROPPED_AFTER
 from pyebpf_proxy.lab.servers import Ports
@@ -41,18 +41,8 @@ def port(number: int = 80, node_port: int = 0, protocol: str = "TCP") -> Port:
 def a_slice(
     name: str, family: int, addresses: list[str], ports: list[Port], part: int = 0, node: str = "node1"
 ) -> Object:
-    return {
-        "apiVersion": "discovery.k8s.io/v1",
-        "kind": "EndpointSlice",
-        "metadata": {
-            "name": f"{name}-{family}-{part}",
-            "namespace": "default",
-            "labels": {"kubernetes.io/service-name": name},
-        },
-        "addressType": f"IPv{family}",
-        "ports": [{"name": each.name, "port": each.target, "protocol": each.protocol} for each in ports],
-        "endpoints": [{"addresses": [address], "nodeName": node} for address in addresses],
-    }
+    endpoints = [endpoint(address, node) for address in addresses]
+    return endpoint_slice(name, family, ports, endpoints, f"{name}-{family}-{part}")
 
 
 def a_service(name: str, number: int, ports: list[Port], created: str = "", **spec: Any) -> Object:
