@@ -46,6 +46,13 @@ def looks_connected(sock: socket.socket, place: Place) -> None:
     assert peer == place, f"getpeername says {peer}"
 
 
+def asked(sock: socket.socket, place: Place) -> Answer:
+    """The answer to a request over a connection that looks as if it went to ``place``."""
+    looks_connected(sock, place)
+    sock.sendall(REQUEST)
+    return read_http(sock)
+
+
 def _text(sender: Any) -> Place:
     return sender[0], sender[1]
 
@@ -82,9 +89,7 @@ def _error_of(call: Callable[..., Any], *args: Any) -> int | None:
 def tcp_connected(place: Place, own: str) -> list[Answer]:
     with opened(place, socket.SOCK_STREAM) as sock:
         sock.connect(place)
-        looks_connected(sock, place)
-        sock.sendall(REQUEST)
-        return [read_http(sock)]
+        return [asked(sock, place)]
 
 
 def tcp_bound(place: Place, own: str) -> list[Answer]:
@@ -94,9 +99,7 @@ def tcp_bound(place: Place, own: str) -> list[Answer]:
         name = _text(sock.getsockname())
         sock.connect(place)
         assert _text(sock.getsockname()) == name
-        looks_connected(sock, place)
-        sock.sendall(REQUEST)
-        return [read_http(sock)]
+        return [asked(sock, place)]
 
 
 def tcp_options_kept(place: Place, own: str) -> list[Answer]:
@@ -108,11 +111,9 @@ def tcp_options_kept(place: Place, own: str) -> list[Answer]:
         for (at, option), value in wanted.items():
             sock.setsockopt(at, option, value)
         sock.connect(place)
-        looks_connected(sock, place)
         found = {(at, option): sock.getsockopt(at, option) for at, option in wanted}
         assert found == wanted
-        sock.sendall(REQUEST)
-        return [read_http(sock)]
+        return [asked(sock, place)]
 
 
 def tcp_mapped(place: Place, own: str) -> list[Answer]:
@@ -120,9 +121,7 @@ def tcp_mapped(place: Place, own: str) -> list[Answer]:
     mapped = f"::ffff:{place[0]}", place[1]
     with opened(place, socket.SOCK_STREAM, socket.AF_INET6) as sock:
         sock.connect(mapped)
-        looks_connected(sock, mapped)
-        sock.sendall(REQUEST)
-        return [read_http(sock)]
+        return [asked(sock, mapped)]
 
 
 def tcp_fast_open(place: Place, own: str) -> list[Answer]:
@@ -152,10 +151,8 @@ def tcp_non_blocking(place: Place, own: str) -> list[Answer]:
         assert sock.connect_ex(place) in (0, errno.EINPROGRESS)
         assert select.select([], [sock], [], DEADLINE)[1]
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
-        looks_connected(sock, place)
         sock.settimeout(DEADLINE)
-        sock.sendall(REQUEST)
-        return [read_http(sock)]
+        return [asked(sock, place)]
 
 
 def tcp_reused(place: Place, own: str) -> list[Answer]:
@@ -164,9 +161,7 @@ def tcp_reused(place: Place, own: str) -> list[Answer]:
     with opened(place, socket.SOCK_STREAM) as sock:
         for _ in range(3):
             sock.connect(place)
-            looks_connected(sock, place)
-            sock.sendall(REQUEST)
-            answers.append(read_http(sock))
+            answers.append(asked(sock, place))
             _disconnect(sock)
             assert _error_of(sock.getpeername) == errno.ENOTCONN
     return answers
