@@ -89,6 +89,31 @@ def test_the_objects_were_not_built(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.needs_bpf
+@pytest.mark.parametrize(
+    ("name", "was", "said"),
+    [
+        # The same length: everything else of the object stays as it is.
+        ("tc.bpf.o", b"masquerade_all", "struct settings differs in masquerade_all, masquerade_xyz"),
+        ("sock.bpf.o", b"pod_sockets", "struct settings differs in pod_sockets, pod_sockxyz"),
+        ("tc.bpf.o", b"frontend4_key", "no struct frontend4_key"),
+    ],
+)
+def test_the_objects_are_of_other_sources(tmp_path: Path, bpf_objects: Path, name: str, was: bytes, said: str) -> None:
+    raw = (bpf_objects / name).read_bytes()
+    assert b"\0" + was + b"\0" in raw
+    other = tmp_path / name
+    other.write_bytes(raw.replace(b"\0" + was + b"\0", b"\0" + was[:-3] + b"xyz\0"))
+    result = run(
+        tmp_path,
+        hide=f"mount --bind {other} {PACKAGE}/bpf/{name}; mount -t bpf bpf /sys/fs/bpf",
+        after="nft list ruleset; find /sys/fs/bpf -name 'pyebpf*'",
+    )
+    assert re.fullmatch(rf".*/{re.escape(name)} was built from other sources \({said}\): run make build", error(result))
+    assert result.stdout == ""
+    assert not (tmp_path / "run").exists()
+
+
 def test_cleanup_needs_neither_libbpf_nor_the_objects(tmp_path: Path) -> None:
     hide = f"mount --bind /dev/null {file_of('libbpf.so.1')}; mount -t tmpfs none {PACKAGE}/bpf"
     result = run(tmp_path, hide=hide, arguments="--cleanup")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.services.model import Family, FrontendKind, Protocol, ServicePortName
@@ -48,13 +48,13 @@ def test_a_packer_leaves_out_what_is_not_named(btf: Btf) -> None:
 
 
 def test_names_that_are_not_there(btf: Btf) -> None:
-    with pytest.raises(KeyError, match="no struct nonsense"):
+    with pytest.raises(StaleObjectError, match="no struct nonsense"):
         btf.struct("nonsense")
-    with pytest.raises(KeyError, match="struct table has no field nonsense"):
+    with pytest.raises(StaleObjectError, match="struct table has no field nonsense"):
         btf.struct("table").packer("nonsense")
-    with pytest.raises(KeyError, match="no enum nonsense"):
+    with pytest.raises(StaleObjectError, match="no enum nonsense"):
         btf.enum("nonsense")
-    with pytest.raises(KeyError, match="no variable nonsense"):
+    with pytest.raises(StaleObjectError, match="no variable nonsense"):
         btf.variable(".rodata", "nonsense")
     with pytest.raises(ValueError, match="has 4 bytes, not 3"):
         btf.struct("endpoint").unpack(bytes(3))
@@ -74,7 +74,7 @@ def test_settings_fill_their_variable(btf: Btf) -> None:
 def test_not_btf() -> None:
     for raw in (b"", b"\x7fELF" + bytes(40)):
         with pytest.raises(ValueError, match="not BTF"):
-            Btf(raw)
+            Btf(raw, "nothing.bpf.o")
 
 
 def test_every_struct_is_as_bpftool_reads_it(btf: Btf, bpf_objects: Path) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from pyebpf_proxy.errors import FatalError
+
 _MAGIC = 0xEB9F
 _INT, _PTR, _ARRAY, _STRUCT, _UNION, _ENUM, _TYPEDEF = 1, 2, 3, 4, 5, 6, 8
 _VOLATILE, _CONST, _RESTRICT, _FUNC_PROTO, _VAR, _DATASEC = 9, 10, 11, 13, 14, 15
@@ -32,6 +34,13 @@ _TRAILING = {
     _ENUM64: (0, 12),
 }
 _CODES = {1: "b", 2: "h", 4: "i", 8: "q"}
+
+
+class StaleObjectError(FatalError):
+    """The object and this program do not fit: a name of one that the other lacks."""
+
+    def __init__(self, origin: str, what: str) -> None:
+        super().__init__(f"{origin} was built from other sources ({what}): run make build")
 
 
 class _Type(NamedTuple):
@@ -55,8 +64,9 @@ class Field(NamedTuple):
 class Layout:
     """One struct. Numbers are ints, byte arrays are bytes, in the machine's byte order."""
 
-    def __init__(self, name: str, size: int, fields: list[Field]) -> None:
+    def __init__(self, name: str, size: int, fields: list[Field], origin: str) -> None:
         self.name = name
+        self.origin = origin
         self.size = size
         self.fields = {field.name: field for field in fields}
 
@@ -89,13 +99,17 @@ class Layout:
         try:
             return self.fields[name]
         except KeyError:
-            raise KeyError(f"struct {self.name} has no field {name}") from None
+            raise StaleObjectError(self.origin, f"struct {self.name} has no field {name}") from None
 
 
 class Btf:
-    """The types of one object. Raises ValueError for what is not BTF, KeyError for names it does not have."""
+    """The types of one object. Raises ValueError for what is not BTF, StaleObjectError for names it does not have.
 
-    def __init__(self, raw: bytes) -> None:
+    ``origin``: the object's path, for that error.
+    """
+
+    def __init__(self, raw: bytes, origin: str) -> None:
+        self.origin = origin
         if len(raw) < 24 or struct.unpack_from("=H", raw)[0] != _MAGIC:
             raise ValueError(f"not BTF of a {sys.byteorder}-endian machine")
         _, _, _, header, type_at, type_size, string_at, string_size = struct.unpack_from("=HBBIIIII", raw)
@@ -124,7 +138,7 @@ class Btf:
         try:
             number = self._structs[name]
         except KeyError:
-            raise KeyError(f"no struct {name} in the object's BTF") from None
+            raise StaleObjectError(self.origin, f"no struct {name}") from None
         return self._layout(number)
 
     def _layout(self, number: int) -> Layout:
@@ -136,7 +150,7 @@ class Btf:
                 raise ValueError(f"struct {t.name}: {self._string(name)} is a bit field")
             size, code = self._code(kind)
             fields.append(Field(self._string(name), (offset & 0xFFFFFF if t.flag else offset) // 8, size, code))
-        return Layout(t.name, t.size, fields)
+        return Layout(t.name, t.size, fields, self.origin)
 
     def _resolve(self, number: int) -> int:
         while self._types[number].kind in _TRANSPARENT:
@@ -168,7 +182,7 @@ class Btf:
                     self._string(text): value
                     for text, value in struct.iter_unpack("=Ii", self._types_raw[t.at : t.at + 8 * t.vlen])
                 }
-        raise KeyError(f"no enum {name} in the object's BTF")
+        raise StaleObjectError(self.origin, f"no enum {name}")
 
     def variable(self, section: str, name: str) -> tuple[int, int]:
         """Offset and size of a global variable in its section (".rodata")."""
@@ -179,4 +193,4 @@ class Btf:
             for number, offset, size in struct.iter_unpack("=III", members):
                 if self._types[number].name == name:
                     return offset, size
-        raise KeyError(f"no variable {name} in {section}")
+        raise StaleObjectError(self.origin, f"no variable {name} in {section}")

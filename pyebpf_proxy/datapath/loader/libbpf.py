@@ -172,7 +172,7 @@ class Object:
         self.path = path
         size = ffi.new("uint32_t *")
         raw = self._lib.btf__raw_data(self._lib.bpf_object__btf(pointer), size)
-        self.btf = Btf(bytes(ffi.buffer(raw, size[0])))
+        self.btf = Btf(bytes(ffi.buffer(raw, size[0])), str(path))
         self.programs: dict[str, Program] = {p.name: p for p in map(Program, self._each("program"))}
         self._maps = {ffi.string(self._lib.bpf_map__name(m)).decode(): m for m in self._each("map")}
         self.maps: dict[str, Map] = {}

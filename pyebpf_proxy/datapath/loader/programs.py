@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from pyebpf_proxy.config.effective import Scheduler
+from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object
 from pyebpf_proxy.datapath.preflight import old_kernel, unreachable_modules
 from pyebpf_proxy.datapath.tables.resize import Resize
@@ -137,6 +138,7 @@ def load(
     ``pin_dir``: where the maps are pinned, and taken from if they are there already. ``sizes``: max_entries by map; a
     pinned map of another size is replaced by one with its entries (``resize``), FatalError if they do not fit.
     Raises BpfError if even the programs without conntrack are refused; then no new pin is left behind.
+    StaleObjectError if the objects were built from other sources.
     """
     resize: Resize | None = None
     if pin_dir is not None:
@@ -231,7 +233,12 @@ def _open(
 ) -> Object:
     # The constants follow from the layout in the object, so it is opened first.
     with Object.open(path) as unset:
-        packed = unset.btf.struct("settings").pack(**asdict(settings))
+        layout = unset.btf.struct("settings")
+        values = asdict(settings)
+        # What nobody sets would be zero, which some newer or older program takes for an answer.
+        if unknown := sorted(layout.fields.keys() ^ values.keys()):
+            raise StaleObjectError(str(path), f"struct settings differs in {', '.join(unknown)}")
+        packed = layout.pack(**values)
     return Object.open(
         path,
         pin_dir=pin_dir,
