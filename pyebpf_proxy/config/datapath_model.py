@@ -191,6 +191,10 @@ def _network(value: object) -> Network:
     return network
 
 
+_Devices = list[Annotated[str, AfterValidator(_device)]]
+_Networks = list[Annotated[Network, PlainValidator(_network)]]
+
+
 class DatapathConfiguration(_Section):
     """The whole document."""
 
@@ -232,7 +236,7 @@ class DatapathConfiguration(_Section):
         ),
     ] = "node"
     socket_lb_exclude: Annotated[
-        list[Annotated[Network, PlainValidator(_network)]],
+        _Networks,
         Field(
             alias="socketLBExclude",
             description="With socketLB: all, ranges of addresses of pods whose connections are left to the tc programs"
@@ -248,7 +252,7 @@ class DatapathConfiguration(_Section):
         ),
     ] = False
     fast_path_excluded_devices: Annotated[
-        list[Annotated[str, AfterValidator(_device)]],
+        _Devices,
         Field(
             description="Devices whose qdiscs, filters or rules must see every packet: nothing takes the fast path"
             " that comes in or goes out there."
@@ -263,12 +267,12 @@ class DatapathConfiguration(_Section):
         ),
     ] = None
     xdp_devices: Annotated[
-        list[Annotated[str, AfterValidator(_device)]],
+        _Devices,
         AfterValidator(_no_devices),
         Field(description="Not there yet: only an empty list can be had."),
     ] = []
     pod_network: Annotated[
-        list[Annotated[Network, PlainValidator(_network)]],
+        _Networks,
         Field(
             description="Ranges that count as the pod network beside clusterCIDR, or, without that, beside the Nodes'"
             " podCIDRs: flows to endpoints in them may take the direct lane."
