@@ -71,7 +71,7 @@ static __always_inline void bound_source6(struct bpf_sock_addr *ctx, bool datagr
 }
 
 /* Whose the socket is decides how far its service goes. */
-static __always_inline int translate_for(struct bpf_sock_addr *ctx, struct packet *p, bool datagram, struct backend *b)
+static __always_inline long translate_for(struct bpf_sock_addr *ctx, struct packet *p, bool datagram, struct backend *b)
 {
 	__u64 netns = bpf_get_netns_cookie(ctx);
 
@@ -99,7 +99,7 @@ static __always_inline int outgoing4(struct bpf_sock_addr *ctx, bool datagram)
 {
 	struct packet p = {};
 	struct backend b = {};
-	int verdict;
+	long verdict;
 
 	if (!may_be_served(ctx))
 		return ALLOW;
@@ -123,7 +123,7 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 {
 	struct packet p = {};
 	struct backend b = {};
-	int verdict;
+	long verdict;
 	bool mapped;
 
 	if (!may_be_served(ctx))

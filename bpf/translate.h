@@ -147,8 +147,9 @@ static __noinline int settle(const struct packet *p, const struct socket_flow_ke
  * A process of the node.  REFUSE, ALLOW, or ALLOW_MASQUERADED: the address that the
  * socket is bound to must not be seen.  `b->id` is set if the destination has to be
  * rewritten.  `datagram`: a single message of an unconnected socket.
+ * Not static, as translate_for_pod, and for the reason that choose_by_scheduler isn't.
  */
-static __noinline int translate(struct packet *p, __u64 cookie, bool datagram, struct backend *b)
+__noinline long translate(struct packet *p, __u64 cookie, bool datagram, struct backend *b)
 {
 	struct socket_flow_key key = { .cookie = cookie };
 	enum reason reason = REASON_UNSPECIFIED;
@@ -221,7 +222,7 @@ static __noinline int leave(const struct socket_flow_key *key, __u64 netns, bool
 }
 
 /* A pod. The same decisions as tc would make; what tc can do better, or refuse, is left to it. Never REFUSE. */
-static __noinline int translate_for_pod(struct packet *p, __u64 cookie, __u64 netns, bool datagram, struct backend *b)
+__noinline long translate_for_pod(struct packet *p, __u64 cookie, __u64 netns, bool datagram, struct backend *b)
 {
 	struct socket_flow_key key = { .cookie = cookie };
 	enum reason reason = REASON_UNSPECIFIED;

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much the verifier has to read at a start: it is most of what loading takes, and grows unseen."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.datapath.loader import _libbpf
+from pyebpf_proxy.datapath.loader.libbpf import Program
+from pyebpf_proxy.datapath.loader.programs import SCHEDULERS, Settings, load
+
+#: Instructions, of one program of sockets. 6 000 to 15 000 on Linux 6.18; 77 000 to 406 000 when a change undid that.
+MOST = 30_000
+#: Where struct bpf_prog_info has verified_insns, and its size then (include/uapi/linux/bpf.h).
+_VERIFIED, _SIZE = 216, 228
+
+
+def read_by_verifier(program: Program) -> int:
+    info = _libbpf.ffi.new("char[]", _SIZE)
+    size = _libbpf.ffi.new("uint32_t *", _SIZE)
+    _libbpf.checked(_libbpf.lib().bpf_obj_get_info_by_fd(program.fd, info, size), f"info of {program.name}")
+    (found,) = struct.unpack_from("=I", bytes(_libbpf.ffi.buffer(info)), _VERIFIED)
+    return int(found)
+
+
+@pytest.mark.parametrize("pods", [False, True], ids=["node", "all"])
+@pytest.mark.parametrize("scheduler", ["", "lblcr"], ids=["random", "lblcr"])
+def test_socket_programs_are_read_once_and_not_once_for_each_way_to_them(
+    bpf_objects: Path, scheduler: str, pods: bool
+) -> None:
+    number = dict(SCHEDULERS)[scheduler] if scheduler else 0  # type: ignore[index]
+    loaded = load(Settings(netns_cookie=1, scheduler=number, pod_sockets=pods), objects=bpf_objects)
+    try:
+        assert loaded.settings.pod_sockets == pods
+        read = {name: read_by_verifier(program) for name, program in loaded.sock.programs.items()}
+    finally:
+        loaded.close()
+    assert min(read.values()) > 0
+    assert max(read.values()) <= MOST, read
