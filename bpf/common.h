@@ -23,8 +23,6 @@
 #define ETH_HLEN 14
 #define AF_INET 2
 #define AF_INET6 10
-#define TC_ACT_UNSPEC (-1)	/* go on: other people's filters and the kernel are next */
-#define TC_ACT_SHOT 2
 #define NANOSECONDS 1000000000ULL
 
 /* Puts the names of the reasons into the object's type information, where the control plane reads them. */

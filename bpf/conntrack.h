@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
  * The kernel's connection tracking: look a flow up, create it with its NAT
- * written in, expire it.  The kernel does the translating.
+ * written in, expire it.  The kernel does the translating.  After skb.h or xdp.h.
  */
 #ifndef PEP_CONNTRACK_H
 #define PEP_CONNTRACK_H
@@ -75,9 +75,9 @@ enum nf_nat_manip_type___pep {
 #define DIRECTION_REPLY 1
 #define INSERT_TRIES 4
 
-extern struct nf_conn___pep *bpf_skb_ct_lookup(struct __sk_buff *, struct bpf_sock_tuple *, __u32,
+extern struct nf_conn___pep *CONNTRACK_LOOKUP(struct context *, struct bpf_sock_tuple *, __u32,
 					       struct bpf_ct_opts___pep *, __u32) __ksym __weak;
-extern struct nf_conn___pep *bpf_skb_ct_alloc(struct __sk_buff *, struct bpf_sock_tuple *, __u32,
+extern struct nf_conn___pep *CONNTRACK_ALLOC(struct context *, struct bpf_sock_tuple *, __u32,
 					      struct bpf_ct_opts___pep *, __u32) __ksym __weak;
 extern int bpf_ct_set_nat_info(struct nf_conn___pep *, union nf_inet_addr___pep *, int port,
 			       enum nf_nat_manip_type___pep) __ksym __weak;
@@ -103,7 +103,7 @@ static __always_inline __u32 tuple_of(const struct packet *p, struct bpf_sock_tu
 }
 
 /* The packet's flow, and which of its directions the packet has. A reference: release it. */
-static __always_inline struct nf_conn___pep *find_flow(struct __sk_buff *skb, const struct packet *p, __u8 *direction)
+static __always_inline struct nf_conn___pep *find_flow(struct context *ctx, const struct packet *p, __u8 *direction)
 {
 	struct bpf_ct_opts___pep opts = { .netns_id = CURRENT_NETNS, .l4proto = p->protocol };
 	struct bpf_sock_tuple tuple = {};
@@ -111,7 +111,7 @@ static __always_inline struct nf_conn___pep *find_flow(struct __sk_buff *skb, co
 	__u32 size;
 
 	size = tuple_of(p, &tuple);
-	ct = bpf_skb_ct_lookup(skb, &tuple, size, &opts, CT_OPTS_SIZE);
+	ct = CONNTRACK_LOOKUP(ctx, &tuple, size, &opts, CT_OPTS_SIZE);
 	*direction = opts.dir;
 	return ct;
 }
@@ -176,14 +176,14 @@ static __always_inline enum reason must_go(const struct nf_conn___pep *ct, const
 	return endpoint_serves(ct, service, p->ipv6) ? REASON_UNSPECIFIED : STALE_UDP_REPLACED;
 }
 
-static __noinline int exists(struct __sk_buff *skb, const struct packet *p)
+static __noinline int exists(struct context *ctx, const struct packet *p)
 {
 	struct nf_conn___pep *ct;
 	__u8 direction;
 
 	if (!p)
 		return 0;
-	ct = find_flow(skb, p, &direction);
+	ct = find_flow(ctx, p, &direction);
 	if (!ct)
 		return 0;
 	bpf_ct_release(ct);
@@ -196,7 +196,7 @@ enum existence {
 	FLOW_ASSURED,	/* the same, and there was traffic both ways */
 };
 
-static __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 service, bool any_endpoints)
+static __noinline int flow_exists(struct context *ctx, const struct packet *p, __u32 service, bool any_endpoints)
 {
 	enum existence living;
 	struct nf_conn___pep *ct;
@@ -205,7 +205,7 @@ static __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p,
 
 	if (!p)
 		return NO_FLOW;
-	ct = find_flow(skb, p, &direction);
+	ct = find_flow(ctx, p, &direction);
 	if (!ct)
 		return NO_FLOW;
 	living = ct->status & IPS_ASSURED_ ? FLOW_ASSURED : FLOW_EXISTS;
@@ -218,7 +218,7 @@ static __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p,
 	bpf_ct_release(ct);
 	count(reason);
 	/* An expired entry is taken out of the table by the next lookup that meets it. */
-	return exists(skb, p) ? FLOW_EXISTS : NO_FLOW;
+	return exists(ctx, p) ? FLOW_EXISTS : NO_FLOW;
 }
 
 enum created {
@@ -249,7 +249,7 @@ static __always_inline void nat_address(const union address *from, bool ipv6, un
  * without it the reply tuple may clash with a flow that the client has with the
  * endpoint directly.
  */
-static __noinline int create_entry(struct __sk_buff *skb, const struct packet *p, const struct backend *b,
+static __noinline int create_entry(struct context *ctx, const struct packet *p, const struct backend *b,
 				   const struct creation *c, __u16 port)
 {
 	struct bpf_ct_opts___pep opts = { .netns_id = CURRENT_NETNS };
@@ -263,7 +263,7 @@ static __noinline int create_entry(struct __sk_buff *skb, const struct packet *p
 		return NAT_FAILED;
 	opts.l4proto = p->protocol;
 	size = tuple_of(p, &tuple);
-	ct = bpf_skb_ct_alloc(skb, &tuple, size, &opts, CT_OPTS_SIZE);
+	ct = CONNTRACK_ALLOC(ctx, &tuple, size, &opts, CT_OPTS_SIZE);
 	if (!ct)
 		return CONNTRACK_FULL;
 	nat_address(&b->address, p->ipv6, &to);
@@ -284,7 +284,7 @@ static __noinline int create_entry(struct __sk_buff *skb, const struct packet *p
  * Masqueraded flows get a random port, as with random-fully, and another one
  * if that is taken; the last attempt leaves the search to the kernel.
  */
-static __always_inline enum created create_flow(struct __sk_buff *skb, const struct packet *p,
+static __always_inline enum created create_flow(struct context *ctx, const struct packet *p,
 						const struct backend *b, const struct creation *c)
 {
 	enum created result = INSERT_FAILED;
@@ -295,11 +295,11 @@ static __always_inline enum created create_flow(struct __sk_buff *skb, const str
 
 		if (c->masquerade_wanted && i < INSERT_TRIES - 1)
 			port = 1024 + bpf_get_prandom_u32() % (65536 - 1024);
-		result = create_entry(skb, p, b, c, port);
+		result = create_entry(ctx, p, b, c, port);
 		if (result != INSERT_FAILED)
 			return result;
 		/* No error code says why: another CPU may have been faster with the same packet's twin. */
-		if (exists(skb, p))
+		if (exists(ctx, p))
 			return EXISTS_ALREADY;
 	}
 	return result;

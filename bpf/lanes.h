@@ -1,34 +1,13 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
  * How a choice is carried out: the direct lane writes the kernel's conntrack
- * entry, the netfilter lane hands the choice to our nft table.
+ * entry, the netfilter lane hands the choice to our nft table.  After skb.h or xdp.h.
  */
 #ifndef PEP_LANES_H
 #define PEP_LANES_H
 
 #include "conntrack.h"
 #include "route.h"
-
-/* skb->priority: read by our nft table; the kernel resets it when it forwards. */
-#define PRIORITY_BACKEND 0xEB000000
-#define PRIORITY_REJECT 0xEC000001
-#define BACKEND_ID_MASK 0x00FFFFFF
-
-static __always_inline void netfilter_lane(struct __sk_buff *skb, const struct backend *b, bool masquerade,
-					   enum reason why)
-{
-	skb->priority = PRIORITY_BACKEND | (b->id & BACKEND_ID_MASK);
-	if (masquerade)
-		skb->mark |= settings.masquerade_mark;
-	count(NEW_FLOW_NETFILTER);
-	count(why);
-}
-
-static __always_inline void reject(struct __sk_buff *skb)
-{
-	skb->priority = PRIORITY_REJECT;
-	count(REJECT_NO_ENDPOINTS);
-}
 
 /* REASON_UNSPECIFIED: the direct lane can take it. */
 static __always_inline enum reason why_netfilter(const struct packet *p, const struct backend *b)
@@ -41,20 +20,19 @@ static __always_inline enum reason why_netfilter(const struct packet *p, const s
 }
 
 /* True: the packet goes on. False: it is dropped, for `reason`. */
-static __always_inline bool direct_lane(struct __sk_buff *skb, const struct packet *p, const struct backend *b,
-					__u32 device, bool masquerade, enum reason *reason)
+static __always_inline bool direct_lane(struct context *ctx, const struct packet *p, const struct entitlement *e,
+					const struct backend *b, __u32 device, enum reason *reason)
 {
-	struct creation c = { .masquerade_wanted = masquerade };
+	struct creation c = { .masquerade_wanted = e->masquerade };
 
-	if (masquerade && !masquerade_address(skb, p, b, device, &c.masquerade)) {
-		netfilter_lane(skb, b, masquerade, LANE_NO_ROUTE);
+	if (e->masquerade && !masquerade_address(ctx, p, b, device, &c.masquerade)) {
+		netfilter_lane(ctx, p, e, b, LANE_NO_ROUTE);
 		return true;
 	}
-	switch (create_flow(skb, p, b, &c)) {
+	switch (create_flow(ctx, p, b, &c)) {
 	case CREATED:
-		/* Other people's rules may look at the mark. */
-		if (masquerade)
-			skb->mark |= settings.masquerade_mark;
+		if (e->masquerade)
+			say_masqueraded(ctx);
 		count(NEW_FLOW_DIRECT);
 		return true;
 	case EXISTS_ALREADY:

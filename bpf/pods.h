@@ -42,20 +42,6 @@ static __noinline int learn_pod(__u64 netns, const struct packet *p, __u32 devic
 	return 0;
 }
 
-struct place {
-	union address address;
-	__u32 port;
-};
-
-static __always_inline void swap_destination(struct packet *p, struct place *place)
-{
-	struct place was = { .address = p->destination, .port = p->destination_port };
-
-	p->destination = place->address;
-	p->destination_port = place->port;
-	*place = was;
-}
-
 /* What the socket of this datagram asked for, if it was translated: `moved` of its entry, else NULL. */
 static __always_inline __u8 *peer_of(struct __sk_buff *skb, const struct packet *p, struct place *asked)
 {

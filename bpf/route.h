@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* The address that the MASQUERADE target would take for a flow to this backend. */
+/* The address that the MASQUERADE target would take for a flow to this backend. After skb.h or xdp.h. */
 #ifndef PEP_ROUTE_H
 #define PEP_ROUTE_H
 
@@ -31,7 +31,7 @@ static __always_inline bool masquerade_by_device(__u32 device, const union addre
 }
 
 /* 0: this packet can't be routed to the backend by forwarding; the kernel must find out what becomes of it. */
-static __noinline int masquerade_address(struct __sk_buff *skb, const struct packet *p, const struct backend *b,
+static __noinline int masquerade_address(struct context *ctx, const struct packet *p, const struct backend *b,
 					 __u32 device, union address *out)
 {
 	struct bpf_fib_lookup fib = {};
@@ -53,7 +53,7 @@ static __noinline int masquerade_address(struct __sk_buff *skb, const struct pac
 		fib.ipv4_src = p->source.v4;
 		fib.ipv4_dst = b->address.v4;
 	}
-	result = bpf_fib_lookup(skb, &fib, sizeof(fib), 0);
+	result = bpf_fib_lookup(ctx, &fib, sizeof(fib), 0);
 	if (result != BPF_FIB_LKUP_RET_SUCCESS && result != BPF_FIB_LKUP_RET_NO_NEIGH &&
 	    result != BPF_FIB_LKUP_RET_FRAG_NEEDED)
 		return 0;

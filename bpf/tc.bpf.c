@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /* tc ingress: every packet that enters the node passes here once. docs/data-plane.md tells its way. */
-#include "lanes.h"
-#include "bridge.h"
+#include "skb.h"
+#include "parse.h"
+#include "serve.h"
 #include "pods.h"
+#include "bridge.h"
 #include "forward.h"
 
 /* The device as the IP layer will see it: a port's packets come in by its bridge. */
@@ -14,17 +16,13 @@ static __always_inline __u32 ip_device(struct __sk_buff *skb)
 	return port ? port->bridge : ifindex;
 }
 
-static __always_inline int drop(enum reason reason)
-{
-	count(reason);
-	return TC_ACT_SHOT;
-}
-
 /* What the fast path did not send goes on to the kernel. */
 static __always_inline int carried(int verdict)
 {
 	return verdict == NOT_SENT ? TC_ACT_UNSPEC : verdict;
 }
+
+#define PACKET_HOST 0
 
 /* The frame is meant for this node, not for somebody whose traffic it only sees. */
 static __always_inline bool is_for_node(struct __sk_buff *skb, bool bridge_port)
@@ -37,63 +35,32 @@ static __always_inline bool is_for_node(struct __sk_buff *skb, bool bridge_port)
 	return port && port->passage && is_for_bridge(skb, port);
 }
 
+static __always_inline bool chosen_before(struct __sk_buff *skb, const struct packet *p, const struct entitlement *e,
+					  struct backend *b)
+{
+	return settings.pod_sockets && take_over(skb, p, e, b);
+}
+
 /*
- * A packet that may open a flow to a service.  `stale`: its socket was translated to an endpoint that is gone, and
- * had `asked` for something else.
+ * A packet that may open a flow to a service.  `asked`, if not NULL: its socket was translated to an endpoint that is
+ * gone, and had asked for this.
  */
-static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const struct frontend *f, bool stale,
+static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const struct frontend *f,
 				 struct place *asked, bool fast)
 {
-	struct entitlement e = {};
-	enum reason reason = REASON_UNSPECIFIED;
-	struct backend b = {};
+	enum existence existence;
 	struct table *table;
-	int existence;
 	__u32 table_id;
 
 	table = table_in_force(f->service, &table_id);
 	if (!table)
 		return TC_ACT_UNSPEC;
-	/* SCTP entries can't be looked up from here; what opens a flow there is an INIT. */
-	if (settings.conntrack_lookup && p->protocol != SCTP) {
-		existence = flow_exists(skb, p, f->service, table->any_endpoints);
-		if (existence == FLOW_ASSURED && p->protocol == UDP && fast)
-			return carried(learn_and_send(skb, p, ip_device(skb), true));
-		if (existence)
-			return TC_ACT_UNSPEC;
-	}
-	if (stale)
-		swap_destination(p, asked);
-	switch (decide(p, f, table, table_id, skb->ifindex, &e, &reason)) {
-	case VERDICT_DROP:
-		return drop(reason);
-	case VERDICT_REJECT:
-		reject(skb);
+	existence = flow_of(skb, p, f, table);
+	if (existence == FLOW_ASSURED && p->protocol == UDP && fast)
+		return carried(learn_and_send(skb, p, ip_device(skb), true));
+	if (existence)
 		return TC_ACT_UNSPEC;
-	case VERDICT_PASS:
-		return TC_ACT_UNSPEC;
-	default:
-		break;
-	}
-	if (!(settings.pod_sockets && take_over(skb, p, &e, &b)) && !choose_backend(p, &e, &b))
-		return drop(TABLE_MISSING);
-	if (stale)
-		swap_destination(p, asked);
-	/* Hairpin: the endpoint calls itself and must not see its own address. */
-	if (same_address(&b.address, &p->source, p->ipv6))
-		e.masquerade = true;
-	if (!settings.direct_lane) {
-		netfilter_lane(skb, &b, e.masquerade, LANE_FORCED);
-		return TC_ACT_UNSPEC;
-	}
-	reason = why_netfilter(p, &b);
-	if (reason) {
-		netfilter_lane(skb, &b, e.masquerade, reason);
-		return TC_ACT_UNSPEC;
-	}
-	if (!direct_lane(skb, p, &b, ip_device(skb), e.masquerade, &reason))
-		return drop(reason);
-	return TC_ACT_UNSPEC;
+	return open_flow(skb, p, f, table, table_id, asked);
 }
 
 static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridge_port)
@@ -135,7 +102,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 			lift_bridged_reply(skb, &p);
 		return TC_ACT_UNSPEC;
 	}
-	return serve(skb, &p, &f, stale, &asked, fast);
+	return serve(skb, &p, &f, stale ? &asked : NULL, fast);
 }
 
 /* A device with Ethernet frames. */

@@ -1,0 +1,180 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * The packet as a tc program has it: what the shared headers ask of it, and the
+ * only ways in which they change it.  xdp.h has the same names for XDP; which of
+ * the two a program includes first is all that makes it the one or the other.
+ */
+#ifndef PEP_CONTEXT_H
+#define PEP_CONTEXT_H
+
+#include "checksum.h"
+#include "slots.h"
+
+/* No typedef: type information would name that, and not the kernel's type. */
+#define context __sk_buff
+
+#define TC_ACT_UNSPEC (-1)
+#define TC_ACT_SHOT 2
+#define LEFT TC_ACT_UNSPEC	/* go on: other people's filters and the kernel are next */
+#define DROPPED TC_ACT_SHOT
+#define CONNTRACK_LOOKUP bpf_skb_ct_lookup
+#define CONNTRACK_ALLOC bpf_skb_ct_alloc
+#define VLAN_ID_MASK 0x0fff
+/* skb->priority: read by our nft table; the kernel resets it when it forwards. */
+#define PRIORITY_BACKEND 0xEB000000
+#define PRIORITY_REJECT 0xEC000001
+#define BACKEND_ID_MASK 0x00FFFFFF
+
+/* ---- reading --------------------------------------------------------------------- */
+
+/*
+ * The context must be read at a constant offset; left to itself the compiler
+ * merges such reads into one at a computed offset, which the verifier refuses.
+ */
+#define CONTEXT_POINTER(ctx, field)                                                   \
+	({                                                                            \
+		void *pointer;                                                        \
+		asm volatile("%0 = *(u32 *)(%1 + %2)"                                 \
+			     : "=r"(pointer)                                          \
+			     : "r"(ctx), "i"(offsetof(struct context, field)));              \
+		pointer;                                                              \
+	})
+
+/* A view of `length` bytes at `offset`, pulled into the linear part if need be; NULL if the packet is shorter. */
+static __always_inline void *bytes_at(struct context *ctx, __u32 offset, __u32 length)
+{
+	void *data = CONTEXT_POINTER(ctx, data);
+	void *end = CONTEXT_POINTER(ctx, data_end);
+
+	if (data + offset + length <= end)
+		return data + offset;
+	if (offset + length > ctx->len || bpf_skb_pull_data(ctx, offset + length))
+		return NULL;
+	data = CONTEXT_POINTER(ctx, data);
+	end = CONTEXT_POINTER(ctx, data_end);
+	if (data + offset + length > end)
+		return NULL;
+	return data + offset;
+}
+
+static __always_inline long load_bytes(struct context *ctx, __u32 offset, void *to, __u32 length)
+{
+	return bpf_skb_load_bytes(ctx, offset, to, length);
+}
+
+/* VLAN 0 is a priority alone; any other tag makes the frame that of the VLAN device above this one. */
+static __always_inline bool belongs_to_vlan(struct context *ctx)
+{
+	return ctx->vlan_present && (ctx->vlan_tci & VLAN_ID_MASK);
+}
+
+/* EtherType; 0 if the packet is none of this device's. The VLAN device has a program of its own. */
+static __always_inline __be16 network_protocol(struct context *ctx)
+{
+	return belongs_to_vlan(ctx) ? 0 : ctx->protocol;
+}
+
+static __always_inline __u32 receiving_device(struct context *ctx)
+{
+	return ctx->ifindex;
+}
+
+/* Payload of each packet that this one will be cut into; 0: it is one packet. */
+static __always_inline __u32 segment_size(struct context *ctx)
+{
+	return ctx->gso_size;
+}
+
+/* What the packet as a whole asks for, beyond its headers. Whoever set a mark wants the kernel's rules to see it. */
+static __always_inline bool is_plain(struct context *ctx)
+{
+	return !ctx->vlan_present && !ctx->mark;
+}
+
+/* ---- handing a choice on ----------------------------------------------------------- */
+
+/* Our nft table looks the choice up. */
+static __always_inline void netfilter_lane(struct context *ctx, const struct packet *p __attribute__((unused)),
+					   const struct entitlement *e, const struct backend *b, enum reason why)
+{
+	ctx->priority = PRIORITY_BACKEND | (b->id & BACKEND_ID_MASK);
+	if (e->masquerade)
+		ctx->mark |= settings.masquerade_mark;
+	count(NEW_FLOW_NETFILTER);
+	count(why);
+}
+
+static __always_inline void reject(struct context *ctx)
+{
+	ctx->priority = PRIORITY_REJECT;
+	count(REJECT_NO_ENDPOINTS);
+}
+
+/* The packet's flow is masqueraded by its conntrack entry. Other people's rules may look at the mark. */
+static __always_inline void say_masqueraded(struct context *ctx)
+{
+	ctx->mark |= settings.masquerade_mark;
+}
+
+/* ---- the fast path ----------------------------------------------------------------- */
+
+/* Why a packet of a flow that the cache knows is not sent from here, if anything but the flow and the packet says so. */
+static __always_inline enum reason why_not_here(struct context *ctx __attribute__((unused)),
+						const struct packet *p __attribute__((unused)),
+						struct flow *f __attribute__((unused)))
+{
+	return REASON_UNSPECIFIED;
+}
+
+/* A packet of a known flow that the kernel carries. */
+static __always_inline void count_left(enum reason reason)
+{
+	count(reason);
+}
+
+static __always_inline void count_sent(void)
+{
+	count(FLOW_HIT);
+}
+
+static __always_inline long store_bytes(struct context *ctx, __u32 offset, const void *from, __u32 length)
+{
+	return bpf_skb_store_bytes(ctx, offset, from, length, 0);
+}
+
+/* A sum of the whole packet, where the device made one, moves with what changes in the packet. */
+static __always_inline void update_whole_sum(struct context *ctx, __u32 change)
+{
+	bpf_csum_update(ctx, change);
+}
+
+/* The transport header's checksum is at `offset`. */
+static __always_inline long update_transport_check(struct context *ctx, const struct packet *p, const struct flow *f,
+						   __u32 offset)
+{
+	/* 0 says that there is no checksum. */
+	__u64 mangled = p->protocol == UDP ? BPF_F_MARK_MANGLED_0 : 0;
+	long failed;
+
+	failed = bpf_l4_csum_replace(ctx, offset, 0, f->address_sum, BPF_F_PSEUDO_HDR | mangled);
+	if (f->port_sum)
+		failed |= bpf_l4_csum_replace(ctx, offset, 0, f->port_sum, mangled);
+	return failed;
+}
+
+static __noinline int send(struct context *ctx, const struct flow *f)
+{
+	struct bpf_redir_neigh hop = {};
+
+	if (!f)
+		return LEFT;
+	if (f->passage == TO_PEER) {
+		bpf_skb_store_bytes(ctx, 0, f->mac_to, sizeof(f->mac_to) + sizeof(f->mac_from), 0);
+		return bpf_redirect_peer(f->device_out, 0);
+	}
+	hop.nh_family = f->next_hop_family;
+	__builtin_memcpy(hop.ipv6_nh, f->next_hop, 16);
+	return bpf_redirect_neigh(f->device_out, &hop, sizeof(hop), 0);
+}
+
+#endif
