@@ -174,9 +174,9 @@ def merge(views: Iterable[SliceView], port: tuple[str, Protocol]) -> list[Known]
         for number in view.ports.get(port, ()):
             for address, flags, hints in view.members():
                 text = format_address_port(address, number)
-                earlier = found.get(text)
-                # During a hand-over between slices an old terminating copy must not hide a good one.
-                if earlier is not None and flags & TERMINATING and not earlier.flags & TERMINATING:
+                # During a hand-over between slices an old terminating copy must not hide a good one. Of two that
+                # terminate kube-proxy keeps the first, though service-semantics §3 would have the later one.
+                if flags & TERMINATING and text in found:
                     continue
                 found[text] = Known(Endpoint(address, number, flags & LOCAL != 0), flags, hints)
     return [found[text] for text in sorted(found)]

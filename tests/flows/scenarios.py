@@ -95,6 +95,7 @@ def _states() -> list[Svc]:
     zone = {"zones": ("zone-a",)}
     away = {"zones": ("zone-b",)}
     here, there = {"nodes": ("node1",)}, {"nodes": ("node2",)}
+    nowhere = End("local-1", placed=False, **LEAVING)
     cases: list[tuple[str, list[list[End]], dict[str, Any]]] = [
         ("not-ready", [[End("local-1", ready=False), End("remote-1", ready=False)]], {}),
         ("one-not-ready", [[End("local-1", ready=False), End("remote-1")]], {}),
@@ -121,6 +122,8 @@ def _states() -> list[Svc]:
         ("hairpin-local", [[End("local-1")]], LOCAL | INTERNAL),
         ("host-network", [[End("host")]], {}),
         ("host-network-and-remote-local", [[End("host"), End("remote-1")]], LOCAL),
+        ("twice-leaving-nowhere-first", [[nowhere, End("local-1", **LEAVING), End("remote-1")]], LOCAL | INTERNAL),
+        ("twice-leaving-here-first", [[End("local-1", **LEAVING), nowhere, End("remote-1")]], LOCAL | INTERNAL),
     ]
     return [Svc(name, 10 + at, ends, spec=dict(spec)) for at, (name, ends, spec) in enumerate(cases)]
 
