@@ -301,7 +301,7 @@ def test_it_does_not_matter_how_a_state_was_reached(batches: list[list[Change]],
 def test_lists_are_those_of_the_specification(
     documents: list[dict[str, Any]], use_cluster: bool, use_local: bool, zone: str
 ) -> None:
-    """spec/service-semantics §1.4 and §3 once more, without any thought of speed; duplicates as kube-proxy v1.36 has them."""
+    """spec/service-semantics §1.4 and §3 once more, without any thought of speed; duplicates as v1.36 has them."""
     change = endpoint_slice("e", "s", endpoints=documents)
     view = endpoints.view_slice(change.object, NODE)  # type: ignore[arg-type]
     assert view is not None
