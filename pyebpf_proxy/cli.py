@@ -27,6 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pyebpf_proxy.lab.cli import main as lab
 
         return lab(list(arguments[1:]))
+    if arguments and not arguments[0].startswith("-"):
+        from pyebpf_proxy.see import COMMANDS
+
+        if arguments[0] in COMMANDS:
+            from pyebpf_proxy.see.cli import main as see
+
+            return see(list(arguments))
     try:
         flags = parse(arguments)
     except UsageError as error:

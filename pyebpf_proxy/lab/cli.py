@@ -169,7 +169,15 @@ def _exec(arguments: argparse.Namespace) -> int:
     if not found:
         raise LabError(f"no running lab has a {arguments.name!r}: start one with `lab up` or `lab shell`")
     command = arguments.command or [os.environ.get("SHELL", "/bin/sh")]
-    return subprocess.call(["ip", "netns", "exec", found[-1], *command])
+    return subprocess.call(["ip", "netns", "exec", found[-1], *command], env=_environment(found[-1]))
+
+
+def _environment(namespace: str) -> dict[str, str]:
+    """The commands that look at a node find this interpreter's pyebpf-proxy, and the run folder of the node's agent."""
+    tag, _, name = namespace.rpartition("-")
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    state = leftovers.folder_of(tag) / name / "state"
+    return {**os.environ, "PATH": path, **({"PYEBPF_PROXY_DIRECTORY": str(state)} if state.is_dir() else {})}
 
 
 def _clean(arguments: argparse.Namespace) -> int:

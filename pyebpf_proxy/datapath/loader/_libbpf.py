@@ -32,6 +32,8 @@ int bpf_object__load(struct bpf_object *object);
 void bpf_object__close(struct bpf_object *object);
 struct btf *bpf_object__btf(const struct bpf_object *object);
 const void *btf__raw_data(const struct btf *btf, uint32_t *size);
+struct btf *btf__load_from_kernel_by_id(uint32_t id);
+void btf__free(struct btf *btf);
 
 struct bpf_program *bpf_object__next_program(const struct bpf_object *object, struct bpf_program *previous);
 const char *bpf_program__name(const struct bpf_program *program);
@@ -82,9 +84,17 @@ int bpf_prog_test_run_opts(int fd, struct test_run_options *options);
 
 struct map_info {
     uint32_t type; uint32_t id; uint32_t key_size; uint32_t value_size; uint32_t max_entries; uint32_t map_flags;
-    char name[16];
+    char name[16]; uint32_t ifindex; uint32_t btf_vmlinux_value_type_id; uint64_t netns_dev; uint64_t netns_ino;
+    uint32_t btf_id; uint32_t btf_key_type_id; uint32_t btf_value_type_id; uint32_t btf_vmlinux_id;
+};
+struct program_info {
+    uint32_t type; uint32_t id; uint8_t tag[8]; uint32_t jited_prog_len; uint32_t xlated_prog_len;
+    uint64_t jited_prog_insns; uint64_t xlated_prog_insns; uint64_t load_time; uint32_t created_by_uid;
+    uint32_t nr_map_ids; uint64_t map_ids; char name[16];
 };
 int bpf_obj_get(const char *path);
+int bpf_prog_get_fd_by_id(uint32_t id);
+int bpf_map_get_fd_by_id(uint32_t id);
 int bpf_obj_get_info_by_fd(int fd, void *info, uint32_t *size);
 
 int vasprintf(char **out, const char *format, void *arguments);

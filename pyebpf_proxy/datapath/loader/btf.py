@@ -41,6 +41,7 @@ class StaleObjectError(FatalError):
 
     def __init__(self, origin: str, what: str) -> None:
         super().__init__(f"{origin} was built from other sources ({what}): run make build")
+        self.what = what
 
 
 class _Type(NamedTuple):

@@ -15,12 +15,10 @@ from typing import Literal
 
 from pyebpf_proxy.config.effective import Scheduler
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
+from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION as LAYOUT_VERSION
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object
 from pyebpf_proxy.datapath.preflight import old_kernel, unreachable_modules
 from pyebpf_proxy.datapath.tables.resize import Resize
-
-#: Part of the pins' path. Changes with every change of bpf/maps.h that a program of the other version could not read.
-LAYOUT_VERSION = 1
 
 OBJECTS = Path(__file__).resolve().parents[2] / "bpf"
 

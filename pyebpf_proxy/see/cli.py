@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that look: arguments, help, exit statuses. What each does is in the module that it names."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from pyebpf_proxy.see.answers import QUESTION, SeeError
+
+STATUSES = "exit status: 0 all is right, 1 something is not, 2 the question is wrong, 3 there is no answer"
+DIRECTORY = "PYEBPF_PROXY_DIRECTORY"
+
+
+class Command:
+    """One command: its help, its arguments, the function that answers (imported when it is asked)."""
+
+    def __init__(
+        self,
+        text: str,
+        example: str,
+        run: Callable[[argparse.Namespace], int],
+        arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    ) -> None:
+        self.text = text
+        self.example = example
+        self.run = run
+        self.arguments = arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(_say(f"{message}; see {self.prog} --help", QUESTION))
+
+
+def _say(text: str, status: int) -> int:
+    print(f"Error: {text}", file=sys.stderr)
+    return status
+
+
+def _named(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="[NAMESPACE/]NAME[:PORT], or its beginning")
+    parser.add_argument("-n", "--namespace", help="only services of this namespace")
+
+
+def _source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--manifests", metavar="FOLDER", help="where the objects are (default: as the agent's)")
+    parser.add_argument("--config", metavar="FILE", help="the agent's configuration (default: as the agent's)")
+
+
+def _services_arguments(parser: argparse.ArgumentParser) -> None:
+    _named(parser)
+    parser.add_argument("--diff", action="store_true", help="only where the kernel differs from what is wanted")
+    _source(parser)
+
+
+def _frontends_arguments(parser: argparse.ArgumentParser) -> None:
+    _named(parser)
+    parser.add_argument("--address", metavar="IP", help="only this address")
+
+
+def _services(arguments: argparse.Namespace) -> int:
+    from pyebpf_proxy.see import run_services
+
+    return run_services.services(arguments)
+
+
+def _backends(arguments: argparse.Namespace) -> int:
+    from pyebpf_proxy.see import run_services
+
+    return run_services.backends(arguments)
+
+
+def _frontends(arguments: argparse.Namespace) -> int:
+    from pyebpf_proxy.see import run_services
+
+    return run_services.frontends(arguments)
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    from pyebpf_proxy.see import completion
+
+    print(completion.bash({name: command_parser(name) for name in COMMANDS}))
+    return 0
+
+
+def _shell(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash",))
+
+
+COMMANDS = {
+    "services": Command(
+        "the service ports as the kernel has them: addresses, endpoints, policies, affinity",
+        "pyebpf-proxy services web        # everything of one Service\n"
+        "  pyebpf-proxy services --diff     # where the kernel differs from what is wanted; status 1 if it does",
+        _services,
+        _services_arguments,
+    ),
+    "backends": Command(
+        "the endpoints as the kernel has them, with their numbers",
+        "pyebpf-proxy backends default/web:http",
+        _backends,
+        _named,
+    ),
+    "frontends": Command(
+        "the addresses that services are reached at, and whose they are",
+        "pyebpf-proxy frontends --address 10.96.0.10",
+        _frontends,
+        _frontends_arguments,
+    ),
+    "completion": Command(
+        "shell completion of these commands, names of services too",
+        "source <(pyebpf-proxy completion bash)",
+        _completion,
+        _shell,
+    ),
+}
+
+
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of one command, without its name."""
+    command = COMMANDS[name]
+    parser = _Parser(
+        prog=f"pyebpf-proxy {name}",
+        description=command.text[0].upper() + command.text[1:] + ".",
+        epilog=f"example:\n  {command.example}\n\n{STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.arguments(parser)
+    if name != "completion":
+        parser.add_argument(
+            "-o", "--output", choices=("table", "json", "name"), default="table", help="json: docs/commands.schema.json"
+        )
+        parser.add_argument(
+            "--directory",
+            type=Path,
+            default=Path(os.environ.get(DIRECTORY) or "/run/pyebpf-proxy"),
+            help=f"run folder of the agent (default: ${DIRECTORY}, else /run/pyebpf-proxy)",
+        )
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command, the first word; the exit status (docs/commands.md)."""
+    name, *rest = arguments
+    try:
+        parsed = command_parser(name).parse_args(rest)
+        status = COMMANDS[name].run(parsed)
+        sys.stdout.flush()
+        return status
+    except SeeError as error:
+        return _say(str(error), error.status)
+    except BrokenPipeError:
+        # Whoever read has read enough. Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where kernel and wanted state differ, in words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from pyebpf_proxy.services.addresses import format_address_port, format_prefix
+from pyebpf_proxy.services.model import Frontend, FrontendKind, ServicePort
+
+T = TypeVar("T")
+
+KINDS = {
+    FrontendKind.CLUSTER_IP: "ClusterIP",
+    FrontendKind.EXTERNAL_IP: "ExternalIP",
+    FrontendKind.LOAD_BALANCER: "LoadBalancer",
+    FrontendKind.NODE_PORT: "NodePort",
+}
+
+
+def differences(kernel: ServicePort, wanted: ServicePort | None) -> list[str]:
+    """What of a service port is not as it is wanted, in words."""
+    if wanted is None:
+        return ["is in the kernel, and not wanted"]
+    found = sets("address", set(kernel.frontends), set(wanted.frontends), _frontend_text)
+    for what in ("cluster", "local"):
+        ours = {(e.address, e.port, e.local) for e in getattr(kernel, what)}
+        theirs = {(e.address, e.port, e.local) for e in getattr(wanted, what)}
+        found += sets(
+            f"endpoint ({what})", ours, theirs, lambda e: format_address_port(e[0], e[1]) + (" (local)" if e[2] else "")
+        )
+    found += sets("source range", set(kernel.source_ranges), set(wanted.source_ranges), format_prefix)
+    for field, text in _FIELDS.items():
+        ours, theirs = getattr(kernel, field), getattr(wanted, field)
+        if ours != theirs:
+            found.append(f"{text}: {ours} in the kernel, {theirs} wanted")
+    return found
+
+
+_FIELDS = {
+    "any_endpoints": "any endpoints",
+    "internal_local": "internalTrafficPolicy Local",
+    "external_local": "externalTrafficPolicy Local",
+    "affinity_seconds": "session affinity, seconds",
+    "vip_source_allowed": "VIPs as sources",
+}
+
+
+def sets(what: str, ours: set[T], theirs: set[T], text: Callable[[T], str]) -> list[str]:
+    """What is on one side only."""
+    return [
+        *(f"{what} {text(each)} is in the kernel, and not wanted" for each in sorted(ours - theirs)),  # type: ignore[type-var]
+        *(f"{what} {text(each)} is wanted, and not in the kernel" for each in sorted(theirs - ours)),  # type: ignore[type-var]
+    ]
+
+
+def _endpoint_text(endpoint: tuple[bytes, int, bool]) -> str:
+    address, port, local = endpoint
+    return format_address_port(address, port) + (" (local)" if local else "")
+
+
+def _frontend_text(frontend: Frontend) -> str:
+    return f"{KINDS[frontend.kind]} {format_address_port(frontend.address, frontend.port)}"

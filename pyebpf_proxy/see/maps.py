@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where pinned maps are read. Their types come from the kernel, so nothing of the agent is needed.
+
+A map is dumped by batches; it is no snapshot. What is read goes to :mod:`state`, which looks whether it fits together.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from struct import Struct
+from types import TracebackType
+from typing import Any, Self
+
+from pyebpf_proxy.datapath.loader import kernel_objects
+from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
+from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
+from pyebpf_proxy.datapath.node import mounts
+from pyebpf_proxy.see.answers import SeeError, listed
+
+Row = tuple[Any, ...]
+
+
+class Pinned:
+    """The maps of one instance, to be used by ``with``. Every method raises SeeError for what cannot be read."""
+
+    def __init__(self, directory: Path) -> None:
+        if os.geteuid() != 0:
+            raise SeeError("not allowed to read the kernel's maps: run it as root (sudo)")
+        #: The folder of the pins of this layout: ``maps`` and ``links`` are in it.
+        self.folder = _find(directory)
+        self._maps: dict[str, Map] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for opened in self._maps.values():
+            opened.close()
+        self._maps.clear()
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Which maps there are."""
+        return frozenset(path.name for path in (self.folder / "maps").iterdir())
+
+    def map(self, name: str) -> Map:
+        """A map by its name."""
+        if name not in self._maps:
+            try:
+                self._maps[name] = Map.open_pinned(self.folder / "maps" / name)
+            except BpfError as error:
+                if error.errno == errno.ENOENT:
+                    raise SeeError(f"there is no map {name} in {self.folder}/maps: {_HALF}") from None
+                raise SeeError(f"map {name}: {error}") from None
+        return self._maps[name]
+
+    @cached_property
+    def btf(self) -> Btf:
+        """The types of all of them, as the map ``services`` was made with."""
+        try:
+            number = kernel_objects.map_info(self.map("services").fd).btf_id
+            if not number:
+                raise SeeError(f"the maps in {self.folder} were made without types: {_OTHER}")
+            return kernel_objects.types(number)
+        except (BpfError, ValueError) as error:
+            raise SeeError(f"the types of the maps cannot be read: {error}") from None
+
+    def packer(self, struct: str, *fields: str) -> Struct:
+        """How to read these fields of a struct."""
+        try:
+            return self.btf.struct(struct).packer(*fields)
+        except StaleObjectError as error:
+            raise SeeError(f"maps of another layout in {self.folder} ({error.what}): {_OTHER}") from None
+
+    def rows(self, name: str, key: Struct, value: Struct) -> Iterator[tuple[Row, Row]]:
+        """Every entry of a map."""
+        opened = self.map(name)
+        if (opened.key_size, opened.value_size) != (key.size, value.size):
+            raise SeeError(f"map {name} in {self.folder} has another layout: {_OTHER}")
+        try:
+            keys, values = opened.dump()
+        except BpfError as error:
+            raise SeeError(f"map {name}: {error}") from None
+        return zip(key.iter_unpack(keys), value.iter_unpack(values), strict=True)
+
+    def words(self, name: str) -> list[int]:
+        """The 64-bit words of an array."""
+        try:
+            return self.map(name).mmap().cast("Q").tolist()
+        except BpfError as error:
+            raise SeeError(str(error)) from None
+
+    def counts(self) -> dict[str, int]:
+        """The counters of every reason (lower case), all CPUs together."""
+        found = {}
+        opened = self.map("reasons")
+        names = {number: name.lower() for name, number in self.enum("reason").items()}
+        for number in range(opened.max_entries):
+            values = opened.lookup_cpus(U32.pack(number))
+            found[names.get(number, str(number))] = sum(int.from_bytes(value, _ORDER) for value in values or ())
+        return found
+
+    def enum(self, name: str) -> dict[str, int]:
+        """Names and values of an enum of the programs."""
+        try:
+            return dict(self.btf.enum(name))
+        except StaleObjectError as error:
+            raise SeeError(f"maps of another layout in {self.folder} ({error.what}): {_OTHER}") from None
+
+
+U32 = Struct("=I")
+_ORDER = sys.byteorder
+_HALF = "an agent is being started or was cleaned up half; try again, or pyebpf-proxy --cleanup and start the agent"
+_OTHER = "ask with the pyebpf-proxy that the agent is of"
+
+
+def _find(directory: Path) -> Path:
+    """The folder with this layout's pins of the instance."""
+    name = mounts.instance_name(directory)
+    others: set[str] = set()
+    layouts: list[str] = []
+    for place in mounts.bpffs_candidates(directory):
+        if not mounts.is_bpffs(place):
+            continue
+        every = place / mounts.FOLDER
+        wanted = every / name / f"v{LAYOUT_VERSION}"
+        if (wanted / "maps").is_dir():
+            return wanted
+        if every.is_dir():
+            layouts += [path.name for path in (every / name).glob("v*")]
+            others |= {path.name for path in every.iterdir() if path.name not in (name, mounts.MARK)}
+    if layouts:
+        raise SeeError(
+            f"the maps of {directory} have layout {listed(layouts)}, this program reads v{LAYOUT_VERSION}: {_OTHER}"
+        )
+    there = f"; there are the pins of {listed(sorted(others))}" if others else ""
+    raise SeeError(
+        f"nothing of pyebpf-proxy is in the kernel for the run folder {directory}{there}: start the agent, or name"
+        " its folder with --directory"
+    )

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which services a person means by a name. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from pyebpf_proxy.see.answers import QuestionError, listed, near
+from pyebpf_proxy.services.model import ServicePortName
+
+
+def matching(wanted: str, names: Collection[ServicePortName]) -> list[ServicePortName]:
+    """The service ports that ``[NAMESPACE/]NAME[:PORT]`` names; the beginning of one Service's name is enough.
+
+    QuestionError for a name that nobody has, and for one that more than one Service has.
+    """
+    text, colon, port = wanted.partition(":")
+    namespace, slash, service = text.rpartition("/")
+    every = {(name.namespace, name.name) for name in names if not slash or name.namespace == namespace}
+    found = {key for key in every if key[1] == service}
+    if not found:
+        found = {key for key in every if service and key[1].startswith(service)}
+    if len(found) > 1:
+        raise QuestionError(f"{wanted} may be {listed(_texts(found))}: say which")
+    ports = [name for name in names if (name.namespace, name.name) in found]
+    if not found:
+        raise QuestionError(f"no Service is called {wanted}{_suggested(text, slash, names)}")
+    if colon:
+        chosen = [name for name in ports if port == name.port]
+        if not chosen:
+            raise QuestionError(
+                f"{_texts(found)[0]} has no port {port}: it has {listed(sorted({n.port for n in ports}))}"
+            )
+        ports = chosen
+    return sorted(ports)
+
+
+def _texts(keys: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"{namespace}/{name}" for namespace, name in sorted(keys)]
+
+
+def _suggested(text: str, slash: str, names: Iterable[ServicePortName]) -> str:
+    full = {(name.namespace, name.name) for name in names}
+    if slash:
+        return near(text, _texts(full))
+    alike = near(text, {name for _, name in full})
+    return alike if alike else ("" if full else ": there are no services")

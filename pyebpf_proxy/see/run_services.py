@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``services``, ``backends``, ``frontends``: read, answer, print."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from pyebpf_proxy.see import services as made
+from pyebpf_proxy.see import services_text, state
+from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, SeeError
+from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.model import encode
+from pyebpf_proxy.see.text import paper
+from pyebpf_proxy.see.wanted import Wanted, read_wanted, running_agent
+
+
+def show(
+    arguments: argparse.Namespace, answer: msgspec.Struct, lines: Sequence[str], names: Iterable[str] = ()
+) -> None:
+    """Print an answer as it was asked for."""
+    if arguments.output == "json":
+        print(encode(answer))
+    elif arguments.output == "name":
+        print("".join(f"{name}\n" for name in dict.fromkeys(names)), end="")
+    else:
+        print("\n".join(lines))
+
+
+def source_flags(arguments: argparse.Namespace) -> list[str]:
+    """The source that is named on the command line, as flags of the agent."""
+    return [f"--{name}={value}" for name in ("config", "manifests") if (value := getattr(arguments, name))]
+
+
+def maybe_wanted(arguments: argparse.Namespace) -> Wanted | None:
+    """The wanted state if it can be had: it only adds to what the kernel says."""
+    flags = source_flags(arguments)
+    if not flags and running_agent(arguments.directory) is None:
+        return None
+    try:
+        return read_wanted(arguments.directory, flags)
+    except SeeError:
+        if flags:
+            raise
+        return None
+
+
+def services(arguments: argparse.Namespace) -> int:
+    """``services [NAME] [--diff]``."""
+    with Pinned(arguments.directory) as maps:
+        found = state.read(maps)
+    wanted = None
+    if arguments.diff:
+        wanted = read_wanted(arguments.directory, source_flags(arguments))
+    elif arguments.name or source_flags(arguments):
+        wanted = maybe_wanted(arguments)
+    others = wanted.ports if wanted is not None and arguments.diff else ()
+    names = made.chosen(found, arguments.name, arguments.namespace, others)
+    answer = made.services(found, names, wanted, arguments.diff)
+    sheet = paper()
+    lines = services_text.services_text(answer, sheet, arguments.name is not None)
+    if arguments.diff and not answer.services and not answer.problems:
+        lines = ["the kernel has what is wanted"]
+    show(arguments, answer, lines, (view.name for view in answer.services))
+    differs = any(view.differences for view in answer.services)
+    return NOT_RIGHT if differs or answer.problems else RIGHT
+
+
+def backends(arguments: argparse.Namespace) -> int:
+    """``backends [NAME]``."""
+    with Pinned(arguments.directory) as maps:
+        found = state.read(maps)
+    answer = made.backends(found, made.chosen(found, arguments.name, arguments.namespace))
+    show(arguments, answer, services_text.backends_text(answer, paper()), (view.address for view in answer.backends))
+    return RIGHT
+
+
+def frontends(arguments: argparse.Namespace) -> int:
+    """``frontends [NAME] [--address IP]``."""
+    with Pinned(arguments.directory) as maps:
+        found = state.read(maps)
+    names = made.chosen(found, arguments.name, arguments.namespace)
+    answer = made.frontends(found, names, arguments.address)
+    show(arguments, answer, services_text.frontends_text(answer, paper()), (view.address for view in answer.frontends))
+    return RIGHT

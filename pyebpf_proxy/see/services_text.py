@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answers of ``services``, ``backends`` and ``frontends`` for people."""
+
+from __future__ import annotations
+
+from pyebpf_proxy.see import model
+from pyebpf_proxy.see.text import Cell, Paper, duration, fields, table, wrapped
+
+
+def services_text(answer: model.Services, paper: Paper, details: bool) -> list[str]:
+    """A table, or with ``details`` everything of each."""
+    lines: list[str] = []
+    if details:
+        for view in answer.services:
+            lines += [*([""] if lines else []), *_details(view, paper)]
+    else:
+        head = ["NAME", "PROTO", "CLUSTER-IP", "OTHER ADDRESSES", "NODEPORT", "ENDPOINTS", "POLICY", "AFFINITY"]
+        lines += table(paper, head, [_row(view) for view in answer.services])
+    for view in answer.services if not details else ():
+        for text in view.differences:
+            lines += wrapped(paper, f"{view.name} {view.protocol} IPv{view.family}: {text}", colour="yellow")
+    for problem in answer.problems:
+        lines += wrapped(paper, f"warning: {problem}", colour="red")
+    return lines or ["no services"]
+
+
+def _row(view: model.ServiceView) -> list[Cell | str]:
+    def those(*kinds: str) -> str:
+        return ", ".join(_place(each) for each in view.frontends if each.kind in kinds)
+
+    return [
+        Cell(view.name, "yellow" if view.differences else ""),
+        view.protocol,
+        those("ClusterIP") or "-",
+        those("ExternalIP", "LoadBalancer"),
+        those("NodePort"),
+        _count(view),
+        _policy(view),
+        duration(view.affinity_seconds) if view.affinity_seconds else "",
+    ]
+
+
+def _place(view: model.FrontendView) -> str:
+    if view.kind == "NodePort":
+        return str(view.port)
+    return f"[{view.address}]:{view.port}" if ":" in view.address else f"{view.address}:{view.port}"
+
+
+def _count(view: model.ServiceView) -> Cell:
+    used = [endpoint for endpoint in view.endpoints if endpoint.lists]
+    local = sum(endpoint.local for endpoint in used)
+    return Cell(f"{len(used)} ({local} local)" if local else str(len(used)), "" if used else "red")
+
+
+def _policy(view: model.ServiceView) -> str:
+    parts = ["internal Local"] * (view.internal_traffic_policy == "Local")
+    parts += ["external Local"] * (view.external_traffic_policy == "Local")
+    parts += [f"{len(view.source_ranges)} source ranges"] * bool(view.source_ranges)
+    return ", ".join(parts)
+
+
+def _details(view: model.ServiceView, paper: Paper) -> list[str]:
+    title = f"{view.name}  {view.protocol}  IPv{view.family}"
+    lines = [paper.paint(title, "bold")]
+    pairs: list[tuple[str, str | Cell]] = [(each.kind, _place(each)) for each in view.frontends]
+    pairs += [
+        ("policies", f"internal {view.internal_traffic_policy}, external {view.external_traffic_policy}"),
+        ("affinity", f"ClientIP, {duration(view.affinity_seconds)}" if view.affinity_seconds else "none"),
+        (
+            "sources",
+            ", ".join(view.source_ranges) + " only, to the LoadBalancer addresses" if view.source_ranges else "any",
+        ),
+        ("in the kernel", f"service {view.id}, table {view.table}" if view.id else "no"),
+    ]
+    lines += fields(paper, pairs)
+    lines += [f"  difference: {text}" for text in view.differences]
+    if not view.endpoints:
+        return [*lines, "  " + paper.paint("no endpoints: refused (port unreachable)", "red")]
+    inner = Paper(max(paper.width - 2, 10), paper.colour)
+    rows: list[list[Cell | str]] = [
+        [
+            each.address,
+            "here" if each.local else "elsewhere",
+            each.lane,
+            Cell(each.left_out, "yellow") if each.left_out else _used_for(view, each),
+            str(each.backend or ""),
+        ]
+        for each in view.endpoints
+    ]
+    return lines + ["  " + line for line in table(inner, ["ENDPOINT", "NODE", "LANE", "USED FOR", "BACKEND"], rows)]
+
+
+def _used_for(view: model.ServiceView, endpoint: model.EndpointView) -> str:
+    if "cluster" in endpoint.lists and "local" in endpoint.lists:
+        return "all traffic"
+    if "local" in endpoint.lists:
+        return "traffic with policy Local"
+    policies = (view.internal_traffic_policy, view.external_traffic_policy)
+    return "traffic with policy Cluster" if "Local" in policies else "all traffic"
+
+
+def backends_text(answer: model.Backends, paper: Paper) -> list[str]:
+    """A table."""
+    rows: list[list[Cell | str]] = [
+        [str(v.id), v.address, v.protocol, v.service, "here" if v.local else "elsewhere", v.lane]
+        for v in answer.backends
+    ]
+    return table(paper, ["ID", "ENDPOINT", "PROTO", "SERVICE", "NODE", "LANE"], rows) if rows else ["no endpoints"]
+
+
+def frontends_text(answer: model.Frontends, paper: Paper) -> list[str]:
+    """A table."""
+    rows: list[list[Cell | str]] = [[_place(v), v.protocol, v.kind, v.service] for v in answer.frontends]
+    return table(paper, ["ADDRESS", "PROTO", "KIND", "SERVICE"], rows) if rows else ["no addresses"]

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service maps as things: service ports with their frontends, policies and endpoints. No kernel here.
+
+What is read is no snapshot. A service that changes meanwhile may name a table that was not there yet when tables were
+read: then everything is read again. What still does not fit together is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from struct import Struct
+from typing import Any
+from typing import Protocol as Interface
+
+import msgspec
+
+from pyebpf_proxy.services.addresses import format_address_port
+from pyebpf_proxy.services.model import (
+    Endpoint,
+    Family,
+    Frontend,
+    FrontendKind,
+    Protocol,
+    ServicePort,
+    ServicePortName,
+    SourceRange,
+)
+
+_ATTEMPTS = 3
+_NETFILTER = 1
+_WORD = 0xFFFFFFFF
+
+
+class Rows(Interface):
+    """What is used of ``maps.Pinned``."""
+
+    def packer(self, struct: str, *fields: str) -> Struct: ...
+
+    def rows(self, name: str, key: Struct, value: Struct) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...]]]: ...
+
+    def words(self, name: str) -> list[int]: ...
+
+
+class Backend(msgspec.Struct, frozen=True, gc=False):
+    """One endpoint of one service port, as the programs have it. ``netfilter``: not by the direct lane."""
+
+    id: int
+    family: Family
+    address: bytes
+    port: int
+    protocol: Protocol
+    service: int
+    local: bool
+    netfilter: bool
+
+    @property
+    def text(self) -> str:
+        """``address:port``."""
+        return format_address_port(self.address, self.port)
+
+
+class Service(msgspec.Struct, gc=False):
+    """One service port in force. ``cluster`` and ``local`` are backend ids; ``serving`` address and port, UDP only."""
+
+    id: int
+    name: ServicePortName
+    table: int
+    first_slot: int
+    affinity_seconds: int
+    any_endpoints: bool
+    internal_local: bool
+    external_local: bool
+    has_ranges: bool
+    vip_source_allowed: bool
+    cluster: tuple[int, ...] = ()
+    local: tuple[int, ...] = ()
+    frontends: list[Frontend] = []
+    serving: set[tuple[bytes, int]] = set()
+    ranges: list[SourceRange] = []
+
+    @property
+    def backends(self) -> tuple[int, ...]:
+        """Ids of all backends, each once."""
+        return tuple(dict.fromkeys((*self.cluster, *self.local)))
+
+
+class State(msgspec.Struct):
+    """All of it. ``problems``: what does not fit together, in words."""
+
+    services: dict[int, Service] = {}
+    backends: dict[int, Backend] = {}
+    problems: list[str] = []
+    frontends: dict[tuple[bytes, int, int], tuple[int, FrontendKind]] = {}
+
+    @property
+    def by_name(self) -> dict[ServicePortName, Service]:
+        """Service ports by their names, in the order of the names."""
+        return {service.name: service for service in sorted(self.services.values(), key=lambda s: s.name)}
+
+    def endpoints(self, service: Service) -> list[Backend]:
+        """Every endpoint of a service port that is there, in the order of the text."""
+        found = [self.backends[number] for number in service.backends if number in self.backends]
+        return sorted(found, key=lambda backend: backend.text)
+
+    def plan(self, service: Service) -> ServicePort:
+        """The service port as the planner would have it, to compare it with."""
+
+        def those(ids: tuple[int, ...]) -> tuple[Endpoint, ...]:
+            known = (self.backends[number] for number in ids if number in self.backends)
+            return tuple(Endpoint(b.address, b.port, b.local) for b in known)
+
+        return ServicePort(
+            name=service.name,
+            frontends=tuple(sorted(service.frontends)),
+            cluster=those(service.cluster),
+            local=those(service.local),
+            any_endpoints=service.any_endpoints,
+            internal_local=service.internal_local,
+            external_local=service.external_local,
+            affinity_seconds=service.affinity_seconds,
+            source_ranges=tuple(sorted(service.ranges)),
+            vip_source_allowed=service.vip_source_allowed,
+        )
+
+
+def read(maps: Rows) -> State:
+    """Everything that the service maps say. SeeError for what cannot be read."""
+    for _ in range(_ATTEMPTS):
+        state = _Reading(maps).state
+        if not state.problems:
+            break
+    return state
+
+
+class _Reading:
+    def __init__(self, maps: Rows) -> None:
+        self.maps = maps
+        self.state = State()
+        in_force = {number: word & _WORD for number, word in enumerate(maps.words("services")) if word & _WORD}
+        slots = maps.words("slots")
+        self._services(in_force, slots)
+        self._backends()
+        self._frontends()
+        self._serving()
+        self._ranges()
+        self._check()
+
+    def _services(self, in_force: dict[int, int], slots: list[int]) -> None:
+        u32 = Struct("=I")
+        names = self._names(u32)
+        row = self.maps.packer(
+            "table",
+            *("service", "first_slot", "cluster_count", "local_count", "affinity_seconds", "any_endpoints"),
+            *("internal_local", "external_local", "source_ranges", "vip_source_allowed"),
+        )
+        tables: dict[int, tuple[int, ...]] = {}
+        for (number,), values in self.maps.rows("tables", u32, row):
+            tables[number] = values
+        for number, table in in_force.items():
+            found, name = tables.get(table), names.get(number)
+            if found is None or name is None:
+                what = f"table {table}, which is missing" if found is None else "nobody's name"
+                self.state.problems.append(f"service {number} has {what}")
+                continue
+            _, first, cluster, local, affinity, *rest = found
+            any_endpoints, internal, external, ranges, vips = (bool(each) for each in rest)
+            middle, end = first + cluster, first + cluster + local
+            self.state.services[number] = Service(
+                number,
+                name,
+                table,
+                first,
+                affinity,
+                any_endpoints,
+                internal,
+                external,
+                ranges,
+                vips,
+                tuple(word & _WORD for word in slots[first:middle]),
+                tuple(word & _WORD for word in slots[middle:end]),
+            )
+
+    def _names(self, u32: Struct) -> dict[int, ServicePortName]:
+        layout = self.maps.packer("service_name", "namespace_name", "name", "port", "family", "protocol")
+        names = {}
+        for (number,), (*texts, family, protocol) in self.maps.rows("service_names", u32, layout):
+            namespace, name, port = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+            try:
+                names[number] = ServicePortName(namespace, name, port, Protocol(protocol), Family(family))
+            except ValueError:
+                self.state.problems.append(f"service {number} has a name that cannot be read")
+        return names
+
+    def _backends(self) -> None:
+        u32 = Struct("=I")
+        for family in Family:
+            layout = self.maps.packer(
+                f"backend{family.value}", "address", "port", "protocol", "lane", "service", "local"
+            )
+            for (number,), (address, port, protocol, lane, service, local) in self.maps.rows(
+                f"backends{family.value}", u32, layout
+            ):
+                self.state.backends[number] = Backend(
+                    number,
+                    family,
+                    address,
+                    port,
+                    Protocol(protocol),
+                    service,
+                    bool(local),
+                    lane == _NETFILTER,
+                )
+
+    def _frontends(self) -> None:
+        value = self.maps.packer("frontend", "service", "kind")
+        for family in Family:
+            key = self.maps.packer(f"frontend{family.value}_key", "address", "port", "protocol")
+            for (address, port, protocol), (number, kind) in self.maps.rows(f"frontends{family.value}", key, value):
+                what = FrontendKind(kind)
+                self.state.frontends[address, port, protocol] = (number, what)
+                service = self.state.services.get(number)
+                if service is not None:
+                    service.frontends.append(Frontend(what, address, port))
+
+    def _serving(self) -> None:
+        value = self.maps.packer("endpoint", "backends")
+        for family in Family:
+            key = self.maps.packer(f"endpoint{family.value}_key", "service", "address", "port", "protocol")
+            for (number, address, port, _), _ in self.maps.rows(f"endpoints{family.value}", key, value):
+                service = self.state.services.get(number) if number else None
+                if service is not None:
+                    service.serving.add((address, port))
+
+    def _ranges(self) -> None:
+        tables = {service.table: service for service in self.state.services.values() if service.has_ranges}
+        if not tables:
+            return
+        value = Struct("=I")
+        for family in Family:
+            key = self.maps.packer(f"source_range{family.value}_key", "prefix_length", "table", "address")
+            for (length, table, address), _ in self.maps.rows(f"source_ranges{family.value}", key, value):
+                if table in tables:
+                    tables[table].ranges.append(SourceRange(address, length - 32))
+
+    def _check(self) -> None:
+        backends = self.state.backends
+        for service in self.state.services.values():
+            missing = [number for number in service.backends if number not in backends]
+            if missing:
+                self.state.problems.append(f"{service.name} names backend {missing[0]}, which is missing")

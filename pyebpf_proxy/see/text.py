@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables for people: as wide as the terminal, never less than the whole truth.
+
+Cells that do not fit are broken over lines between words, not cut: an address must be there to be copied. Where columns
+would get too narrow for that, each row becomes a block of lines. What does not go to a terminal is never broken.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+Colour = Literal["", "bold", "red", "green", "yellow", "dim"]
+_CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "dim": "2"}
+_GAP = 2
+UNLIMITED = 1 << 30
+
+
+class Cell(NamedTuple):
+    """A text with a colour."""
+
+    text: str
+    colour: Colour = ""
+
+
+class Paper(NamedTuple):
+    """Where text goes: how wide it is, and whether it shows colours."""
+
+    width: int = UNLIMITED
+    colour: bool = False
+
+    def paint(self, text: str, colour: Colour) -> str:
+        """The text in a colour, where there are any."""
+        return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self.colour and colour and text else text
+
+
+def paper() -> Paper:
+    """What stdout is. COLUMNS is obeyed everywhere, NO_COLOR on a terminal."""
+    terminal = sys.stdout.isatty()
+    given = os.environ.get("COLUMNS", "")
+    width = shutil.get_terminal_size().columns if terminal or given.isdigit() else UNLIMITED
+    colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Paper(max(width, 20), colour)
+
+
+def table(paper: Paper, head: Sequence[str], rows: Sequence[Sequence[Cell | str]]) -> list[str]:
+    """Lines of a table; a column in which nothing stands is left out."""
+    cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
+    if not rows:
+        return []
+    used = [i for i in range(len(head)) if any(row[i].text for row in cells)]
+    head = [head[i] for i in used]
+    cells = [[row[i] for i in used] for row in cells]
+    natural = [max([len(title), *(len(row[i].text) for row in cells)]) for i, title in enumerate(head)]
+    least = [max(len(word) for row in cells for word in (title, *row[i].text.split())) for i, title in enumerate(head)]
+    widths = _widths(natural, least, paper.width)
+    if widths is None:
+        return _blocks(paper, head, cells)
+    lines = _row(paper, [Cell(title, "bold") for title in head], widths)
+    for row in cells:
+        lines += _row(paper, row, widths)
+    return lines
+
+
+def wrapped(paper: Paper, text: str, indent: str = "", colour: Colour = "") -> list[str]:
+    """A sentence over as many lines as it takes, broken between words where that is possible."""
+    room = max(paper.width - len(indent), 10)
+    return [indent + paper.paint(part, colour) for part in _broken(text, room)]
+
+
+def fields(paper: Paper, pairs: Sequence[tuple[str, str | Cell]], indent: str = "  ") -> list[str]:
+    """``name  value`` lines, values under each other."""
+    shown = [(name, value if isinstance(value, Cell) else Cell(value)) for name, value in pairs]
+    margin = max((len(name) for name, _ in shown), default=0) + _GAP + len(indent)
+    longest = max((len(word) for _, value in shown for word in value.text.split()), default=0)
+    if paper.width - margin < longest:
+        margin = len(indent) + 2
+    lines = []
+    for name, value in shown:
+        title = f"{indent}{name}"
+        parts = _broken(value.text, max(paper.width - margin, 10))
+        if len(title) + 1 > margin:
+            lines.append(title)
+            title = ""
+        for part in parts:
+            lines.append((title.ljust(margin) + paper.paint(part, value.colour)).rstrip())
+            title = ""
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """``3h``, ``90s``: in the largest unit that leaves no rest, else in seconds."""
+    whole = int(seconds)
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if whole >= size and whole % size == 0:
+            return f"{whole // size}{unit}"
+    return f"{whole}s"
+
+
+def _widths(natural: list[int], least: list[int], width: int) -> list[int] | None:
+    """Natural widths, the widest made narrower until all fit, no narrower than its longest word; None: they cannot."""
+    widths = list(natural)
+    while (over := sum(widths) + _GAP * (len(widths) - 1) - width) > 0:
+        flexible = [i for i in range(len(widths)) if widths[i] > least[i]]
+        if not flexible:
+            return None
+        widest = max(flexible, key=lambda i: widths[i])
+        widths[widest] -= min(over, widths[widest] - least[widest], max(1, over // len(flexible)))
+    return widths
+
+
+def _row(paper: Paper, row: Sequence[Cell], widths: Sequence[int]) -> list[str]:
+    parts = [_broken(cell.text, width) for cell, width in zip(row, widths, strict=True)]
+    lines = []
+    for i in range(max(map(len, parts))):
+        line = ""
+        at = 0
+        for part, cell, width in zip(parts, row, widths, strict=True):
+            text = part[i] if i < len(part) else ""
+            if text:
+                line += " " * at + paper.paint(text, cell.colour)
+                at = 0
+            at += width - len(text) + _GAP
+        lines.append(line)
+    return lines
+
+
+def _blocks(paper: Paper, head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
+    lines: list[str] = []
+    for row in rows:
+        first, *rest = zip(head, row, strict=True)
+        lines += wrapped(paper, first[1].text, colour=first[1].colour or "bold")
+        lines += fields(paper, [(title.lower(), cell) for title, cell in rest if cell.text])
+    return lines
+
+
+def _broken(text: str, width: int) -> list[str]:
+    """At blanks, else after the last comma or slash, else anywhere."""
+    lines = []
+    while len(text) > width:
+        at = text.rfind(" ", 1, width + 1)
+        if at <= 0:
+            at = max(text.rfind(mark, 1, width - 1) for mark in ",/") + 1
+        at = at if at > 0 else width
+        lines.append(text[:at].rstrip())
+        text = text[at:].lstrip()
+    return [*lines, text]

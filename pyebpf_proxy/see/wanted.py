@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernel ought to have: the planner, run over the source that the agent has, or that is named.
+
+Which source the agent has is told by its command line; who the agent is, by the lock in its run folder. Nothing is
+asked of the agent itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.see.answers import SeeError
+from pyebpf_proxy.services import endpoints
+from pyebpf_proxy.services.endpoints import FALLBACK, LOCAL, READY, TERMINATING, Known
+from pyebpf_proxy.services.model import ServicePort, ServicePortName
+from pyebpf_proxy.services.planner import Planner, PlanSettings
+
+if TYPE_CHECKING:
+    from pyebpf_proxy.config.effective import Effective
+    from pyebpf_proxy.kube.objects import EndpointSlice
+    from pyebpf_proxy.kube.source import Batch, Source
+
+_SECONDS = 20.0
+_LOCKS = Path("/proc/locks")
+
+
+class Agent(NamedTuple):
+    """The process that holds the run folder. ``started``: seconds, ``time.time``."""
+
+    pid: int
+    arguments: tuple[str, ...]
+    folder: str
+    started: float
+
+
+def running_agent(directory: Path) -> Agent | None:
+    """The agent of a run folder, if one runs. The lock is looked at, never taken: an agent may just be starting."""
+    try:
+        lock = (directory / "lock").stat()
+        held = [line.split() for line in _LOCKS.read_text().splitlines()]
+    except OSError:
+        return None
+    wanted = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+    pid = next((line[4] for line in held if line[1] == "FLOCK" and line[5] == wanted), None)
+    if pid is None:
+        return None
+    process = Path("/proc", pid)
+    try:
+        words = (process / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        folder = os.readlink(process / "cwd")
+        ticks = int((process / "stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
+    since_boot = ticks / os.sysconf("SC_CLK_TCK")
+    started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+    return Agent(int(pid), _own_arguments(words), folder, started)
+
+
+def _own_arguments(words: Sequence[str]) -> tuple[str, ...]:
+    """Without the interpreter and the program: everything from the first flag on that is ours."""
+    at = next((i for i, word in enumerate(words) if i and word.startswith("--")), len(words))
+    return tuple(words[at:])
+
+
+class Wanted:
+    """What the source says, planned. ``settings``: of the agent, as far as its command line says them."""
+
+    def __init__(self, settings: Effective, planner: Planner, batch: Sequence[Batch]) -> None:
+        self.settings = settings
+        self._planner = planner
+        self._views: dict[tuple[str, str], list[endpoints.SliceView]] = {}
+        for change in (change for each in batch for change in each.changes):
+            if change.kind == "EndpointSlice" and change.object is not None:
+                self._take(change.namespace, change.object)  # type: ignore[arg-type]
+
+    def _take(self, namespace: str, made: EndpointSlice) -> None:
+        service = endpoints.service_of(made)
+        view = endpoints.view_slice(made, self.settings.node_name) if service is not None else None
+        if service is not None and view is not None:
+            self._views.setdefault((namespace, service), []).append(view)
+
+    @property
+    def ports(self) -> dict[ServicePortName, ServicePort]:
+        """Every service port that ought to be there."""
+        found = {name: self._planner.get(name) for name in self._planner.names}
+        return {name: port for name, port in found.items() if port is not None}
+
+    def get(self, name: ServicePortName) -> ServicePort | None:
+        """One service port."""
+        return self._planner.get(name)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many objects of each kind are in use."""
+        return self._planner.counts()
+
+    def known(self, name: ServicePortName) -> list[Known]:
+        """Every endpoint of a service port that its slices name, whether it is used or not."""
+        views = [v for v in self._views.get((name.namespace, name.name), []) if v.family is name.family]
+        return endpoints.merge(views, (name.port, name.protocol))
+
+    def left_out(self, name: ServicePortName, used: set[tuple[bytes, int]]) -> list[tuple[Known, str]]:
+        """The endpoints of the slices that are in no list, and why (spec/service-semantics §3)."""
+        known = self.known(name)
+        ready = any(entry.flags & READY for entry in known)
+        others = (entry for entry in known if (entry.endpoint.address, entry.endpoint.port) not in used)
+        return [(entry, _why_left_out(entry, ready)) for entry in others]
+
+
+def _why_left_out(entry: Known, others_ready: bool) -> str:
+    if entry.flags & READY:
+        if entry.hints.zones or entry.hints.nodes:
+            meant = entry.hints.nodes or entry.hints.zones or ()
+            return f"meant for {', '.join(sorted(meant))} (hints of its slice)"
+        return "elsewhere, and only endpoints of this node are used" if not entry.flags & LOCAL else "not used"
+    if entry.flags & FALLBACK == FALLBACK:
+        return "terminating, and others are ready" if others_ready else "terminating, and elsewhere"
+    return "terminating, serves no more" if entry.flags & TERMINATING else "not ready"
+
+
+def read_wanted(directory: Path, arguments: Sequence[str]) -> Wanted:
+    """The wanted state. ``arguments``: flags as the agent takes them that name a source; none: those of the agent.
+
+    SeeError if no agent runs and no source is named, and for a source that does not answer.
+    """
+    from pyebpf_proxy.config.flags import UsageError, parse
+
+    folder = os.getcwd()
+    if not arguments:
+        agent = running_agent(directory)
+        if agent is None:
+            raise SeeError(
+                f"no agent runs on {directory}, so nobody says what is wanted: name the source with --manifests or"
+                " --config"
+            )
+        arguments, folder = agent.arguments, agent.folder
+    try:
+        flags = parse(list(_absolute(arguments, folder)))
+        settings = _settings(flags)
+        return asyncio.run(_read(settings, _source(settings)))
+    except (UsageError, FatalError) as error:
+        raise SeeError(str(error)) from None
+
+
+def _absolute(arguments: Sequence[str], folder: str) -> list[str]:
+    """Files that are named relative to where the agent was started."""
+    names = ("--manifests", "--config", "--datapath-config", "--kubeconfig")
+    found: list[str] = []
+    for word in arguments:
+        flag, equals, value = word.partition("=")
+        if flag in names and equals:
+            word = f"{flag}={os.path.join(folder, value)}"
+        elif found and found[-1] in names:
+            word = os.path.join(folder, word)
+        found.append(word)
+    return found
+
+
+def _settings(flags: object) -> Effective:
+    from pyebpf_proxy.config.complete import complete
+    from pyebpf_proxy.config.datapath_config import read
+    from pyebpf_proxy.config.effective import effective
+    from pyebpf_proxy.config.flags import Flags
+    from pyebpf_proxy.config.loader import ConfigError
+
+    assert isinstance(flags, Flags)
+    try:
+        own = read(Path(flags.datapath_config)) if flags.datapath_config else None
+        return effective(complete(flags, lambda text, file: None), flags, own)
+    except ConfigError as error:
+        raise SeeError(f"{error.file + ': ' if error.file else ''}{error}") from None
+
+
+def _source(settings: Effective) -> Source:
+    if settings.manifests is not None:
+        from pyebpf_proxy.kube.manifests import ManifestSource
+
+        if not settings.manifests.is_dir():
+            raise SeeError(f"the manifests folder {settings.manifests} is not there")
+        return ManifestSource(settings.manifests, lambda text: None, lambda text: None)
+    from pyebpf_proxy.kube.api.connect import api_server
+    from pyebpf_proxy.servers.client_metrics import ClientMetrics
+
+    source = api_server(settings.api, settings.node_name, ClientMetrics(), service_cidrs=settings.nft_mode)
+    source.start()
+    return source
+
+
+async def _read(settings: Effective, source: Source) -> Wanted:
+    bind = settings.bind_address.packed if settings.bind_address is not None else None
+    planner = Planner(PlanSettings(settings.node_name, bind, settings.external_ips))
+    complete = asyncio.Event()
+    batches: list[Batch] = []
+
+    def deliver(batch: Batch) -> None:
+        batches.append(batch)
+        if batch.complete:
+            complete.set()
+
+    reading = asyncio.create_task(source.run(deliver))
+    waiting = asyncio.create_task(complete.wait())
+    try:
+        done, _ = await asyncio.wait({reading, waiting}, timeout=_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if reading in done:
+            await reading
+        if not complete.is_set():
+            raise SeeError(f"the source of objects has not delivered everything after {_SECONDS:.0f} s")
+    finally:
+        for task in (reading, waiting):
+            task.cancel()
+        await asyncio.gather(reading, waiting, return_exceptions=True)
+    for batch in batches:
+        planner.update(batch.changes)
+    return Wanted(settings, planner, batches)

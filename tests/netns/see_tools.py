@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the commands on a node of the lab, as a person there would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import Any
+
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.cluster import Node
+
+
+def see(node: Node, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """One command on a node, with its run folder by the environment."""
+    known = {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory)}
+    return subprocess.run(
+        ["ip", "netns", "exec", node.namespace.name, *command(), *arguments],
+        env=os.environ | known | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def answer(node: Node, *arguments: str, status: int = 0) -> dict[str, Any]:
+    """The answer as scripts have it; the exit status must be ``status``."""
+    ran = see(node, *arguments, "-o", "json")
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def error(node: Node, *arguments: str, status: int, **environment: str) -> str:
+    """The one line that says why there is no answer."""
+    ran = see(node, *arguments, **environment)
+    assert (ran.returncode, ran.stdout) == (status, ""), ran.stdout + ran.stderr
+    (line,) = ran.stderr.splitlines()
+    return line.removeprefix("Error: ")

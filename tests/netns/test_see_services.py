@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``services``, ``backends``, ``frontends`` on a node of the lab, with the agent and without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from see_tools import answer, error, see
+
+from pyebpf_proxy.lab.addresses import cluster_ip, vip
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.lab.manifests import endpoint
+from pyebpf_proxy.see import model
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 10)
+NEARBY = Kind(
+    "nearby",
+    11,
+    externalTrafficPolicy="Local",
+    sessionAffinity="ClientIP",
+    loadBalancerSourceRanges=["198.51.100.0/24", "2001:db8:2::/64"],
+)
+EMPTY = Kind("empty", 12)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Lab]:
+    with Lab(nodes=2) as made:
+        pods = (made.add_pod("web-1", made.nodes[0]), made.add_pod("web-2", made.nodes[1]))
+        WEB.endpoints = NEARBY.endpoints = pods
+        write_nodes(made)
+        write_services(made, WEB, NEARBY, EMPTY)
+        _terminating(made)
+        made.start_agents()
+        yield made
+
+
+def _terminating(lab: Lab) -> None:
+    """``web`` has two more endpoints, one that terminates and still serves, one that is not ready."""
+    objects = WEB.objects()
+    for each in objects[1:]:
+        family = 6 if each["addressType"] == "IPv6" else 4
+        more = [("10.244.2.50", "fd00:10:244:2::50"), ("10.244.2.51", "fd00:10:244:2::51")]
+        each["endpoints"] += [
+            endpoint(more[0][family == 6], "node2", ready=False, serving=True, terminating=True),
+            endpoint(more[1][family == 6], "node2", ready=False, serving=False),
+        ]
+    lab.write("web.yaml", objects)
+
+
+@pytest.fixture
+def node(world: Lab) -> Node:
+    return world.nodes[0]
+
+
+def test_the_answer_is_what_the_schema_says(node: Node) -> None:
+    ran = see(node, "services", "-o", "json")
+    found = msgspec.json.decode(ran.stdout, type=model.Services)
+    assert [view.name for view in found.services if view.family == 4] == [
+        *("default/empty:dns", "default/empty:http"),
+        *("default/nearby:dns", "default/nearby:http"),
+        *("default/web:dns", "default/web:http"),
+    ]
+    view = next(view for view in found.services if view.name == "default/nearby:http" and view.family == 4)
+    assert {(each.kind, each.address, each.port) for each in view.frontends} == {
+        ("ClusterIP", cluster_ip(11).v4, 80),
+        ("LoadBalancer", vip(11).v4, 80),
+        ("ExternalIP", NEARBY.external_ip.v4, 80),
+        ("NodePort", "0.0.0.0", 30011),
+    }
+    assert [(each.address, each.local, each.lists) for each in view.endpoints] == [
+        ("10.244.1.10:8080", True, ["cluster", "local"]),
+        ("10.244.2.10:8080", False, ["cluster"]),
+    ]
+    assert (view.internal_traffic_policy, view.external_traffic_policy) == ("Cluster", "Local")
+    assert (view.affinity_seconds, view.source_ranges) == (10800, ["198.51.100.0/24"])
+
+
+def test_the_table_says_the_same(node: Node) -> None:
+    lines = see(node, "services").stdout.splitlines()
+    (nearby,) = (line for line in lines if "default/nearby:http" in line and cluster_ip(11).v4 in line)
+    assert nearby.split() == [
+        *("default/nearby:http", "TCP", f"{cluster_ip(11).v4}:80"),
+        *(f"{NEARBY.external_ip.v4}:80,", f"{vip(11).v4}:80", "30011"),
+        *("2", "(1", "local)", "external", "Local,", "1", "source", "ranges", "3h"),
+    ]
+
+
+def test_one_service_with_the_endpoints_that_are_left_out(node: Node) -> None:
+    found = answer(node, "services", "web:dns")["services"]
+    assert [(view["family"], view["protocol"]) for view in found] == [(4, "UDP"), (6, "UDP")]
+    assert {each["address"]: each["leftOut"] for each in found[0]["endpoints"]} == {
+        "10.244.1.10:5353": "",
+        "10.244.2.10:5353": "",
+        "10.244.2.50:5353": "terminating, and others are ready",
+        "10.244.2.51:5353": "not ready",
+    }
+    text = see(node, "services", "web:dns").stdout
+    assert re.search(r"10\.244\.2\.51:5353 +elsewhere +not ready", text)
+    assert re.search(r"10\.244\.1\.10:5353 +here +direct +all traffic", text)
+
+
+def test_a_service_without_endpoints_is_said_to_be_refused(node: Node) -> None:
+    assert "no endpoints: refused (port unreachable)" in see(node, "services", "default/empty").stdout
+
+
+def test_backends_and_frontends(node: Node) -> None:
+    backends = answer(node, "backends", "web:http")["backends"]
+    assert [(each["address"], each["local"], each["lane"]) for each in backends] == [
+        ("10.244.1.10:8080", True, "direct"),
+        ("10.244.2.10:8080", False, "direct"),
+        ("[fd00:10:244:1::10]:8080", True, "direct"),
+        ("[fd00:10:244:2::10]:8080", False, "direct"),
+    ]
+    frontends = answer(node, "frontends", "--address", vip(10).v6)["frontends"]
+    assert [(each["port"], each["protocol"], each["kind"], each["service"]) for each in frontends] == [
+        (53, "UDP", "LoadBalancer", "default/web:dns"),
+        (80, "TCP", "LoadBalancer", "default/web:http"),
+    ]
+
+
+def test_diff_says_what_differs_and_nothing_else(node: Node, world: Lab) -> None:
+    ran = see(node, "services", "--diff")
+    assert (ran.stdout, ran.returncode) == ("the kernel has what is wanted\n", 0)
+    key = cluster_ip(10).v4.split(".")
+    pin = node.agent.pin("frontends4")
+    node.namespace.run("bpftool", "map", "delete", "pinned", str(pin), "key", *key, "80", "0", "6", "0")
+    try:
+        (view,) = answer(node, "services", "--diff", status=1)["services"]
+        assert (view["name"], view["family"]) == ("default/web:http", 4)
+        assert view["differences"] == [f"address ClusterIP {cluster_ip(10).v4}:80 is wanted, and not in the kernel"]
+    finally:
+        value = [*_words(view["id"]), *_words(1)]
+        words = ["pinned", str(pin), "key", *key, "80", "0", "6", "0", "value", *value]
+        node.namespace.run("bpftool", "map", "update", *words)
+    assert see(node, "services", "--diff").returncode == 0
+
+
+def _words(number: int) -> list[str]:
+    return [str(byte) for byte in number.to_bytes(4, "little")]
+
+
+def test_diff_against_another_source(node: Node, tmp_path: Path) -> None:
+    """Nothing is wanted there: every service port is one too many, and so is each of its endpoints."""
+    found = answer(node, "services", "--diff", "--manifests", str(tmp_path), status=1)["services"]
+    assert len(found) == 12
+    assert {tuple(view["differences"]) for view in found} == {("is in the kernel, and not wanted",)}
+
+
+@pytest.mark.parametrize("words", [("services",), ("services", "web:http"), ("backends",)])
+def test_fits_40_columns(node: Node, words: tuple[str, ...]) -> None:
+    ran = see(node, *words, COLUMNS="40")
+    assert ran.returncode == 0
+    assert max(map(len, ran.stdout.splitlines())) <= 40
+    assert "\x1b" not in ran.stdout
+
+
+def test_colours_are_for_terminals_alone(node: Node) -> None:
+    shown = _on_a_terminal(node, "services", "default/empty:http")
+    assert "\x1b[31mno endpoints" in shown
+    assert "\x1b" not in _on_a_terminal(node, "services", "default/empty:http", NO_COLOR="1")
+
+
+def _on_a_terminal(node: Node, *arguments: str, **environment: str) -> str:
+    script = ["script", "-qec", " ".join([*command(), *arguments]), "/dev/null"]
+    known = {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory), "TERM": "xterm"}
+    run = ["ip", "netns", "exec", node.namespace.name, *script]
+    return subprocess.run(run, env=os.environ | known | environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_closed_pipe_ends_it_quietly(node: Node) -> None:
+    name, program = node.namespace.name, " ".join(command())
+    shell = f"ip netns exec {name} {program} services -o json | head -c 1; echo ${{PIPESTATUS[0]}}"
+    known = {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory), "PYTHONUNBUFFERED": "1"}
+    ran = subprocess.run(["bash", "-c", shell], env=os.environ | known, capture_output=True, text=True, check=True)
+    # All of it may fit into the pipe before head goes.
+    assert ran.stdout in ("{141\n", "{0\n")
+    assert ran.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        (("services", "wbe"), 2, "no Service is called wbe; did you mean web?"),
+        (("services", "-n", "defalt"), 2, "no services in namespace defalt; did you mean default?"),
+        (("backends", "web:dnss"), 2, "default/web has no port dnss: it has dns, http"),
+        (("frontends", "--address", "10.96.0"), 2, "10.96.0 is not an IP address"),
+        (("frontends", "--address", "10.96.0.99"), 2, "no service has the address 10.96.0.99"),
+        (("services", "--diff", "--manifests", "/none"), 3, "the manifests folder /none is not there"),
+    ],
+)
+def test_bad_questions(node: Node, words: tuple[str, ...], status: int, text: str) -> None:
+    assert error(node, *words, status=status) == text
+
+
+def test_another_run_folder_is_said_to_be_empty(node: Node, tmp_path: Path) -> None:
+    line = error(node, "services", status=3, PYEBPF_PROXY_DIRECTORY=str(tmp_path / "elsewhere"))
+    assert line.startswith(f"nothing of pyebpf-proxy is in the kernel for the run folder {tmp_path / 'elsewhere'}")
+    assert line.endswith("start the agent, or name its folder with --directory")
+
+
+def test_who_may_not_is_told_so(node: Node) -> None:
+    ran = subprocess.run(
+        ["setpriv", "--reuid=65534", "--clear-groups", *command(), "services"],
+        env=os.environ | {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (3, "")
+    assert ran.stderr == "Error: not allowed to read the kernel's maps: run it as root (sudo)\n"
+
+
+def test_maps_of_another_layout_are_refused(node: Node) -> None:
+    pins = node.agent.pin("services").parents[1]
+    moved = pins.with_name("v99")
+    os.rename(pins, moved)
+    try:
+        line = error(node, "services", status=3)
+        assert line == (
+            f"the maps of {node.agent.directory} have layout v99, this program reads v1:"
+            " ask with the pyebpf-proxy that the agent is of"
+        )
+    finally:
+        os.rename(moved, pins)
+
+
+def test_without_the_agent_the_kernel_still_answers(node: Node, world: Lab) -> None:
+    before = see(node, "services", "-o", "json").stdout
+    node.agent.kill()
+    try:
+        assert json.loads(see(node, "services", "-o", "json").stdout) == json.loads(before)
+        assert see(node, "backends", "web").returncode == see(node, "frontends").returncode == 0
+        assert error(node, "services", "--diff", status=3) == (
+            f"no agent runs on {node.agent.directory}, so nobody says what is wanted: name the source with --manifests"
+            " or --config"
+        )
+        more = ("--manifests", str(world.manifests), "--config", str(node.agent.folder / "config.yaml"))
+        assert see(node, "services", "--diff", *more).stdout == "the kernel has what is wanted\n"
+    finally:
+        node.agent.start()
+        node.agent.wait_synced()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands' front door: help, completion, usage, and that kube-proxy's command line is as it was."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.cli import main
+from pyebpf_proxy.see import COMMANDS
+from pyebpf_proxy.see import cli as see
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_command_is_known_to_the_front_door() -> None:
+    assert set(see.COMMANDS) == COMMANDS
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_help_has_an_example_that_can_be_read(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert f"example:\n  {see.COMMANDS[name].example}" in text
+    assert "exit status:" in text
+    for line in see.COMMANDS[name].example.splitlines():
+        words = line.split("#")[0].removeprefix("source <(").rstrip(" )").split()
+        parsed = see.command_parser(words[1]).parse_args(words[2:])
+        assert parsed is not None
+
+
+def test_every_command_is_in_its_page() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert [name for name in sorted(COMMANDS) if f"`pyebpf-proxy {name}" not in page] == []
+
+
+def test_the_schema_is_the_one_of_the_code() -> None:
+    spec = importlib.util.spec_from_file_location("commands_schema", ROOT / "tools" / "commands_schema.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    wanted = (ROOT / "docs" / "commands.schema.json").read_text()
+    assert wanted == module.text(), "run .venv/bin/python tools/commands_schema.py >docs/commands.schema.json"
+
+
+def test_usage_errors_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["services", "--no-such-flag"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error == "Error: unrecognized arguments: --no-such-flag; see pyebpf-proxy services --help\n"
+
+
+def test_a_word_that_is_no_command_is_refused_as_kube_proxy_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sevrices"]) == 1
+    assert capsys.readouterr().err == 'Error: "pyebpf-proxy" does not take any arguments, got ["sevrices"]\n'
+
+
+def _complete(*words: str) -> list[str]:
+    script = f"""
+        source <({sys.executable} -m pyebpf_proxy completion bash)
+        pyebpf-proxy() {{ printf 'default/web:http\\ndefault/web:dns\\n'; }}
+        COMP_WORDS=({" ".join(repr(word) for word in words)}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+        _pyebpf_proxy; printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    ran = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    return ran.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (("pyebpf-proxy", "serv"), ["services"]),
+        (("pyebpf-proxy", "services", "--di"), ["--diff", "--directory"]),
+        (("pyebpf-proxy", "services", "-o", "j"), ["json"]),
+        (("pyebpf-proxy", "services", "def"), ["default/web"]),
+        (("pyebpf-proxy", "completion", ""), ["bash"]),
+        (("pyebpf-proxy", "nonsense", "x"), []),
+    ],
+)
+def test_bash_completion(words: tuple[str, ...], offered: list[str]) -> None:
+    assert _complete(*words) == offered
