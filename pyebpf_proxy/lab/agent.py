@@ -24,9 +24,9 @@ from . import addresses
 from .namespace import LabError, Namespace, die_with_parent
 
 METRICS = ("127.0.0.1", 10249)
-SYNCED = re.compile(
-    r'^kubeproxy_sync_proxy_rules_last_timestamp_seconds\{.*?ip_family="(\w+)".*?\} (\S+)$', re.MULTILINE
-)
+_STAMP = r'^kubeproxy_sync_proxy_rules_%s_seconds\{.*?ip_family="(\w+)".*?\} (\S+)$'
+SYNCED = re.compile(_STAMP % "last_timestamp", re.MULTILINE)
+QUEUED = re.compile(_STAMP % "last_queued_timestamp", re.MULTILINE)
 START_DEADLINE = 60.0
 
 
@@ -117,23 +117,28 @@ class Agent:
         return ["--directory", str(self.directory)]
 
     def wait_synced(self, since: float | None = None, deadline: float = START_DEADLINE) -> None:
-        """Wait until both families were programmed after ``since`` (default: the start). Seconds, ``time.time``."""
+        """Wait until both families have what was written at ``since`` (default: the start). Seconds, ``time.time``.
+
+        That is when a sync that was asked for since then has ended: one that ends after the write may have begun before.
+        Of several files written one after the other, wait for each: the agent may be reading one while the next comes.
+        """
         threshold = self.started if since is None else since
         end = time.monotonic() + deadline
         while True:
-            stamps = self.synced()
-            if len(stamps) == 2 and all(stamp >= threshold for stamp in stamps.values()):
+            text = self.metrics()
+            stamps, queued = _stamps(SYNCED, text), _stamps(QUEUED, text)
+            if len(stamps) == 2 and all(stamp >= queued[family] >= threshold for family, stamp in stamps.items()):
                 return
             if self.process is None or self.process.poll() is not None:
                 raise LabError(f"the agent of {self.node_name} ended:\n{self.log()}")
             if time.monotonic() > end:
-                raise LabError(f"no sync on {self.node_name} after {deadline} s ({stamps}):\n{self.log()}")
+                known = f"ended {stamps}, asked for {queued}"
+                raise LabError(f"no sync on {self.node_name} after {deadline} s ({known}):\n{self.log()}")
             time.sleep(0.02)
 
     def synced(self) -> dict[str, float]:
         """When each family was programmed last, by the agent's own metric; empty while it does not answer."""
-        text = self.metrics()
-        return {family: float(value) for family, value in SYNCED.findall(text)} if text else {}
+        return _stamps(SYNCED, self.metrics())
 
     def metrics(self) -> str:
         """The agent's metrics page, empty while nobody answers."""
@@ -190,6 +195,11 @@ class Agent:
         for path in self.directory.glob(f"bpf/**/{name}"):
             return path
         raise LabError(f"no pinned map {name} below {self.directory}/bpf")
+
+
+def _stamps(which: re.Pattern[str], page: str) -> dict[str, float]:
+    """By family."""
+    return {family: float(value) for family, value in which.findall(page)}
 
 
 def _scrape() -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import time
@@ -60,19 +59,6 @@ def write(lab: Lab, name: str, *objects: Object) -> float:
     moment = time.time()
     hidden.rename(path)
     return moment
-
-
-_marks = itertools.count(1)
-
-
-def settle(lab: Lab, since: float) -> None:
-    """Wait until what was written at ``since`` is programmed, whatever else was being programmed at that moment.
-
-    The sync that ends next may have begun before. One that follows it, brought about by a mark, has everything.
-    """
-    lab.wait_synced(since)
-    mark = a_service("mark", 250, [port(1000 + next(_marks))])
-    lab.wait_synced(write(lab, "mark", mark))
 
 
 def simple(lab: Lab, name: str, number: int, ports: list[Port], pod: str, **more: Any) -> list[Object]:
@@ -151,7 +137,7 @@ def test_a_vip_that_is_the_nodes_own_address(bad: Lab, family: int) -> None:
     assert answerers(bad, bad.client, address.of(family), 80) == {"host-node1"}
     since = write(bad, "on-node", *simple(bad, "on-node", 23, [port(80, 30023)], "web-2", vip=address))
     try:
-        settle(bad, since)
+        bad.wait_synced(since)
         for who in everybody(bad):
             assert answerers(bad, who, address.of(family), 80) == {"web-2"}
             assert answerers(bad, who, address.of(family), 81) == {"host-node1"}
@@ -178,14 +164,12 @@ def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) ->
         made["metadata"]["creationTimestamp"] = "2024-01-01T00:00:00Z"
     del thief[0]["metadata"]["creationTimestamp"]
     before = metric(bad, "service_port_problems")
-    write(bad, "newer", *new)
-    write(bad, "other", *other)
-    write(bad, "thief", *thief)
-    since = write(bad, "older", *old)
+    written = {"newer": new, "other": other, "thief": thief, "older": old}
     node = bad.nodes[0].address.of(family)
     own = bad.pods["toolbox"].namespace
     try:
-        settle(bad, since)
+        for name, objects in written.items():
+            bad.wait_synced(write(bad, name, *objects))
         for who in everybody(bad):
             for address, number in ((SHARED.of(family), 80), (node, 30024)):
                 assert answerers(bad, who, address, number) == {"web-1"}
@@ -203,7 +187,7 @@ def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) ->
         for address, number in ((SHARED.of(family), 80), (node, 30024)):
             assert answerers(bad, bad.client, address, number) == {"web-2"}
     finally:
-        for name in ("older", "newer", "other", "thief"):
+        for name in written:
             (bad.manifests / f"{name}.json").unlink(missing_ok=True)
     wait_until(lambda: metric(bad, "service_port_problems") == before, "all are gone", 60)
 
@@ -218,8 +202,7 @@ def test_ranges_of_the_wrong_family_or_unreadable(bad: Lab, family: int) -> None
     }
     for number, (name, texts) in enumerate(ranges.items(), 28):
         made = simple(bad, name, number, [port()], "web-1", vip=vip(number), loadBalancerSourceRanges=texts)
-        since = write(bad, name, *made)
-    settle(bad, since)
+        bad.wait_synced(write(bad, name, *made))
     try:
         assert answerers(bad, bad.client, vip(28).of(family), 80) == {"web-1"}
         assert answerers(bad, bad.client, vip(29).of(family), 80) == {"web-1"}
@@ -239,7 +222,7 @@ def test_ranges_of_the_wrong_family_or_unreadable(bad: Lab, family: int) -> None
 
 def test_an_object_that_goes_bad_keeps_its_last_good_state(bad: Lab, family: int) -> None:
     good = simple(bad, "turning", 31, [port()], "web-2", vip=vip(31))
-    settle(bad, write(bad, "turning", *good))
+    bad.wait_synced(write(bad, "turning", *good))
     broken = [json.loads(json.dumps(made)) for made in good]
     broken[0]["spec"]["ports"][0]["port"] = 70000
     write(bad, "turning", *broken)
@@ -255,7 +238,7 @@ def test_an_object_that_goes_bad_keeps_its_last_good_state(bad: Lab, family: int
 
 def test_300_ports_of_one_service(bad: Lab, family: int) -> None:
     ports = [Port(f"p{i}", 1000 + i, 8080, "TCP", 31000 + i) for i in range(PORTS)]
-    settle(bad, write(bad, "ports", *simple(bad, "ports", 32, ports, "web-1", vip=vip(32))))
+    bad.wait_synced(write(bad, "ports", *simple(bad, "ports", 32, ports, "web-1", vip=vip(32))))
     try:
         for number in (0, PORTS // 2, PORTS - 1):
             for who in everybody(bad):
@@ -295,7 +278,7 @@ def test_5000_endpoints_of_one_service(bad: Lab, family: int) -> None:
     made = crowd(bad, family)
     target = vip(33).of(family)
     try:
-        settle(bad, write(bad, "many", a_service("many", 33, [port()], vip=vip(33)), *made))
+        bad.wait_synced(write(bad, "many", a_service("many", 33, [port()], vip=vip(33)), *made))
         for who in everybody(bad):
             outcomes = who.call(ask_many, 30, target, 80)
             assert {outcome.kind for outcome in outcomes} == {ANSWERED}
@@ -304,7 +287,7 @@ def test_5000_endpoints_of_one_service(bad: Lab, family: int) -> None:
             # 30 of 5 000 at random: fewer than 25 different ones come once in ten million runs.
             assert len(reached) >= 25
         sticky = {"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 600}}}
-        settle(bad, write(bad, "many", a_service("many", 33, [port()], vip=vip(33), **sticky), *made))
+        bad.wait_synced(write(bad, "many", a_service("many", 33, [port()], vip=vip(33), **sticky), *made))
         outcomes = bad.client.call(ask_many, 10, target, 80, source=CLIENT.of(family))
         assert len({outcome.answer.local[0] if outcome.answer else str(outcome) for outcome in outcomes}) == 1
         assert metric(bad, "service_port_problems") == 0
@@ -313,7 +296,7 @@ def test_5000_endpoints_of_one_service(bad: Lab, family: int) -> None:
         # The endpoint that is remembered goes, and a whole list with it.
         kept = next(address for address in reversed(addresses) if address != last.local[0])
         few = a_slice("many", family, [kept], [port()])
-        settle(bad, write(bad, "many", a_service("many", 33, [port()], vip=vip(33), **sticky), few))
+        bad.wait_synced(write(bad, "many", a_service("many", 33, [port()], vip=vip(33), **sticky), few))
         outcome = bad.client.call(ask, target, 80)
         assert outcome.answer is not None
         assert outcome.answer.local[0] == kept
