@@ -24,11 +24,12 @@ from pyebpf_proxy.datapath.loader.programs import LAYOUT_VERSION, LEAST_CONNECTI
 from pyebpf_proxy.datapath.netfilter.cluster_addresses import ClusterAddresses
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Prefix
+from pyebpf_proxy.datapath.netfilter.own_sctp import OwnSctp
 from pyebpf_proxy.datapath.node import cgroups, mounts, sysctls
 from pyebpf_proxy.datapath.node.fast_path import FastPath
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.node_settings import LIBERAL
-from pyebpf_proxy.datapath.settings import conntrack_is_liberal, map_sizes, node_config, settings
+from pyebpf_proxy.datapath.settings import conntrack_is_liberal, map_sizes, node_config, own_traffic, settings
 from pyebpf_proxy.datapath.tables import excluded_pods
 from pyebpf_proxy.datapath.tables.former import Former
 from pyebpf_proxy.datapath.tables.pod_network import PodNetwork
@@ -52,6 +53,7 @@ class _Parts:
     node: Node
     writer: Writer
     clusters: ClusterAddresses
+    own_sctp: OwnSctp
     udp: UdpCleanup
     #: Serving endpoints of UDP services have changed since the last clean-up.
     udp_touched: bool
@@ -167,6 +169,10 @@ class Datapath:
         clusters.apply(wanted)
         table.set_addresses("cluster_ips", map(_prefix, clusters.all))
         table.set_addresses("service_cidrs", _prefixes(facts))
+        own_sctp = OwnSctp(own_traffic(effective, facts))
+        if effective.socket_lb != "off":
+            own_sctp = own_sctp.after(wanted) or own_sctp
+        table.set_own_sctp(own_sctp)
         udp = UdpCleanup(peers_in(loaded.maps, loaded.sock.btf))
         udp_touched = udp.apply(wanted)
         nodes_maps = {name: loaded.maps[name] for name in MAPS}
@@ -177,7 +183,7 @@ class Datapath:
         # The maps are complete: what is attached from here on finds everything.
         self._attach(loaded, node, pins)
         former.retire()
-        return _Parts(loaded, table, node, writer, clusters, udp, udp_touched)
+        return _Parts(loaded, table, node, writer, clusters, own_sctp, udp, udp_touched)
 
     def _attach(self, loaded: Loaded, node: Node, pins: Path) -> None:
         found = self._attach_sockets(loaded, pins / "links") if self._effective.socket_lb != "off" else "none"
@@ -240,6 +246,8 @@ class Datapath:
             if complete:
                 parts.writer.prune(delta)
                 parts.table.replace(parts.writer.netfilter_backends)
+            if self._effective.socket_lb != "off":
+                self._serve_own_sctp(parts, parts.own_sctp.after(delta, complete))
             if parts.udp.apply(delta):
                 parts.udp_touched = True
                 if parts.fast is not None:
@@ -254,6 +262,7 @@ class Datapath:
         parts = self._running()
         with _in_words():
             parts.table.set_addresses("service_cidrs", _prefixes(facts))
+            self._serve_own_sctp(parts, parts.own_sctp.with_traffic(own_traffic(self._effective, facts)))
             parts.node.configure(node_config(self._effective, facts))
             if not self._learn(facts):
                 return
@@ -309,6 +318,12 @@ class Datapath:
         if self._parts is None:
             raise RuntimeError("the data plane was not started")
         return self._parts
+
+    @staticmethod
+    def _serve_own_sctp(parts: _Parts, changed: OwnSctp | None) -> None:
+        if changed is not None:
+            parts.table.set_own_sctp(changed)
+            parts.own_sctp = changed
 
     def _tell_cleaned(self, cleaned: Cleaned) -> None:
         self.on_cleaned(cleaned)

@@ -13,7 +13,8 @@ from pathlib import Path
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.loader.programs import SCHEDULERS, Settings
-from pyebpf_proxy.datapath.node.plan import NodeConfig
+from pyebpf_proxy.datapath.netfilter.own_sctp import OwnTraffic
+from pyebpf_proxy.datapath.node.plan import NodeConfig, accepted_networks
 from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.services.model import Family
 
@@ -75,6 +76,22 @@ def node_config(effective: Effective, facts: NodeFacts) -> NodeConfig:
         interface_name_prefix=effective.interface_name_prefix if mode == "InterfaceNamePrefix" else "",
         fast_path=effective.fast_path,
         fast_path_excluded_devices=effective.fast_path_excluded_devices,
+    )
+
+
+def own_traffic(effective: Effective, facts: NodeFacts) -> OwnTraffic:
+    """What decides on packets that the node itself sends, where our nft table decides."""
+    cidrs = detector_cidrs(effective, facts)
+    by_device = effective.detect_local_mode in ("BridgeInterface", "InterfaceNamePrefix")
+    config = node_config(effective, facts)
+    accepted = {family: accepted_networks(family, config) for family in Family}
+    return OwnTraffic(
+        masquerade_mark=effective.masquerade_mark,
+        nft_mode=effective.nft_mode,
+        masquerade_all=effective.masquerade_all,
+        detectors=dict.fromkeys(Family) if by_device else dict(cidrs),
+        node_ports={family: networks for family, networks in accepted.items() if networks is not None},
+        localhost_node_ports=effective.localhost_node_ports,
     )
 
 

@@ -119,7 +119,7 @@ class Agent:
     def wait_synced(self, since: float | None = None, deadline: float = START_DEADLINE) -> None:
         """Wait until both families have what was written at ``since`` (default: the start). Seconds, ``time.time``.
 
-        That is when a sync that was asked for since then has ended: one that ends after the write may have begun before.
+        That is when a sync that was asked for since then has ended: one that ends later may have begun before it.
         Of several files written one after the other, wait for each: the agent may be reading one while the next comes.
         """
         threshold = self.started if since is None else since

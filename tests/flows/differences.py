@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.flows.flow import DROPPED, UNTOUCHED, Flow, Seen
+from tests.flows.flow import DROPPED, Flow, Seen
 
 
 def _served_from_loopback(flow: Flow, theirs: Seen, ours: Seen) -> bool:
@@ -21,17 +21,10 @@ def _refused_not_silent(flow: Flow, theirs: Seen, ours: Seen) -> bool:
     return own and theirs.outcomes == (DROPPED,) and ours.outcomes == ("refused",)
 
 
-def _own_sctp(flow: Flow, theirs: Seen, ours: Seen) -> bool:
-    """SCTP that the node itself sends is not ours: as if there were no service."""
-    own = flow.source == "node1" and flow.protocol == "sctp"
-    return own and ours.outcomes in ((UNTOUCHED,), ("refused",), (DROPPED,))
-
-
 #: Name of the entry → whether it explains the difference.
 DIFFERENCES: dict[str, Callable[[Flow, Seen, Seen], bool]] = {
     "datagrams to NodePorts of the node itself": _refused_not_silent,
     "NodePorts on loopback of a node in the range of pods": _served_from_loopback,
-    "SCTP of the node itself": _own_sctp,
 }
 
 

@@ -16,6 +16,7 @@ import nftables
 
 from pyebpf_proxy.datapath.netfilter import nft_rules
 from pyebpf_proxy.datapath.netfilter.nft_rules import MAPS, SETS, Behaviour, Prefix, Target
+from pyebpf_proxy.datapath.netfilter.own_sctp import NOTHING, Existing, OwnSctp, is_ours
 from pyebpf_proxy.datapath.refused import RefusedError
 
 NETLINK_NETFILTER = 12
@@ -52,6 +53,8 @@ class Table:
         #: By the set's name without its number.
         self._addresses: dict[str, set[Prefix]] = {"cluster_ips": set(), "service_cidrs": set()}
         self._behaviour: Behaviour | None = None
+        #: None: not said yet, and what a former run has left of it stays.
+        self._own_sctp: OwnSctp | None = None
         self._known: int | None = None
 
     @property
@@ -79,11 +82,11 @@ class Table:
             if refuse_unknown:
                 self._addresses = held
         self._behaviour = behaviour
-        if chains is None or chains == nft_rules.chains(behaviour):
+        if chains is None or _without_sctp(chains) == nft_rules.chains(behaviour):
             missing = {id_: target for id_, target in self._elements.items() if kept.get(id_) != target}
             lacking = {name: wanted - held[name] for name, wanted in self._addresses.items()}
             try:
-                self._run(self._definition(missing, lacking), "make the table")
+                self._run(self._definition(missing, lacking, self._existing(chains)), "make the table")
                 return
             except NftError:
                 if chains is None:
@@ -148,6 +151,25 @@ class Table:
             self._run(self._fresh(self._elements, after), "make the table again")
         self._addresses = after
 
+    def set_own_sctp(self, wanted: OwnSctp) -> None:
+        """Makes the rules for SCTP of the node itself exactly those, writing only what differs."""
+        if wanted is self._own_sctp:
+            return
+        if self._own_sctp is None:
+            commands = wanted.definition(self.name, self._existing(self._chains()))
+        else:
+            commands = self._own_sctp.change(self.name, wanted)
+        before, self._own_sctp = self._own_sctp, wanted
+        try:
+            if commands:
+                self._run(commands, "change what SCTP of the node goes by")
+        except NftError:
+            try:
+                self._run(self._fresh(self._elements, self._addresses), "make the table again")
+            except NftError:
+                self._own_sctp = before
+                raise
+
     def remove(self) -> bool:
         """Deletes the table and everything in it; False if it was not there."""
         present = self._chains() is not None
@@ -156,19 +178,25 @@ class Table:
         self._elements = {}
         self._addresses = {name: set() for name in self._addresses}
         self._behaviour = None
+        self._own_sctp = None
         return present
 
     def exists(self) -> bool:
         return self._chains() is not None
 
-    def _definition(self, elements: Mapping[int, Target], addresses: Mapping[str, Iterable[Prefix]]) -> list[str]:
+    def _definition(
+        self,
+        elements: Mapping[int, Target],
+        addresses: Mapping[str, Iterable[Prefix]],
+        existing: Existing = NOTHING,
+    ) -> list[str]:
         assert self._behaviour is not None
         commands = nft_rules.definition(self.name, self._behaviour)
         commands += nft_rules.backend_elements(self.name, "add", elements)
         if self._behaviour.refuse_unknown:
             for base, prefixes in addresses.items():
                 commands += nft_rules.address_elements(self.name, "add", base, prefixes)
-        return commands
+        return commands if self._own_sctp is None else commands + self._own_sctp.definition(self.name, existing)
 
     def _fresh(self, elements: Mapping[int, Target], addresses: Mapping[str, Iterable[Prefix]]) -> list[str]:
         """Commands that make the table anew, whatever is there under its name."""
@@ -186,6 +214,17 @@ class Table:
             for chain in chains
             if chain["table"] == self.name
         }
+
+    def _existing(self, chains: Mapping[str, object] | None) -> Existing:
+        """What the table has for SCTP of the node."""
+        if not chains or not any(map(is_ours, chains)):
+            return NOTHING
+        listed = [*self._list("list sets inet"), *self._list("list maps inet")]
+        objects = [kind[word] for kind in listed for word in ("set", "map") if word in kind]
+        return Existing(
+            [name for name in chains if is_ours(name)],
+            [one["name"] for one in objects if one["table"] == self.name and is_ours(one["name"])],
+        )
 
     def _read_back(self) -> dict[int, Target]:
         found = {}
@@ -252,6 +291,11 @@ class Table:
         if status:
             raise _failure(self.name, what, error)
         return str(output)
+
+
+def _without_sctp(chains: Mapping[str, tuple[str, str, int]]) -> dict[str, tuple[str, str, int]]:
+    """Which of these there are goes by the services."""
+    return {name: shape for name, shape in chains.items() if not is_ours(name)}
 
 
 def _failure(table: str, what: str, text: str) -> NftError:

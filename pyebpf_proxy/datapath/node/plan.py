@@ -193,7 +193,7 @@ def _passage(link: Link, links: Mapping[int, Link], config: NodeConfig) -> int:
 
 
 def _node_addresses(addresses: Iterable[InterfaceAddress], config: NodeConfig) -> dict[bytes, bool]:
-    accepts = {version: _acceptance(version, config) for version in (4, 6)}
+    accepts = {version: accepted_networks(version, config) for version in (4, 6)}
     found: dict[bytes, bool] = {}
     for entry in addresses:
         address = entry.address
@@ -207,7 +207,7 @@ def _node_addresses(addresses: Iterable[InterfaceAddress], config: NodeConfig) -
     return found
 
 
-def _acceptance(version: int, config: NodeConfig) -> tuple[Network, ...] | None:
+def accepted_networks(version: int, config: NodeConfig) -> tuple[Network, ...] | None:
     """Networks of one family whose addresses serve NodePorts, None for all addresses (spec/service-semantics §8)."""
     if config.node_port_addresses == PRIMARY:
         cidrs = [str(ip) for ip in config.node_ips if not (ip.is_unspecified or ip.is_loopback)]

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SCTP that the node itself sends to Services, as rules of our nft table. Pure; ``nft.Table`` puts them in place.
+
+The kernel asks no program when an SCTP socket connects, and behind the output hook its packets are past address
+translation. So nftables decides here as kube-proxy's nftables mode does, and only for SCTP: with a chain for each kind
+of address that a service port has (spec/service-semantics §5), one for each endpoint, and with session affinity a set
+of clients for each endpoint. ``decide()`` of bpf/policy.h is the same table for a source that is the node.
+
+==================  =======================  ===============================================================
+chain               hook                     what it does
+==================  =======================  ===============================================================
+own_sctp            output, nat, -100        looks service addresses up, then NodePorts (§2, §8)
+own_sctp_unserved   input, filter, 0         iptables mode: REJECT and DROP of NodePorts at addresses that serve none,
+                                             when the packet comes in again, as with kube-proxy. Not in the output
+                                             chain, whose DROP tells the sender
+sctp_reject         –                        port unreachable
+sctp_drop           –                        §5, §7
+sctp4/…, sctp6/…    –                        a service port's: ``/cluster``, ``/outside``, ``/vip-PORT``, endpoints
+==================  =======================  ===============================================================
+
+Without SCTP service ports there is nothing of this. A change rewrites the chains that differ, and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from pyebpf_proxy.services.model import Endpoint, Family, FrontendKind, Protocol, ServicePort, ServicePortName
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+K = TypeVar("K")
+V = TypeVar("V")
+#: The table's chains with a hook; in iptables mode both.
+OUTPUT, UNSERVED = "own_sctp", "own_sctp_unserved"
+_REJECT, _DROP = "sctp_reject", "sctp_drop"
+_IP = {Family.IPV4: "ip", Family.IPV6: "ip6"}
+_ADDRESS = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
+_LOOPBACK = {Family.IPV4: "127.0.0.0/8", Family.IPV6: "::1"}
+#: Of a chain's name; the kernel takes 255, and an endpoint's address comes behind it.
+_LONGEST = 180
+
+
+class OwnTraffic(NamedTuple):
+    """What the configuration says of packets that the node sends."""
+
+    masquerade_mark: int
+    nft_mode: bool = False
+    masquerade_all: bool = False
+    #: Families that have a detector; a range where it goes by one: nothing else is a pod for a packet of the node.
+    detectors: Mapping[Family, Network | None] = {}
+    #: Networks whose addresses serve NodePorts; a family without an entry: all of its own.
+    node_ports: Mapping[Family, Sequence[Network]] = {}
+    localhost_node_ports: bool = False
+
+
+@dataclass
+class _Rules:
+    """Of one service port: rules by chain, sets of clients, and verdicts by (map, key)."""
+
+    chains: dict[str, list[str]] = field(default_factory=dict)
+    sets: dict[str, str] = field(default_factory=dict)
+    elements: dict[tuple[str, str], str] = field(default_factory=dict)
+
+
+class Existing(NamedTuple):
+    """What of ours the table has already."""
+
+    chains: Collection[str] = ()
+    sets: Collection[str] = ()
+
+
+NOTHING = Existing()
+
+
+def is_ours(name: str) -> bool:
+    """Whether a chain, set or map of the table is one of these."""
+    return name.startswith(("own_sctp", "sctp"))
+
+
+class OwnSctp:
+    """Every SCTP service port's rules, and the commands that bring the table from one state of them to the next."""
+
+    def __init__(self, traffic: OwnTraffic) -> None:
+        self._traffic = traffic
+        self._plans: dict[ServicePortName, ServicePort] = {}
+        self._rules: dict[ServicePortName, _Rules] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._rules)
+
+    def after(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> OwnSctp | None:
+        """This with changes taken in; ``complete``: there are no others. None if that changes nothing."""
+        wanted = {name: plan for name, plan in delta.items() if name.protocol is Protocol.SCTP}
+        if complete:
+            wanted.update({name: None for name in self._plans if name not in wanted})
+        changed = {name: plan for name, plan in wanted.items() if self._plans.get(name) != plan}
+        if not changed:
+            return None
+        new = OwnSctp(self._traffic)
+        new._plans = {**self._plans}
+        new._rules = {**self._rules}
+        for name, plan in changed.items():
+            if plan is None:
+                del new._plans[name], new._rules[name]
+            else:
+                new._plans[name] = plan
+                new._rules[name] = _rules(plan, self._traffic)
+        return new
+
+    def with_traffic(self, traffic: OwnTraffic) -> OwnSctp | None:
+        """The same service ports by another configuration; None if it is no other."""
+        if traffic == self._traffic:
+            return None
+        return OwnSctp(traffic).after(self._plans) or OwnSctp(traffic)
+
+    def definition(self, table: str, existing: Existing = NOTHING) -> list[str]:
+        """Commands that make exactly this of whatever there is; clients that are remembered stay."""
+        chains, sets = self._all_chains(), self._all_sets()
+        old = [name for name in existing.chains if is_ours(name)]
+        commands = []
+        if self:
+            commands += [f"add map inet {table} {name} {{ {shape} }}" for name, shape in self._maps()]
+            commands += [f"flush map inet {table} {name}" for name, _ in self._maps()]
+        elif old:
+            commands += _away(table, "flush chain", [name for name in old if name in (OUTPUT, UNSERVED)])
+            commands += _away(table, "delete map", [name for name, _ in self._maps() if name in existing.sets])
+        commands += [f"add set inet {table} {name} {{ {shape} }}" for name, shape in sets.items()]
+        commands += [f"add chain inet {table} {name}{shape}" for name, shape in self._bases()]
+        commands += [f"add chain inet {table} {name}" for name in chains if name not in (OUTPUT, UNSERVED)]
+        commands += _away(table, "flush chain", {**dict.fromkeys(old), **dict.fromkeys(chains)})
+        commands += _away(table, "delete chain", [name for name in old if name not in chains])
+        clients = [name for name in existing.sets if name.startswith(("sctp4/", "sctp6/"))]
+        commands += _away(table, "delete set", [name for name in clients if name not in sets])
+        commands += [f"add rule inet {table} {name} {rule}" for name, rules in chains.items() for rule in rules]
+        return commands + _put(table, "add", self._elements())
+
+    def change(self, table: str, new: OwnSctp) -> list[str]:
+        """Commands that bring the table from this to ``new``, where it has this: only what differs."""
+        if not self or not new or self._traffic != new._traffic:
+            return new.definition(table, Existing(self._all_chains(), [*self._all_sets(), *dict(self._maps())]))
+        names = [name for name in {**self._rules, **new._rules} if self._rules.get(name) is not new._rules.get(name)]
+        nothing = _Rules()
+        before = [self._rules.get(name, nothing) for name in names]
+        after = [new._rules.get(name, nothing) for name in names]
+        old_chains, chains = _joined(r.chains for r in before), _joined(r.chains for r in after)
+        old_sets, sets = _joined(r.sets for r in before), _joined(r.sets for r in after)
+        old_elements, elements = _joined(r.elements for r in before), _joined(r.elements for r in after)
+        changed = {name: rules for name, rules in chains.items() if old_chains.get(name) != rules}
+        gone = [name for name in old_chains if name not in chains]
+        moved = {key: verdict for key, verdict in elements.items() if old_elements.get(key) != verdict}
+        commands = [f"add set inet {table} {name} {{ {sets[name]} }}" for name in sets if name not in old_sets]
+        commands += [f"add chain inet {table} {name}" for name in changed if name not in old_chains]
+        commands += _put(table, "delete", {key: "" for key in old_elements if key not in elements or key in moved})
+        commands += _away(table, "flush chain", [name for name in (*changed, *gone) if name in old_chains])
+        commands += [f"add rule inet {table} {name} {rule}" for name, rules in changed.items() for rule in rules]
+        commands += _put(table, "add", moved)
+        commands += _away(table, "delete chain", gone)
+        return commands + _away(table, "delete set", [name for name in old_sets if name not in sets])
+
+    def _all_chains(self) -> dict[str, list[str]]:
+        if not self:
+            return {}
+        chains = {OUTPUT: list(_lookups(self._traffic))}
+        if not self._traffic.nft_mode:
+            chains[UNSERVED] = list(_unserved())
+        chains |= {_REJECT: ["counter reject with icmpx type port-unreachable"], _DROP: ["counter drop"]}
+        return chains | _joined(rules.chains for rules in self._rules.values())
+
+    def _all_sets(self) -> dict[str, str]:
+        return _joined(rules.sets for rules in self._rules.values())
+
+    def _elements(self) -> dict[tuple[str, str], str]:
+        return _joined(rules.elements for rules in self._rules.values())
+
+    def _bases(self) -> Iterator[tuple[str, str]]:
+        if self:
+            yield OUTPUT, " { type nat hook output priority -100 ; policy accept ; }"
+            if not self._traffic.nft_mode:
+                yield UNSERVED, " { type filter hook input priority 0 ; policy accept ; }"
+
+    @staticmethod
+    def _maps() -> Iterator[tuple[str, str]]:
+        for family in Family:
+            yield f"sctp_services{family.value}", f"type {_ADDRESS[family]} . inet_service : verdict ;"
+            yield f"sctp_node_ports{family.value}", "type inet_service : verdict ;"
+            yield f"sctp_unserved{family.value}", "type inet_service : verdict ;"
+
+
+def _joined(parts: Iterable[Mapping[K, V]]) -> dict[K, V]:
+    found: dict[K, V] = {}
+    for part in parts:
+        found.update(part)
+    return found
+
+
+def _away(table: str, verb: str, names: Iterable[str]) -> list[str]:
+    command, kind = verb.split()
+    return [f"{command} {kind} inet {table} {name}" for name in names]
+
+
+def _put(table: str, verb: str, elements: Mapping[tuple[str, str], str]) -> list[str]:
+    by_map: dict[str, list[str]] = {}
+    for (name, key), verdict in elements.items():
+        by_map.setdefault(name, []).append(f"{key} : {verdict}" if verdict else key)
+    return [f"{verb} element inet {table} {name} {{ {', '.join(texts)} }}" for name, texts in by_map.items()]
+
+
+# ---- where a packet of the node is looked up ---------------------------------------------------------------------
+
+
+def _lookups(traffic: OwnTraffic) -> Iterator[str]:
+    yield "meta l4proto != sctp return"
+    for family, ip in _IP.items():
+        yield f"{ip} daddr . sctp dport vmap @sctp_services{family.value}"
+    for family, ip in _IP.items():
+        ports = f"sctp dport vmap @sctp_node_ports{family.value}"
+        if family is Family.IPV4 and traffic.localhost_node_ports:
+            yield f"ip daddr {_LOOPBACK[family]} {ports}"
+        networks = traffic.node_ports.get(family, ())
+        everywhere = not networks or any(not network.prefixlen for network in networks)
+        accepted = "" if everywhere else f"{ip} daddr {{ {_texts(networks)} }} "
+        yield f"{ip} daddr != {_LOOPBACK[family]} {accepted}fib daddr type local {ports}"
+
+
+def _unserved() -> Iterator[str]:
+    """What an own address that serves NodePorts has got is translated by now, or refused."""
+    for family in Family:
+        protocol = f"meta nfproto ipv{family.value} meta l4proto sctp"
+        new = "ct state new ct status & dnat == 0"
+        yield f"iif lo {protocol} {new} sctp dport vmap @sctp_unserved{family.value}"
+
+
+def _texts(networks: Iterable[Network]) -> str:
+    """As elements of a set, which must not overlap."""
+    found: list[Network] = []
+    for version in (4, 6):
+        found += ipaddress.collapse_addresses(n for n in networks if n.version == version)  # type: ignore[type-var]
+    return ", ".join(map(str, found))
+
+
+# ---- one service port ---------------------------------------------------------------------------------------------
+
+
+def _rules(plan: ServicePort, traffic: OwnTraffic) -> _Rules:
+    """The rows of spec/service-semantics §5 for a source that is the node; one function for each kind of address."""
+    made = _Rules()
+    family = plan.name.family
+    base = _base(plan.name)
+    for frontend in plan.frontends:
+        if frontend.kind is FrontendKind.NODE_PORT:
+            key = (f"sctp_node_ports{family.value}", str(frontend.port))
+            if not traffic.nft_mode and (verdict := _refusal_anywhere(plan)):
+                made.elements[f"sctp_unserved{family.value}", str(frontend.port)] = verdict
+        else:
+            address = ipaddress.ip_address(frontend.address)
+            key = (f"sctp_services{family.value}", f"{address} . {frontend.port}")
+        if frontend.kind is FrontendKind.CLUSTER_IP:
+            made.elements[key] = _cluster_ip(plan, traffic, base, made)
+        elif frontend.kind is FrontendKind.LOAD_BALANCER and plan.source_ranges:
+            made.elements[key] = _guarded_vip(plan, traffic, base, frontend.port, made)
+        else:
+            made.elements[key] = _outside(plan, traffic, base, frontend.kind, made)
+    return made
+
+
+def _base(name: ServicePortName) -> str:
+    text = f"{name.namespace}/{name.name}/{name.port}"
+    if len(text) > _LONGEST:
+        text = hashlib.sha256(text.encode()).hexdigest()
+    return f"sctp{name.family.value}/{text}"
+
+
+def _refusal_anywhere(plan: ServicePort) -> str:
+    """``refuse_unserved()`` of bpf/policy.h: what holds at addresses that serve no NodePorts, too."""
+    if not plan.any_endpoints:
+        return f"goto {_REJECT}"
+    return f"goto {_DROP}" if plan.external_local and not plan.local else ""
+
+
+def _cluster_ip(plan: ServicePort, traffic: OwnTraffic, base: str, made: _Rules) -> str:
+    if not plan.any_endpoints:
+        return f"goto {_REJECT}"
+    listed = plan.local if plan.internal_local else plan.cluster
+    if not listed:
+        return f"goto {_DROP if plan.internal_local else _REJECT}"
+    family = plan.name.family
+    masquerade = []
+    if traffic.masquerade_all:
+        masquerade = [_mark(traffic)]
+    elif family in traffic.detectors:
+        masquerade = [_unless_pod(family, traffic)]
+    name = f"{base}/cluster"
+    made.chains[name] = [*masquerade, *_choice(plan, listed, traffic, base, made)]
+    return f"goto {name}"
+
+
+def _outside(plan: ServicePort, traffic: OwnTraffic, base: str, kind: FrontendKind, made: _Rules) -> str:
+    """externalIPs, VIPs and NodePorts; the node is entitled to the cluster list whatever the policy."""
+    name = f"{base}/outside"
+    if not plan.any_endpoints:
+        if traffic.nft_mode or kind is FrontendKind.NODE_PORT:
+            return f"goto {_REJECT}"
+        # leaves_unfiltered(): only at an address of its own is the node refused.
+        made.chains[name] = [f"fib daddr type local goto {_REJECT}", "accept"]
+    elif not plan.cluster:
+        return f"goto {_REJECT}"
+    else:
+        masquerade = _unless_pod(plan.name.family, traffic) if plan.external_local else _mark(traffic)
+        made.chains[name] = [masquerade, *_choice(plan, plan.cluster, traffic, base, made)]
+    return f"goto {name}"
+
+
+def _guarded_vip(plan: ServicePort, traffic: OwnTraffic, base: str, port: int, made: _Rules) -> str:
+    """§7: iptables mode asks for endpoints first (§14)."""
+    onward = _outside(plan, traffic, base, FrontendKind.LOAD_BALANCER, made)
+    if not plan.any_endpoints and not traffic.nft_mode:
+        return onward
+    allowed = [ipaddress.ip_network((each.address, each.prefix_length)) for each in plan.source_ranges]
+    if plan.vip_source_allowed:
+        vips = [one for one in plan.frontends if one.kind is FrontendKind.LOAD_BALANCER and one.port == port]
+        allowed += [ipaddress.ip_network(one.address) for one in vips]
+    name = f"{base}/vip-{port}"
+    made.chains[name] = [f"{_IP[plan.name.family]} saddr != {{ {_texts(allowed)} }} goto {_DROP}", onward]
+    return f"goto {name}"
+
+
+def _mark(traffic: OwnTraffic) -> str:
+    return f"meta mark set meta mark or {traffic.masquerade_mark:#x}"
+
+
+def _unless_pod(family: Family, traffic: OwnTraffic) -> str:
+    """A wide range of pods may hold the node's address (§5); no device detects what the node itself sends (§6)."""
+    pods = traffic.detectors.get(family)
+    return f"{_IP[family]} saddr != {pods} {_mark(traffic)}" if pods is not None else _mark(traffic)
+
+
+def _choice(
+    plan: ServicePort, listed: Sequence[Endpoint], traffic: OwnTraffic, base: str, made: _Rules
+) -> Iterator[str]:
+    """§4: who is remembered, else one of them at random."""
+    ip = _IP[plan.name.family]
+    chains = [_endpoint(plan, endpoint, traffic, base, made) for endpoint in listed]
+    if plan.affinity_seconds:
+        yield from (f"{ip} saddr @{chain} goto {chain}" for chain in chains)
+    if len(chains) == 1:
+        yield f"goto {chains[0]}"
+    else:
+        verdicts = ", ".join(f"{number} : goto {chain}" for number, chain in enumerate(chains))
+        yield f"numgen random mod {len(chains)} vmap {{ {verdicts} }}"
+
+
+def _endpoint(plan: ServicePort, endpoint: Endpoint, traffic: OwnTraffic, base: str, made: _Rules) -> str:
+    """The chain of an endpoint; its name is that of the set of its clients, too."""
+    ip = _IP[plan.name.family]
+    address = ipaddress.ip_address(endpoint.address)
+    name = f"{base}/{str(address).replace(':', '-')}.{endpoint.port}"
+    if name not in made.chains:
+        rules = [f"{ip} saddr {address} {_mark(traffic)}"]
+        if plan.affinity_seconds:
+            made.sets[name] = f"type {_ADDRESS[plan.name.family]} ; flags dynamic,timeout ;"
+            rules.append(f"update @{name} {{ {ip} saddr timeout {plan.affinity_seconds}s }}")
+        to = f"[{address}]" if ip == "ip6" else str(address)
+        made.chains[name] = [*rules, f"meta l4proto sctp dnat {ip} to {to}:{endpoint.port}"]
+    return name

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SCTP that the node itself sends, by our nft table: its rules come, change and go; who was chosen is kept."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+
+import msgspec
+import pytest
+
+from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.netfilter.own_sctp import OwnSctp, OwnTraffic
+from pyebpf_proxy.services.model import (
+    Endpoint,
+    Family,
+    Frontend,
+    FrontendKind,
+    Protocol,
+    ServicePort,
+    ServicePortName,
+    SourceRange,
+)
+from tests.flows import sctp
+
+from .conftest import Router, Shell
+from .datagrams import MARK, SECONDS, af, packed
+
+pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
+
+PORT = 36412
+NAME = ServicePortName("default", "amf", "s1ap", Protocol.SCTP, Family.IPV4)
+OTHER = NAME._replace(name="mme", port="")
+PODS = ipaddress.ip_network("10.2.0.0/16")
+ENDPOINTS = ("10.2.0.2", "10.2.0.3", "10.2.0.4")
+
+
+def service(number: int = 1, ends: Sequence[str] = ENDPOINTS) -> ServicePort:
+    """Number 1 is at the router's VIP."""
+    listed = tuple(Endpoint(packed(address), 3868, True) for address in ends)
+    frontends = (
+        Frontend(FrontendKind.CLUSTER_IP, packed(f"10.96.0.{number}"), PORT),
+        Frontend(FrontendKind.LOAD_BALANCER, packed(f"203.0.113.{number}"), PORT),
+        Frontend(FrontendKind.NODE_PORT, bytes(4), 30300 + number),
+    )
+    name = NAME if number == 1 else OTHER
+    return ServicePort(name, frontends, cluster=listed, local=listed[:1], any_endpoints=bool(ends))
+
+
+RICH = msgspec.structs.replace(
+    service(),
+    affinity_seconds=600,
+    internal_local=True,
+    source_ranges=(SourceRange(packed("10.0.0.0"), 8), SourceRange(packed("10.1.0.0"), 16)),
+    vip_source_allowed=True,
+)
+PLAIN6 = ServicePort(
+    NAME._replace(family=Family.IPV6),
+    (Frontend(FrontendKind.CLUSTER_IP, packed("fd96::9"), PORT),),
+    cluster=(Endpoint(packed("fd02::2"), 3868, False),),
+    any_endpoints=True,
+)
+NOTHING = OwnSctp(OwnTraffic(MARK, detectors={Family.IPV4: PODS, Family.IPV6: None}, localhost_node_ports=True))
+
+
+def with_services(own: OwnSctp, *plans: ServicePort) -> OwnSctp:
+    """Those services and no others."""
+    changed = own.after({plan.name: plan for plan in plans}, complete=True)
+    return own if changed is None else changed
+
+
+def lines(shell: Shell) -> list[str]:
+    return sorted(re.sub(r" expires \w+", "", shell("nft list ruleset")).splitlines())
+
+
+def reached(router: Router, shell: Shell, destination: str, times: int) -> Counter[str]:
+    """Which endpoints so many INITs of the node come to."""
+    found: Counter[str] = Counter()
+    with ExitStack() as stack:
+        with router.inside("server"):
+            server = stack.enter_context(closing(socket.socket(socket.AF_INET, socket.SOCK_RAW, sctp.PROTOCOL)))
+        client = stack.enter_context(closing(socket.socket(socket.AF_INET, socket.SOCK_RAW, sctp.PROTOCOL)))
+        server.settimeout(SECONDS)
+        for _ in range(times):
+            client.sendto(sctp.init(PORT)[1], (destination, 0))
+            text = server.recv(2000)
+            assert sctp.is_whole(text[20:])
+            found[socket.inet_ntoa(text[16:20])] += 1
+    return found
+
+
+@pytest.fixture
+def routed(router: Router, shell: Shell) -> Router:
+    """The endpoints are in the server's namespace, and the way to every other address leads there."""
+    with router.inside("server"):
+        shell("; ".join(f"ip addr add {address}/24 dev eth0" for address in ENDPOINTS[1:]))
+    shell(f"ip route add default via {router.SERVER[4]}; ip -6 route add default via {router.SERVER[6]}")
+    return router
+
+
+def test_without_sctp_services_there_is_nothing_of_it(table: Table, shell: Shell) -> None:
+    table.ensure(MARK)
+    before = shell("nft list ruleset")
+    table.set_own_sctp(NOTHING)
+    assert NOTHING.after({NAME._replace(protocol=Protocol.TCP): service()}) is None
+    assert shell("nft list ruleset") == before
+    table.set_own_sctp(with_services(NOTHING, RICH, PLAIN6))
+    assert "own_sctp" in shell("nft list ruleset")
+    table.set_own_sctp(NOTHING)
+    assert shell("nft list ruleset") == before
+
+
+def test_from_every_state_to_every_other(table: Table, shell: Shell) -> None:
+    """By the differences it comes to the same as made anew."""
+    other = service(2, ENDPOINTS[:1])
+    states = [
+        with_services(NOTHING, *plans)
+        for plans in (
+            (),
+            (service(),),
+            (RICH, other),
+            (msgspec.structs.replace(RICH, affinity_seconds=5, cluster=RICH.cluster[1:]), PLAIN6),
+            (service(ends=()), msgspec.structs.replace(other, external_local=True, local=())),
+            (msgspec.structs.replace(service(), frontends=other.frontends), PLAIN6),
+        )
+    ]
+    states += [state for plain in states if (state := plain.with_traffic(OwnTraffic(MARK, nft_mode=True)))]
+    fresh = []
+    for state in states:
+        shell("nft flush ruleset")
+        made = Table()
+        made.ensure(MARK)
+        made.set_own_sctp(state)
+        fresh.append(lines(shell))
+    table.ensure(MARK)
+    for first, wanted in zip(states, fresh, strict=True):
+        for second in states:
+            table.set_own_sctp(second)
+            table.set_own_sctp(first)
+            assert lines(shell) == wanted
+
+
+def test_a_change_touches_its_own_service_only(table: Table, shell: Shell) -> None:
+    def handles(name: str) -> str:
+        return "\n".join(
+            line for line in shell("nft -a list ruleset").splitlines() if f"chain sctp4/default/{name}/" in line
+        )
+
+    table.ensure(MARK)
+    before = with_services(NOTHING, RICH, service(2))
+    table.set_own_sctp(before)
+    kept = handles("mme")
+    after = before.after({NAME: service(ends=ENDPOINTS[:2]), OTHER: service(2)})
+    assert after is not None
+    table.set_own_sctp(after)
+    assert handles("mme") == kept
+    generation = table._generation()
+    table.set_own_sctp(after)
+    assert after.after({OTHER: service(2)}) is None
+    assert table._generation() == generation
+
+
+@pytest.mark.parametrize("how", ["a restart", "nft flush ruleset", "an older shape"])
+def test_it_is_adopted_and_healed(how: str, table: Table, shell: Shell) -> None:
+    own = with_services(NOTHING, RICH, PLAIN6)
+    table.ensure(MARK)
+    table.set_own_sctp(own)
+    wanted = lines(shell)
+    if how == "nft flush ruleset":
+        shell(how)
+        table.ensure(MARK)
+        assert lines(shell) == wanted
+        shell(how)
+        # Where a change finds nothing, all is made again.
+        table.set_own_sctp(with_services(own, RICH))
+        table.set_own_sctp(own)
+    else:
+        if how == "an older shape":
+            shell(f"nft delete chain inet {table.name} reject_local")
+        again = Table()
+        again.ensure(MARK)
+        if how == "a restart":
+            assert lines(shell) == wanted, "it goes on until the new agent knows its services"
+        # One service fewer than before: what nobody wants any more goes.
+        again.set_own_sctp(with_services(NOTHING, RICH))
+        assert "sctp6/" not in shell("nft list ruleset")
+        again.set_own_sctp(own)
+    assert lines(shell) == wanted
+
+
+def test_each_endpoint_in_its_turn_and_with_affinity_always_the_same(
+    routed: Router, table: Table, shell: Shell
+) -> None:
+    vip = routed.VIP[4]
+    table.ensure(MARK)
+    own = with_services(NOTHING, service())
+    table.set_own_sctp(own)
+    found = reached(routed, shell, vip, 60)
+    # None of one endpoint comes once in twelve thousand million runs.
+    assert set(found) == set(ENDPOINTS)
+    sticky = msgspec.structs.replace(service(), affinity_seconds=600)
+    table.set_own_sctp(own := with_services(own, sticky))
+    (chosen,) = reached(routed, shell, vip, 20)
+    # One memory for all addresses of the service port, through a restart and through changes of other endpoints.
+    assert set(reached(routed, shell, "203.0.113.1", 20)) == {chosen}
+    again = Table()
+    again.ensure(MARK)
+    again.set_own_sctp(with_services(NOTHING, sticky))
+    assert set(reached(routed, shell, vip, 20)) == {chosen}
+    fewer = [address for address in ENDPOINTS if address != chosen]
+    two = msgspec.structs.replace(sticky, cluster=service(ends=(fewer[0], chosen)).cluster)
+    again.set_own_sctp(with_services(NOTHING, two))
+    assert set(reached(routed, shell, vip, 20)) == {chosen}
+    gone = msgspec.structs.replace(sticky, cluster=service(ends=fewer).cluster)
+    again.set_own_sctp(with_services(NOTHING, gone))
+    assert set(reached(routed, shell, vip, 20)) < set(fewer)
+
+
+def test_a_memory_ends(routed: Router, table: Table, shell: Shell) -> None:
+    table.ensure(MARK)
+    table.set_own_sctp(with_services(NOTHING, msgspec.structs.replace(service(), affinity_seconds=1)))
+    reached(routed, shell, routed.VIP[4], 1)
+    remembered = re.findall(r"\bexpires \w+", shell("nft list ruleset"))
+    assert len(remembered) == 1
+    found = Counter[str]()
+    while len(found) < 2:
+        # Each connection is later than a second after the last: the memory is over by then.
+        shell(f"while nft list table inet {table.name} | grep -q expires; do sleep 0.1; done")
+        found += reached(routed, shell, routed.VIP[4], 1)
+
+
+@pytest.mark.parametrize(("destination", "verdict"), [("10.96.0.1", "sctp_reject"), ("203.0.113.2", "sctp_drop")])
+def test_what_is_refused_is_counted(destination: str, verdict: str, table: Table, routed: Router, shell: Shell) -> None:
+    """No endpoints: refused; no local ones, or outside of the ranges: dropped."""
+    refused = service(ends=())
+    guarded = msgspec.structs.replace(service(2), source_ranges=(SourceRange(packed("10.99.0.0"), 16),))
+    table.ensure(MARK)
+    table.set_own_sctp(
+        with_services(NOTHING, msgspec.structs.replace(refused, frontends=refused.frontends[:1]), guarded)
+    )
+    with closing(socket.socket(af(4), socket.SOCK_RAW, sctp.PROTOCOL)) as client, pytest.raises(PermissionError):
+        client.sendto(sctp.init(PORT)[1], (destination, 0))
+    chain = shell(f"nft list chain inet {table.name} {verdict}")
+    assert "counter packets 1 " in chain
