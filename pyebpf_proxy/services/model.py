@@ -29,7 +29,7 @@ class Protocol(enum.IntEnum):
 
 
 class FrontendKind(enum.IntEnum):
-    """How a frontend is reached (``enum frontend_kind`` in bpf/maps.h)."""
+    """How a frontend is reached (``enum frontend_kind`` in bpf/service_maps.h)."""
 
     CLUSTER_IP = 1
     EXTERNAL_IP = 2

@@ -36,7 +36,7 @@ class StructLayout(Protocol):
 
 
 class Layouts(Protocol):
-    """What is used of ``btf.Btf``: the layouts of the structs in bpf/maps.h."""
+    """What is used of ``btf.Btf``: the layouts of the structs in bpf/node_maps.h."""
 
     def struct(self, name: str, /) -> StructLayout: ...
 
@@ -45,7 +45,7 @@ Contents = dict[bytes, bytes]
 
 
 def contents(wanted: Wanted, layouts: Layouts) -> dict[str, Contents]:
-    """The maps of the node as bytes, by map name (bpf/maps.h, "the node")."""
+    """The maps of the node as bytes, by map name (bpf/node_maps.h)."""
     maps: dict[str, Contents] = {name: {} for name in MAPS}
     address_layouts = {size: layouts.struct(name) for size, name in ((4, "address4"), (16, "address6"))}
     key_layouts = {size: layouts.struct(name) for size, name in ((4, "masquerade4_key"), (16, "masquerade6_key"))}

@@ -43,7 +43,7 @@ SCOPE_UNIVERSE = 0
 FAST_KINDS = frozenset(
     {"", "veth", "netkit", "bond", "team", "vlan", "bridge", "macvlan", "ipvlan", "vxlan", "geneve", "tun"}
 )
-# enum passage of bpf/maps.h
+# enum passage of bpf/node_maps.h
 TO_STACK, TO_NEIGHBOUR = 0, 1
 
 TC_ETHERNET = "tc_ethernet"

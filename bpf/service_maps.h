@@ -1,0 +1,279 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/* Services: where they are met, the version in force, endpoints, affinity, source ranges.  Part of maps.h. */
+#ifndef PEP_SERVICE_MAPS_H
+#define PEP_SERVICE_MAPS_H
+
+enum frontend_kind {
+	CLUSTER_IP = 1,
+	EXTERNAL_IP = 2,
+	LOAD_BALANCER = 3,
+	NODE_PORT = 4,
+};
+
+/* In no map: what the programs make of a NodePort at an address that serves none. */
+#define UNSERVED_NODE_PORT 5
+
+enum lane {
+	DIRECT = 0,
+	NETFILTER = 1,
+} __attribute__((packed));
+
+/* ---- who is meant: address, port, protocol -> service ------------------ */
+
+/* A NodePort has the address 0.0.0.0 or ::, node_addresses says where it is served. */
+struct frontend4_key {
+	__u8 address[4];
+	__u16 port;
+	enum protocol protocol;
+	__u8 zero;
+};
+
+struct frontend6_key {
+	__u8 address[16];
+	__u16 port;
+	enum protocol protocol;
+	__u8 zero;
+};
+
+struct frontend {
+	__u32 service;
+	enum frontend_kind kind;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 65536);
+	__type(key, struct frontend4_key);
+	__type(value, struct frontend);
+} frontends4 SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 65536);
+	__type(key, struct frontend6_key);
+	__type(value, struct frontend);
+} frontends6 SEC(".maps");
+
+/*
+ * One bit for each port number, 64 in a word: is it anybody's NodePort?  Most
+ * packets need not ask frontends{4,6} a second time.  A hint: a bit may stay
+ * set for a port that is no NodePort any more.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1024);
+	__type(key, __u32);
+	__type(value, __u64);
+} node_port_hints SEC(".maps");
+
+/* ---- a service port and its version in force --------------------------- */
+
+/*
+ * services[id] is one aligned word, written by the control plane through mmap:
+ * the flip from one version of a service to the next is a single store.  (An
+ * element of a hash map that is replaced goes back to the kernel's free list
+ * at once and may be filled with another service while a reader looks at it.)
+ */
+struct service {
+	__u32 table;
+	__u32 zero;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 65536);
+	__type(key, __u32);
+	__type(value, struct service);
+} services SEC(".maps");
+
+/* One version of one service. Never changed once services[] names it; removed after a grace period. */
+struct table {
+	__u32 service;
+	__u32 first_slot;	/* the cluster list, then the local list */
+	__u32 cluster_count;
+	__u32 local_count;
+	__u32 affinity_seconds;	/* 0: no session affinity */
+	__u8 any_endpoints;	/* service-semantics 3: "any endpoints" */
+	__u8 internal_local;	/* internalTrafficPolicy: Local */
+	__u8 external_local;	/* externalTrafficPolicy: Local */
+	__u8 source_ranges;	/* LoadBalancer VIPs accept only source_ranges{4,6} of this table */
+	__u32 vip_source_allowed;	/* service-semantics 7: the node is inside a range, its VIPs may be sources */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 131072);
+	__type(key, __u32);
+	__type(value, struct table);
+} tables SEC(".maps");
+
+/* Identity of a service id, for people and for adoption after a restart. The programs never read it. */
+struct service_name {
+	char namespace_name[64];
+	char name[64];
+	char port[64];
+	__u8 family;		/* 4 or 6 */
+	enum protocol protocol;
+	__u8 zero[2];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 65536);
+	__type(key, __u32);
+	__type(value, struct service_name);
+} service_names SEC(".maps");
+
+/* ---- endpoints ---------------------------------------------------------- */
+
+struct slot {
+	__u32 backend;
+	__u32 zero;
+};
+
+/* Ranges of backend ids; a table names its range. Written through mmap. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 524288);
+	__type(key, __u32);
+	__type(value, struct slot);
+} slots SEC(".maps");
+
+/*
+ * backends4 and endpoints4 are preallocated, for some 20 MB: a hundred thousand
+ * entries are written in half the time.  Their IPv6 twins grow as needed, since
+ * few clusters are large in both families.
+ */
+
+/* One endpoint of one service port. Ids are not reused soon; an entry is never changed, only added and removed. */
+struct backend4 {
+	__u8 address[4];
+	__u16 port;
+	enum protocol protocol;
+	enum lane lane;		/* NETFILTER: outside the pod network, or SCTP */
+	__u32 service;
+	__u32 local;		/* on this node */
+};
+
+struct backend6 {
+	__u8 address[16];
+	__u16 port;
+	enum protocol protocol;
+	enum lane lane;
+	__u32 service;
+	__u32 local;		/* on this node */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 131072);
+	__type(key, __u32);
+	__type(value, struct backend4);
+} backends4 SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 131072);
+	__type(key, __u32);
+	__type(value, struct backend6);
+} backends6 SEC(".maps");
+
+/*
+ * Backwards: which address is an endpoint.  service 0: of any service (replies
+ * are recognised by it).  service != 0: UDP only, every *serving* endpoint of
+ * that service; a UDP flow to anything else is stale (service-semantics 10).
+ */
+struct endpoint4_key {
+	__u32 service;
+	__u8 address[4];
+	__u16 port;
+	enum protocol protocol;
+	__u8 zero;
+};
+
+struct endpoint6_key {
+	__u32 service;
+	__u8 address[16];
+	__u16 port;
+	enum protocol protocol;
+	__u8 zero;
+};
+
+struct endpoint {
+	__u32 backends;		/* how many backends have this address */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 131072);
+	__type(key, struct endpoint4_key);
+	__type(value, struct endpoint);
+} endpoints4 SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 131072);
+	__type(key, struct endpoint6_key);
+	__type(value, struct endpoint);
+} endpoints6 SEC(".maps");
+
+/* ---- session affinity --------------------------------------------------- */
+
+struct affinity_key {
+	__u32 service;
+	__u8 client[16];	/* IPv4 in the first four bytes */
+};
+
+struct affinity {
+	__u64 last_used;	/* bpf_ktime_get_ns() of the newest connection */
+	__u32 backend;
+	__u32 position;		/* where in its list the backend was: a hint, checked before use */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 65536);
+	__type(key, struct affinity_key);
+	__type(value, struct affinity);
+} affinities SEC(".maps");
+
+/* ---- loadBalancerSourceRanges ------------------------------------------- */
+
+struct source_range4_key {
+	__u32 prefix_length;	/* 32 for the table + the range's own */
+	__u32 table;
+	__u8 address[4];
+};
+
+struct source_range6_key {
+	__u32 prefix_length;
+	__u32 table;
+	__u8 address[16];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LPM_TRIE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 65536);
+	__type(key, struct source_range4_key);
+	__type(value, __u32);
+} source_ranges4 SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LPM_TRIE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 65536);
+	__type(key, struct source_range6_key);
+	__type(value, __u32);
+} source_ranges6 SEC(".maps");
+
+#endif

@@ -1,0 +1,124 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/* Sockets that are translated when they connect or send: the node's, and those of pods.  Part of maps.h. */
+#ifndef PEP_SOCKET_MAPS_H
+#define PEP_SOCKET_MAPS_H
+
+/* ---- sockets that were translated at connect or sendmsg ------------------- */
+
+struct socket_peer4_key {
+	__u64 cookie;
+	__u8 address[4];	/* the backend the socket talks to */
+	__u16 port;
+	enum protocol protocol;
+	__u8 zero;
+};
+
+struct socket_peer6_key {
+	__u64 cookie;
+	__u8 address[16];
+	__u16 port;
+	enum protocol protocol;
+	__u8 zero[5];
+};
+
+/* What the application believes it talks to. */
+struct socket_peer4 {
+	__u8 address[4];
+	__u16 port;
+	__u8 moved;	/* tc has found another endpoint for the socket since (pods.h) */
+	__u8 zero;
+};
+
+struct socket_peer6 {
+	__u8 address[16];
+	__u16 port;
+	__u8 moved;	/* tc has found another endpoint for the socket since (pods.h) */
+	__u8 zero;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 32768);
+	__type(key, struct socket_peer4_key);
+	__type(value, struct socket_peer4);
+} socket_peers4 SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 32768);
+	__type(key, struct socket_peer6_key);
+	__type(value, struct socket_peer6);
+} socket_peers6 SEC(".maps");
+
+/* Which backend an unconnected UDP socket uses for a service, as conntrack would remember it. */
+struct socket_flow_key {
+	__u64 cookie;
+	__u32 service;
+	enum frontend_kind kind;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 32768);
+	__type(key, struct socket_flow_key);
+	__type(value, struct affinity);
+} socket_flows SEC(".maps");
+
+/* ---- pods whose sockets are translated (made only with socketLB: all) -------- */
+
+struct pod_key {
+	__u64 netns;		/* cookie of the pod's network namespace */
+	__u32 family;		/* 4 or 6 */
+	__u32 zero;
+};
+
+static __always_inline __u32 family_of(bool ipv6)
+{
+	return ipv6 ? 6 : 4;
+}
+
+/* How packets of a network namespace look when they enter the node; learned by tc from one of them (pods.h). */
+struct pod_source {
+	__u64 learned;		/* bpf_ktime_get_ns() */
+	__u8 address[16];	/* IPv4 in the first four bytes */
+	__u32 device;		/* where it came in */
+	__u32 served;		/* the detector says that it is a pod, and it is not excluded */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 4096);
+	__type(key, struct pod_key);
+	__type(value, struct pod_source);
+} pod_sources SEC(".maps");
+
+/* A socket that was left to tc: whose it is, and what was chosen for it, if anything. Key: its cookie. */
+struct left_socket {
+	__u64 netns;
+	__u32 service;
+	__u32 backend;		/* 0: tc chooses */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 4096);
+	__type(key, __u64);
+	__type(value, struct left_socket);
+} left_sockets SEC(".maps");
+
+/* socketLBExclude: pods with these addresses are always left to tc. */
+struct excluded_pods_key {
+	__u32 prefix_length;	/* 32 for the family + the range's own */
+	__u32 family;		/* 4 or 6 */
+	__u8 address[16];	/* IPv4 in the first four bytes */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LPM_TRIE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 1024);
+	__type(key, struct excluded_pods_key);
+	__type(value, __u32);
+} excluded_pods SEC(".maps");
+
+#endif
