@@ -39,7 +39,7 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line that says what is missing and what to do.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup build wheel demo test test-cluster parity record lint bench image-root clean distclean
+.PHONY: help setup build wheel demo test test-cluster parity record lint bench profile image-root clean distclean
 
 help: ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -136,6 +136,9 @@ lint: setup ## ruff, mypy --strict, C warnings as errors, shellcheck where insta
 
 bench: setup ## measure, each figure beside what it is compared with; results and plots in bench/results/; QUICK=1: shorter
 	@$(SUDO) $(PYTHON) -m bench $(if $(QUICK),--quick) $(ARGS)
+
+profile: setup ## where the control plane's time goes, in clusters of several shapes; results in bench/profiles/; QUICK=1: shorter
+	@$(SUDO) $(PYTHON) -m bench.profile $(if $(QUICK),--quick)
 
 clean: ## remove what was built and what tools cached
 	@rm -rf build dist pyebpf_proxy/bpf *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

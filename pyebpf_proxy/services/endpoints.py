@@ -167,18 +167,51 @@ class Known(NamedTuple):
     hints: Hints
 
 
-def merge(views: Iterable[SliceView], port: tuple[str, Protocol]) -> list[Known]:
+# Slices of a service with several of them: a change of one must not read all others again. So many are kept, of up to
+# a hundred endpoints each, as the endpoint slice controller makes them: some 200 bytes for an endpoint.
+_KEPT_SLICES = 64
+
+
+@lru_cache(maxsize=_KEPT_SLICES)
+def _entries(
+    family: Family, number: int, addresses: bytes, flags: bytes, hints: tuple[Hints, ...]
+) -> dict[str, Known] | None:
+    """What a slice says of one port number, by the text ``ip:port``, in that order; None if it says a text twice."""
+    view = SliceView(family, {}, addresses, flags, hints)
+    found = {
+        format_address_port(address, number): Known(Endpoint(address, number, flag & LOCAL != 0), flag, hint)
+        for address, flag, hint in view.members()
+    }
+    return {text: found[text] for text in sorted(found)} if len(found) == len(flags) else None
+
+
+def merge(views: Sequence[SliceView], port: tuple[str, Protocol]) -> list[Known]:
     """All endpoints of one service port in one family, each once, in the order of the text ``ip:port``."""
+    numbers = [(view, number) for view in views for number in view.ports.get(port, ())]
+    if len(numbers) > 1:
+        # The usual case: no endpoint is in two of them.
+        found: dict[str, Known] = {}
+        for view, number in numbers:
+            entries = _entries(view.family, number, view.addresses, view.flags, view.hints)
+            if entries is None:
+                break
+            found.update(entries)
+        else:
+            if len(found) == sum(len(view.flags) for view, _ in numbers):
+                return [found[text] for text in sorted(found)]
+    return _merge_duplicates(numbers)
+
+
+def _merge_duplicates(numbers: Iterable[tuple[SliceView, int]]) -> list[Known]:
     found: dict[str, Known] = {}
-    for view in views:
-        for number in view.ports.get(port, ()):
-            for address, flags, hints in view.members():
-                text = format_address_port(address, number)
-                # During a hand-over between slices an old terminating copy must not hide a good one. Of two that
-                # terminate kube-proxy keeps the first, though service-semantics §3 would have the later one.
-                if flags & TERMINATING and text in found:
-                    continue
-                found[text] = Known(Endpoint(address, number, flags & LOCAL != 0), flags, hints)
+    for view, number in numbers:
+        for address, flags, hints in view.members():
+            text = format_address_port(address, number)
+            # During a hand-over between slices an old terminating copy must not hide a good one. Of two that
+            # terminate kube-proxy keeps the first, though service-semantics §3 would have the later one.
+            if flags & TERMINATING and text in found:
+                continue
+            found[text] = Known(Endpoint(address, number, flags & LOCAL != 0), flags, hints)
     return [found[text] for text in sorted(found)]
 
 

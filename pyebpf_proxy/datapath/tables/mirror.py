@@ -7,6 +7,8 @@ slots, then the flip of ``services[id]``, then frontends, and what is no longer 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from pyebpf_proxy.datapath.tables.changes import Change, NoRoomError, Record
@@ -69,7 +71,8 @@ class Mirror(State):
             self._check("service_names", 1)
             if not self.service_ids.available:
                 raise NoRoomError(f"map services is full ({self.room['services']} entries)")
-        fresh = self._fresh_endpoints(old, wanted, renew) if table_changed else []
+        had = old.backends if old is not None and table_changed else {}
+        fresh = self._fresh_endpoints(had, wanted, renew) if table_changed else []
         fresh_keys = [self._endpoint_key(name, e) for e in fresh]
         old_serving = self._serving_pairs(old.plan) if old is not None else frozenset()
         self._check_room(name, wanted, table_changed, fresh_keys, len(serving - old_serving))
@@ -93,7 +96,7 @@ class Mirror(State):
             self.used["service_names"] += 1
         if table_changed:
             new.first_slot, new.length = first_slot, slot_count
-            self._plan_backends(change, new, fresh, fresh_keys)
+            self._plan_backends(change, new, had, fresh, fresh_keys)
             self._plan_table(change, new)
         elif old is not None:
             new.table, new.first_slot, new.length = old.table, old.first_slot, old.length
@@ -145,27 +148,35 @@ class Mirror(State):
         return grants, conflicts
 
     @staticmethod
-    def _fresh_endpoints(old: Record | None, wanted: ServicePort, renew: frozenset[Endpoint]) -> list[Endpoint]:
-        endpoints = dict.fromkeys(wanted.cluster)
-        endpoints.update(dict.fromkeys(wanted.local))
-        had = old.backends if old is not None else {}
+    def _fresh_endpoints(
+        had: Mapping[Endpoint, int], wanted: ServicePort, renew: frozenset[Endpoint]
+    ) -> list[Endpoint]:
+        endpoints = dict.fromkeys((*wanted.cluster, *wanted.local))
         if not had:
             return list(endpoints)
         return [e for e in endpoints if e not in had or e in renew]
 
-    def _plan_backends(self, change: Change, new: Record, fresh: list[Endpoint], fresh_keys: list[bytes]) -> None:
-        name, wanted, old = change.name, new.plan, change.old
+    def _plan_backends(
+        self,
+        change: Change,
+        new: Record,
+        had: Mapping[Endpoint, int],
+        fresh: list[Endpoint],
+        fresh_keys: list[bytes],
+    ) -> None:
+        name, wanted = change.name, new.plan
         family, protocol = name.family, name.protocol
         ids = self.backend_ids.take(len(fresh))
         change.fresh = list(zip(ids, fresh_keys, strict=True))
         backends = dict(zip(fresh, ids, strict=True))
-        kept = old.backends if old is not None else {}
-        if kept:
-            for e in (*wanted.cluster, *wanted.local):
-                if e not in backends:
-                    backends[e] = kept[e]
+        if had:
+            # What is not here is kept.
+            backends = {**had, **backends}
+            there = {*wanted.cluster, *wanted.local}
             change.gone = [
-                (number, self._endpoint_key(name, e)) for e, number in kept.items() if backends.get(e) != number
+                (number, self._endpoint_key(name, e))
+                for e, number in had.items()
+                if e not in there or backends[e] != number
             ]
         new.set_backends(backends)
         change.slots = [backends[e] for e in wanted.cluster]

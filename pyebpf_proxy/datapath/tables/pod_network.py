@@ -17,15 +17,16 @@ class PodNetwork:
     """The ranges pods have their addresses from, without the Nodes' addresses."""
 
     def __init__(self) -> None:
-        self._ranges: dict[Family, set[tuple[int, int]]] = {}
+        #: Network numbers by family and mask: Nodes' ranges are many, their masks are few.
+        self._ranges: dict[Family, dict[int, set[int]]] = {}
         self._nodes: frozenset[bytes] = frozenset()
 
     def update(self, ranges: Iterable[Network], nodes: Iterable[bytes]) -> bool:
         """Take new knowledge; True if it differs, so that endpoints may change their lane. ``nodes``: packed."""
-        new: dict[Family, set[tuple[int, int]]] = {}
+        new: dict[Family, dict[int, set[int]]] = {}
         for network in ranges:
-            pair = int(network.netmask), int(network.network_address)
-            new.setdefault(Family(network.version), set()).add(pair)
+            by_mask = new.setdefault(Family(network.version), {})
+            by_mask.setdefault(int(network.netmask), set()).add(int(network.network_address))
         nodes = frozenset(nodes)
         changed = new != self._ranges or nodes != self._nodes
         self._ranges, self._nodes = new, nodes
@@ -41,4 +42,4 @@ class PodNetwork:
         if address in self._nodes:
             return False
         number = int.from_bytes(address)
-        return any(number & mask == network for mask, network in self._ranges.get(family, ()))
+        return any(number & mask in networks for mask, networks in self._ranges.get(family, {}).items())
