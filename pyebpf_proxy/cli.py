@@ -173,24 +173,27 @@ def _outside(settings: Effective) -> Outside:
 
 
 def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) -> None:
-    # First what may be wrong with the command line, then the slow import.
-    outside = _outside(settings)
-    if flags.values.get("init-only"):
-        from pyebpf_proxy.agent import prepare
+    from pyebpf_proxy.cycles import without_cycle_search
 
-        prepare(settings, outside.source)
-        return
     watch = None
-    if flags.config or flags.datapath_config:
-        from pathlib import Path
+    # First what may be wrong with the command line, then the slow imports.
+    with without_cycle_search():
+        outside = _outside(settings)
+        from pyebpf_proxy.agent import prepare, run
 
-        from pyebpf_proxy.config_watch import ConfigWatch
+        if flags.values.get("init-only"):
+            prepare(settings, outside.source)
+            return
+        if flags.config or flags.datapath_config:
+            from pathlib import Path
 
-        watch = ConfigWatch(*(Path(name) if name else None for name in (flags.config, flags.datapath_config)))
-    from pyebpf_proxy.agent import run
-    from pyebpf_proxy.config.shown import shown
+            from pyebpf_proxy.config_watch import ConfigWatch
 
-    run(settings, outside, shown(config, flags), watch)
+            watch = ConfigWatch(*(Path(name) if name else None for name in (flags.config, flags.datapath_config)))
+        from pyebpf_proxy.config.shown import shown
+
+        seen = shown(config, flags)
+    run(settings, outside, seen, watch)
 
 
 def _cleanup(settings: Effective, keep_kube_proxy: bool) -> None:

@@ -123,8 +123,7 @@ def remove_device(cidrs: Sequence[Network], report: Report, name: str = DEVICE, 
         index = socket.if_nametoindex(name)
     except OSError:
         return
-    from pyroute2.netlink.rtnl.ifaddrmsg import ifaddrmsg
-    from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
+    from pyebpf_proxy.datapath.node.messages import ifaddrmsg, ifinfmsg
 
     with Netlink() as netlink:
         link = next(each for each in netlink.dump(ifinfmsg(), RTM_GETLINK, "list devices") if each["index"] == index)

@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyroute2.netlink.rtnl import (
+from pyebpf_proxy.datapath.node.messages import (
     RTM_DELADDR,
     RTM_DELLINK,
     RTM_DELQDISC,
@@ -17,10 +17,9 @@ from pyroute2.netlink.rtnl import (
     RTM_GETLINK,
     RTM_NEWADDR,
     RTM_NEWLINK,
+    ifaddrmsg,
+    ifinfmsg,
 )
-from pyroute2.netlink.rtnl.ifaddrmsg import ifaddrmsg
-from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
-
 from pyebpf_proxy.datapath.node.netlink import Netlink, attribute
 from pyebpf_proxy.datapath.node.plan import IFA_F_SECONDARY, InterfaceAddress, Link, State
 

@@ -14,9 +14,7 @@ import socket
 import struct
 from typing import Any
 
-from pyroute2.netlink import NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST
-from pyroute2.netlink.rtnl.marshal import MarshalRtnl
-
+from pyebpf_proxy.datapath.node.messages import NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST, MarshalRtnl
 from pyebpf_proxy.datapath.refused import RefusedError
 
 NLMSG_ERROR = 2

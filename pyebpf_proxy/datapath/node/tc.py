@@ -15,17 +15,18 @@ import errno
 from pathlib import Path
 from typing import Any
 
-from pyroute2.netlink import NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE
-from pyroute2.netlink.rtnl import (
+from pyebpf_proxy.datapath.node.messages import (
+    NLM_F_CREATE,
+    NLM_F_EXCL,
+    NLM_F_REPLACE,
     RTM_DELQDISC,
     RTM_DELTFILTER,
     RTM_GETQDISC,
     RTM_GETTFILTER,
     RTM_NEWQDISC,
     RTM_NEWTFILTER,
+    tcmsg,
 )
-from pyroute2.netlink.rtnl.tcmsg import tcmsg
-
 from pyebpf_proxy.datapath.node.netlink import Netlink, NetlinkError, attribute
 
 NAME = "pyebpf-proxy"
