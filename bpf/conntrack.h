@@ -7,7 +7,6 @@
 #define PEP_CONNTRACK_H
 
 #include "backend.h"
-#include "flow_cache.h"
 
 /* nf_conntrack may be a module, whose types are not in vmlinux.h: the few that are needed, found by CO-RE. */
 union nf_inet_addr___pep {
@@ -39,6 +38,7 @@ struct nf_conntrack_tuple_hash___pep {
 
 struct ip_ct_tcp___pep {
 	__u8 state;
+	__u8 last_index;
 } __attribute__((preserve_access_index));
 
 union nf_conntrack_proto___pep {
@@ -71,6 +71,7 @@ enum nf_nat_manip_type___pep {
 #define TCP_STATE_SYN_SENT 1
 #define TCP_STATE_ESTABLISHED 3
 #define TCP_STATE_TIME_WAIT 7
+#define TCP_INDEX_RST 4		/* enum tcp_bit_set */
 #define DIRECTION_ORIGINAL 0
 #define DIRECTION_REPLY 1
 #define INSERT_TRIES 4
@@ -151,6 +152,15 @@ static __always_inline bool endpoint_serves(const struct nf_conn___pep *ct, __u3
 }
 
 /*
+ * The last packet that the kernel saw of this connection is a reset.  It may call it established all the same: what
+ * took the fast path it has not seen, and a sequence number that it does not expect is none that it believes.
+ */
+static __always_inline bool was_reset(const struct nf_conn___pep *ct)
+{
+	return ct->proto.tcp.last_index == TCP_INDEX_RST;
+}
+
+/*
  * Must this entry make room for a new one?  REASON_UNSPECIFIED: no, the flow lives.
  *  - TCP that has ended: the kernel would drop the entry on this SYN and track
  *    the packet without NAT;
@@ -163,7 +173,7 @@ static __always_inline enum reason must_go(const struct nf_conn___pep *ct, const
 	if (p->protocol == TCP) {
 		__u8 state = ct->proto.tcp.state;
 
-		if (state >= TCP_STATE_TIME_WAIT || (state == TCP_STATE_ESTABLISHED && take_reset(p)))
+		if (state >= TCP_STATE_TIME_WAIT || (state == TCP_STATE_ESTABLISHED && settings.fast_path && was_reset(ct)))
 			return CLOSING_FLOW_REPLACED;
 		if (any_endpoints && state == TCP_STATE_SYN_SENT && !(ct->status & IPS_DST_NAT_))
 			return UNTRANSLATED_FLOW_REPLACED;

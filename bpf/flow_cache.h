@@ -75,39 +75,30 @@ static __always_inline void reverse_key(const struct flow *f, const struct packe
 }
 
 /* Both directions stop. The element stays where it is: nobody else gets it while another CPU reads it. */
-static __noinline int end_entries(const struct packet *p, struct flow *f, enum ended how)
+static __noinline int end_entries(const struct packet *p, struct flow *f)
 {
 	struct flow_key key = {};
 
 	if (!p || !f)
 		return 0;
-	f->ended = how;
+	f->ended = true;
 	if (f->passage == TO_STACK)
 		return 0;
 	reverse_key(f, p, &key);
 	f = bpf_map_lookup_elem(&flows, &key);
 	if (f)
-		f->ended = how;
+		f->ended = true;
 	return 0;
 }
 
-/*
- * A SYN, and the connection before it by the same ports ended with a reset that
- * the kernel may not have believed: it did not see every sequence number.
- */
-static __always_inline bool take_reset(const struct packet *p)
+/* The kernel may give these ports to another connection now: nothing is sent by what was known before it is asked. */
+static __always_inline void ask_again(const struct packet *p)
 {
-	struct flow *f;
+	struct flow *f = bpf_map_lookup_elem(&flows, p);
 
-	if (!settings.fast_path)
-		return false;
-	f = bpf_map_lookup_elem(&flows, p);
-	if (!f || f->tag != flow_tag(p) || f->ended != ENDED_BY_RST)
-		return false;
-	/* Once: a second SYN is one of the new connection. */
-	f->ended = ENDED_BY_FIN;
-	f->check_at = 0;
-	return true;
+	/* Asked for another flow's entry it costs time, and nothing else. */
+	if (f)
+		f->check_at = 0;
 }
 
 #endif

@@ -52,11 +52,31 @@ static __always_inline enum reason judge(const struct nf_conn___pep *ct, const s
 		return STACK_NOT_TRANSLATED;
 	if (status & IPS_SPECIAL_ || mark_of(ct))
 		return STACK_SPECIAL_FLOW;
-	if (p->protocol == TCP && ct->proto.tcp.state > TCP_STATE_ESTABLISHED)
+	if (p->protocol == TCP && (ct->proto.tcp.state > TCP_STATE_ESTABLISHED || was_reset(ct)))
 		return STACK_ENDING;
 	if (!(status & IPS_ASSURED_) || (p->protocol == TCP && ct->proto.tcp.state != TCP_STATE_ESTABLISHED))
 		return FLOW_NOT_YET;
 	return REASON_UNSPECIFIED;
+}
+
+/* The kernel sees no packet of this flow: its time-out is ours to push on. */
+static __always_inline enum reason keep_alive(struct nf_conn___pep *ct, const struct packet *p)
+{
+	__u32 barrier_word = 0;
+	enum reason reason;
+
+	bpf_ct_change_timeout(ct, p->protocol == TCP ? settings.tcp_established_ms : settings.udp_stream_ms);
+	if (p->protocol != TCP)
+		return REASON_UNSPECIFIED;
+	/*
+	 * Another CPU may be giving the kernel a FIN or RST.  It notes that first and sets the time-out afterwards: either
+	 * that is seen here, or its time-out is the one that stays.
+	 */
+	__sync_fetch_and_or(&barrier_word, 1);
+	reason = judge(ct, p);
+	if (reason)
+		bpf_ct_change_timeout(ct, was_reset(ct) ? RST_TIMEOUT_MS : FIN_TIMEOUT_MS);
+	return reason;
 }
 
 static __noinline int translation_of(struct __sk_buff *skb, const struct packet *p, struct translated *t)
@@ -84,8 +104,7 @@ static __noinline int translation_of(struct __sk_buff *skb, const struct packet 
 			t->source_port = bpf_ntohs(ct->tuplehash[DIRECTION_ORIGINAL].tuple.dst.u.all);
 			t->destination_port = bpf_ntohs(ct->tuplehash[DIRECTION_ORIGINAL].tuple.src.u.all);
 		}
-		/* The kernel sees no packet of this flow: its time-out is ours to push on. */
-		bpf_ct_change_timeout(ct, p->protocol == TCP ? settings.tcp_established_ms : settings.udp_stream_ms);
+		reason = keep_alive(ct, p);
 	}
 	bpf_ct_release(ct);
 	return reason;

@@ -20,12 +20,6 @@ struct flow_key {
 	__u8 zero[2];
 };
 
-enum ended {
-	NOT_ENDED = 0,
-	ENDED_BY_FIN = 1,
-	ENDED_BY_RST = 2,
-} __attribute__((packed));
-
 struct flow {
 	__u32 tag;		/* of the key; as in tag_again, or the element is just being used for another flow */
 	__u32 generation;	/* of fast_path when this was learned */
@@ -44,7 +38,7 @@ struct flow {
 	__u8 mac_from[6];
 	__u16 mtu;
 	enum passage passage;
-	enum ended ended;
+	__u8 ended;		/* a FIN or RST came by */
 	enum reason why;	/* TO_STACK: for what */
 	__u32 tag_again;
 };

@@ -12,12 +12,14 @@ static __noinline int end_flow(struct __sk_buff *skb, const struct packet *p)
 
 	if (!p)
 		return NOT_SENT;
-	if (p->tcp_flags & TCP_SYN)
+	if (p->tcp_flags & TCP_SYN) {
+		ask_again(p);
 		return NOT_SENT;
+	}
 	f = bpf_map_lookup_elem(&flows, p);
 	if (!f || f->passage == TO_STACK)
 		return NOT_SENT;
-	end_entries(p, f, p->tcp_flags & TCP_RST ? ENDED_BY_RST : ENDED_BY_FIN);
+	end_entries(p, f);
 	shorten_timeout(skb, p);
 	count(STACK_ENDING);
 	return NOT_SENT;

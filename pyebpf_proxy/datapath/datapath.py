@@ -28,7 +28,7 @@ from pyebpf_proxy.datapath.netfilter.own_sctp import OwnSctp
 from pyebpf_proxy.datapath.node import cgroups, mounts, sysctls
 from pyebpf_proxy.datapath.node.fast_path import FastPath
 from pyebpf_proxy.datapath.node.links import MAPS, Node
-from pyebpf_proxy.datapath.node.node_settings import LIBERAL
+from pyebpf_proxy.datapath.node.node_settings import ANY_RESET, LIBERAL
 from pyebpf_proxy.datapath.settings import conntrack_is_liberal, map_sizes, node_config, own_traffic, settings
 from pyebpf_proxy.datapath.tables import excluded_pods
 from pyebpf_proxy.datapath.tables.former import Former
@@ -147,7 +147,9 @@ class Datapath:
         directory = effective.directory
         bpffs, table = self._prepare()
         pins = mounts.pin_directory(bpffs, directory, LAYOUT_VERSION)
-        why = sysctls.hold(LIBERAL, directory) if effective.fast_path else ""
+        why = ""
+        if effective.fast_path:
+            why = sysctls.hold(LIBERAL, directory) or sysctls.hold(ANY_RESET, directory)
         wanted_settings = replace(settings(effective, facts), fast_path=effective.fast_path and not why)
         loaded = load(wanted_settings, pins / "maps", map_sizes(effective), effective.lane)
         if why := why or loaded.why_not_fast:
@@ -191,7 +193,7 @@ class Datapath:
         if self._effective.socket_lb == "off" and cgroups.detach(pins / "links"):
             _log.info("the socket programs of a former run are detached")
         loaded.attached()
-        if not loaded.settings.fast_path and sysctls.held(LIBERAL, self._effective.directory):
+        if not loaded.settings.fast_path and _holds_settings(self._effective.directory):
             _fast_path_is_off(self._effective)
         _log.info("attached", devices=len(node.attached), cgroup=found, pins=pins)
 
@@ -359,6 +361,10 @@ def _problems(parts: _Parts) -> list[str]:
     return [str(problem) for problem in parts.writer.problems.values()]
 
 
+def _holds_settings(directory: Path) -> bool:
+    return sysctls.held(LIBERAL, directory) or sysctls.held(ANY_RESET, directory)
+
+
 def _fast_path_is_off(effective: Effective) -> None:
     """It was on before: connections that it carried must go on when conntrack is strict again."""
     if effective.kernel.conntrack.tcp_be_liberal:
@@ -369,7 +375,7 @@ def _fast_path_is_off(effective: Effective) -> None:
     except OSError as error:
         problems = [str(error)]
     for problem in problems:
-        _log.error("nf_conntrack_tcp_be_liberal stays as it is", error=problem)
+        _log.error("a setting of the fast path stays as it is", error=problem)
 
 
 def _prefix(address: bytes) -> Prefix:

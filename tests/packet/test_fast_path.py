@@ -314,14 +314,15 @@ def test_the_end_stops_both_directions_and_shortens_the_entry(
     assert least <= fast.flows()[0].timeout <= most, "nothing pushes it on again"
 
 
-def test_a_new_connection_after_a_reset_chooses_anew(fast: World) -> None:
-    """The kernel may still call the old one established: it has not seen all of its sequence numbers."""
+@pytest.mark.parametrize(("flags", "reply"), [("S", False), ("SA", True)], ids=["client", "endpoint"])
+def test_after_a_syn_the_kernel_is_asked_who_has_the_ports_now(fast: World, flags: str, reply: bool) -> None:
     flow = flow_of(fast)
     flow.learn()
-    flow.run(frame=flow.frame(flags="R"))
-    assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON
-    assert fast.reasons()["CLOSING_FLOW_REPLACED"] == 1
-    assert [found.state for found in fast.flows()] == ["NONE"]
+    fast.forget_flows()
+    assert flow.run(reply).retval == REDIRECT, "nothing says yet that the entry is gone"
+    flow.run(reply, flow.frame(reply, flags=flags))
+    assert flow.run(reply).retval == GO_ON
+    assert fast.reasons()["FLOW_FORGOTTEN"] == 1
 
 
 def test_a_syn_alone_replaces_no_living_connection(fast: World) -> None:

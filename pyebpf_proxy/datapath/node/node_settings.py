@@ -52,6 +52,8 @@ class Setting:
 
 #: While the fast path is on: conntrack does not see every sequence number then.
 LIBERAL = Setting(_NETFILTER + "tcp_be_liberal", 1, "fastPath", "fastPath: false")
+#: The same for resets: those are checked even by a liberal conntrack, and what it refuses is not translated.
+ANY_RESET = Setting(_NETFILTER + "tcp_ignore_invalid_rst", 1, "fastPath", "fastPath: false")
 
 
 def wanted(settings: KernelSettings, cpus: int) -> list[Setting]:

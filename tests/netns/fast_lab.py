@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lab whose first node has the fast path on: who asks whom there, and by which way packets went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lab_tools import reasons, wait_until
+from talk import PORT, Talk, serve
+
+from pyebpf_proxy.lab.addresses import cluster_ip
+from pyebpf_proxy.lab.cluster import Lab, Node, Pod
+from pyebpf_proxy.lab.manifests import Port, node, service, slices
+
+LIBERAL = "net.netfilter.nf_conntrack_tcp_be_liberal"
+ON = {"fastPath": True, "fastPathEntries": 4096}
+PORTS = [Port("tcp", PORT, PORT, "TCP", 30007), Port("udp", PORT, PORT, "UDP", 30007)]
+FAR, NEAR = cluster_ip(7), cluster_ip(8)
+Ask = Callable[..., Talk]
+
+
+@dataclass
+class World:
+    """Two nodes; ``client`` is a pod of the first, as ``near``; ``far`` is one of the second."""
+
+    lab: Lab
+    client: Pod
+    near: Pod
+    far: Pod
+
+    @property
+    def node(self) -> Node:
+        return self.lab.nodes[0]
+
+    def count(self, name: str) -> int:
+        return reasons(self.node)[name]
+
+    def fast(self, talk: Talk) -> None:
+        """The conversation goes on, and by the cache."""
+        before = self.count("flow_hit")
+        talk.wait()
+        wait_until(lambda: self.count("flow_hit") > before + 10, "packets sent by the cache", 60.0)
+
+
+def made(lab: Lab) -> World:
+    first, second = lab.nodes
+    world = World(
+        lab,
+        lab.add_pod("client-pod", first, serve=False),
+        lab.add_pod("near", first, serve=False),
+        lab.add_pod("far", second, serve=False),
+    )
+    for pod in (world.near, world.far):
+        serve(pod)
+    for name, address, pod in (("far", FAR, world.far), ("near", NEAR, world.near)):
+        ports = PORTS if name == "far" else [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
+        endpoints = [(pod.address, pod.node.name)]
+        lab.write(f"{name}.yaml", [service(name, ports, address), *slices(name, ports, endpoints)])
+    lab.write("nodes.yaml", [node(each.name, each.address, each.pod_cidr) for each in lab.nodes])
+    first.agent.start(own=ON)
+    first.agent.wait_synced()
+    return world

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both ends of one TCP connection in a lab, step by step: what a test says next is the next packet."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from dataclasses import dataclass
+
+from pyebpf_proxy.lab.namespace import Namespace
+
+# include/uapi/linux/tcp.h
+_REPAIR, _REPAIR_QUEUE, _QUEUE_SEQ = 19, 20, 21
+_QUEUES = (1, 2)  # what was received, what is to be sent
+_PATIENCE = 20.0
+
+# Of the namespace's own process, which every call runs in.
+_listeners: dict[int, socket.socket] = {}
+_connections: dict[str, socket.socket] = {}
+
+
+@dataclass(frozen=True)
+class End:
+    """The connection called ``name`` of this namespace."""
+
+    namespace: Namespace
+    name: str = "it"
+
+    def listen(self, port: int) -> None:
+        """Connections wait until they are accepted."""
+        self.namespace.call(_listen, port)
+
+    def accept(self, port: int) -> None:
+        """The next connection becomes this one. TimeoutError if there is none."""
+        self.namespace.call(_accept, self.name, port)
+
+    def connect(self, address: str, port: int, own_port: int) -> None:
+        """OSError, TimeoutError if nobody answers."""
+        self.namespace.call(_connect, self.name, address, port, own_port)
+
+    def say(self, data: bytes) -> None:
+        """The kernel has it; nobody waits for it to arrive."""
+        self.namespace.call(_say, self.name, data)
+
+    def hear(self, size: int) -> bytes:
+        """So many bytes, fewer if the connection ends before. OSError if it was reset."""
+        return self.namespace.call(_hear, self.name, size)
+
+    def reset(self) -> None:
+        """End it with RST."""
+        self.namespace.call(_reset, self.name)
+
+    def finish(self) -> None:
+        """End it with FIN."""
+        self.namespace.call(_finish, self.name)
+
+    def move(self, sent: int, received: int) -> None:
+        """As if so many bytes more had been sent and received. Nothing is sent until both ends did, and `go_on`."""
+        self.namespace.call(_move, self.name, sent, received)
+
+    def go_on(self) -> None:
+        """After ``move``."""
+        self.namespace.call(_go_on, self.name)
+
+
+def converse(client: End, server: End, rounds: int, size: int = 100) -> None:
+    """Questions and answers; what arrives is what was sent."""
+    for number in range(rounds):
+        for one, other in ((client, server), (server, client)):
+            data = b"%d " % number * size
+            one.say(data)
+            heard = other.hear(len(data))
+            assert heard == data, f"{len(heard)} bytes of {len(data)}"
+
+
+def _listen(port: int) -> None:
+    if port not in _listeners:
+        _listeners[port] = socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        _listeners[port].settimeout(_PATIENCE)
+
+
+def _accept(name: str, port: int) -> None:
+    made, _ = _listeners[port].accept()
+    _keep(name, made)
+
+
+def _connect(name: str, address: str, port: int, own_port: int) -> None:
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.bind(("", own_port))
+    made.settimeout(_PATIENCE)
+    made.connect((address, port))
+    _keep(name, made)
+
+
+def _keep(name: str, made: socket.socket) -> None:
+    made.settimeout(_PATIENCE)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _connections[name] = made
+
+
+def _say(name: str, data: bytes) -> None:
+    _connections[name].sendall(data)
+
+
+def _hear(name: str, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (more := _connections[name].recv(size - len(data))):
+        data += more
+    return data
+
+
+def _reset(name: str) -> None:
+    it = _connections.pop(name)
+    it.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    it.close()
+
+
+def _finish(name: str) -> None:
+    with contextlib.closing(_connections.pop(name)) as it:
+        it.shutdown(socket.SHUT_WR)
+
+
+def _move(name: str, sent: int, received: int) -> None:
+    old = _connections[name]
+    tcp = socket.IPPROTO_TCP
+    old.setsockopt(tcp, _REPAIR, 1)
+    numbers = []
+    for queue, further in zip(_QUEUES, (received, sent), strict=True):
+        old.setsockopt(tcp, _REPAIR_QUEUE, queue)
+        numbers.append(old.getsockopt(tcp, _QUEUE_SEQ) + further & 0xFFFFFFFF)
+    own, peer = old.getsockname(), old.getpeername()
+    old.close()
+    new = socket.socket(old.family)
+    new.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    new.setsockopt(tcp, _REPAIR, 1)
+    for queue, number in zip(_QUEUES, numbers, strict=True):
+        new.setsockopt(tcp, _REPAIR_QUEUE, queue)
+        new.setsockopt(tcp, _QUEUE_SEQ, struct.pack("I", number))
+    new.bind(own)
+    new.connect(peer)
+    _keep(name, new)
+
+
+def _go_on(name: str) -> None:
+    _connections[name].setsockopt(socket.IPPROTO_TCP, _REPAIR, 0)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections that end after they took the fast path, and what comes by their ports afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from fast_lab import World, made
+from tcp_ends import End, converse
+
+from pyebpf_proxy.lab.addresses import cluster_ip
+from pyebpf_proxy.lab.cluster import Lab, Pod
+from pyebpf_proxy.lab.manifests import Port, service, slices
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+PORT = 7300
+ADDRESS = cluster_ip(12)
+_own_ports = itertools.count(20_000)
+
+
+@dataclass
+class Moving:
+    """A service of one endpoint, which moves from ``near`` to ``far`` and back."""
+
+    world: World
+    at: Pod
+
+    def serve_at(self, pod: Pod) -> None:
+        ports = [Port("tcp", PORT, PORT)]
+        endpoints = [(pod.address, pod.node.name)]
+        objects = [service("moving", ports, ADDRESS), *slices("moving", ports, endpoints)]
+        self.world.node.agent.wait_synced(self.world.lab.write("moving.yaml", objects))
+        self.at = pod
+
+    def other(self) -> Pod:
+        return self.world.far if self.at is self.world.near else self.world.near
+
+    def begin(self, family: int = 4, own_port: int | None = None) -> tuple[End, End, int]:
+        """A new connection: the client's end, the endpoint's, and the client's port."""
+        own_port = next(_own_ports) if own_port is None else own_port
+        client, server = End(self.world.client.namespace), End(self.at.namespace)
+        client.connect(ADDRESS.of(family), PORT, own_port)
+        server.accept(PORT)
+        return client, server, own_port
+
+    def fast(self, client: End, server: End) -> None:
+        """Some rounds, by the cache."""
+        before = self.world.count("flow_hit")
+        converse(client, server, 10)
+        assert self.world.count("flow_hit") > before + 5
+
+    def conntrack(self, own_port: int, family: int = 4) -> list[str]:
+        """The kernel's entries of the connections from this port of the client's."""
+        text = self.world.node.namespace.run(
+            "conntrack", "-L", "-f", f"ipv{family}", "-p", "tcp", "--orig-port-src", str(own_port)
+        )
+        return [line for line in text.splitlines() if f"dport={PORT}" in line]
+
+    def forget(self) -> None:
+        """As if other flows had needed the room in the cache."""
+        pin = str(self.world.node.agent.pin("flows"))
+        keys = subprocess.run(["bpftool", "map", "dump", "pinned", pin, "-j"], capture_output=True, check=True)
+
+        for entry in json.loads(keys.stdout):
+            subprocess.run(["bpftool", "map", "delete", "pinned", pin, "key", "hex", *entry["key"]], check=False)
+
+
+@pytest.fixture(scope="module")
+def moving() -> Iterator[Moving]:
+    with Lab() as lab:
+        world = made(lab)
+        for pod in (world.near, world.far):
+            End(pod.namespace).listen(PORT)
+        moving = Moving(world, world.near)
+        moving.serve_at(world.near)
+        yield moving
+
+
+@pytest.mark.parametrize("forgotten", [False, True], ids=["in the cache", "not in the cache"])
+@pytest.mark.parametrize("by", ["client", "endpoint"])
+def test_the_ports_of_a_connection_that_was_reset(moving: Moving, by: str, forgotten: bool, family: int) -> None:
+    """The kernel calls it established for ten seconds more. Who comes by the same ports is somebody else."""
+    client, server, own_port = moving.begin(family)
+    moving.fast(client, server)
+    if forgotten:
+        moving.forget()
+    (client if by == "client" else server).reset()
+    with pytest.raises(ConnectionResetError):
+        (server if by == "client" else client).hear(1)
+    assert "ESTABLISHED" in moving.conntrack(own_port, family)[0], "the case that this is about"
+    (server if by == "client" else client).reset()
+    moving.serve_at(moving.other())
+    client, server, _ = moving.begin(family, own_port)
+    converse(client, server, 10)
+    client.reset()
+
+
+def test_a_reset_after_more_bytes_than_sequence_numbers_can_tell(moving: Moving, family: int) -> None:
+    """To the kernel, which has seen the handshake alone, it comes from far behind."""
+    client, server, _ = moving.begin(family)
+    moving.fast(client, server)
+    many = 5 << 29
+    server.move(many, 0)
+    client.move(0, many)
+    server.go_on()
+    client.go_on()
+    converse(client, server, 3)
+    server.reset()
+    with pytest.raises(ConnectionResetError):
+        client.hear(1)
