@@ -22,6 +22,24 @@ static __always_inline __u32 flow_tag(const void *key)
 	return (__u32)t | 1;
 }
 
+/* This flow's packets come often enough to pay for an entry; what ends soon would have it for nothing. */
+static __always_inline bool is_frequent(const struct packet *p)
+{
+	__u32 tag = flow_tag(p), number = tag * 0x9e3779b1U >> (32 - SIGHTING_BITS);
+	__u32 *seen = bpf_map_lookup_elem(&flow_sightings, &number);
+	__u32 count;
+
+	if (!seen)
+		return true;
+	count = *seen & SIGHTING_COUNT;
+	if ((*seen ^ tag) & ~SIGHTING_COUNT)
+		count = 0;
+	if (count >= settings.learn_after)
+		return true;
+	*seen = (tag & ~SIGHTING_COUNT) | (count + 1);
+	return false;
+}
+
 static __always_inline struct fast_path *fast_path_word(void)
 {
 	__u32 zero = 0;

@@ -50,6 +50,20 @@ struct {
 	__type(value, struct flow);
 } flows SEC(".maps");
 
+#define SIGHTING_BITS 15
+#define SIGHTING_COUNT 7
+
+/*
+ * How many packets of an endpoint's were met of a flow that the cache does not know: the count in SIGHTING_COUNT, of
+ * the key's tag in the bits above.  Flows that fall on the same number take it from each other: they wait longer.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1 << SIGHTING_BITS);
+	__type(key, __u32);
+	__type(value, __u32);
+} flow_sightings SEC(".maps");
+
 /* One entry, written by the agent. */
 struct fast_path {
 	__u64 alive_until;	/* CLOCK_MONOTONIC, ns: while somebody watches the routes, the rules and IPsec */

@@ -60,9 +60,15 @@ static __always_inline int fast_way(struct __sk_buff *skb, const struct packet *
 	verdict = send_by_cache(skb, p, device);
 	if (verdict == NOT_SURE && p->protocol == TCP)
 		return learn_and_send(skb, p, device, true);
-	if ((verdict == NOT_SURE || verdict == NOT_KNOWN) && comes_from_endpoint(p))
-		return learn_and_send(skb, p, device, verdict == NOT_SURE);
-	return verdict;
+	if (verdict != NOT_SURE && verdict != NOT_KNOWN)
+		return verdict;
+	if (!comes_from_endpoint(p))
+		return verdict;
+	if (verdict == NOT_KNOWN && !is_frequent(p)) {
+		count(FLOW_MISS);
+		return NOT_SENT;
+	}
+	return learn_and_send(skb, p, device, verdict == NOT_SURE);
 }
 
 #endif

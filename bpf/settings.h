@@ -50,6 +50,7 @@ struct settings {
 	enum scheduler scheduler;
 	__u8 pod_sockets;		/* sockets of pods are translated too */
 	__u8 fast_path;		/* established flows go by the flow cache */
+	__u8 learn_after;	/* so many packets of an endpoint's; at most 7 */
 };
 
 const volatile struct settings settings SEC(".rodata") = {

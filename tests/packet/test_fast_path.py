@@ -82,6 +82,18 @@ def test_counts_say_what_happened(fast: World) -> None:
     assert fast.reasons() == {"FLOW_MISS": 1, "FLOW_LEARNED": 2, "FLOW_HIT": 2}
 
 
+def test_the_first_packets_of_an_endpoint_are_the_kernels(node: World) -> None:
+    """A connection that ends soon does not pay for an entry."""
+    node.forget_flows()
+    open_fast_path(node, learn_after=3)
+    node.service(["remote"])
+    flow, another = flow_of(node), Flow(node, sport=40001)
+    another.track()
+    for each in (flow, another):
+        assert [each.run(reply=True).retval for _ in range(4)] == [GO_ON, GO_ON, GO_ON, REDIRECT]
+    assert node.reasons() == {"FLOW_MISS": 8, "FLOW_LEARNED": 4, "FLOW_HIT": 2}
+
+
 def test_the_kernels_entry_lives_on(fast: World) -> None:
     flow = flow_of(fast)
     flow.learn()

@@ -155,7 +155,7 @@ class World:
     def _wipe(self) -> None:
         """Loading takes long (the verifier); tests share objects and begin with empty maps."""
         for name, of in self.object.maps.items():
-            if name in ("services", "slots", "node_port_hints", "turns", "fast_path"):
+            if name in ("services", "slots", "node_port_hints", "turns", "fast_path", "flow_sightings"):
                 keys = b"".join(_u32(i) for i in range(of.max_entries))
                 of.update_batch(keys, bytes(of.max_entries * of.value_size))
             elif name in ("reasons", "flow_drafts"):

@@ -51,6 +51,7 @@ class Settings:
     scheduler: int = 0
     pod_sockets: bool = False
     fast_path: bool = False
+    learn_after: int = 3
 
 
 #: enum scheduler of bpf/settings.h by the names that IPVS has. Every endpoint has weight 1: some are the same.
@@ -80,7 +81,7 @@ _SCHEDULER_MAPS = {
 # Maps that are made only where sockets of pods are translated.
 _POD_MAPS = {"pod_sources", "left_sockets", "excluded_pods"}
 # Maps of the flow cache alone.
-_FLOW_MAPS = {"flows", "fast_path", "flow_drafts"}
+_FLOW_MAPS = {"flows", "fast_path", "flow_drafts", "flow_sightings"}
 
 
 class Loaded:
