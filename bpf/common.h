@@ -12,6 +12,7 @@
 
 #include "maps.h"
 #include "flow_maps.h"
+#include "xdp_maps.h"
 #include "settings.h"
 
 /* libbpf's own is no constant to _Static_assert. */
@@ -24,6 +25,19 @@
 #define AF_INET 2
 #define AF_INET6 10
 #define NANOSECONDS 1000000000ULL
+
+/*
+ * The context (skb.h, xdp.h) must be read at a constant offset; left to itself the compiler
+ * merges such reads into one at a computed offset, which the verifier refuses.
+ */
+#define CONTEXT_POINTER(ctx, field)                                                   \
+	({                                                                            \
+		void *pointer;                                                        \
+		asm volatile("%0 = *(u32 *)(%1 + %2)"                                 \
+			     : "=r"(pointer)                                          \
+			     : "r"(ctx), "i"(offsetof(struct context, field)));              \
+		pointer;                                                              \
+	})
 
 /* Puts the names of the reasons into the object's type information, where the control plane reads them. */
 const volatile enum reason reason_count SEC(".rodata") = REASON_COUNT;

@@ -66,7 +66,9 @@ enum nf_nat_manip_type___pep {
 
 #define CT_OPTS_SIZE 12		/* accepted everywhere; 16 (zone) only since 6.11 */
 #define CURRENT_NETNS (-1)
+#define IPS_SEEN_REPLY_ (1UL << 1)
 #define IPS_ASSURED_ (1UL << 2)
+#define IPS_SRC_NAT_ (1UL << 4)
 #define IPS_DST_NAT_ (1UL << 5)
 #define TCP_STATE_SYN_SENT 1
 #define TCP_STATE_ESTABLISHED 3
@@ -204,7 +206,19 @@ enum existence {
 	NO_FLOW,	/* or none any more */
 	FLOW_EXISTS,	/* and goes on as it is */
 	FLOW_ASSURED,	/* the same, and there was traffic both ways */
+	FLOW_MASQUERADED,	/* the same, there was no answer yet, and the endpoint sees an address of ours */
 };
+
+/* An entry made by XDP, where there is no mark to set. */
+static __always_inline bool is_masqueraded(const struct nf_conn___pep *ct, const struct packet *p)
+{
+	union address to = {};
+
+	if ((ct->status & (IPS_SRC_NAT_ | IPS_SEEN_REPLY_)) != IPS_SRC_NAT_)
+		return false;
+	BPF_CORE_READ_INTO(&to, ct, tuplehash[DIRECTION_REPLY].tuple.dst.u3);
+	return !same_address(&to, &p->source, p->ipv6);
+}
 
 static __noinline int flow_exists(struct context *ctx, const struct packet *p, __u32 service, bool any_endpoints)
 {
@@ -221,6 +235,8 @@ static __noinline int flow_exists(struct context *ctx, const struct packet *p, _
 	living = ct->status & IPS_ASSURED_ ? FLOW_ASSURED : FLOW_EXISTS;
 	reason = direction == DIRECTION_ORIGINAL ? must_go(ct, p, service, any_endpoints) : REASON_UNSPECIFIED;
 	if (reason == REASON_UNSPECIFIED) {
+		if (settings.xdp && direction == DIRECTION_ORIGINAL && is_masqueraded(ct, p))
+			living = FLOW_MASQUERADED;
 		bpf_ct_release(ct);
 		return living;
 	}

@@ -93,7 +93,7 @@ static __always_inline void reverse_key(const struct flow *f, const struct packe
 }
 
 /* Both directions stop. The element stays where it is: nobody else gets it while another CPU reads it. */
-static __noinline int end_entries(const struct packet *p, struct flow *f)
+static __noinline __attribute__((unused)) int end_entries(const struct packet *p, struct flow *f)
 {
 	struct flow_key key = {};
 

@@ -19,6 +19,16 @@ static __always_inline int drop(enum reason reason)
 	return DROPPED;
 }
 
+/*
+ * Of any protocol, from elsewhere to 127.0.0.0/8.  route_localnet, which localhost NodePorts are served with,
+ * lets it in (service-semantics 8).  Nothing lawful looks like this on a wire: answers to flows that began on
+ * loopback come to the node's own address, and translation to a loopback address follows after this.
+ */
+static __always_inline bool goes_to_loopback(const struct packet *p)
+{
+	return settings.localhost_node_ports && !p->ipv6 && is_loopback4(p->destination.v4);
+}
+
 /* SCTP entries can't be looked up from here; what opens a flow there is an INIT. */
 static __always_inline enum existence flow_of(struct context *ctx, const struct packet *p, const struct frontend *f,
 					      const struct table *table)

@@ -27,19 +27,6 @@
 
 /* ---- reading --------------------------------------------------------------------- */
 
-/*
- * The context must be read at a constant offset; left to itself the compiler
- * merges such reads into one at a computed offset, which the verifier refuses.
- */
-#define CONTEXT_POINTER(ctx, field)                                                   \
-	({                                                                            \
-		void *pointer;                                                        \
-		asm volatile("%0 = *(u32 *)(%1 + %2)"                                 \
-			     : "=r"(pointer)                                          \
-			     : "r"(ctx), "i"(offsetof(struct context, field)));              \
-		pointer;                                                              \
-	})
-
 /* A view of `length` bytes at `offset`, pulled into the linear part if need be; NULL if the packet is shorter. */
 static __always_inline void *bytes_at(struct context *ctx, __u32 offset, __u32 length)
 {

@@ -35,10 +35,27 @@ static __always_inline bool is_for_node(struct __sk_buff *skb, bool bridge_port)
 	return port && port->passage && is_for_bridge(skb, port);
 }
 
+/* True, and `b` filled, if XDP has chosen this packet's endpoint and left the rest to us. */
+static __noinline int take_over_from_xdp(const struct packet *p, const struct entitlement *e, struct backend *b)
+{
+	struct xdp_choice *found, choice;
+
+	if (!p || !e || !b)
+		return 0;
+	found = bpf_map_lookup_elem(&xdp_choices, p);
+	if (!found)
+		return 0;
+	choice = *found;
+	bpf_map_delete_elem(&xdp_choices, p);
+	if (choice.service != e->service || !position_in_list(e, choice.backend, 0))
+		return 0;
+	return load_backend(choice.backend, p->ipv6, b);
+}
+
 static __always_inline bool chosen_before(struct __sk_buff *skb, const struct packet *p, const struct entitlement *e,
 					  struct backend *b)
 {
-	return settings.pod_sockets && take_over(skb, p, e, b);
+	return (settings.pod_sockets && take_over(skb, p, e, b)) || (settings.xdp && take_over_from_xdp(p, e, b));
 }
 
 /*
@@ -58,6 +75,8 @@ static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const 
 	existence = flow_of(skb, p, f, table);
 	if (existence == FLOW_ASSURED && p->protocol == UDP && fast)
 		return carried(learn_and_send(skb, p, ip_device(skb), true));
+	if (existence == FLOW_MASQUERADED)
+		say_masqueraded(skb);
 	if (existence)
 		return TC_ACT_UNSPEC;
 	return open_flow(skb, p, f, table, table_id, asked);
@@ -73,12 +92,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 	int verdict;
 
 	parsed = parse_packet(skb, link, &p);
-	/*
-	 * Of any protocol, from elsewhere to 127.0.0.0/8.  route_localnet, which localhost NodePorts are served with,
-	 * lets it in (service-semantics 8).  Nothing lawful looks like this on a wire: answers to flows that began on
-	 * loopback come to the node's own address, and translation to a loopback address follows after this.
-	 */
-	if (settings.localhost_node_ports && !p.ipv6 && is_loopback4(p.destination.v4))
+	if (goes_to_loopback(&p))
 		return drop(DROP_LOOPBACK_DESTINATION);
 	if (!parsed) {
 		if (bridge_port)

@@ -36,7 +36,7 @@ def check() -> None:
         raise FatalError("libbpf is missing; install it (Debian: libbpf1)")
     if importlib.util.find_spec("nftables") is None or not _loads("libnftables.so.1"):
         raise FatalError("libnftables or its Python binding is missing; install it (Debian: python3-nftables)")
-    for name in ("tc.bpf.o", "sock.bpf.o"):
+    for name in ("tc.bpf.o", "sock.bpf.o", "xdp.bpf.o"):
         if not (_OBJECTS / name).is_file():
             raise FatalError(f"the BPF object {_OBJECTS / name} is missing; build it with `make setup` (needs clang)")
 

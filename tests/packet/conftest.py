@@ -32,15 +32,17 @@ def node(request: pytest.FixtureRequest) -> Iterator[World]:
 def world(node: World) -> World:
     """The direct lane, a detector by CIDR: what most nodes have."""
     node.forget_flows()
+    node.settings = {}
     node.load()
     return node
 
 
-@pytest.fixture(params=["direct", "netfilter"])
+@pytest.fixture(params=["direct", "netfilter", "xdp"])
 def lanes(request: pytest.FixtureRequest, node: World) -> World:
-    """The same in both lanes: for what must not depend on the lane."""
+    """The same in both lanes, and through XDP before tc: for what must not depend on the lane, nor on the hook."""
     node.forget_flows()
-    node.load(direct_lane=int(request.param == "direct"))
+    node.settings = {"direct_lane": int(request.param != "netfilter"), "xdp": int(request.param == "xdp")}
+    node.load()
     return node
 
 

@@ -16,6 +16,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from ipaddress import ip_address, ip_network
@@ -29,13 +30,18 @@ from scapy.layers.sctp import SCTP, SCTPChunkInit
 from scapy.packet import Packet, Raw
 
 import pyebpf_proxy
-from pyebpf_proxy.datapath.loader.libbpf import Object, RunResult, SkBuff
+from pyebpf_proxy.datapath.loader.libbpf import Link, Object, Program, RunResult, SkBuff
 from pyebpf_proxy.datapath.loader.programs import unused_maps
 from pyebpf_proxy.services.model import FrontendKind
 
 # Another object can be named, to see that the tests fail for a program that is wrong (tests/packet/mutants.py).
 OBJECT = Path(os.environ.get("PEP_TC_OBJECT") or Path(pyebpf_proxy.__file__).parent / "bpf" / "tc.bpf.o")
+XDP_OBJECT = OBJECT.with_name("xdp.bpf.o")
 GO_ON, SHOT = -1, 2
+XDP_DROP, XDP_PASS, XDP_TX, XDP_REDIRECT = 1, 2, 3, 4
+# Every packet goes through XDP before tc, in all tests: the same must come of it.
+XDP_EVERYWHERE = bool(os.environ.get("PEP_XDP"))
+NODE_MAC = "02:00:00:00:00:02"
 MARK = 0x4000
 PRIORITY_BACKEND, PRIORITY_REJECT = 0xEB000000, 0xEC000001
 PROTOCOLS = {"tcp": 6, "udp": 17, "sctp": 132}
@@ -113,6 +119,7 @@ class World:
             raise OSError(ctypes.get_errno(), "unshare")
         self._make_devices()
         self._loaded: dict[bytes, Object] = {}
+        self._links: list[Link] = []
         self.load()
 
     def load(self, **settings: Any) -> Object:
@@ -134,23 +141,53 @@ class World:
             "pod_mask6": ip_network("fd00:10:244::/48").netmask.packed,
             "node_address4": ip_address(ADDRESSES["node"][0]).packed,
             "node_address6": ip_address(ADDRESSES["node"][1]).packed,
+            "xdp": int(XDP_EVERYWHERE),
             **self.settings,
             **settings,
         }
+        self.xdp: Program | None = None
         self.direct = values["direct_lane"]
         rodata = layout.pack(**values)
         if rodata not in self._loaded:
             without = unused_maps(
-                values.get("scheduler", 0), values.get("pod_sockets", False), values.get("fast_path", False)
+                values.get("scheduler", 0),
+                values.get("pod_sockets", False),
+                values.get("fast_path", False),
+                values["xdp"],
             )
             opened = Object.open(OBJECT, rodata={"settings": rodata}, max_entries=SIZES, without=without)
             self._loaded[rodata] = opened.load()
+            if values["xdp"]:
+                constants = {"settings": rodata}
+                xdp = Object.open(XDP_OBJECT, rodata=constants, reuse=opened.maps, without=without).load()
+                self._loaded[b"xdp" + rodata] = xdp
+                self._attach(xdp.programs["xdp_ethernet"])
         self.object = self._loaded[rodata]
         self._wipe()
+        if values["xdp"]:
+            self.xdp = self._loaded[b"xdp" + rodata].programs["xdp_ethernet"]
+            for device in self.devices:
+                self.xdp_device(device)
         self._next_slot, self._next_id = 1, 1
         self.backend_ids: dict[tuple[str, int], int] = {}
         self._write_node()
         return self.object
+
+    def _attach(self, program: Program) -> None:
+        """A test run takes only a device whose queues are those of XDP: one that has any program."""
+        if not self._links:
+            with tempfile.TemporaryDirectory() as folder:
+                subprocess.run(["mount", "-t", "bpf", "bpf", folder], check=True)
+                for device, ifindex in self.devices.items():
+                    program.attach_xdp(ifindex, False, Path(folder, device))
+                    self._links.append(Link.open_pinned(Path(folder, device)))
+                subprocess.run(["umount", folder], check=True)
+
+    def xdp_device(self, name: str, **changes: Any) -> None:
+        """What the control plane says of a device that carries XDP, with these changes."""
+        values = {"mac": bytes.fromhex(NODE_MAC.replace(":", "")), "opens": 1, "returns": 2, "takes": 2, **changes}
+        value = self.object.btf.struct("xdp_device").pack(**values)
+        self.object.maps["xdp_devices"].update(_u32(self.devices[name]), value)
 
     def _wipe(self) -> None:
         """Loading takes long (the verifier); tests share objects and begin with empty maps."""
@@ -167,6 +204,8 @@ class World:
                     of.delete(key)
 
     def close(self) -> None:
+        for link in self._links:
+            link.close()
         for o in self._loaded.values():
             o.close()
         enter_namespace(self._home)
@@ -297,7 +336,7 @@ class World:
         return layer(src=self.address(source), dst=self.address(destination))
 
     def frame(self, source: str, destination: str, *rest: Packet) -> Packet:
-        made = Ether(src="02:00:00:00:00:01", dst="02:00:00:00:00:02") / self.ip(source, destination)
+        made = Ether(src="02:00:00:00:00:01", dst=NODE_MAC) / self.ip(source, destination)
         for layer in rest:
             made = made / layer
         return made
@@ -315,6 +354,12 @@ class World:
         self, program: str, frame: Packet | bytes, device: str = "nic", mark: int = 0, priority: int = 0
     ) -> RunResult:
         skb = SkBuff(ifindex=self.devices[device], mark=mark, priority=priority)
+        if self.xdp is not None and program == "tc_ethernet":
+            first = self.xdp.run_frame(bytes(frame), self.devices[device])
+            if first.retval == XDP_DROP:
+                return RunResult(SHOT, first.data, first.duration, skb)
+            assert first.retval == XDP_PASS
+            assert first.data == bytes(frame), "what goes up is as it came"
         return self.object.programs[program].test_run(bytes(frame), skb)
 
     # ---- what came of it --------------------------------------------------------------------------

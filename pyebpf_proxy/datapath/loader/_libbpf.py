@@ -63,6 +63,10 @@ int bpf_link__update_program(struct bpf_link *link, struct bpf_program *program)
 int bpf_link__detach(struct bpf_link *link);
 int bpf_link__destroy(struct bpf_link *link);
 
+struct link_options { size_t sz; uint32_t flags; uint32_t iter_info_len; };
+int bpf_link_create(int program_fd, int target, int attach_type, const struct link_options *options);
+int bpf_obj_pin(int fd, const char *path);
+
 struct batch_options { size_t sz; uint64_t element_flags; uint64_t flags; };
 int bpf_map_lookup_elem(int fd, const char *key, char *value);
 int bpf_map_update_elem(int fd, const char *key, const char *value, uint64_t flags);

@@ -25,6 +25,9 @@ from pyebpf_proxy.errors import FatalError
 __all__ = ["BpfError", "Link", "Map", "Object", "Program", "RunResult", "SkBuff"]
 
 _DATA_OUT_MAX = 65536
+# include/uapi/linux/bpf.h, if_link.h
+_ATTACH_XDP = 37
+_XDP_GENERIC, _XDP_DRIVER = 2, 4
 
 
 class SkBuff(NamedTuple):
@@ -110,6 +113,42 @@ class Program:
             options.duration,
             SkBuff.unpack(bytes(ffi.buffer(options.ctx_out, _SK_BUFF_SIZE))) if skb is not None else None,
         )
+
+    def attach_xdp(self, ifindex: int, generic: bool, pin: Path) -> None:
+        """Attach to a device of this network namespace by a link that is pinned there.
+
+        In the driver, or with ``generic`` behind it. BpfError; EBUSY: the device has a program already, anybody's.
+        """
+        options = ffi.new("struct link_options *", {"sz": ffi.sizeof("struct link_options")})
+        options.flags = _XDP_GENERIC if generic else _XDP_DRIVER
+        with captured():
+            what = f"attach program {self.name} to device {ifindex}"
+            link = checked(self._lib.bpf_link_create(self.fd, ifindex, _ATTACH_XDP, options), what)
+            try:
+                checked(self._lib.bpf_obj_pin(link, os.fsencode(pin)), f"pin link {pin}")
+            finally:
+                os.close(link)
+
+    def run_frame(self, frame: bytes, ifindex: int = 0, repeat: int = 1) -> RunResult:
+        """Run an XDP program on a frame that came in by that device, which must carry one; 0: by the loopback."""
+        out = ffi.new("char[]", _DATA_OUT_MAX)
+        context = ffi.from_buffer(struct.pack("=6I", 0, len(frame), 0, ifindex, 0, 0))
+        options = ffi.new(
+            "struct test_run_options *",
+            {
+                "sz": ffi.sizeof("struct test_run_options"),
+                "data_in": ffi.from_buffer(frame),
+                "data_size_in": len(frame),
+                "data_out": out,
+                "data_size_out": _DATA_OUT_MAX,
+                "repeat": repeat,
+            },
+        )
+        if ifindex:
+            options.ctx_in, options.ctx_size_in = context, len(context)
+        with captured():
+            checked(self._lib.bpf_prog_test_run_opts(self.fd, options), f"test run of program {self.name}")
+        return RunResult(options.retval, bytes(ffi.buffer(out, options.data_size_out)), options.duration, None)
 
     def attach_cgroup(self, cgroup_fd: int) -> Link:
         """Attach where the program's section says (cgroup/connect4, …)."""

@@ -52,6 +52,8 @@ class Settings:
     pod_sockets: bool = False
     fast_path: bool = False
     learn_after: int = 3
+    xdp: bool = False
+    xdp_generic: bool = False
 
 
 #: enum scheduler of bpf/settings.h by the names that IPVS has. Every endpoint has weight 1: some are the same.
@@ -80,6 +82,8 @@ _SCHEDULER_MAPS = {
 }
 # Maps that are made only where sockets of pods are translated.
 _POD_MAPS = {"pod_sources", "left_sockets", "excluded_pods"}
+# Maps of XDP alone.
+_XDP_MAPS = {"xdp_devices", "xdp_choices"}
 # Maps of the flow cache alone.
 _FLOW_MAPS = {"flows", "fast_path", "flow_drafts", "flow_sightings"}
 
@@ -96,9 +100,15 @@ class Loaded:
         resize: Resize | None = None,
         why_not_pods: str = "",
         why_not_fast: str = "",
+        xdp: Object | None = None,
+        why_not_xdp: str = "",
     ) -> None:
         self.tc = tc
         self.sock = sock
+        #: None: it was not asked for, or not accepted.
+        self.xdp = xdp
+        #: Why there is no XDP though that was asked for, or "".
+        self.why_not_xdp = why_not_xdp
         self.settings = settings
         #: Which lane TCP and UDP to pods take.
         self.lane: Lane = "direct" if settings.direct_lane else "netfilter"
@@ -121,6 +131,8 @@ class Loaded:
     def close(self) -> None:
         """Close the descriptors; pinned and attached things stay."""
         self.maps = {}
+        if self.xdp is not None:
+            self.xdp.close()
         self.sock.close()
         self.tc.close()
 
@@ -151,10 +163,11 @@ def load(
         tc, settings, why, why_not_fast = _load_tc(settings, pin_dir, sizes, lane, objects)
         sock, why_not_pods = _load_sock(settings, pin_dir, sizes, tc, objects)
         try:
-            loaded = Loaded(tc, sock, settings, why, resize, why_not_pods, why_not_fast)
+            xdp, why_not_xdp = _load_xdp(settings, pin_dir, sizes, tc, objects)
+            loaded = Loaded(tc, sock, settings, why, resize, why_not_pods, why_not_fast, xdp, why_not_xdp)
             if pin_dir is not None:
                 # Of a former run with another scheduler; the programs of that run still hold theirs.
-                for name in unused_maps(settings.scheduler, settings.pod_sockets, settings.fast_path):
+                for name in _unused(settings):
                     (pin_dir / name).unlink(missing_ok=True)
             return loaded
         except BaseException:
@@ -223,6 +236,25 @@ def _load_sock(
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
+def _load_xdp(
+    settings: Settings, pin_dir: Path | None, sizes: Mapping[str, int] | None, tc: Object, objects: Path
+) -> tuple[Object | None, str]:
+    """The XDP program, if it is asked for; None, and why, where the kernel refuses it."""
+    if not settings.xdp:
+        return None, ""
+    if not settings.direct_lane and not settings.fast_path:
+        return None, "there is neither the direct lane nor the fast path, and nothing else to do"
+    xdp = _open(objects / "xdp.bpf.o", settings, pin_dir, sizes, reuse=tc.maps if pin_dir is None else None)
+    try:
+        return xdp.load(), ""
+    except BpfError as error:
+        xdp.close()
+        return None, unreachable_modules() or f"the kernel does not accept it: {error}"
+    except BaseException:
+        xdp.close()
+        raise
+
+
 def _open(
     path: Path,
     settings: Settings,
@@ -245,7 +277,7 @@ def _open(
         max_entries=sizes,
         reuse=reuse,
         resized=Resize(pin_dir).made if pin_dir is not None else None,
-        without=unused_maps(settings.scheduler, settings.pod_sockets, settings.fast_path),
+        without=_unused(settings),
     )
 
 
@@ -259,10 +291,15 @@ def _with_schedulers(sizes: Mapping[str, int]) -> dict[str, int]:
     return wanted
 
 
-def unused_maps(scheduler: int, pod_sockets: bool, fast_path: bool = False) -> set[str]:
-    """The maps that programs with these three of their settings (bpf/settings.h) do without."""
+def _unused(settings: Settings) -> set[str]:
+    return unused_maps(settings.scheduler, settings.pod_sockets, settings.fast_path, settings.xdp)
+
+
+def unused_maps(scheduler: int, pod_sockets: bool, fast_path: bool = False, xdp: bool = False) -> set[str]:
+    """The maps that programs with these four of their settings (bpf/settings.h) do without."""
     unused = {name for name, users in _SCHEDULER_MAPS.items() if scheduler not in users}
     unused |= set() if pod_sockets else _POD_MAPS
+    unused |= set() if xdp else _XDP_MAPS
     return unused if fast_path else unused | _FLOW_MAPS
 
 

@@ -1,0 +1,87 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * XDP: the same decisions as tc's, before the kernel has made a packet of the frame.  docs/xdp.md tells what is
+ * done here; everything else goes up to the tc program of the same device, unchanged and with nothing consumed.
+ */
+#include "xdp.h"
+#include "parse.h"
+#include "serve.h"
+#include "flow_send.h"
+
+/* Ports of a bridge carry no program. */
+static __always_inline __u32 ip_device(struct xdp_md *ctx)
+{
+	return ctx->ingress_ifindex;
+}
+
+static __always_inline bool chosen_before(struct xdp_md *ctx __attribute__((unused)),
+					  const struct packet *p __attribute__((unused)),
+					  const struct entitlement *e __attribute__((unused)),
+					  struct backend *b __attribute__((unused)))
+{
+	return false;
+}
+
+/* The frame is meant for this node, not for somebody whose traffic it only sees. */
+static __always_inline bool is_for_node(struct xdp_md *ctx, const struct xdp_device *device)
+{
+	__u8 *frame = bytes_at(ctx, 0, ETH_HLEN);
+	int i;
+
+	if (!frame)
+		return false;
+	for (i = 0; i < 6; i++)
+		if (frame[i] != device->mac[i])
+			return false;
+	return true;
+}
+
+static __always_inline int serve(struct xdp_md *ctx, struct packet *p, const struct frontend *f)
+{
+	struct table *table;
+	__u32 table_id;
+
+	table = table_in_force(f->service, &table_id);
+	if (!table || flow_of(ctx, p, f, table))
+		return XDP_PASS;
+	return open_flow(ctx, p, f, table, table_id, NULL);
+}
+
+static __always_inline int ingress(struct xdp_md *ctx)
+{
+	__u32 ifindex = ctx->ingress_ifindex;
+	struct xdp_device *device;
+	struct packet p = {};
+	struct frontend f;
+	bool parsed, opens;
+	int verdict;
+
+	device = bpf_map_lookup_elem(&xdp_devices, &ifindex);
+	if (!device || !is_for_node(ctx, device))
+		return XDP_PASS;
+	opens = device->opens;
+	parsed = parse_packet(ctx, ETH_HLEN, &p);
+	if (goes_to_loopback(&p))
+		return drop(DROP_LOOPBACK_DESTINATION);
+	if (!parsed || p.protocol == SCTP)
+		return XDP_PASS;
+	if (settings.fast_path && p.tcp_flags & TCP_SYN)
+		ask_again(&p);
+	if (settings.fast_path && !is_turning_point(&p)) {
+		verdict = send_by_cache(ctx, &p, ifindex);
+		/* What the cache is not sure of, tc asks the kernel about; and so the kernel looks after the neighbour. */
+		if (verdict != NOT_KNOWN)
+			return verdict < 0 ? XDP_PASS : verdict;
+	}
+	if (!settings.direct_lane || !opens || !p.opens || !find_frontend(&p, &f))
+		return XDP_PASS;
+	return serve(ctx, &p, &f);
+}
+
+SEC("xdp.frags")
+int xdp_ethernet(struct xdp_md *ctx)
+{
+	return ingress(ctx);
+}
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";

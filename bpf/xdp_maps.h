@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/* What only XDP needs, and what it hands to tc. The rules of maps.h hold here, too. */
+#ifndef PEP_XDP_MAPS_H
+#define PEP_XDP_MAPS_H
+
+#include "flow_maps.h"
+
+/* Which frames of XDP a device sends. */
+enum xdp_frames {
+	NO_FRAMES = 0,
+	ONE_BUFFER = 1,
+	ANY_FRAMES = 2,		/* those of several buffers, too */
+} __attribute__((packed));
+
+/* Every device that a program is on, or that frames may be redirected to (key: ifindex). */
+struct xdp_device {
+	__u8 mac[6];		/* frames for this address are the node's */
+	__u8 opens;		/* new flows may be opened here */
+	enum xdp_frames returns;	/* XDP_TX, of what came in there */
+	enum xdp_frames takes;	/* XDP_REDIRECT, of what came in elsewhere */
+	__u8 zero[3];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 4096);
+	__type(key, __u32);
+	__type(value, struct xdp_device);
+} xdp_devices SEC(".maps");
+
+/* An endpoint that XDP chose for a new flow that it cannot open itself: tc, which gets the packet next, takes it over. */
+struct xdp_choice {
+	__u32 service;
+	__u32 backend;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 4096);
+	__type(key, struct flow_key);
+	__type(value, struct xdp_choice);
+} xdp_choices SEC(".maps");
+
+#endif
