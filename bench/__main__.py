@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import api_load, change, cluster, connect, fast, first, packet, plan, write
+from . import api_load, change, cluster, connect, fast, first, memory, packet, plan, write
 from .measure import ROOT, load_result, save, say
 from .plots import draw
 from .report import PAGE, lines, relative, write_page
@@ -21,6 +21,7 @@ FIGURES = {
     "first": first.run,
     "connect": connect.run,
     "fast": fast.run,
+    "memory": memory.run,
     "cluster": cluster.run,
 }
 RESULTS = ROOT / "bench" / "results"

@@ -27,11 +27,11 @@ class Filled(NamedTuple):
     writing: float
 
 
-def load_programs() -> Loaded:
-    """The programs, with maps of their own, as on node1 of the workload."""
+def load_programs(**others: bool) -> Loaded:
+    """The programs, with maps of their own, as on node1 of the workload. ``others``: of the settings."""
     network = ip_network(workload.POD_CIDR)
     cidr, mask = network.network_address.packed, network.netmask.packed
-    return load(Settings(netns_cookie=netns_cookie(), pod_cidr4=cidr, pod_mask4=mask, detector4=1))
+    return load(Settings(netns_cookie=netns_cookie(), pod_cidr4=cidr, pod_mask4=mask, detector4=1, **others))
 
 
 def fill(changes: Sequence[Change]) -> Filled:

@@ -200,6 +200,22 @@ def _fast(result: Result, figure: Figure) -> None:
     axes.legend(frameon=False, fontsize=7)
 
 
+def _memory(result: Result, figure: Figure) -> None:
+    axes = figure.subplots()
+    for at, (name, of) in enumerate(result.samples["runs"].items()):
+        sizes = sorted(of[0]["full"].items(), key=lambda each: -each[1])
+        begin = 0.0
+        for number, (table, size) in enumerate(sizes):
+            axes.barh([at], [size / 1e6], left=[begin], color=BLUE, alpha=1 - 0.8 * number / len(sizes))
+            if size > 2.5e6:
+                axes.text(begin + size / 2e6, at, table, rotation=90, ha="center", va="center", fontsize=6)
+            begin += size / 1e6
+        axes.text(begin, at, f" {begin:.1f}", va="center")
+        axes.text(0.3, at + 0.45, name, fontsize=8)
+    axes.axvline(64, color=ORANGE, linestyle="--", linewidth=1)
+    axes.set(xlabel="MB in the kernel, by map; the line: the goal", yticks=[], xlim=(0, 72))
+
+
 _DRAWERS: dict[str, Callable[[Result, Figure], None]] = {
     "plan": _plan,
     "write": _write,
@@ -208,6 +224,7 @@ _DRAWERS: dict[str, Callable[[Result, Figure], None]] = {
     "first": _first,
     "connect": _connect,
     "fast": _fast,
+    "memory": _memory,
     "cluster": _cluster,
 }
 
