@@ -50,6 +50,7 @@ struct settings {
 	enum scheduler scheduler;
 	__u8 pod_sockets;		/* sockets of pods are translated too */
 	__u8 fast_path;		/* established flows go by the flow cache */
+	__u8 mark_datagrams;	/* our nft table looks at the marks of sockets */
 	__u8 learn_after;	/* so many packets of an endpoint's; at most 7 */
 	__u8 xdp;		/* an XDP program is on some device */
 	__u8 xdp_generic;	/* and it is on packets, not on the drivers' frames */

@@ -95,6 +95,38 @@ static __noinline int ask_for_masquerade(struct bpf_sock_addr *ctx)
 	return bpf_setsockopt(ctx, SOL_SOCKET_, SO_MARK_, &mark, sizeof(mark));
 }
 
+/*
+ * A message of an unconnected socket has its mark already, so its packet takes the bit from the socket, by our nft
+ * table; and a message that follows, to somebody else, must not find the bit there.  Only a bit that was set here is
+ * taken away.
+ */
+static __noinline int mark_for_message(struct bpf_sock_addr *ctx, bool masquerade)
+{
+	struct socket_flow_key key = { .cookie = bpf_get_socket_cookie(ctx) };
+	struct bpf_sock *sk = ctx->sk;
+	__u32 mark;
+
+	if (!settings.mark_datagrams || !sk)
+		return 0;
+	mark = FIELD(sk->mark);
+	if (!(mark & settings.masquerade_mark) == !masquerade)
+		return 0;
+	if (masquerade)
+		remember(&key, 0);
+	else if (bpf_map_delete_elem(&socket_flows, &key))
+		return 0;
+	mark ^= settings.masquerade_mark;
+	return bpf_setsockopt(ctx, SOL_SOCKET_, SO_MARK_, &mark, sizeof(mark));
+}
+
+static __always_inline void hide_source(struct bpf_sock_addr *ctx, bool datagram, int verdict)
+{
+	if (datagram)
+		mark_for_message(ctx, verdict == ALLOW_MASQUERADED);
+	else if (verdict == ALLOW_MASQUERADED)
+		ask_for_masquerade(ctx);
+}
+
 static __always_inline int outgoing4(struct bpf_sock_addr *ctx, bool datagram)
 {
 	struct packet p = {};
@@ -110,8 +142,7 @@ static __always_inline int outgoing4(struct bpf_sock_addr *ctx, bool datagram)
 	verdict = translate_for(ctx, &p, datagram, &b);
 	if (verdict == REFUSE)
 		return REFUSE;
-	if (!datagram && verdict == ALLOW_MASQUERADED)
-		ask_for_masquerade(ctx);
+	hide_source(ctx, datagram, verdict);
 	if (b.id) {
 		ctx->user_ip4 = b.address.v4;
 		ctx->user_port = bpf_htons(b.port);
@@ -145,8 +176,7 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 	verdict = translate_for(ctx, &p, datagram, &b);
 	if (verdict == REFUSE)
 		return REFUSE;
-	if (!datagram && verdict == ALLOW_MASQUERADED)
-		ask_for_masquerade(ctx);
+	hide_source(ctx, datagram, verdict);
 	if (!b.id)
 		return ALLOW;
 	if (mapped) {

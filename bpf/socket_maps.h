@@ -50,7 +50,10 @@ struct {
 	__type(value, struct socket_peer6);
 } socket_peers6 SEC(".maps");
 
-/* Which backend an unconnected UDP socket uses for a service, as conntrack would remember it. */
+/*
+ * Which backend an unconnected UDP socket uses for a service, as conntrack would remember it.  Service 0: the socket
+ * has the masquerade bit from us (sock.bpf.c).
+ */
 struct socket_flow_key {
 	__u64 cookie;
 	__u32 service;

@@ -186,7 +186,7 @@ __noinline long translate(struct packet *p, __u64 cookie, bool datagram, struct 
 		return refuse(REJECT_NO_ENDPOINTS, p->protocol);
 	settle(p, &key, datagram, b);
 	/* What is bound to nothing gets the address that it would be masqueraded with. */
-	return bound && e.masquerade && !datagram ? ALLOW_MASQUERADED : ALLOW;
+	return bound && e.masquerade ? ALLOW_MASQUERADED : ALLOW;
 }
 
 /* How a message of an unconnected socket goes on that began to talk to this service before. */

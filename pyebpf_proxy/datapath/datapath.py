@@ -23,7 +23,7 @@ from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import LAYOUT_VERSION, LEAST_CONNECTIONS, Loaded, load
 from pyebpf_proxy.datapath.netfilter.cluster_addresses import ClusterAddresses
 from pyebpf_proxy.datapath.netfilter.nft import Table
-from pyebpf_proxy.datapath.netfilter.nft_rules import Prefix
+from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour, Prefix
 from pyebpf_proxy.datapath.netfilter.own_sctp import OwnSctp
 from pyebpf_proxy.datapath.node import cgroups, mounts, sysctls
 from pyebpf_proxy.datapath.node.fast_path import FastPath
@@ -72,7 +72,7 @@ class Datapath:
         self._stack = ExitStack()
         self._parts: _Parts | None = None
         self._counters: tuple[Mapping[str, bytes], Map] | None = None
-        self._drop_invalid = False
+        self._behaviour = Behaviour(effective.masquerade_mark, refuse_unknown=effective.nft_mode)
         self._beside = Beside(effective.ipvs_exclude_cidrs)
         #: Told of every clean-up of stale UDP flows, in the loop's thread.
         self.on_cleaned: Callable[[Cleaned], None] = lambda cleaned: None
@@ -136,8 +136,11 @@ class Datapath:
         # What we make so ourselves, for the fast path, is no word of somebody's.
         others = conntrack_is_liberal() and not sysctls.held(LIBERAL, directory)
         liberal = kernel.conntrack.tcp_be_liberal or others
-        self._drop_invalid = not self._effective.nft_mode and not liberal
-        self._ensure(table)
+        self._behaviour = self._behaviour._replace(
+            drop_invalid=not self._effective.nft_mode and not liberal,
+            mark_datagrams=self._effective.socket_lb != "off" and table.knows_sockets(),
+        )
+        table.ensure(self._behaviour)
         # After conntrack is there, before its timeouts are read for the programs.
         sysctls.apply(kernel, directory, self._warn_node)
         return bpffs.path, table
@@ -150,7 +153,11 @@ class Datapath:
         why = ""
         if effective.fast_path:
             why = sysctls.hold(LIBERAL, directory) or sysctls.hold(ANY_RESET, directory)
-        wanted_settings = replace(settings(effective, facts), fast_path=effective.fast_path and not why)
+        wanted_settings = replace(
+            settings(effective, facts),
+            fast_path=effective.fast_path and not why,
+            mark_datagrams=self._behaviour.mark_datagrams,
+        )
         loaded = load(wanted_settings, pins / "maps", map_sizes(effective), effective.lane)
         if why := why or loaded.why_not_fast:
             _log.warning("there is no fast path", why=why)
@@ -274,7 +281,7 @@ class Datapath:
     def refresh(self) -> None:
         """Mend what others may have changed: the nft table. Costs little when nobody has. Devices are followed."""
         with _in_words():
-            self._ensure(self._running().table)
+            self._running().table.ensure(self._behaviour)
         self._beside.look()
 
     async def collect(self) -> None:
@@ -332,10 +339,6 @@ class Datapath:
         if cleaned.flows or cleaned.sockets:
             family = cleaned.family.name
             _log.info("stale UDP ended", family=family, flows=cleaned.flows, sockets=cleaned.sockets)
-
-    def _ensure(self, table: Table) -> None:
-        mark, nft_mode = self._effective.masquerade_mark, self._effective.nft_mode
-        table.ensure(mark, drop_invalid=self._drop_invalid, refuse_unknown=nft_mode)
 
     def _learn(self, facts: NodeFacts) -> bool:
         """Take in what the Nodes say; True if that changes which addresses are pods'."""

@@ -219,19 +219,20 @@ def udp_bound(place: Place, own: str) -> list[Answer]:
         sock.sendto(b"who", place)
         answers = _receive(sock, place, 1)
         assert _text(sock.getsockname()) == name
-        assert answers[0].peer == name
         return answers
+
+
+def source_info(own: str) -> list[tuple[int, int, bytes]]:
+    """Ancillary data of a message that is to be sent from ``own`` (IP_PKTINFO)."""
+    if ":" in own:
+        return [(socket.IPPROTO_IPV6, 50, _packed(own) + bytes(4))]
+    return [(socket.IPPROTO_IP, 8, bytes(4) + _packed(own) + bytes(4))]
 
 
 def udp_sendmsg_with_source(place: Place, own: str) -> list[Answer]:
     """A message that names its source itself (IP_PKTINFO)."""
-    info: tuple[int, int, bytes] = (
-        (socket.IPPROTO_IPV6, 50, _packed(own) + bytes(4))
-        if ":" in own
-        else (socket.IPPROTO_IP, 8, bytes(4) + _packed(own) + bytes(4))
-    )
     with opened(place, socket.SOCK_DGRAM) as sock:
-        sock.sendmsg([b"who"], [info], 0, place)
+        sock.sendmsg([b"who"], source_info(own), 0, place)
         return _receive(sock, place, 1)
 
 

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 import pytest
 from lab_services import Kind, write_nodes, write_services
 from lab_tools import agent_lane, moved, reasons, wait_until
+from socket_calls import source_info
 
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask, ask_many, family_of, read_answer
@@ -99,6 +100,61 @@ def test_a_bound_source_is_masqueraded(node_lab: Lab, family: int, protocol: str
                 assert seen == node.source_towards(endpoint).of(family), (source, endpoint.name)
                 assert name[0] == source.of(family)
                 assert mark & ~0x4000 == 0x55
+    finally:
+        WEB.endpoints = both
+        node_lab.wait_synced(write_services(node_lab, WEB))
+
+
+def _messages(
+    places: list[tuple[str, int]], source: str, named: bool, mark: int
+) -> tuple[list[tuple[str, int]], list[int]]:
+    """Of an unconnected socket, bound or with messages that name their source: whom each asked saw, and the marks."""
+    family = family_of(places[0][0])
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.settimeout(10)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, mark)
+        sock.bind(("" if named else source, 0))
+        info = source_info(source) if named else []
+        seen, marks = [], []
+        for place in places:
+            sock.sendmsg([b"who"], info, 0, place)
+            text, sender = sock.recvfrom(65536)
+            assert sender[:2] == place
+            seen.append(read_answer(text).peer)
+            marks.append(sock.getsockopt(socket.SOL_SOCKET, socket.SO_MARK))
+        return seen, marks
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["bound", "in the message"])
+@pytest.mark.parametrize("place", ["external", "node port", "loopback"])
+def test_the_source_of_a_message_is_masqueraded(node_lab: Lab, family: int, place: str, named: bool) -> None:
+    """The same for unconnected sockets; what they send elsewhere keeps its source, at once and later."""
+    if place == "loopback" and family == 6:
+        return  # NodePorts are not served there
+    node = node_lab.nodes[0]
+    target = WEB.target("NodePort" if place != "external" else "LoadBalancer", node)
+    asked = (LOOPBACK if place == "loopback" else target.address).of(family), target.ports["udp"]
+    both = WEB.endpoints
+    try:
+        for endpoint, other in (both, both[::-1]):
+            straight = other.address.of(family), 5353
+            WEB.endpoints = (endpoint,)
+            node_lab.wait_synced(write_services(node_lab, WEB))
+            # From a loopback address nothing leaves by itself.
+            sources = [(node.address, True), (node.gateway, True)] + ([(LOOPBACK, False)] if family == 4 else [])
+            for source, leaves in sources:
+                places = [asked, straight, asked, asked, straight] if leaves else [asked, asked]
+                seen, marks = node.namespace.call(_messages, places, source.of(family), named, 0x55)
+                for where, (peer, _), mark in zip(places, seen, marks, strict=True):
+                    hidden = where == asked
+                    expected = node.source_towards(endpoint) if hidden else source
+                    assert peer == expected.of(family), (source, endpoint.name, places)
+                    assert mark == (0x4055 if hidden else 0x55)
+                # One flow each, as for conntrack.
+                assert len({peer for where, peer in zip(places, seen, strict=True) if where == asked}) == 1
+                # A bit that the application has set is its own.
+                _, marks = node.namespace.call(_messages, places[:3], source.of(family), named, 0x4055)
+                assert set(marks) == {0x4055}
     finally:
         WEB.endpoints = both
         node_lab.wait_synced(write_services(node_lab, WEB))

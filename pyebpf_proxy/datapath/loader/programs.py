@@ -51,6 +51,7 @@ class Settings:
     scheduler: int = 0
     pod_sockets: bool = False
     fast_path: bool = False
+    mark_datagrams: bool = False
     learn_after: int = 3
     xdp: bool = False
     xdp_generic: bool = False

@@ -62,14 +62,28 @@ class Table:
         """Backend ids in the maps and where they lead."""
         return self._elements
 
-    def ensure(self, masquerade_mark: int, drop_invalid: bool = False, refuse_unknown: bool = False) -> None:
+    def knows_sockets(self) -> bool:
+        """Whether this kernel's nftables can look at the mark of a packet's socket (CONFIG_NFT_SOCKET). Tried."""
+        probe = f"{self.name}-probe"
+        commands = [
+            f"add table inet {probe}",
+            f"add chain inet {probe} own {{ type nat hook output priority 0 ; }}",
+            f"add rule inet {probe} own socket mark 0",
+            f"delete table inet {probe}",
+        ]
+        try:
+            self._run(commands, "look at a socket")
+        except NftError:
+            return False
+        return True
+
+    def ensure(self, behaviour: Behaviour) -> None:
         """Makes the table, or puts its rules right and keeps the elements of its maps and sets.
 
         Chains of another shape (another version or mode of us) are replaced, in the same transaction, elements kept.
         Also heals a table that was flushed while we ran; costs next to nothing if nobody has changed any
         nftables rule since our own last change. NftError with clear text.
         """
-        behaviour = Behaviour(masquerade_mark, drop_invalid, refuse_unknown)
         if behaviour == self._behaviour and self._known is not None and self._generation() == self._known:
             return
         seen = self._generation()
@@ -79,7 +93,7 @@ class Table:
         self._known = seen
         if self._behaviour is None:
             self._elements = kept
-            if refuse_unknown:
+            if behaviour.refuse_unknown:
                 self._addresses = held
         self._behaviour = behaviour
         if chains is None or _without_sctp(chains) == nft_rules.chains(behaviour):

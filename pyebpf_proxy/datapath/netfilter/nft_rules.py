@@ -17,6 +17,7 @@ clear_mark         postrouting, filter, 101     clears that one bit. Not in the 
                                                 was written into conntrack never meets a nat chain
 drop_invalid       forward, filter, 0           iptables mode: what conntrack calls INVALID, unless conntrack
                                                 is liberal (§5.1)
+own_datagrams      output, nat, -110            gives datagrams of the node the bit that their socket has (sock.bpf.c)
 unknown_forwarded  prerouting, nat, -90         nftables mode: cluster IPs at a port that nobody defined are
 unknown_own        output, nat, -90             rejected, other addresses of the ServiceCIDRs dropped (§9)
 =================  ===========================  ==========================================================
@@ -58,6 +59,7 @@ class Behaviour(NamedTuple):
     masquerade_mark: int
     drop_invalid: bool = False
     refuse_unknown: bool = False
+    mark_datagrams: bool = False
 
 
 class Target(NamedTuple):
@@ -87,6 +89,8 @@ def chains(behaviour: Behaviour) -> dict[str, tuple[str, str, int]]:
     }
     if behaviour.drop_invalid:
         found["drop_invalid"] = ("filter", "forward", 0)
+    if behaviour.mark_datagrams:
+        found["own_datagrams"] = ("nat", "output", -110)
     if behaviour.refuse_unknown:
         found["unknown_forwarded"] = ("nat", "prerouting", -90)
         found["unknown_own"] = ("nat", "output", -90)
@@ -107,6 +111,13 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     ]
     if behaviour.drop_invalid:
         found.append(("drop_invalid", "ct state invalid counter drop"))
+    if behaviour.mark_datagrams:
+        # The mark of a message is older than its socket's: it may have the bit from the message before.
+        bare = f"socket mark and {mark:#x} == 0"
+        found += [
+            ("own_datagrams", f"meta l4proto udp socket mark and {mark:#x} != 0 meta mark set meta mark or {mark:#x}"),
+            ("own_datagrams", f"meta l4proto udp {marked} {bare} meta mark set meta mark and {~mark & 0xFFFFFFFF:#x}"),
+        ]
     if behaviour.refuse_unknown:
         for chain, not_ours in (("unknown_forwarded", "fib daddr type != local "), ("unknown_own", "")):
             for family, number in (("ip", 4), ("ip6", 6)):

@@ -14,6 +14,7 @@ import pytest
 from pyebpf_proxy.datapath.cleanup import cleanup
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.datapath.node import cgroups, mounts
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.plan import NodeConfig
@@ -37,7 +38,7 @@ class Instance:
 
     def start(self) -> None:
         table = Table(mounts.table_name(self.directory))
-        table.ensure(0x4000)
+        table.ensure(Behaviour(0x4000))
         (self.pins / "maps").mkdir(parents=True)
         with (
             Object.open(self._objects / "tc.bpf.o", self.pins / "maps") as tc,

@@ -17,7 +17,7 @@ import pytest
 
 from pyebpf_proxy.datapath.netfilter import nft
 from pyebpf_proxy.datapath.netfilter.nft import NftError, Table
-from pyebpf_proxy.datapath.netfilter.nft_rules import Target
+from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour, Target
 
 from .conftest import Router, Shell
 from .datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed
@@ -40,7 +40,7 @@ def counted(shell: Shell, comment: str) -> int:
 def test_the_chosen_backend_is_reached_with_the_client_s_address(
     protocol: str, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.update({BACKEND: (packed(router.SERVER[family]), 8080)})
     decide(shell, "meta priority set eb12:3456")
     seen, answered = exchange(router, family, protocol, (router.VIP[family], 80))
@@ -52,7 +52,7 @@ def test_the_chosen_backend_is_reached_with_the_client_s_address(
 def test_the_masquerade_bit_hides_the_client_and_only_that_bit_is_cleared(
     protocol: str, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.update({BACKEND: (packed(router.SERVER[family]), 8080)})
     decide(shell, f"meta priority set eb12:3456 meta mark set {MARK | 8:#x}")
     seen, answered = exchange(router, family, protocol, (router.VIP[family], 80))
@@ -63,7 +63,7 @@ def test_the_masquerade_bit_hides_the_client_and_only_that_bit_is_cleared(
 
 
 def test_sctp_is_translated(family: int, router: Router, table: Table, shell: Shell) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.update({BACKEND: (packed(router.SERVER[family]), 9999)})
     decide(shell, "meta priority set eb12:3456")
     with router.inside("server"):
@@ -94,7 +94,7 @@ def crc32c(data: bytes) -> int:
 
 
 def test_other_packets_are_left_alone(family: int, router: Router, table: Table, shell: Shell) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.update({BACKEND: (packed(router.VIP[family]), 1)})
     decide(shell, "meta priority set eb12:3457 meta mark set 8")
     seen, _ = exchange(router, family, "udp", (router.SERVER[family], 8080))
@@ -109,7 +109,7 @@ def test_an_entry_written_into_conntrack_is_translated_and_its_bit_cleared(
     family: int, router: Router, table: Table, shell: Shell
 ) -> None:
     """Such a flow meets no nat chain: this is how the direct lane's flows look to the kernel."""
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     decide(shell, f"meta mark set {MARK | 8:#x}")
     with router.inside("server"):
         server = socket.socket(af(family), socket.SOCK_DGRAM)
@@ -140,7 +140,7 @@ def test_conntrack_is_live_only_with_the_table(family: int, router: Router, tabl
         return router.CLIENT[family] in shell(f"conntrack -L -f ipv{family} 2>/dev/null")
 
     assert not tracked()
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     assert tracked()
 
 
@@ -152,7 +152,7 @@ def test_conntrack_is_live_only_with_the_table(family: int, router: Router, tabl
 def test_reject_is_a_port_unreachable_from_the_node(
     local: bool, protocol: str, family: int, router: Router, table: Table, shell: Shell
 ) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     decide(shell, "meta priority set ec00:1", match="meta l4proto { tcp, udp }")
     target = router.TOWARDS_SERVER[family] if local else router.VIP[family]
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
@@ -186,11 +186,11 @@ TARGETS = {1: Target(packed("10.0.0.1"), 80), 0xFFFFFF: Target(packed("fd00::1")
 
 
 def test_a_restart_keeps_elements_and_renews_rules(table: Table, shell: Shell) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.update(TARGETS)
     shell(f"nft flush chain inet {table.name} translate")
     again = Table()
-    again.ensure(0x8000)
+    again.ensure(Behaviour(0x8000))
     assert again.elements == TARGETS
     rules = shell(f"nft list table inet {table.name}")
     assert rules.count("dnat ip") == 2
@@ -199,11 +199,11 @@ def test_a_restart_keeps_elements_and_renews_rules(table: Table, shell: Shell) -
 
 
 def test_ensure_twice_changes_nothing(table: Table, shell: Shell) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.update(TARGETS)
     before = shell("nft list ruleset")
-    table.ensure(MARK)
-    Table().ensure(MARK)
+    table.ensure(Behaviour(MARK))
+    Table().ensure(Behaviour(MARK))
     assert shell("nft list ruleset") == before
 
 
@@ -211,16 +211,16 @@ def test_nothing_is_written_when_nobody_changed_anything(table: Table, shell: Sh
     def handles() -> str:
         return shell("nft -a list ruleset")
 
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.update(TARGETS)
     before = handles()
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     assert handles() == before
     shell("nft add table inet somebody")
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     fresh = handles()
     assert fresh != before, "after anybody's change our rules are written afresh"
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     assert handles() == fresh
     generation = table._generation()
     table.update(TARGETS, [5])
@@ -228,58 +228,58 @@ def test_nothing_is_written_when_nobody_changed_anything(table: Table, shell: Sh
 
 
 def test_a_change_before_our_own_is_not_overlooked(table: Table, shell: Shell) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     shell(f"nft flush chain inet {table.name} translate")
     table.update(TARGETS)
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     assert shell(f"nft list table inet {table.name}").count("dnat ip") == 2
 
 
 def test_a_table_of_another_shape_is_replaced_with_its_elements(table: Table, shell: Shell) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.update(TARGETS)
     wanted = shell("nft list ruleset")
     shell(f"nft add chain inet {table.name} left_over")
     shell(f"nft delete chain inet {table.name} reject_local")
     again = Table()
-    again.ensure(MARK)
+    again.ensure(Behaviour(MARK))
     assert sorted(shell("nft list ruleset").splitlines()) == sorted(wanted.splitlines())
 
 
 def test_update_changes_adds_and_removes(table: Table, shell: Shell) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.update(TARGETS)
     table.update({1: (packed("10.0.0.2"), 81), 2: (packed("10.0.0.3"), 82)}, [0xFFFFFF, 77])
     expected = {1: Target(packed("10.0.0.2"), 81), 2: Target(packed("10.0.0.3"), 82)}
     again = Table()
-    again.ensure(MARK)
+    again.ensure(Behaviour(MARK))
     assert table.elements == again.elements == expected
     again.replace(TARGETS)
     third = Table()
-    third.ensure(MARK)
+    third.ensure(Behaviour(MARK))
     assert third.elements == TARGETS
 
 
 @pytest.mark.parametrize("how", ["nft flush ruleset", f"nft flush table inet {nft.TABLE}"])
 def test_a_table_that_others_flushed_is_made_again_whole(how: str, table: Table, shell: Shell) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.update(TARGETS)
     wanted = shell("nft list ruleset")
     shell(how)
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     assert sorted(shell("nft list ruleset").splitlines()) == sorted(wanted.splitlines())
     shell("nft flush ruleset")
     table.update({}, [1])
     assert "dnat ip6" in shell("nft list ruleset")
     again = Table()
-    again.ensure(MARK)
+    again.ensure(Behaviour(MARK))
     assert again.elements == {0xFFFFFF: TARGETS[0xFFFFFF]}
 
 
 def test_remove_leaves_other_tables(table: Table, shell: Shell) -> None:
     shell("nft add table inet pyebpf-proxy-other; nft add chain inet pyebpf-proxy-other x")
     before = shell("nft list ruleset")
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     assert table.remove()
     assert shell("nft list ruleset") == before
     assert not table.remove()
@@ -290,7 +290,7 @@ def test_without_permission_the_error_says_so() -> None:
     if child == 0:
         os.setresuid(65534, 65534, 65534)
         try:
-            Table().ensure(MARK)
+            Table().ensure(Behaviour(MARK))
         except NftError as error:
             os._exit(0 if error.errno == errno.EPERM and "not permitted" in str(error) else 2)
         finally:
@@ -300,8 +300,8 @@ def test_without_permission_the_error_says_so() -> None:
 
 def test_twenty_thousand_backends_fit_in_one_transaction(table: Table) -> None:
     wanted = {i: Target((0x0A000000 + i).to_bytes(4, "big"), 80) for i in range(1, 20_001)}
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.replace(wanted)
     again = Table()
-    again.ensure(MARK)
+    again.ensure(Behaviour(MARK))
     assert again.elements == wanted

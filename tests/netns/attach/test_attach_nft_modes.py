@@ -12,6 +12,7 @@ from contextlib import closing, nullcontext, suppress
 import pytest
 
 from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 
 from .conftest import Router, Shell
 from .datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed
@@ -22,12 +23,12 @@ pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 # ---- addresses without an entry, and what conntrack does not understand -------------------
 
 
-def refused(router: Router, family: int, destination: str, where: str) -> str:
-    """What a UDP datagram to a closed or unknown address brings: ``refused`` or ``nothing``."""
+def refused(router: Router, family: int, destination: str, where: str, patience: float = SECONDS) -> str:
+    """What a UDP datagram to a closed or unknown address brings: ``refused`` or, for so many seconds, ``nothing``."""
     with router.inside(where) if where else nullcontext():
         sender = socket.socket(af(family), socket.SOCK_DGRAM)
     with closing(sender):
-        sender.settimeout(0.5)
+        sender.settimeout(patience)
         sender.connect((destination, 4242))
         # What is dropped or rejected on the way out is refused to the sender at once, besides.
         with suppress(PermissionError):
@@ -68,15 +69,15 @@ def test_a_cluster_ip_rejects_ports_that_nobody_defined_and_other_service_addres
     where: str, family: int, router: Router, table: Table, left: Callable[[], int]
 ) -> None:
     vip = packed(router.VIP[family])
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     # Reached, and closed there: with the table of iptables mode nothing stands in the way.
     assert refused(router, family, UNALLOCATED[family], where) == "refused"
     assert left() == 1
-    table.ensure(MARK, refuse_unknown=True)
+    table.ensure(Behaviour(MARK, refuse_unknown=True))
     table.set_addresses("cluster_ips", [(vip, 8 * len(vip))])
     table.set_addresses("service_cidrs", CIDRS)
     assert refused(router, family, router.VIP[family], where) == "refused"
-    assert refused(router, family, UNALLOCATED[family], where) == "nothing"
+    assert refused(router, family, UNALLOCATED[family], where, 0.5) == "nothing"
     assert left() == 1
     table.set_addresses("service_cidrs", [])
     assert refused(router, family, UNALLOCATED[family], where) == "refused"
@@ -87,7 +88,7 @@ def test_what_is_served_at_a_cluster_ip_is_translated_before(
     family: int, router: Router, table: Table, shell: Shell
 ) -> None:
     vip = packed(router.VIP[family])
-    table.ensure(MARK, refuse_unknown=True)
+    table.ensure(Behaviour(MARK, refuse_unknown=True))
     table.set_addresses("cluster_ips", [(vip, 8 * len(vip))])
     table.set_addresses("service_cidrs", CIDRS)
     table.update({BACKEND: (packed(router.SERVER[family]), 8080)})
@@ -97,7 +98,7 @@ def test_what_is_served_at_a_cluster_ip_is_translated_before(
 
 def test_an_address_of_the_node_is_never_unknown(router: Router, table: Table, left: Callable[[], int]) -> None:
     own = packed(router.TOWARDS_SERVER[4])
-    table.ensure(MARK, refuse_unknown=True)
+    table.ensure(Behaviour(MARK, refuse_unknown=True))
     table.set_addresses("service_cidrs", [(own, 24)])
     # Closed, so refused by the node's own stack.
     assert refused(router, 4, router.TOWARDS_SERVER[4], "client") == "refused"
@@ -108,7 +109,7 @@ def test_invalid_packets_are_not_forwarded_where_that_is_asked_for(
     drop_invalid: bool, router: Router, table: Table, shell: Shell
 ) -> None:
     """An answer to an echo request that nobody made is INVALID to conntrack."""
-    table.ensure(MARK, drop_invalid=drop_invalid)
+    table.ensure(Behaviour(MARK, drop_invalid=drop_invalid))
     reply = struct.pack("!BBHHH", 0, 0, 0xFFFF - 0x0107, 0x0100, 7)
     with router.inside("server"):
         receiver = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
@@ -125,22 +126,22 @@ def test_invalid_packets_are_not_forwarded_where_that_is_asked_for(
 
 def test_sets_are_adopted_and_healed(table: Table, shell: Shell) -> None:
     ips = [(packed("10.96.0.1"), 32), (packed("fd96::1"), 128)]
-    table.ensure(MARK, refuse_unknown=True)
+    table.ensure(Behaviour(MARK, refuse_unknown=True))
     table.set_addresses("cluster_ips", ips)
     table.set_addresses("service_cidrs", CIDRS)
     wanted = shell("nft list ruleset")
     shell("nft flush ruleset")
-    table.ensure(MARK, refuse_unknown=True)
+    table.ensure(Behaviour(MARK, refuse_unknown=True))
     assert sorted(shell("nft list ruleset").splitlines()) == sorted(wanted.splitlines())
     again = Table()
-    again.ensure(MARK, refuse_unknown=True)
+    again.ensure(Behaviour(MARK, refuse_unknown=True))
     generation = again._generation()
     again.set_addresses("cluster_ips", ips)
     again.set_addresses("service_cidrs", CIDRS)
     assert again._generation() == generation
     # The other mode has no such chains and sets, and asking for them does nothing.
     third = Table()
-    third.ensure(MARK, drop_invalid=True)
+    third.ensure(Behaviour(MARK, drop_invalid=True))
     third.set_addresses("cluster_ips", ips)
     assert "cluster_ips4" not in shell("nft list ruleset")
     assert "ct state invalid" in shell("nft list ruleset")

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.datapath.netfilter.own_sctp import OwnSctp, OwnTraffic
 from pyebpf_proxy.services.model import (
     Endpoint,
@@ -103,7 +104,7 @@ def routed(router: Router, shell: Shell) -> Router:
 
 
 def test_without_sctp_services_there_is_nothing_of_it(table: Table, shell: Shell) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     before = shell("nft list ruleset")
     table.set_own_sctp(NOTHING)
     assert NOTHING.after({NAME._replace(protocol=Protocol.TCP): service()}) is None
@@ -133,10 +134,10 @@ def test_from_every_state_to_every_other(table: Table, shell: Shell) -> None:
     for state in states:
         shell("nft flush ruleset")
         made = Table()
-        made.ensure(MARK)
+        made.ensure(Behaviour(MARK))
         made.set_own_sctp(state)
         fresh.append(lines(shell))
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     for first, wanted in zip(states, fresh, strict=True):
         for second in states:
             table.set_own_sctp(second)
@@ -150,7 +151,7 @@ def test_a_change_touches_its_own_service_only(table: Table, shell: Shell) -> No
             line for line in shell("nft -a list ruleset").splitlines() if f"chain sctp4/default/{name}/" in line
         )
 
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     before = with_services(NOTHING, RICH, service(2))
     table.set_own_sctp(before)
     kept = handles("mme")
@@ -167,12 +168,12 @@ def test_a_change_touches_its_own_service_only(table: Table, shell: Shell) -> No
 @pytest.mark.parametrize("how", ["a restart", "nft flush ruleset", "an older shape"])
 def test_it_is_adopted_and_healed(how: str, table: Table, shell: Shell) -> None:
     own = with_services(NOTHING, RICH, PLAIN6)
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.set_own_sctp(own)
     wanted = lines(shell)
     if how == "nft flush ruleset":
         shell(how)
-        table.ensure(MARK)
+        table.ensure(Behaviour(MARK))
         assert lines(shell) == wanted
         shell(how)
         # Where a change finds nothing, all is made again.
@@ -182,7 +183,7 @@ def test_it_is_adopted_and_healed(how: str, table: Table, shell: Shell) -> None:
         if how == "an older shape":
             shell(f"nft delete chain inet {table.name} reject_local")
         again = Table()
-        again.ensure(MARK)
+        again.ensure(Behaviour(MARK))
         if how == "a restart":
             assert lines(shell) == wanted, "it goes on until the new agent knows its services"
         # One service fewer than before: what nobody wants any more goes.
@@ -196,7 +197,7 @@ def test_each_endpoint_in_its_turn_and_with_affinity_always_the_same(
     routed: Router, table: Table, shell: Shell
 ) -> None:
     vip = routed.VIP[4]
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     own = with_services(NOTHING, service())
     table.set_own_sctp(own)
     found = reached(routed, shell, vip, 60)
@@ -208,7 +209,7 @@ def test_each_endpoint_in_its_turn_and_with_affinity_always_the_same(
     # One memory for all addresses of the service port, through a restart and through changes of other endpoints.
     assert set(reached(routed, shell, "203.0.113.1", 20)) == {chosen}
     again = Table()
-    again.ensure(MARK)
+    again.ensure(Behaviour(MARK))
     again.set_own_sctp(with_services(NOTHING, sticky))
     assert set(reached(routed, shell, vip, 20)) == {chosen}
     fewer = [address for address in ENDPOINTS if address != chosen]
@@ -221,7 +222,7 @@ def test_each_endpoint_in_its_turn_and_with_affinity_always_the_same(
 
 
 def test_a_memory_ends(routed: Router, table: Table, shell: Shell) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.set_own_sctp(with_services(NOTHING, msgspec.structs.replace(service(), affinity_seconds=1)))
     reached(routed, shell, routed.VIP[4], 1)
     remembered = re.findall(r"\bexpires \w+", shell("nft list ruleset"))
@@ -238,7 +239,7 @@ def test_what_is_refused_is_counted(destination: str, verdict: str, table: Table
     """No endpoints: refused; no local ones, or outside of the ranges: dropped."""
     refused = service(ends=())
     guarded = msgspec.structs.replace(service(2), source_ranges=(SourceRange(packed("10.99.0.0"), 16),))
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     table.set_own_sctp(
         with_services(NOTHING, msgspec.structs.replace(refused, frontends=refused.frontends[:1]), guarded)
     )

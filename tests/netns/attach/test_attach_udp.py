@@ -10,6 +10,7 @@ import pytest
 
 from pyebpf_proxy.datapath.connections import ctnetlink, sock_diag
 from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.services.model import Family
 
 from .conftest import Router, Shell
@@ -29,7 +30,7 @@ def inserted(shell: Shell, router: Router, family: int, port: int) -> None:
 def test_translated_flows_are_listed_and_deleted_one_by_one(
     family: int, router: Router, table: Table, shell: Shell
 ) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     other = 10 - family
     for port in (40001, 40002):
         inserted(shell, router, family, port)
@@ -47,7 +48,7 @@ def test_translated_flows_are_listed_and_deleted_one_by_one(
 
 
 def test_many_flows_come_in_many_messages(router: Router, table: Table, shell: Shell) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     with router.inside("client"):
         sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     with closing(sender):
@@ -58,7 +59,7 @@ def test_many_flows_come_in_many_messages(router: Router, table: Table, shell: S
 
 
 def test_a_flow_in_another_zone_is_deleted_there(router: Router, table: Table, shell: Shell) -> None:
-    table.ensure(MARK)
+    table.ensure(Behaviour(MARK))
     inserted(shell, router, 4, 40001)
     shell(
         f"conntrack -I -p udp -t 60 -s {router.CLIENT[4]} -d {router.VIP[4]} --sport 40001 --dport 53 --zone 7"
