@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,14 @@ def ids(shell: Shell, cgroup: Path) -> dict[str, int]:
     return {fields[-1]: int(fields[0]) for fields in lines if fields and fields[0].isdigit()}
 
 
+def left(shell: Shell, cgroup: Path, count: int) -> int:
+    """How many programs are attached, once that is ``count``: the kernel takes a link off some time after its pin."""
+    deadline = time.monotonic() + 30
+    while (found := len(ids(shell, cgroup))) != count and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
 def test_all_eight_are_attached_and_pinned(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
     attach(sock, cgroup, folder)
     assert sorted(ids(shell, cgroup)) == sorted(cgroups.PROGRAMS)
@@ -73,7 +82,7 @@ def test_they_outlive_the_loader_and_end_with_their_pins(
         attach(opened.load(), cgroup, folder)
     assert len(ids(shell, cgroup)) == 8
     assert cgroups.detach(folder) == list(cgroups.PROGRAMS)
-    assert ids(shell, cgroup) == {}
+    assert left(shell, cgroup, 0) == 0
     assert cgroups.detach(folder) == []
 
 
@@ -110,7 +119,7 @@ def test_links_to_another_cgroup_are_made_again(sock: Object, cgroup: Path, fold
         attach(sock, other, folder)
         attach(sock, cgroup, folder)
         assert len(ids(shell, cgroup)) == 8
-        assert ids(shell, other) == {}
+        assert left(shell, other, 0) == 0
         cgroups.detach(folder)
     finally:
         other.rmdir()
@@ -119,7 +128,7 @@ def test_links_to_another_cgroup_are_made_again(sock: Object, cgroup: Path, fold
 def test_what_is_missing_is_added(sock: Object, cgroup: Path, folder: Path, shell: Shell) -> None:
     attach(sock, cgroup, folder)
     (folder / "sendmsg6").unlink()
-    assert len(ids(shell, cgroup)) == 7
+    assert left(shell, cgroup, 7) == 7
     attach(sock, cgroup, folder)
     assert len(ids(shell, cgroup)) == 8
     cgroups.detach(folder)
