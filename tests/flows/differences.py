@@ -21,10 +21,21 @@ def _refused_not_silent(flow: Flow, theirs: Seen, ours: Seen) -> bool:
     return own and theirs.outcomes == (DROPPED,) and ours.outcomes == ("refused",)
 
 
+def _served_by_itself(flow: Flow, theirs: Seen, ours: Seen) -> bool:
+    """A pod that is its own endpoint, though its slice places it nowhere, or elsewhere."""
+    served = set(ours.outcomes) - set(theirs.outcomes)
+    itself = all(
+        outcome.startswith("an endpoint") or (outcome.startswith(f"{flow.source}:") and outcome.endswith("<- node"))
+        for outcome in served
+    )
+    return bool(served) and itself and set(theirs.outcomes) - set(ours.outcomes) == {DROPPED}
+
+
 #: Name of the entry → whether it explains the difference.
 DIFFERENCES: dict[str, Callable[[Flow, Seen, Seen], bool]] = {
     "datagrams to NodePorts of the node itself": _refused_not_silent,
     "NodePorts on loopback of a node in the range of pods": _served_from_loopback,
+    "a pod that calls itself and is placed nowhere": _served_by_itself,
 }
 
 

@@ -312,6 +312,7 @@ def _scenarios() -> list[Scenario]:
     found = [
         Scenario("policies", _policies(), detector),
         Scenario("endpoint states", _states(), detector),
+        Scenario("hairpin placed nowhere", [Svc("hairpin", 10, [[End("local-1", placed=False)]])], detector),
         Scenario("addresses", _addresses(), detector),
         Scenario("source ranges", _source_ranges(), detector),
         Scenario("policies without a detector", _policies(), {}),
