@@ -12,7 +12,7 @@ from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Object, Port, endpoint, endpoint_slice, node, service
 from pyebpf_proxy.lab.namespace import Namespace
 
-from .checker import GRACE, Record, Stall, Timeline, Violation, check, check_transfers
+from .checker import GRACE, REMEMBERED, Entries, Record, Stall, Timeline, Violation, check, check_transfers
 from .courses import BASE, NODE, PODS, STEADY, TARGETS, Step
 from .model import Endpoint, State, allowed
 from .traffic import LongConnections, NewConnections, Server, address_of
@@ -43,6 +43,8 @@ class Outcome(NamedTuple):
     changes: list[float]
     stalls: list[Stall]
     long: int
+    #: Connections that met the entry of one with the same ports, and went where that one had gone.
+    misled: int
 
     def __str__(self) -> str:
         worst = max((stall.ended - stall.begun for stall in self.stalls), default=0.0)
@@ -51,6 +53,7 @@ class Outcome(NamedTuple):
             f"{self.connections} connections, {self.connections / self.seconds:.0f} a second, {self.long} long ones,"
             f" {len(changes)} changes in {changes[len(changes) // 2] * 1000:.0f} ms (the slowest"
             f" {changes[-1] * 1000:.0f} ms), the machine stood still for {worst * 1000:.0f} ms at most"
+            + (f", {self.misled} misled by old entries" if self.misled else "")
         )
 
 
@@ -65,6 +68,8 @@ class World:
         self.plain = 0.0
         #: They go on from one course to the next, as long as no server ends.
         self.long: list[LongConnections] = []
+        #: Connections that conntrack may remember.
+        self.last: list[Record] = []
 
     # ---- making it ----------------------------------------------------------
 
@@ -235,8 +240,12 @@ class _Run:
         for load in self.loads:
             load.stop()
         records, stalls = self._records(self.loads)
-        violations = check(self.timeline, TARGETS, records, stalls)
-        return Outcome(violations + self._check_long(), len(records), seconds, self.changes, stalls, LONG)
+        newest = max((record.ended for record in records), default=0.0)
+        remembered = [*self.world.last, *records]
+        entries = Entries(remembered)
+        violations = check(self.timeline, TARGETS, records, stalls, entries) + self._check_long()
+        self.world.last = [record for record in remembered if record.ended > newest - REMEMBERED]
+        return Outcome(violations, len(records), seconds, self.changes, stalls, LONG, entries.excused)
 
     def _check_long(self) -> list[Violation]:
         """What became of the long ones. Where all of them go on, there is nothing to tell, and they go on."""

@@ -16,7 +16,7 @@ from lab_tools import agent_lane
 
 from pyebpf_proxy.lab.cluster import Lab
 from tests.changes.courses import courses
-from tests.changes.world import Outcome, World
+from tests.changes.world import World
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -39,21 +39,12 @@ def world(lane: str) -> Iterator[World]:
 
 
 def keep_to_the_rules(world: World, course: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A longer run forgives nothing. In a short one, a single connection has a course run once more: see "Open"."""
     for _ in range(max(1, ROUNDS)):
-        outcome = _run(world, course, capsys)
-        if len(outcome.violations) == 1 and not ROUNDS:
-            outcome = _run(world, course, capsys)
+        outcome = world.run(COURSES[course])
+        with capsys.disabled():
+            print(f"\n  {course}: {outcome} ({world.plain:.0f} a second without services)")
         text = "\n".join(map(str, outcome.violations[:20]))
         assert not outcome.violations, f"{len(outcome.violations)} of {outcome.connections}:\n{text}"
-
-
-def _run(world: World, course: str, capsys: pytest.CaptureFixture[str]) -> Outcome:
-    outcome = world.run(COURSES[course])
-    with capsys.disabled():
-        print(f"\n  {course}: {outcome} ({world.plain:.0f} a second without services)")
-        print("".join(f"  {violation}\n" for violation in outcome.violations[:20]), end="")
-    return outcome
 
 
 @pytest.mark.parametrize("course", IN_BOTH_LANES)

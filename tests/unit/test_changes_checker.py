@@ -5,7 +5,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.changes.checker import ANSWERED, BROKEN, GRACE, Record, Stall, Timeline, check, check_transfers
+from tests.changes.checker import (
+    ANSWERED,
+    BROKEN,
+    GRACE,
+    REMEMBERED,
+    Entries,
+    Record,
+    Stall,
+    Timeline,
+    check,
+    check_transfers,
+)
 from tests.changes.model import (
     NOBODYS,
     REFUSED,
@@ -71,6 +82,29 @@ def test_an_endpoint_that_comes_may_not_answer_before_it_was_asked_for(
     begun: float, took: float, rule: list[str]
 ) -> None:
     assert judged(timeline(ONE, BOTH), at(begun, "two:1", took=took)) == rule
+
+
+@pytest.mark.parametrize(
+    ("since", "port", "target", "name", "rule"),
+    [
+        (REMEMBERED - MS, 4000, 0, "one:1", []),
+        (REMEMBERED + MS, 4000, 0, "one:1", ["late"]),
+        (-MS / 2, 4000, 0, "one:1", ["late"]),  # it was there still
+        (1.0, 4001, 0, "one:1", ["late"]),
+        (1.0, 4000, 1, "one:1", ["late"]),
+        (1.0, 4000, 0, "three:1", ["late"]),
+    ],
+)
+def test_a_port_that_is_used_again_may_meet_the_entry_of_before(
+    since: float, port: int, target: int, name: str, rule: list[str]
+) -> None:
+    """Only the same port to the same address, soon, and only to the one who answered before."""
+    line = timeline(Allowed(frozenset({"one:1", "three:1"})), TWO)
+    late = at(1.5)._replace(port=4000)
+    before = at(1.5 - since - MS, name, target=target)._replace(port=port)
+    entries = Entries([before, late])
+    assert [violation.rule for violation in check(line, [VIP, PORT], [late], entries=entries)] == rule
+    assert entries.excused == (not rule)
 
 
 def test_a_stranger_is_wrong() -> None:
