@@ -283,8 +283,11 @@ static __always_inline void sums(struct flow *f, const struct packet *p, const s
 	f->port_sum = bpf_csum_diff(&from, 4, &to, 4, 0);
 }
 
-/* Asks the kernel about the packet's flow. 1: the cache knows now what to do with it. */
-static __noinline int learn_flow(struct __sk_buff *skb, const struct packet *p, __u32 device, __u32 generation)
+/*
+ * Asks the kernel about the packet's flow. 1: the cache knows now what to do with it.
+ * Not static, for the reason that choose_by_scheduler isn't.
+ */
+__noinline int learn_flow(struct __sk_buff *skb, const struct packet *p, __u32 device, __u32 generation)
 {
 	struct translated t = {};
 	struct flow_draft *draft;
