@@ -275,8 +275,8 @@ class Datapath:
             parts.node.configure(node_config(self._effective, facts))
             if not self._learn(facts):
                 return
-            self._say_lane(parts.loaded)
             parts.writer.relane()
+            self._say_lane(parts.loaded)
 
     def refresh(self) -> None:
         """Mend what others may have changed: the nft table. Costs little when nobody has. Devices are followed."""
