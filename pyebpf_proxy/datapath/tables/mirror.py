@@ -56,7 +56,8 @@ class Mirror(State):
         old = self.records.get(name)
         table_changed = old is None or old.dirty or bool(renew) or _table_fields(old.plan) != _table_fields(wanted)
         serving = self._serving_pairs(wanted)
-        serving_changed = old is None or serving != self._serving_pairs(old.plan)
+        old_serving = self._serving_pairs(old.plan) if old is not None else frozenset()
+        serving_changed = serving != old_serving
         if not table_changed and not serving_changed and old is not None and old.plan.frontends == wanted.frontends:
             # What was adopted from the maps is an equal copy: kept once.
             old.plan = wanted
@@ -73,8 +74,8 @@ class Mirror(State):
                 raise NoRoomError(f"map services is full ({self.room['services']} entries)")
         had = old.backends if old is not None and table_changed else {}
         fresh = self._fresh_endpoints(had, wanted, renew) if table_changed else []
-        fresh_keys = [self._endpoint_key(name, e) for e in fresh]
-        old_serving = self._serving_pairs(old.plan) if old is not None else frozenset()
+        pack = self.layouts.endpoint_key[name.family].pack
+        fresh_keys = [pack(0, e.address, e.port, name.protocol) for e in fresh]
         self._check_room(name, wanted, table_changed, fresh_keys, len(serving - old_serving))
         grants, conflicts = self._grants(name, old, wanted, released)
         slot_count = len(wanted.cluster) + len(wanted.local)
@@ -124,7 +125,7 @@ class Mirror(State):
             if len(fresh_keys) > self.backend_ids.available:
                 raise NoRoomError(f"no ids for {len(fresh_keys)} more backends")
         counts = self.endpoint_counts
-        unseen = sum(1 for key in fresh_keys if key not in counts)
+        unseen = len([key for key in fresh_keys if key not in counts])
         self._check(f"endpoints{family}", unseen + serving)
 
     def _grants(
@@ -186,14 +187,18 @@ class Mirror(State):
         pack = self.layouts.backend[family].pack
         service = new.id
         inside = self._inside
+        in_pod_network = self.in_pod_network
+        sctp = protocol is Protocol.SCTP
         values = []
         for (number, _), endpoint in zip(change.fresh, fresh, strict=True):
             address, port = endpoint.address, endpoint.port
             pod = inside.get(address)
             if pod is None:
-                pod = self._is_inside(family, address)
-            lane = _DIRECT if pod and protocol is not Protocol.SCTP else _NETFILTER
-            if lane:
+                pod = inside[address] = in_pod_network(family, address)
+            if pod and not sctp:
+                lane = _DIRECT
+            else:
+                lane = _NETFILTER
                 self.outside.add(number)
             if lane or self.all_netfilter:
                 change.netfilter[number] = (address, port)
@@ -203,11 +208,16 @@ class Mirror(State):
         self.used[f"backends{family.value}"] += len(fresh)
         counts = self.endpoint_counts
         before = len(counts)
-        put_counts = []
-        for key in fresh_keys:
-            count = counts[key] = counts.get(key, 0) + 1
-            put_counts.append(self.pack_count(count))
-        change.puts[f"endpoints{family.value}"] = (b"".join(fresh_keys), b"".join(put_counts))
+        ones = dict.fromkeys(fresh_keys, 1)
+        if len(ones) == len(fresh_keys) and counts.keys().isdisjoint(ones):
+            # Nobody had any of them: so it is at a start, but for endpoints of several services.
+            counts.update(ones)
+            packed_counts = self.pack_count(1) * len(ones)
+        else:
+            for key in fresh_keys:
+                counts[key] = counts.get(key, 0) + 1
+            packed_counts = b"".join([self.pack_count(counts[key]) for key in fresh_keys])
+        change.puts[f"endpoints{family.value}"] = (b"".join(fresh_keys), packed_counts)
         self.used[f"endpoints{family.value}"] += len(counts) - before
 
     def _plan_table(self, change: Change, new: Record) -> None:

@@ -42,4 +42,7 @@ class PodNetwork:
         if address in self._nodes:
             return False
         number = int.from_bytes(address)
-        return any(number & mask in networks for mask, networks in self._ranges.get(family, {}).items())
+        for mask, networks in self._ranges.get(family, {}).items():  # noqa: SIM110 (a generator costs more than all else here)
+            if number & mask in networks:
+                return True
+        return False
