@@ -12,7 +12,7 @@ from tests.flows.flow import Flow
 from tests.flows.kube_proxy import KubeProxy
 from tests.flows.ours import Ours
 from tests.flows.scenarios import Scenario
-from tests.flows.world import BRIEF, LONG, LOOKS, World, briefly, unlisted
+from tests.flows.world import BRIEF, LOOKS, World, briefly, unlisted
 
 
 class Beside:
@@ -53,14 +53,14 @@ class Beside:
         flows = [flow for flow in scenario.flows() if self._ours.serves(flow)]
         short = briefly(flows)
         theirs, ours = [finish() for finish in [world.start_asking(short, BRIEF) for world in self._worlds]]
-        for _ in range(LOOKS):
+        for longer in LOOKS:
             doubtful = [
                 number for number, flow in enumerate(flows) if difference(flow, theirs[number], ours[number]) is None
             ]
             if not doubtful:
                 break
             again = [flows[number] for number in doubtful]
-            for seen, found in zip((theirs, ours), [world.ask(again, LONG) for world in self._worlds], strict=True):
+            for seen, found in zip((theirs, ours), [world.ask(again, longer) for world in self._worlds], strict=True):
                 for number, one in zip(doubtful, found, strict=True):
                     seen[number] = one
         return unlisted(flows, theirs, ours, self.shown)

@@ -32,9 +32,11 @@ SCTP = (3868, 3869)
 #: The first look: answers with nothing new in a row, and seconds until a request counts as dropped.
 FEW = 6
 BRIEF = 0.9
-#: Further looks at what differs: a machine that is throttled stands still for seconds.
+#: A machine that is throttled stands still for seconds.
 LONG = 12.0
-LOOKS = 2
+#: Further looks at what differs. Most of it is a matter of chance, and then what is dropped is waited for all the same:
+#: it is not worth the longest patience at once.
+LOOKS = (PATIENCE, LONG)
 
 
 @contextlib.contextmanager
@@ -183,13 +185,13 @@ class World:
         machine, and the second of two endpoints by chance.
         """
         ours = self.ask(briefly(flows), BRIEF)
-        for _ in range(LOOKS):
+        for longer in LOOKS:
             doubtful = [
                 number for number, flow in enumerate(flows) if difference(flow, theirs[number], ours[number]) is None
             ]
             if not doubtful:
                 break
-            again = self.ask([flows[number] for number in doubtful], LONG)
+            again = self.ask([flows[number] for number in doubtful], longer)
             for number, seen in zip(doubtful, again, strict=True):
                 ours[number] = seen
         return unlisted(flows, theirs, ours, shown)
