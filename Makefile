@@ -16,6 +16,12 @@ PYTHON := .venv/bin/python
 # Root is needed for namespaces and BPF. Without root and without sudo the tests still run, and list what they skipped.
 SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
 
+# Tests wait more than they reckon. A run of some tests alone is quicker, and easier to follow, without workers.
+WORKERS = $(shell echo $$((2 * $$(nproc))))
+# An API server and kube-proxy do reckon.
+test-cluster: WORKERS = $(shell nproc)
+PARALLEL = $(if $(ARGS),,-n $(WORKERS))
+
 ## ---- BPF objects -------------------------------------------------------------------------------------------
 BTF := /sys/kernel/btf/vmlinux
 CLANG ?= clang
@@ -103,7 +109,7 @@ demo: setup ## a two-node cluster in network namespaces, real requests, a table 
 	@$(SUDO) .venv/bin/pyebpf-proxy lab demo
 
 test: setup ## every test: unit, packet, netns; what was skipped, and why, is listed at the end
-	@$(SUDO) $(PYTHON) -m pytest $(ARGS)
+	@$(SUDO) $(PYTHON) -m pytest $(PARALLEL) $(ARGS)
 
 image-root: ## what deploy/Dockerfile builds, as a folder, build/image/root: where no image can be pulled (root, debootstrap)
 	@$(SUDO) python3 deploy/image/root.py build/image
@@ -112,7 +118,7 @@ test-cluster: setup ## beside the real Kubernetes programs; builds them first (G
 	@tools/setup.sh packages tests/cluster/debian-packages.txt
 	@tests/cluster/build.sh
 	@tests/cluster/tools.sh
-	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(ARGS)
+	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(PARALLEL) $(ARGS)
 
 parity: setup ## 300 made-up object sets beside the real kube-proxy, another draw in every run (docs/parity.md)
 	@tools/setup.sh packages tests/cluster/debian-packages.txt

@@ -19,9 +19,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import workers
+
 ROOT = Path(__file__).resolve().parent.parent
 BTF = Path("/sys/kernel/btf/vmlinux")
 CLONE_NEWNET = 0x40000000
+WORKERS = "pyebpf-proxy-workers"
+DESELECTED = "deselected on the command line: "
 
 # Time limits of single examples say something about the machine, not about the code. No database: reruns are the same.
 settings.register_profile("project", deadline=None, database=None, derandomize=True)
@@ -58,6 +62,13 @@ def _no_kubectl() -> str | None:
 NEEDS = {"needs_root": _not_root, "needs_netns": _no_netns, "needs_bpf": _no_bpf, "needs_kubectl": _no_kubectl}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """With ``-n``: what a controller or a worker does beside (``tests/workers.py``)."""
+    plugin = workers.plugin_of(config)
+    if plugin is not None:
+        config.pluginmanager.register(plugin, WORKERS)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, with the reason, what this machine cannot do; each question is asked once."""
     answers: dict[str, str | None] = {}
@@ -80,7 +91,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
         reasons[text.removeprefix("Skipped: ")] += 1
     for report in terminalreporter.stats.get("deselected", []):
-        reasons[f"deselected on the command line: {report.nodeid.split('::')[0]}"] += 1
+        reasons[DESELECTED + report.nodeid.split("::")[0]] += 1
+    controller = terminalreporter.config.pluginmanager.get_plugin(WORKERS)
+    if isinstance(controller, workers.Controller):
+        reasons.update({DESELECTED + module: count for module, count in controller.deselected.items()})
     terminalreporter.section("skipped here")
     if not reasons:
         terminalreporter.line("nothing")

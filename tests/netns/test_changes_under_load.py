@@ -18,7 +18,7 @@ from pyebpf_proxy.lab.cluster import Lab
 from tests.changes.courses import courses
 from tests.changes.world import World
 
-pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.alone]
 
 ROUNDS = int(os.environ.get("CHANGES_ROUNDS", "0"))
 COURSES = courses(int(os.environ.get("CHANGES_SEED", "1")), int(os.environ.get("CHANGES_STEPS", "6")))

@@ -161,6 +161,7 @@ def test_cleanup_leaves_the_node_as_before(node: Node, lane: str, family: int) -
     assert snapshot(node)["filters"] == before["filters"]
 
 
+@pytest.mark.alone
 def test_where_no_bpffs_is_prepared() -> None:
     """As after a plain ``ip netns exec``: the agent finds or mounts bpffs and cgroup2, and cleans both up."""
     with Lab(nodes=1, own_bpffs=False) as lab:

@@ -150,6 +150,7 @@ def probes(node: Node) -> float:
     return sum(float(count) for count in re.findall(r"^kubeproxy_proxy_healthz_total.* (\S+)$", text, re.MULTILINE))
 
 
+@pytest.mark.alone
 def test_hostile_clients_do_not_delay_programming(lab: Lab) -> None:
     """The time from a write to the end of the sync that took it, by the agent's own log, alone and under attack."""
     node = lab.nodes[0]

@@ -190,6 +190,7 @@ def test_udp_that_was_never_translated_gets_an_endpoint(world: World) -> None:
     assert flow.reply[0] == world.address("remote")
 
 
+@pytest.mark.alone
 def test_the_same_first_packet_on_two_cpus(world: World) -> None:
     """Exactly one entry comes out of it, and neither packet is dropped.
 
@@ -246,6 +247,7 @@ def small_conntrack_table(world: World) -> Iterator[int]:
     os.close(here)
 
 
+@pytest.mark.alone
 def test_a_full_conntrack_table_drops_and_counts(world: World, small_conntrack_table: int) -> None:
     """The kernel makes room where it can; where it cannot the packet is dropped, with its reason."""
     verdicts: Counter[int] = Counter()

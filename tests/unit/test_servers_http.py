@@ -244,6 +244,7 @@ def test_clients_get_their_share_of_the_processor_and_no_more() -> None:
     assert all(share.rest(number * 0.002, number * 0.1) == 0 for number in range(1000))
 
 
+@pytest.mark.alone
 def test_hostile_clients_do_not_hold_up_the_thread_that_programs() -> None:
     """What takes 1 ms alone is done often enough, and never late by much, while others do their worst.
 
