@@ -35,6 +35,8 @@ def main(argv: list[str]) -> int:
     return status
 
 
+#: In a shell of `lab shell`: the name of its lab.
+OF_THIS_SHELL = "PYEBPF_PROXY_LAB"
 END = b"\0"  # of what `lab up` says: the pipe itself stays open in the lab's processes
 
 
@@ -80,7 +82,8 @@ def _shell(arguments: argparse.Namespace) -> int:
         populate(lab, arguments.examples, arguments.lane)
         print(_guide(lab), flush=True)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to what runs in the shell
-        subprocess.call(["ip", "netns", "exec", lab.client.name, os.environ.get("SHELL", "/bin/sh")])
+        shell = ["ip", "netns", "exec", lab.client.name, os.environ.get("SHELL", "/bin/sh")]
+        subprocess.call(shell, env={**os.environ, OF_THIS_SHELL: lab.tag})
         print("Taking the lab down.")
     return 0
 
@@ -164,8 +167,11 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _exec(arguments: argparse.Namespace) -> int:
-    # In a shell of `lab shell` its own lab is meant; labs of tests may run beside it.
-    found = [name for tag in _living() for name in leftovers.namespaces_of(tag) if name == f"{tag}-{arguments.name}"]
+    # In a shell of `lab shell` its own lab is meant, elsewhere that of `lab up`; labs of tests may run beside them.
+    tags = sorted(
+        _living(), key=lambda tag: (tag == os.environ.get(OF_THIS_SHELL), (leftovers.folder_of(tag) / "pid").exists())
+    )
+    found = [name for tag in tags for name in leftovers.namespaces_of(tag) if name == f"{tag}-{arguments.name}"]
     if not found:
         raise LabError(f"no running lab has a {arguments.name!r}: start one with `lab up` or `lab shell`")
     command = arguments.command or [os.environ.get("SHELL", "/bin/sh")]

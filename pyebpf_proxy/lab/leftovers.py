@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -46,9 +47,15 @@ def folder_of(tag: str) -> Path:
 def claim(tag: str) -> Claim:
     """Make the lab's folder and hold its lock. Raises FileExistsError if the folder is there already."""
     folder = folder_of(tag)
-    folder.mkdir(mode=0o755)
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    if folder.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+    # Made aside: nobody who looks for dead labs ever sees it without the lock.
+    aside = folder.with_name(f"new-{tag}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(mode=0o755)
+    fd = os.open(aside / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    aside.rename(folder)
     # Children inherit the lock (flock belongs to the open file): that is meant for none of them, and they all
     # die with us, so the lock ends when the last of us does.
     return Claim(fd)
