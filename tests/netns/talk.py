@@ -122,8 +122,6 @@ def _talk(address: str, port: int, protocol: str, size: int, state: Any, peer: A
             if answer is None:
                 continue
             if answer[:_SIZE] != sent:
-                if protocol == "udp":
-                    continue  # that of a question that was given up
                 raise AssertionError(f"another answer: {answer!r} instead of {sent!r}")
             peer.value = answer[_SIZE:].strip()[:63]
             state[0] += 1
@@ -134,7 +132,10 @@ def _ask(sock: socket.socket, data: bytes, protocol: str) -> bytes | None:
     try:
         sock.sendall(data)
         if protocol == "udp":
-            return sock.recv(65536)
+            # Those of questions that were given up come first: a next question for each would never be in step again.
+            while (answer := sock.recv(65536))[:_SIZE] != data[:_SIZE]:
+                pass
+            return answer
         answer = b""
         while len(answer) < len(data):
             more = sock.recv(65536)
