@@ -83,14 +83,16 @@ build/bench/%.bpf.o: bench/%.bpf.c $(VMLINUX) Makefile
 	@$(call need,$(CLANG),clang)
 	@mkdir -p $(@D)
 	@echo "  CLANG  $@"
-	@$(CLANG) $(BPF_CFLAGS) -c $< -o $@.$$$$ && mv $@.$$$$ $@
+	@$(CLANG) $(BPF_CFLAGS) -MMD -MP -MT $@ -MF $@.d -c $< -o $@.$$$$ && mv $@.$$$$ $@
 
 define compile
 	@$(call need,gcc,gcc)
 	@mkdir -p $(@D)
 	@echo "  CC     $@"
-	@gcc -O2 -g -std=gnu11 -Wall -Wextra -Werror -pthread -MMD -MP -MT $@ -MF $@.d $< -o $@.$$$$ && mv $@.$$$$ $@
+	@gcc -O2 -g -std=gnu11 -Wall -Wextra -Werror -pthread -MMD -MP -MT $@ -MF $@.d $< $(LDLIBS) -o $@.$$$$ && mv $@.$$$$ $@
 endef
+
+build/bench/flood: LDLIBS := -lbpf
 
 build/bench/%: bench/%.c Makefile
 	$(compile)
@@ -145,6 +147,9 @@ bench: setup ## measure, each figure beside what it is compared with; results an
 
 profile: setup ## where the control plane's time goes, in clusters of several shapes; results in bench/profiles/; QUICK=1: shorter
 	@$(SUDO) $(PYTHON) -m bench.profile $(if $(QUICK),--quick)
+
+bench-check: setup ## what a packet costs beside a base commit, in turns; fails if a row is 10 % worse. BASE=commit
+	@$(SUDO) $(PYTHON) -m bench.check $(if $(BASE),--base $(BASE)) $(ARGS)
 
 clean: ## remove what was built and what tools cached
 	@rm -rf build dist pyebpf_proxy/bpf *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,9 +6,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from . import api_load, change, cluster, connect, fast, first, memory, packet, plan, write
+from . import api_load, change, cluster, connect, fast, first, latency, memory, packet, plan, services, udp, write
+from .contenders import field
 from .measure import ROOT, load_result, save, say
 from .plots import draw
 from .report import PAGE, lines, relative, write_page
@@ -21,9 +24,16 @@ FIGURES = {
     "first": first.run,
     "connect": connect.run,
     "fast": fast.run,
+    "latency": latency.run,
+    "udp": udp.run,
+    "services": services.run,
     "memory": memory.run,
     "cluster": cluster.run,
 }
+#: They use the same grounds (contenders.py), which stay from one to the next.
+BESIDE = {"connect", "fast", "latency", "services"}
+#: Takes longer than all others: only when it is named.
+APART = {"cluster"}
 RESULTS = ROOT / "bench" / "results"
 QUICK_RESULTS = ROOT / "build" / "bench" / "results"
 
@@ -46,12 +56,7 @@ def main() -> int:
         if os.geteuid() != 0:
             print("bench needs root: it loads programs and makes network namespaces", file=sys.stderr)
             return 1
-        for name in arguments.figures or FIGURES:
-            if name == "cluster" and (missing := api_load.missing()):
-                say(f"cluster skipped: there is no {missing}")
-                continue
-            say(f"{name} …")
-            say(f"{relative(save(FIGURES[name](arguments.quick), folder))} written")
+        _measure(arguments.figures or [name for name in FIGURES if name not in APART], arguments.quick, folder)
     results = [load_result(path) for name in FIGURES if (path := folder / f"{name}.json").exists()]
     for result in results:
         draw(result, folder)
@@ -62,6 +67,23 @@ def main() -> int:
     for line in lines(results):
         print(line)
     return 0
+
+
+def _measure(names: Sequence[str], quick: bool, folder: Path) -> None:
+    """One figure after the other; each is kept as soon as it is there."""
+    try:
+        for name in names:
+            if name not in BESIDE:
+                field().close()  # nobody idles beside what is measured alone
+            if name in APART and (missing := api_load.missing()):
+                say(f"{name} skipped: there is no {missing}")
+                continue
+            begin = time.monotonic()
+            say(f"{name} …")
+            path = save(FIGURES[name](quick), folder)
+            say(f"{relative(path)} written after {time.monotonic() - begin:.0f} s")
+    finally:
+        field().close()
 
 
 def _return_to_owner(folder: Path) -> None:

@@ -23,7 +23,8 @@ from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.lab.cluster import Lab
 
 from . import workload
-from .measure import Result, Row, Summary, machine, say, slowness, speed, summary
+from .measure import Result, Row, machine, say, slowness, speed, summary
+from .rows import absolute, ratio
 
 SIZES = (100, 1_000, 10_000)
 #: One more service in every cluster, to change something large.
@@ -168,40 +169,32 @@ def run(quick: bool) -> Result:
 def _rows(latency: dict[str, dict[int, list[float]]], cpu: dict[str, dict[int, list[float]]], slow: float) -> list[Row]:
     largest, smallest = max(SIZES), min(SIZES)
     flipped = summary(latency["small"][largest])
-    growth = {kind: _ratio(cpu[kind][largest], cpu[kind][smallest]) for kind in cpu}
     names = {"small": f"{workload.ENDPOINTS} endpoints", "large": f"{LARGE_ENDPOINTS} endpoints"}
     rows = [
-        Row(
-            what=f"slice of {names['small']} changed, {largest} services: file event → map flipped",
-            unit="ms",
-            measured=flipped,
-            compared_with=f"{smallest} services",
-            compared=summary(latency["small"][smallest]),
-            judged=flipped,
-            judged_unit="ms",
-            at_normal_speed=flipped.median / slow,
-            goal=f"median < {GOAL_MS:.0f} ms",
-            met=flipped.median / slow < GOAL_MS,
+        absolute(
+            f"slice of {names['small']} changed, {largest} services: file event → map flipped",
+            "ms",
+            latency["small"][largest],
+            flipped.median / slow,
+            GOAL_MS,
+            f"median ≤ {GOAL_MS:.0f} ms",
+            beside=f"{smallest} services",
+            theirs=latency["small"][smallest],
         )
     ]
     for kind, name in names.items():
+        judged = kind == "small"
         rows.append(
-            Row(
-                what=f"the agent's CPU time for a change of a slice of {name}, {largest} services",
-                unit="ms",
-                measured=summary(cpu[kind][largest]),
-                compared_with=f"{smallest} services",
-                compared=summary(cpu[kind][smallest]),
-                judged=growth[kind],
-                judged_unit="times",
-                at_normal_speed=growth[kind].median,
-                goal="does not grow with the table" if kind == "small" else "",
+            ratio(
+                f"the agent's CPU time for a change of a slice of {name}, {largest} services",
+                "ms",
+                cpu[kind][largest],
+                f"{smallest} services",
+                cpu[kind][smallest],
                 # A hundred times the table: work that grew with it would be far outside; caches are not.
-                met=growth[kind].median < 2 if kind == "small" else None,
+                most=2.0 if judged else None,
+                judged_unit="times",
+                goal="does not grow with the table" if judged else "",
             )
         )
     return rows
-
-
-def _ratio(large: list[float], small: list[float]) -> Summary:
-    return summary([a / b for a, b in zip(large, small, strict=True)])

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from . import workload
 from .api_load import CONNECTIONS, Connections, loaded, slice_path
-from .cluster_node import IPTABLES, NFTABLES, OURS, WORDS, Node, in_namespace
-from .cluster_rows import rows
+from .cluster_node import Node, in_namespace
+from .cluster_rows import JUDGED, judged, rows
 from .flips import Flips, flips
 from .measure import ROOT, Result, machine, say, slowness, speed
+from .proxies import IPTABLES, NFTABLES, OURS, WORDS
 
 KINDS = (OURS, NFTABLES, IPTABLES)
 PER_SECOND = 100
@@ -29,18 +30,30 @@ CHANGE_SECONDS = 120.0
 _PATCH = "application/json-patch+json"
 
 
-class Plan(NamedTuple):
-    """How much is measured."""
+class Size(NamedTuple):
+    """A cluster: services, the endpoints of each, and how many rounds."""
 
-    sizes: tuple[int, ...]
+    services: int
+    endpoints: int
     rounds: int
-    changes: dict[str, int]  # per round
+
+
+class Plan(NamedTuple):
+    """How much is measured. ``changes``: in a round, by kind. At rest, and many changes: at the size that is judged."""
+
+    sizes: tuple[Size, ...]
+    changes: dict[str, int]
     rate_seconds: int
     idle_seconds: dict[str, int]
 
 
-FULL = Plan((1_000, 10_000), 2, {OURS: 100, NFTABLES: 8, IPTABLES: 8}, 60, {OURS: 300, NFTABLES: 30, IPTABLES: 30})
-QUICK = Plan((1_000,), 1, {OURS: 20, NFTABLES: 10, IPTABLES: 5}, 10, {OURS: 30, NFTABLES: 10, IPTABLES: 10})
+FULL = Plan(
+    (Size(100, 10, 5), Size(1_000, 10, 5), Size(JUDGED, 10, 5), Size(30_000, 3, 5)),
+    {OURS: 100, NFTABLES: 3, IPTABLES: 3},
+    60,
+    {OURS: 300, NFTABLES: 30, IPTABLES: 30},
+)
+QUICK = Plan((Size(1_000, 10, 1),), {OURS: 20, NFTABLES: 10, IPTABLES: 5}, 10, {OURS: 30, NFTABLES: 10, IPTABLES: 10})
 
 
 class Bench:
@@ -85,6 +98,7 @@ class Bench:
         """PER_SECOND changes a second, whatever becomes of them: when each was sent, and how long it took."""
         begin = time.time() + 0.1
         found: list[dict[str, float | None]] = []
+        addresses: dict[float | None, str] = {}
 
         def change(number: int) -> None:
             due = begin + number / PER_SECOND
@@ -92,18 +106,17 @@ class Bench:
             path, address = self.next_change(watch)
             sent = time.time()
             self.write(path, address)
-            found.append(
-                {"address": address, "due": due - begin, "sent": sent - begin, "answered": time.time() - begin}
-            )  # type: ignore[dict-item]
+            addresses[due - begin] = address
+            found.append({"due": due - begin, "sent": sent - begin, "answered": time.time() - begin})
 
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             for done in pool.map(change, range(seconds * PER_SECOND)):
                 assert done is None
         end = time.time() + CHANGE_SECONDS
-        while time.time() < end and any(watch.seen(str(each["address"])) is None for each in found):
+        while time.time() < end and any(watch.seen(each) is None for each in addresses.values()):
             time.sleep(0.1)
         for each in found:
-            seen = watch.seen(str(each.pop("address")))
+            seen = watch.seen(addresses[each["due"]])
             each["in_force"] = None if seen is None else seen - begin
             each.update({name: round(value, 5) for name, value in each.items() if value is not None})
         return sorted(found, key=lambda each: each["sent"] or 0.0)
@@ -116,13 +129,13 @@ def run(quick: bool) -> Result:
     speeds = speed()
     samples: dict[str, Any] = {"runs": []}
     with in_namespace(f"bench-api-{os.getpid()}"):
-        for services in plan.sizes:
-            with loaded(services) as server:
+        for services, endpoints, rounds in plan.sizes:
+            with loaded(services, endpoints) as server:
                 connections = Connections(server)
                 bench = Bench(connections, services)
-                for turn in range(plan.rounds):
+                for turn in range(rounds):
                     for kind in KINDS:
-                        last = services == max(plan.sizes) and turn == plan.rounds - 1
+                        last = services == judged([size.services for size in plan.sizes]) and turn == rounds - 1
                         with Node(kind, server, services) as node:
                             found = _measure(bench, node, plan, last)
                         samples["runs"].append(found)
@@ -147,18 +160,18 @@ def _measure(bench: Bench, node: Node, plan: Plan, last: bool) -> dict[str, Any]
     watch = flips(node)
     try:
         found["changes"] = bench.one_by_one(watch, plan.changes[node.kind])
-        found["memory_mib"] = node.memory_mib()
+        found["memory_mib"] = node.proxy.memory_mib()
         if last:
             seconds = plan.idle_seconds[node.kind]
-            before, begin = node.cpu_seconds(), time.monotonic()
+            before, begin = node.proxy.cpu_seconds(), time.monotonic()
             time.sleep(seconds)
-            found["idle_percent"] = 100 * (node.cpu_seconds() - before) / (time.monotonic() - begin)
+            found["idle_percent"] = 100 * (node.proxy.cpu_seconds() - before) / (time.monotonic() - begin)
             found["idle_seconds"] = seconds
             if node.kind != IPTABLES:
-                before = node.cpu_seconds()
+                before = node.proxy.cpu_seconds()
                 found["many"] = bench.many(watch, plan.rate_seconds)
-                found["many_cpu_seconds"] = node.cpu_seconds() - before
-                found["memory_after_many_mib"] = node.memory_mib()
+                found["many_cpu_seconds"] = node.proxy.cpu_seconds() - before
+                found["memory_after_many_mib"] = node.proxy.memory_mib()
     finally:
         watch.close()
     return found

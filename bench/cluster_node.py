@@ -10,30 +10,22 @@ import contextlib
 import ctypes
 import itertools
 import os
-import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from pyebpf_proxy.lab.agent import SYNCED, _scrape, command
-from pyebpf_proxy.lab.namespace import Namespace, batch, die_with_parent, set_network_namespace
+from pyebpf_proxy.lab.namespace import Namespace, batch, set_network_namespace
 from tests.cluster.apiserver import ADMIN_TOKEN, ApiServer
-from tests.cluster.reference import kube_proxy
 
 from . import workload
 from .api_load import ADDRESS
+from .proxies import OURS, Proxy
 
-OURS, NFTABLES, IPTABLES = "ours", "nftables", "iptables"
-WORDS = {OURS: "pyebpf-proxy", NFTABLES: "kube-proxy, nftables", IPTABLES: "kube-proxy, iptables"}
 #: node1 of the workload.
 NODE, NODE_ADDRESS = "node1", "192.0.2.11"
-START_SECONDS = 900.0
-_TOOLS = ("iptables", "iptables-save", "iptables-restore", "ip6tables", "ip6tables-save", "ip6tables-restore")
 _libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count()
 
@@ -63,7 +55,6 @@ class Node:
         self.namespace = Namespace(f"bench-{kind}-{os.getpid()}-{number}")
         self._link = f"node{number}"
         self._server = server
-        self._process: subprocess.Popen[bytes] | None = None
         self._left = contextlib.ExitStack()
 
     def __enter__(self) -> Node:
@@ -85,75 +76,18 @@ class Node:
             )
             if self.kind == OURS:
                 self._mount_bpffs(stack)
-            stack.callback(self._end)
-            self.start_seconds = self._start()
+            self.proxy = Proxy(self.kind, self.namespace, self.folder)
+            stack.callback(self.proxy.stop)
+            self.start_seconds = self.proxy.start(self._kubeconfig(), NODE, workload.POD_CIDR)
+            if self.kind != OURS:  # flips.Words reads our maps
+                self.proxy.check(self.services)
             self._left = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._left.close()
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    def log(self) -> str:
-        """What it has said."""
-        return (self.folder / "log").read_text(errors="replace")
-
-    def synced(self) -> float:
-        """When IPv4 was programmed last, Unix time, by the process's own metric; 0 if not yet."""
-        text = self.namespace.call(_scrape)
-        return float(dict(SYNCED.findall(text)).get("IPv4", 0)) if text else 0.0
-
-    def wait(self, condition: Callable[[], Any], what: str, pause: float, seconds: float) -> None:
-        """Until the condition holds; RuntimeError with the log's end if it never does."""
-        end = time.monotonic() + seconds
-        while not condition():
-            if self._process is None or self._process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"{WORDS[self.kind]}: still not {what}; its log ends with:\n{self.log()[-3000:]}")
-            time.sleep(pause)
-
-    def memory_mib(self) -> float:
-        """Its resident memory now, MiB."""
-        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) / 1024
-        raise RuntimeError("no VmRSS in its status")
-
-    def cpu_seconds(self) -> float:
-        """CPU time that its threads and the programs it waited for have used so far."""
-        tasks = 0
-        for task in Path(f"/proc/{self.pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                tasks += int((task / "schedstat").read_text().split()[0])
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return tasks / 1e9 + (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
-
-    # ---- inside ------------------------------------------------------------------------------------------------
-
-    def _start(self) -> float:
-        path = self.folder / "config.yaml"
-        path.write_text(yaml.safe_dump(self._configuration()))
-        program = [*command(), "--directory", str(self.folder / "state")] if self.kind == OURS else [str(kube_proxy())]
-        self.namespace.call(_scrape)  # the worker that asks is there before the clock starts
-        begin = time.time()
-        with open(self.folder / "log", "wb") as log:
-            self._process = subprocess.Popen(
-                ["ip", "netns", "exec", self.namespace.name, *program, "--config", str(path)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PATH": f"{self._tools()}:{os.environ['PATH']}"},
-                preexec_fn=die_with_parent,
-            )
-        found: list[float] = []
-        self.wait(lambda: found.append(self.synced()) or found[-1] > begin, "programmed", 0.1, START_SECONDS)  # type: ignore[func-returns-value]
-        self._check()
-        return found[-1] - begin
-
-    def _configuration(self) -> dict[str, Any]:
+    def _kubeconfig(self) -> Path:
         kubeconfig = self._server.kubeconfig(
             self.folder / "kubeconfig", {"token": ADMIN_TOKEN}, f"https://{ADDRESS}:{self._server.port}"
         )
@@ -161,29 +95,7 @@ class Node:
         # The certificate is for the API server's other address.
         text["clusters"][0]["cluster"]["tls-server-name"] = "localhost"
         kubeconfig.write_text(yaml.safe_dump(text))
-        # The same for all: nothing waits on purpose, and nothing that is done by the clock falls into a measurement.
-        timing = {"minSyncPeriod": "1ms", "syncPeriod": "1h"}
-        mode = IPTABLES if self.kind == IPTABLES else NFTABLES
-        return {
-            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
-            "kind": "KubeProxyConfiguration",
-            "mode": mode,
-            "hostnameOverride": NODE,
-            "clusterCIDR": workload.POD_CIDR,
-            "clientConnection": {"kubeconfig": str(kubeconfig)},
-            # Those are not a namespace's.
-            "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
-            mode: timing,
-        }
-
-    def _tools(self) -> Path:
-        """iptables as its legacy variant, which writes a table in one go, and is the quicker one with many rules."""
-        folder = self.folder / "tools"
-        folder.mkdir()
-        for tool in _TOOLS:
-            family, _, verb = tool.partition("-")
-            (folder / tool).symlink_to(f"/usr/sbin/{family}-legacy" + (f"-{verb}" if verb else ""))
-        return folder
+        return kubeconfig
 
     def _mount_bpffs(self, stack: contextlib.ExitStack) -> None:
         point = self.folder / "state" / "bpf"
@@ -192,20 +104,3 @@ class Node:
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error), str(point))
         stack.callback(_libc.umount2, str(point).encode(), 2)
-
-    def _check(self) -> None:
-        """Everything is there, by another way than its own word."""
-        if self.kind == OURS:
-            return  # flips.Words reads the maps
-        if self.kind == NFTABLES:
-            found = self.namespace.run("nft", "list", "map", "ip", "kube-proxy", "service-ips").count(": goto ")
-        else:
-            text = self.namespace.run("iptables-legacy-save", "-t", "nat")
-            found = sum(line.startswith(":KUBE-SVC-") for line in text.splitlines())
-        if found < self.services:
-            raise RuntimeError(f"{WORDS[self.kind]} says that it is done with {found} of {self.services} services")
-
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()

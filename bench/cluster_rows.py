@@ -8,13 +8,21 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .cluster_node import IPTABLES, NFTABLES, OURS, WORDS
-from .measure import Row, Summary, summary
+from .measure import Row, summary
+from .proxies import IPTABLES, NFTABLES, OURS, WORDS
+from .rows import absolute, ratio
 
 Run = dict[str, Any]
 CHANGE_MS, MEMORY_MIB, IDLE_PERCENT = 20.0, 150.0, 0.5
 #: Of the first and the last seconds of many changes: more than this is a queue that grows.
 GROWTH = 1.5
+#: The size that the goals are for; where it is missing, the largest.
+JUDGED = 10_000
+
+
+def judged(sizes: Sequence[int]) -> int:
+    """The size that the goals are for."""
+    return JUDGED if JUDGED in sizes else max(sizes)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -29,10 +37,13 @@ def rows(runs: Sequence[Run], slow: float) -> list[Row]:
     sizes = sorted({run["services"] for run in runs}, reverse=True)
     for size in sizes:
         of = {kind: [r for r in runs if r["services"] == size and r["kind"] == kind] for kind in WORDS}
-        made += [*_starts(of, size, slow, size == sizes[0]), *_changes(of, size, slow, size == sizes[0])]
-        if size == sizes[0]:
+        goals = size == judged(sizes)
+        made += [*_starts(of, size, slow, goals), *_changes(of, size, slow, goals)]
+        if goals:
             made += [*_many(of, size), *_idle(of, size, slow)]
-        made += _memory(of, size, size == sizes[0])
+        made += _memory(of, size, goals)
+    if len(sizes) > 1:
+        made.append(_flat(runs, sizes[-1], sizes[0]))
     return made
 
 
@@ -65,6 +76,21 @@ def _changes(of: dict[str, list[Run]], size: int, slow: float, judged: bool) -> 
     return made
 
 
+def _flat(runs: Sequence[Run], few: int, many: int) -> Row:
+    """One change among many services beside one among few: ours does not grow."""
+    of = {
+        size: [
+            statistics.median(each["since_sent_ms"] for each in run["changes"])
+            for run in runs
+            if (run["kind"], run["services"]) == (OURS, size)
+        ]
+        for size in (few, many)
+    }
+    what = f"{many} services: EndpointSlice written → in force, median of a round, {WORDS[OURS]}"
+    goal = f"flat: ≤ {GROWTH} times"
+    return ratio(what, "ms", of[many], f"{few} services", of[few], most=GROWTH, judged_unit="times", goal=goal)
+
+
 def _many(of: dict[str, list[Run]], size: int) -> list[Row]:
     made = []
     for kind in (OURS, NFTABLES):
@@ -80,28 +106,30 @@ def _trend(run: Run, since: str, size: int) -> Row:
     took = [(each["sent"], _latency(each, since)) for each in run["many"]]
     edge = max(sent for sent, _ in took) / 6
     seen = [(sent, ms) for sent, ms in took if ms is not None]
-    first = summary([ms for sent, ms in seen if sent <= edge] or [math.inf])
-    last = summary([ms for sent, ms in seen if sent >= 5 * edge] or [math.inf])
+    first = [ms for sent, ms in seen if sent <= edge] or [math.inf]
+    last = [ms for sent, ms in seen if sent >= 5 * edge] or [math.inf]
     rate = len(took) / max(sent for sent, _ in took)
-    ratio = last.median / first.median
+    ratio_of_both = statistics.median(last) / statistics.median(first)
     lost = len(took) - len(seen)
     words = "it was sent" if since == "sent" else "the server's answer"
     what = (
         f"{size} services, {rate:.0f} changes a second, {WORDS[run['kind']]}: in force since {words}, in the last sixth"
     )
     goal = f"≤ {GROWTH} times, none lost" if run["kind"] == OURS and since == "sent" else ""
-    return Row(
-        what=what + (f" ({lost} of {len(took)} never seen)" if lost else ""),
-        unit="ms",
-        measured=last,
-        compared_with="in the first sixth",
-        compared=first,
-        judged=summary([ratio]),
-        judged_unit="times",
-        at_normal_speed=ratio,
-        goal=goal,
-        met=ratio <= GROWTH and not lost if goal else None,
+    row = absolute(
+        what + (f" ({lost} of {len(took)} never seen)" if lost else ""),
+        "ms",
+        last,
+        ratio_of_both,
+        GROWTH if goal else None,
+        goal,
+        "in the first sixth",
+        first,
+        "times",
     )
+    row.judged = summary([ratio_of_both])
+    row.met = row.met and not lost if goal else None
+    return row
 
 
 def _latency(each: dict[str, Any], since: str) -> float | None:
@@ -143,32 +171,8 @@ def _beside(
 ) -> Row:
     """Ours beside one of kube-proxy's modes, round by round."""
     ours, theirs = [value(run) for run in of[OURS]], [value(run) for run in of[other]]
-    # Of a run that broke off the last round has no pair.
-    ratios = summary([a / b for a, b in zip(ours, theirs, strict=False)])
-    return Row(
-        what=what,
-        unit=unit,
-        measured=summary(ours),
-        compared_with=WORDS[other],
-        compared=summary(theirs),
-        judged=ratios,
-        judged_unit="of it",
-        at_normal_speed=ratios.median,
-        goal=goal,
-        met=ratios.median <= limit if goal else None,
-    )
+    return ratio(what, unit, ours, WORDS[other], theirs, most=limit if goal else None, goal=goal)
 
 
 def _absolute(what: str, unit: str, values: Sequence[float], slow: float, goal: str, limit: float) -> Row:
-    found: Summary = summary(values)
-    normal = statistics.median(values) / slow
-    return Row(
-        what=what,
-        unit=unit,
-        measured=found,
-        judged=found,
-        judged_unit=unit,
-        at_normal_speed=normal,
-        goal=goal,
-        met=normal <= limit if goal else None,
-    )
+    return absolute(what, unit, values, statistics.median(values) / slow, limit if goal else None, goal)

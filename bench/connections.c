@@ -13,39 +13,17 @@
  * that hides stalls is worth nothing.
  */
 #define _GNU_SOURCE
-#include <arpa/inet.h>
 #include <errno.h>
-#include <netinet/in.h>
-#include <sched.h>
 #include <stdbool.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/epoll.h>
 #include <sys/resource.h>
-#include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
+
+#include "load.h"
 
 #define EVENTS 256
 #define FILES 65536
-#define SECOND 1000000000ULL
 #define SLOW_NS (SECOND / 5)
-
-static void die(const char *what)
-{
-	fprintf(stderr, "connections: %s: %s\n", what, strerror(errno));
-	exit(1);
-}
-
-static uint64_t now(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return (uint64_t)t.tv_sec * SECOND + t.tv_nsec;
-}
 
 static double cpu_seconds(void)
 {
@@ -55,28 +33,7 @@ static double cpu_seconds(void)
 	return r.ru_utime.tv_sec + r.ru_stime.tv_sec + (r.ru_utime.tv_usec + r.ru_stime.tv_usec) / 1e6;
 }
 
-static void watch(int poll, int fd, uint32_t events)
-{
-	struct epoll_event e = { .events = events, .data.fd = fd };
-
-	if (epoll_ctl(poll, EPOLL_CTL_ADD, fd, &e))
-		die("epoll_ctl");
-}
-
 /* ---- the server ----------------------------------------------------------- */
-
-static int listening(uint16_t port)
-{
-	struct sockaddr_in6 any = { .sin6_family = AF_INET6, .sin6_port = htons(port) };
-	int fd = socket(AF_INET6, SOCK_STREAM | SOCK_NONBLOCK, 0), on = 1;
-
-	if (fd < 0)
-		die("socket");
-	setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-	if (bind(fd, (struct sockaddr *)&any, sizeof(any)) || listen(fd, 4096))
-		die("listen");
-	return fd;
-}
 
 static void answer(int fd)
 {
@@ -92,7 +49,7 @@ static void answer(int fd)
 static int serve(uint16_t port)
 {
 	struct epoll_event events[EVENTS];
-	int poll = epoll_create1(0), listener = listening(port);
+	int poll = epoll_create1(0), listener = listen_on(port, SOCK_NONBLOCK);
 
 	watch(poll, listener, EPOLLIN);
 	watch(poll, STDIN_FILENO, EPOLLIN);
@@ -196,32 +153,13 @@ static void run_until(uint64_t deadline)
 	}
 }
 
-static void parse_address(const char *text, uint16_t port)
-{
-	struct sockaddr_in *v4 = (struct sockaddr_in *)&load.to;
-	struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)&load.to;
-
-	if (inet_pton(AF_INET, text, &v4->sin_addr) == 1) {
-		v4->sin_family = AF_INET;
-		v4->sin_port = htons(port);
-		load.to_length = sizeof(*v4);
-	} else if (inet_pton(AF_INET6, text, &v6->sin6_addr) == 1) {
-		v6->sin6_family = AF_INET6;
-		v6->sin6_port = htons(port);
-		load.to_length = sizeof(*v6);
-	} else {
-		errno = EINVAL;
-		die(text);
-	}
-}
-
 static int put_under_load(char **arguments)
 {
 	int in_flight = atoi(arguments[2]);
 	uint64_t warm_up = atof(arguments[3]) * SECOND, length = atof(arguments[4]) * SECOND, start;
 	double cpu, seconds;
 
-	parse_address(arguments[0], atoi(arguments[1]));
+	load.to_length = parse_address(arguments[0], atoi(arguments[1]), &load.to);
 	load.poll = epoll_create1(0);
 	for (int i = 0; i < in_flight; i++)
 		begin();
@@ -240,10 +178,7 @@ static int put_under_load(char **arguments)
 
 int main(int count, char **arguments)
 {
-	struct sched_param first = { .sched_priority = 1 };
-
-	if (sched_setscheduler(0, SCHED_FIFO, &first))
-		die("sched_setscheduler");
+	come_first();
 	if (count == 3 && !strcmp(arguments[1], "serve"))
 		return serve(atoi(arguments[2]));
 	if (count == 7 && !strcmp(arguments[1], "load"))

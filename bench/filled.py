@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from ipaddress import ip_network
 from typing import NamedTuple
 
@@ -27,19 +28,24 @@ class Filled(NamedTuple):
     writing: float
 
 
+#: Of the pods that some figures give an IPv6 address, too.
+POD_CIDR6 = "fd00:32::/32"
+
+
 def load_programs(**others: bool) -> Loaded:
     """The programs, with maps of their own, as on node1 of the workload. ``others``: of the settings."""
-    network = ip_network(workload.POD_CIDR)
-    cidr, mask = network.network_address.packed, network.netmask.packed
-    return load(Settings(netns_cookie=netns_cookie(), pod_cidr4=cidr, pod_mask4=mask, detector4=1, **others))
+    networks = [ip_network(workload.POD_CIDR), ip_network(POD_CIDR6)]
+    (cidr4, mask4), (cidr6, mask6) = ((each.network_address.packed, each.netmask.packed) for each in networks)
+    settings = Settings(netns_cookie=netns_cookie(), detector4=1, detector6=1, **others)
+    return load(replace(settings, pod_cidr4=cidr4, pod_mask4=mask4, pod_cidr6=cidr6, pod_mask6=mask6))
 
 
-def fill(changes: Sequence[Change]) -> Filled:
+def fill(changes: Sequence[Change], fast: bool = False) -> Filled:
     """Parsed objects → plan → maps; the programs are loaded before the clock starts."""
-    loaded = load_programs()
+    loaded = load_programs(fast_path=fast)
     planner = Planner(PlanSettings(node_name="node1"))
     pods = PodNetwork()
-    pods.update([ip_network(workload.POD_CIDR)], [])
+    pods.update([ip_network(workload.POD_CIDR), ip_network(POD_CIDR6)], [])
     writer = Writer(loaded, pods)
     begin = time.perf_counter()
     delta = planner.update(changes)

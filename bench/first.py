@@ -14,7 +14,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from pyebpf_proxy.lab.namespace import Namespace
 from . import workload
 from .filled import Filled, fill
 from .measure import TOOLS, Result, Row, machine, say, speed, summary, undisturbed
+from .rows import ratio
 
 #: Services in the maps beside those that are asked.
 SERVICES = 1_000
@@ -186,19 +187,15 @@ def rows(samples: dict[str, list[float]]) -> list[Row]:
     for variant in VARIANTS:
         if variant.what == variant.beside:
             continue
-        ratio = summary([a / b for a, b in zip(own[variant.what], own[variant.beside], strict=True)])
         made.append(
-            Row(
-                what=variant.what,
-                unit="ns",
-                measured=summary(own[variant.what]),
-                compared_with=variant.beside,
-                compared=summary(own[variant.beside]),
-                judged=ratio,
+            ratio(
+                variant.what,
+                "ns",
+                own[variant.what],
+                variant.beside,
+                own[variant.beside],
+                most=GOAL if variant.goal else None,
                 judged_unit="times",
-                at_normal_speed=ratio.median,
-                goal=f"≤ {GOAL} times" if variant.goal else "",
-                met=ratio.median <= GOAL if variant.goal else None,
             )
         )
     return made
@@ -220,7 +217,7 @@ def _round(filled: Filled, empty: Program, devices: dict[str, int], number: int)
     return {what: summary(times).median for what, times in taken.items()}
 
 
-def _check(reasons: Map, numbers: dict[str, int], rounds: int) -> None:
+def _check(reasons: Map, numbers: Mapping[str, int], rounds: int) -> None:
     """Every packet has made an entry: that is what was to be measured."""
     values = reasons.lookup_cpus(_u32(numbers["NEW_FLOW_DIRECT"])) or []
     created = sum(int.from_bytes(value, sys.byteorder) for value in values)

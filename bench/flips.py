@@ -24,7 +24,8 @@ from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.lab.namespace import set_network_namespace
 
 from . import workload
-from .cluster_node import IPTABLES, OURS, Node
+from .cluster_node import Node
+from .proxies import IPTABLES, OURS
 
 _NETLINK_NETFILTER = 12
 _NFNLGRP_NFTABLES = 7
@@ -70,7 +71,7 @@ class _Flips(ABC):
     def wait(self, address: str, seconds: float) -> float:
         with self._changed:
             if not self._changed.wait_for(lambda: address in self._seen, seconds):
-                raise RuntimeError(f"a change is not in force after {seconds} s:\n{self._node.log()[-2000:]}")
+                raise RuntimeError(f"a change is not in force after {seconds} s:\n{self._node.proxy.log()[-2000:]}")
             return self._seen[address]
 
     def close(self) -> None:
@@ -116,7 +117,7 @@ class Words(_Flips):
         super().__init__(node)
 
     def _before(self, number: int) -> float:
-        return self._words[self._ids[workload.name_of(number)]]
+        return float(self._words[self._ids[workload.name_of(number)]])
 
     def _run(self) -> None:
         while self._idle():
@@ -173,7 +174,7 @@ class Stamps(_Flips):
 
     def _run(self) -> None:
         while self._idle():
-            stamp = self._node.synced()
+            stamp = self._node.proxy.synced().get("IPv4", 0.0)
             for address, (_, before) in list(self._awaited.items()):
                 if stamp > before:
                     self._found(address, stamp)

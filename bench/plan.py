@@ -20,7 +20,8 @@ from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
 from . import workload
-from .measure import NORMAL_SECONDS, ROOT, Result, Row, machine, say, speed, summary, undisturbed
+from .measure import NORMAL_SECONDS, ROOT, Result, machine, say, speed, summary, undisturbed
+from .rows import absolute
 
 SIZES = (100, 10_000)
 GOAL_CHANGE_MS = 1.0
@@ -90,9 +91,7 @@ def run(quick: bool) -> Result:
         return [each for one in runs[size] for each in one["change_ms"]]
 
     few, many = SIZES
-    everything = summary([one["everything_seconds"] for one in runs[many]])
     all_normal = summary([one["everything_seconds"] / by for one, by in zip(runs[many], slow, strict=True)]).median
-    one_slice = summary(changes_of(many))
     slice_normal = summary(
         [each / by for one, by in zip(runs[many], slow, strict=True) for each in one["change_ms"]]
     ).median
@@ -103,27 +102,21 @@ def run(quick: bool) -> Result:
         quick=quick,
         machine=machine(speeds),
         rows=[
-            Row(
-                what=f"{many} services, {endpoints} endpoints, everything: objects → plan, CPU time",
-                unit="s",
-                measured=everything,
-                judged=everything,
-                judged_unit="s",
-                at_normal_speed=all_normal,
-                goal=f"≤ {GOAL_ALL_SECONDS:.0f} s",
-                met=all_normal <= GOAL_ALL_SECONDS,
+            absolute(
+                f"{many} services, {endpoints} endpoints, everything: objects → plan, CPU time",
+                "s",
+                [one["everything_seconds"] for one in runs[many]],
+                all_normal,
+                GOAL_ALL_SECONDS,
             ),
-            Row(
-                what=f"one changed slice of {workload.ENDPOINTS} endpoints, {many} services: object → plan, CPU time",
-                unit="ms",
-                measured=one_slice,
-                compared_with=f"{few} services",
-                compared=summary(changes_of(few)),
-                judged=one_slice,
-                judged_unit="ms",
-                at_normal_speed=slice_normal,
-                goal=f"≤ {GOAL_CHANGE_MS:.0f} ms",
-                met=slice_normal <= GOAL_CHANGE_MS,
+            absolute(
+                f"one changed slice of {workload.ENDPOINTS} endpoints, {many} services: object → plan, CPU time",
+                "ms",
+                changes_of(many),
+                slice_normal,
+                GOAL_CHANGE_MS,
+                beside=f"{few} services",
+                theirs=changes_of(few),
             ),
         ],
         samples={

@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from . import cluster_node
-from .connect import GOALS, WORDS
-from .measure import Result, Summary, summary
-
-BLUE, GREY, ORANGE = "#2a6f97", "#9aa5b1", "#d98324"
+from . import packet, plots_peers
+from .measure import Result, summary
+from .plots_peers import BLUE, GREY, ORANGE, whiskers
+from .proxies import WORDS as PROXIES
 
 
 def draw(result: Result, folder: Path) -> list[Path]:
@@ -40,14 +37,6 @@ def draw(result: Result, folder: Path) -> list[Path]:
 def _where(result: Result) -> str:
     m = result.machine
     return f"{m['processor']}, {m['cpus']} CPUs, {m['kernel']}, {m['date'][:10]}, {m['commit']}"
-
-
-def _whiskers(axes: Axes, x: Sequence[float], summaries: Sequence[Summary], **style: Any) -> None:
-    """Medians with the quartiles around them."""
-    middle = [s.median for s in summaries]
-    below = [s.median - s.lower_quartile for s in summaries]
-    above = [s.upper_quartile - s.median for s in summaries]
-    axes.errorbar(x, middle, yerr=[below, above], capsize=3, **style)
 
 
 def _plan(result: Result, figure: Figure) -> None:
@@ -97,7 +86,7 @@ def _change(result: Result, figure: Figure) -> None:
             by_size = sorted((int(size), values) for size, values in result.samples[key][kind].items())
             sizes = [float(size) for size, _ in by_size]
             summaries = [summary(values) for _, values in by_size]
-            _whiskers(axes, sizes, summaries, color=colour, marker="o", label=f"slice of {name}")
+            whiskers(axes, sizes, summaries, color=colour, marker="o", label=f"slice of {name}")
         axes.set(xscale="log", xlabel="services in the cluster", ylabel=label, ylim=(0, None))
         axes.set_xticks(sizes, [f"{size:,.0f}".replace(",", " ") for size in sizes])
         axes.minorticks_off()
@@ -105,21 +94,17 @@ def _change(result: Result, figure: Figure) -> None:
 
 
 def _packet(result: Result, figure: Figure) -> None:
-    axes = figure.subplots()
-    empty, ours = result.samples["empty_ns"], result.samples["tc_ethernet_ns"]
-    names = list(empty)
-    for offset, samples, name, colour in ((-0.2, empty, "empty program", GREY), (0.2, ours, "tc_ethernet", BLUE)):
-        summaries = [summary(samples[n]) for n in names]
-        at = [i + offset for i in range(len(names))]
-        axes.bar(at, [s.median for s in summaries], width=0.38, color=colour, label=name)
-        _whiskers(axes, at, summaries, fmt="none", ecolor="black")
-    for i, row in enumerate(result.rows):
-        axes.annotate(f"+{row.judged.median:.0f} ns", (i + 0.2, row.measured.upper_quartile), ha="center",
-                      xytext=(0, 4), textcoords="offset points")  # fmt: skip
-    axes.set_xticks(range(len(names)), names)
-    axes.set_ylabel("ns per run on this machine")
-    axes.margins(y=0.15)
-    axes.legend(frameon=False)
+    samples = result.samples["ns"]
+    panels = figure.subplots(1, len(packet.KINDS), width_ratios=(3, 3, 2, 2))
+    figure.set_size_inches(10, 3.8)
+    for axes, kind in zip(panels, packet.KINDS, strict=True):
+        of = {what.removeprefix(f"{kind}: "): each for what, each in samples.items() if what.startswith(f"{kind}: ")}
+        found = [summary(each) for each in of.values()]
+        axes.bar(range(len(of)), [each.median for each in found], color=GREY if kind.startswith("no") else BLUE)
+        whiskers(axes, range(len(of)), found, fmt="none", ecolor="black")
+        axes.set_xticks(range(len(of)), list(of), rotation=45, ha="right", fontsize=7)
+        axes.set_title(kind, fontsize=8)
+    panels[0].set_ylabel("ns more than an empty program, on this machine")
 
 
 def _first(result: Result, figure: Figure) -> None:
@@ -137,36 +122,17 @@ def _first(result: Result, figure: Figure) -> None:
     axes.margins(x=0.12)
 
 
-def _connect(result: Result, figure: Figure) -> None:
-    runs = result.samples["runs"]
-    families = sorted({run["family"] for run in runs})
-    panels = figure.subplots(1, len(families), sharey=True, squeeze=False)[0]
-    order = [state for state in WORDS if any(run["state"] == state for run in runs)]
-    ours, goal = ("service", "socket"), GOALS["service", "none"]
-    for axes, family in zip(panels, families, strict=True):
-        samples = {s: [r["per_second"] for r in runs if (r["state"], r["family"]) == (s, family)] for s in order}
-        middle = [statistics.median(samples[state]) for state in order]
-        axes.barh(range(len(order)), middle, color=[ORANGE if state in ours else GREY for state in order])
-        for i, state in enumerate(order):
-            axes.plot(samples[state], [i] * len(samples[state]), "|", color="black", markersize=6, alpha=0.5)
-        axes.axvline(goal * middle[0], color="black", linewidth=0.8, linestyle="--")
-        axes.set(title=f"IPv{family}", xlabel="connections per second", xlim=(0, None), ylim=(len(order) - 0.4, -0.6))
-        axes.set_yticks(range(len(order)), [WORDS[state] for state in order])
-    note = f"dashed: {goal} of the first"
-    panels[0].annotate(note, (0.98, 0.01), xycoords="axes fraction", ha="right", fontsize=7)
-
-
 def _cluster(result: Result, figure: Figure) -> None:
     runs = result.samples["runs"]
     sizes = sorted({run["services"] for run in runs})
-    colours = dict(zip(cluster_node.WORDS, (BLUE, ORANGE, GREY), strict=True))
+    colours = dict(zip(PROXIES, (BLUE, ORANGE, GREY), strict=True))
     left, middle, right = figure.subplots(1, 3, width_ratios=(3, 3, 4))
-    for kind, words in cluster_node.WORDS.items():
+    for kind, words in PROXIES.items():
         of = [[run for run in runs if (run["kind"], run["services"]) == (kind, size)] for size in sizes]
         style = {"color": colours[kind], "marker": "o"}
-        _whiskers(left, sizes, [summary([run["start_seconds"] for run in found]) for found in of], label=words, **style)
+        whiskers(left, sizes, [summary([run["start_seconds"] for run in found]) for found in of], label=words, **style)
         changes = [[each["since_sent_ms"] for run in found for each in run["changes"]] for found in of]
-        _whiskers(middle, sizes, [summary(values) for values in changes], **style)
+        whiskers(middle, sizes, [summary(values) for values in changes], **style)
         for run in (run for found in of for run in found if "many" in run):
             seen = [each for each in run["many"] if each["in_force"] is not None]
             took = [(each["in_force"] - each["sent"]) * 1e3 for each in seen]
@@ -180,24 +146,6 @@ def _cluster(result: Result, figure: Figure) -> None:
         axes.set(xlabel="services", xscale="log")
         axes.set_xticks(sizes, [f"{size:,}".replace(",", " ") for size in sizes])
         axes.minorticks_off()
-
-
-def _fast(result: Result, figure: Figure) -> None:
-    """Ratios to no proxy, by load and way: without and with the fast path."""
-    keys = [key.removesuffix(" none") for key in result.samples if key.endswith(" none")]
-    axes = figure.subplots()
-    for state, colour, shift in (("off", GREY, 0.17), ("on", ORANGE, -0.17)):
-        for place, key in enumerate(keys):
-            pairs = zip(result.samples[f"{key} {state}"], result.samples[f"{key} none"], strict=True)
-            ratios = [mine / theirs for mine, theirs in pairs]
-            label = f"fast path {state}" if not place else None
-            axes.barh(place + shift, statistics.median(ratios), height=0.32, color=colour, label=label)
-            axes.plot(ratios, [place + shift] * len(ratios), "|", color="black", markersize=5, alpha=0.5)
-    axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
-    axes.set_yticks(range(len(keys)), keys)
-    axes.set(xlabel="of what there is without any proxy", xlim=(0, None))
-    axes.invert_yaxis()
-    axes.legend(frameon=False, fontsize=7)
 
 
 def _memory(result: Result, figure: Figure) -> None:
@@ -222,9 +170,12 @@ _DRAWERS: dict[str, Callable[[Result, Figure], None]] = {
     "change": _change,
     "packet": _packet,
     "first": _first,
-    "connect": _connect,
-    "fast": _fast,
+    "connect": plots_peers.draw_connect,
+    "fast": plots_peers.draw_fast,
+    "udp": plots_peers.draw_udp,
     "memory": _memory,
+    "services": plots_peers.draw_services,
+    "latency": plots_peers.draw_latency,
     "cluster": _cluster,
 }
 

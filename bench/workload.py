@@ -113,13 +113,13 @@ def node(number: int) -> Object:
     }
 
 
-def everything(services: int) -> Iterator[tuple[str, Object]]:
+def everything(services: int, endpoints: int = ENDPOINTS) -> Iterator[tuple[str, Object]]:
     """All objects of a cluster, each with the name of a file for it."""
     for number in range(1, NODES + 1):
         yield f"node-{number:03d}.json", node(number)
     for number in range(services):
         yield f"{name_of(number)}.json", service(number)
-        yield slice_file(number), endpoint_slice(number)
+        yield slice_file(number), endpoint_slice(number, endpoints=endpoints)
 
 
 def slice_file(number: int) -> str:

@@ -15,7 +15,8 @@ from pyebpf_proxy.datapath.loader.libbpf import Map
 
 from . import workload
 from .filled import fill, load_programs
-from .measure import NORMAL_SECONDS, ROOT, Result, Row, machine, say, slowness, speed, summary, undisturbed
+from .measure import NORMAL_SECONDS, ROOT, Result, machine, say, slowness, speed, summary, undisturbed
+from .rows import absolute
 
 SERVICES = 10_000
 GOAL_SECONDS = 1.5
@@ -95,7 +96,6 @@ def run(quick: bool) -> Result:
     def normal(name: str) -> float:
         return summary([one[name] / slow for one, slow in zip(runs, local, strict=True)]).median
 
-    total, writes, singly = (summary(column(n)) for n in ("total", "map_writes", "map_writes_one_by_one"))
     what = f"{SERVICES} services, {SERVICES * workload.ENDPOINTS} endpoints"
     return Result(
         figure="write",
@@ -103,27 +103,15 @@ def run(quick: bool) -> Result:
         quick=quick,
         machine=machine(speeds),
         rows=[
-            Row(
-                what=f"{what}: parsed objects → maps",
-                unit="s",
-                measured=total,
-                judged=total,
-                judged_unit="s",
-                at_normal_speed=normal("total"),
-                goal=f"< {GOAL_SECONDS} s",
-                met=normal("total") < GOAL_SECONDS,
-            ),
-            Row(
-                what="of it in map writes (batches)",
-                unit="s",
-                measured=writes,
-                compared_with="the same entries one by one",
-                compared=singly,
-                judged=writes,
-                judged_unit="s",
-                at_normal_speed=normal("map_writes"),
-                goal=f"< {GOAL_SYSCALL_SECONDS} s",
-                met=normal("map_writes") < GOAL_SYSCALL_SECONDS,
+            absolute(f"{what}: parsed objects → maps", "s", column("total"), normal("total"), GOAL_SECONDS),
+            absolute(
+                "of it in map writes (batches)",
+                "s",
+                column("map_writes"),
+                normal("map_writes"),
+                GOAL_SYSCALL_SECONDS,
+                beside="the same entries one by one",
+                theirs=column("map_writes_one_by_one"),
             ),
         ],
         samples={"runs": runs, "speed_seconds": speeds, "slowness": slowness(speeds)},

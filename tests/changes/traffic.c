@@ -18,21 +18,14 @@
  * in which the machine did not let them run are on record, too.
  */
 #define _GNU_SOURCE
-#include <arpa/inet.h>
-#include <errno.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stdbool.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/epoll.h>
 #include <sys/resource.h>
-#include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
+
+#include "../../bench/load.h"
 
 #define EVENTS 256
 #define FILES 65536
@@ -42,7 +35,6 @@
 #define CLOSED_LOOP 32			/* connections at a time where there is no rate */
 #define IN_FLIGHT 16			/* at most, to one target: where nobody answers, and on a slow machine, they pile up */
 #define MILLISECOND 1000000ULL
-#define SECOND 1000000000ULL
 #define STALL_NS (10 * MILLISECOND)
 #define ROUND_TIMEOUT (60 * SECOND)	/* as good as never, on any machine */
 #define STALL_RECORD UINT32_MAX
@@ -82,28 +74,6 @@ static int target_count, poller, first = -1, last = -1;
 static uint64_t made, answered;
 static bool stopping;
 
-static void die(const char *what)
-{
-	fprintf(stderr, "traffic: %s: %s\n", what, strerror(errno));
-	exit(1);
-}
-
-static uint64_t now(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return (uint64_t)t.tv_sec * SECOND + t.tv_nsec;
-}
-
-static void watch(int fd, uint32_t events)
-{
-	struct epoll_event e = { .events = events, .data.fd = fd };
-
-	if (epoll_ctl(poller, EPOLL_CTL_ADD, fd, &e))
-		die("epoll_ctl");
-}
-
 static void put_on_record(const struct record *r)
 {
 	if (recorded == room) {
@@ -130,7 +100,7 @@ static void serve_on(uint16_t port)
 	if (bind(fd, (struct sockaddr *)&any, sizeof(any)) || listen(fd, 4096))
 		die("listen");
 	served[fd] = port;
-	watch(fd, EPOLLIN);
+	watch(poller, fd, EPOLLIN);
 }
 
 static void greet(int listener, const char *name)
@@ -141,7 +111,7 @@ static void greet(int listener, const char *name)
 	snprintf(greeting, sizeof(greeting), "%s:%u", name, served[listener]);
 	while ((fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK)) >= 0) {
 		if (send(fd, greeting, sizeof(greeting), MSG_NOSIGNAL) == sizeof(greeting))
-			watch(fd, EPOLLIN);
+			watch(poller, fd, EPOLLIN);
 		else
 			close(fd);
 	}
@@ -260,7 +230,7 @@ static void begin(uint32_t target, bool load)
 	if (error)
 		end(fd, error, load);
 	else
-		watch(fd, EPOLLIN | EPOLLET);
+		watch(poller, fd, EPOLLIN | EPOLLET);
 }
 
 static int error_of(int fd)
@@ -565,11 +535,11 @@ int main(int count, char **arguments)
 		add_target(arguments[i]);
 	fcntl(STDIN_FILENO, F_SETFL, O_NONBLOCK);
 	if (target_count && !strcmp(arguments[1], "load")) {
-		watch(STDIN_FILENO, EPOLLIN);
+		watch(poller, STDIN_FILENO, EPOLLIN);
 		return put_under_load(arguments[2], atof(arguments[3]), atoll(arguments[4]) * MILLISECOND);
 	}
 	if (target_count && !strcmp(arguments[1], "hold")) {
-		watch(STDIN_FILENO, EPOLLIN);
+		watch(poller, STDIN_FILENO, EPOLLIN);
 		period = atoll(arguments[3]) * MILLISECOND;
 		return hold(arguments[2], atoi(arguments[4]));
 	}

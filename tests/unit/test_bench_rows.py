@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from bench import first
-from bench.cluster_node import IPTABLES, NFTABLES, OURS
 from bench.cluster_rows import percentile, rows
 from bench.measure import Row
+from bench.proxies import IPTABLES, NFTABLES, OURS
 
 
 def run_of(kind: str, start: float, change: float, memory: float, late: float = 1.0) -> dict[str, Any]:

@@ -1,0 +1,143 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* UDP as fast as one CPU can make it, and its other end. Loaded by flood.c. */
+#include "vmlinux.h"
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "flood.h"
+
+#define ETH_P_IP 0x0800
+
+struct frame {
+	struct ethhdr link;
+	struct iphdr ip;
+	struct udphdr udp;
+	__u8 payload[FLOOD_PAYLOAD];
+} __attribute__((packed));
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct flood);
+} flood_settings SEC(".maps");
+
+/* One CPU makes frames: no others count here. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct flood_made);
+} made SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u64);
+} received SEC(".maps");
+
+/* Of so many frames one is sent back; 0: none. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u32);
+} echo_one_of SEC(".maps");
+
+static __always_inline __u16 fold(__u32 sum)
+{
+	sum = (sum & 0xffff) + (sum >> 16);
+	return (sum & 0xffff) + (sum >> 16);
+}
+
+/* The whole header each time: the kernel gives the same pages again, as they came back. */
+SEC("xdp")
+int generate(struct xdp_md *ctx)
+{
+	struct frame *f = (void *)(long)ctx->data;
+	__u32 zero = 0, flow, source;
+	struct flood *s = bpf_map_lookup_elem(&flood_settings, &zero);
+	struct flood_made *m = bpf_map_lookup_elem(&made, &zero);
+
+	if (!s || !m || (void *)(f + 1) > (void *)(long)ctx->data_end)
+		return XDP_ABORTED;
+	if (!(m->frames % FLOOD_CLOCK)) {
+		m->last = bpf_ktime_get_ns();
+		if (!m->frames)
+			m->first = m->last;
+	}
+	flow = m->frames;
+	if (s->flows)
+		flow %= s->flows;
+	m->frames++;
+	source = bpf_htonl(s->source + flow / FLOOD_PORTS);
+	__builtin_memcpy(f->link.h_dest, s->to, 6);
+	__builtin_memcpy(f->link.h_source, s->from, 6);
+	f->link.h_proto = bpf_htons(ETH_P_IP);
+	__builtin_memset(&f->ip, 0, sizeof(f->ip));
+	f->ip.version = 4;
+	f->ip.ihl = 5;
+	f->ip.tot_len = bpf_htons(sizeof(*f) - sizeof(f->link));
+	f->ip.ttl = 64;
+	f->ip.protocol = IPPROTO_UDP;
+	f->ip.saddr = source;
+	f->ip.daddr = s->destination;
+	f->ip.check = ~fold(s->sum + (source & 0xffff) + (source >> 16));
+	f->udp.source = bpf_htons(FLOOD_FIRST_PORT + flow % FLOOD_PORTS);
+	f->udp.dest = s->port;
+	f->udp.len = bpf_htons(sizeof(f->udp) + sizeof(f->payload));
+	f->udp.check = 0;
+	return bpf_redirect(s->device, 0);
+}
+
+static __always_inline struct frame *own_frame(struct xdp_md *ctx)
+{
+	struct frame *f = (void *)(long)ctx->data;
+
+	if ((void *)(f + 1) > (void *)(long)ctx->data_end)
+		return NULL;
+	if (f->link.h_proto != bpf_htons(ETH_P_IP) || f->ip.protocol != IPPROTO_UDP)
+		return NULL;
+	return f;
+}
+
+static __always_inline void count_received(void)
+{
+	__u32 zero = 0;
+	__u64 *count = bpf_map_lookup_elem(&received, &zero);
+
+	if (count)
+		*count += 1;
+}
+
+/* Where UDP ends. */
+SEC("xdp")
+int sink(struct xdp_md *ctx)
+{
+	struct frame *f = own_frame(ctx);
+	__u32 zero = 0, *one_of, address;
+	__u8 link[6];
+	__u16 port;
+
+	if (!f)
+		return XDP_PASS;
+	count_received();
+	one_of = bpf_map_lookup_elem(&echo_one_of, &zero);
+	if (!one_of || !*one_of || bpf_get_prandom_u32() % *one_of)
+		return XDP_DROP;
+	/* Swapped, the sums stay what they are. */
+	__builtin_memcpy(link, f->link.h_dest, 6);
+	__builtin_memcpy(f->link.h_dest, f->link.h_source, 6);
+	__builtin_memcpy(f->link.h_source, link, 6);
+	address = f->ip.saddr;
+	f->ip.saddr = f->ip.daddr;
+	f->ip.daddr = address;
+	port = f->udp.source;
+	f->udp.source = f->udp.dest;
+	f->udp.dest = port;
+	/* Not XDP_TX: a veth's other end is woken by that only if it has an XDP program, too. */
+	return bpf_redirect(ctx->ingress_ifindex, 0);
+}
+
+char LICENSE[] SEC("license") = "Apache-2.0";

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figure: how long a request of one byte takes, while there are 70 % of what goes through without any proxy.
+
+CONNECTIONS connections that stay, requests by the clock (``paced``): what waits counts from when it was due. The rate
+is the same for all: 70 % of what no proxy carries on these connections, the median of five tries before.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from .contenders import NONE, PROXIES, WAYS, field, turns
+from .fast import takes_part
+from .loads import Samples, paced, rows
+from .measure import Result, Row, machine, say, speed
+from .proxies import NFTABLES
+
+CONNECTIONS = 16
+LOAD = 0.7
+GOAL = 1.02
+PERCENTILES = {"p50_us": "p50", "p99_us": "p99", "p999_us": "p99.9"}
+OURS = ("fast", "xdp", "socket", "direct", "netfilter")
+PAIRS = [*((each, NONE) for each in OURS), (NFTABLES, NONE), ("iptables", NONE), ("fast", NFTABLES)]
+
+
+def run(quick: bool) -> Result:
+    rounds, seconds = (5, 0.3) if quick else (7, 1.5)
+    speeds = speed(1)
+    samples: dict[str, Samples] = {name: {} for name in PERCENTILES}
+    grounds = field().grounds([*PROXIES, "xdp"])
+    rates = {way: LOAD * statistics.median(_most(way, seconds / 2) for _ in range(5)) for way in WAYS}
+    for number, order in turns(rounds, grounds):
+        for way, words in WAYS.items():
+            for ground in order:
+                if takes_part(ground, way):
+                    found = paced(ground, way, 4, CONNECTIONS, rates[way], seconds)
+                    for name in PERCENTILES:
+                        of = samples[name].setdefault(f"{words}, IPv4", {})
+                        of.setdefault(ground.contender.name, []).append(found[name])
+        speeds += speed(1)
+        of = next(iter(samples["p99_us"].values()))
+        shown = ", ".join(f"{name} {of[name][-1]:.0f}" for name in sorted(of))
+        say(f"latency {number + 1}: {rates['pod']:.0f} requests a second, p99 µs: {shown}")
+    return Result(
+        figure="latency",
+        title=f"Latency of request-response under {LOAD:.0%} load",
+        quick=quick,
+        machine=machine(speeds),
+        rows=list(table(samples)),
+        samples={**samples, "rates": rates, "speed_seconds": speeds},
+    )
+
+
+def _most(way: str, seconds: float) -> float:
+    """What no proxy carries, requests a second."""
+    return paced(field().grounds([NONE])[0], way, 4, CONNECTIONS, 0, seconds)["per_second"]
+
+
+def table(samples: dict[str, Samples]) -> Iterator[Row]:
+    """Its rows; goals are those of the fast path and of the socket path, beside no proxy."""
+    goals = {(ours, NONE): GOAL for ours in ("fast", "socket")}
+    for name, words in PERCENTILES.items():
+        yield from rows(samples[name], f"latency, {words}", "µs", PAIRS, goals, most=True)

@@ -1,0 +1,83 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the load programs have in common: how they end, the clock, their priority, addresses. */
+#ifndef BENCH_LOAD_H
+#define BENCH_LOAD_H
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <sched.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <time.h>
+
+#define SECOND 1000000000ULL
+
+static inline void __attribute__((noreturn)) die(const char *what)
+{
+	fprintf(stderr, "%s: %s: %s\n", program_invocation_short_name, what, strerror(errno));
+	exit(1);
+}
+
+/* CLOCK_MONOTONIC, nanoseconds. */
+static inline uint64_t now(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (uint64_t)t.tv_sec * SECOND + t.tv_nsec;
+}
+
+/* Scheduled before everything else, so that other work on the machine does not blur a comparison. */
+static inline void come_first(void)
+{
+	struct sched_param first = { .sched_priority = 1 };
+
+	if (sched_setscheduler(0, SCHED_FIFO, &first))
+		die("sched_setscheduler");
+}
+
+static inline void watch(int poller, int fd, uint32_t events)
+{
+	struct epoll_event e = { .events = events, .data.fd = fd };
+
+	if (epoll_ctl(poller, EPOLL_CTL_ADD, fd, &e))
+		die("epoll_ctl");
+}
+
+/* A listener on every address of both families. */
+static inline int listen_on(uint16_t port, int flags)
+{
+	struct sockaddr_in6 any = { .sin6_family = AF_INET6, .sin6_port = htons(port) };
+	int fd = socket(AF_INET6, SOCK_STREAM | flags, 0), on = 1;
+
+	if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) ||
+	    bind(fd, (struct sockaddr *)&any, sizeof(any)) || listen(fd, 4096))
+		die("listen");
+	return fd;
+}
+
+/* The length of the address. */
+static inline socklen_t parse_address(const char *text, uint16_t port, struct sockaddr_storage *to)
+{
+	struct sockaddr_in *v4 = (struct sockaddr_in *)to;
+	struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)to;
+
+	if (inet_pton(AF_INET, text, &v4->sin_addr) == 1) {
+		v4->sin_family = AF_INET;
+		v4->sin_port = htons(port);
+		return sizeof(*v4);
+	}
+	if (inet_pton(AF_INET6, text, &v6->sin6_addr) == 1) {
+		v6->sin6_family = AF_INET6;
+		v6->sin6_port = htons(port);
+		return sizeof(*v6);
+	}
+	errno = EINVAL;
+	die(text);
+}
+
+#endif

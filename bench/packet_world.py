@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packets of flows for ``bpf_prog_test_run``, in a namespace with a node's devices, routes and neighbours."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from scapy.layers.inet import IP, TCP, UDP
+from scapy.layers.inet6 import IPv6
+from scapy.layers.l2 import Ether
+from scapy.packet import Packet, Raw
+
+from pyebpf_proxy.datapath.loader.libbpf import Program, SkBuff
+from pyebpf_proxy.lab import manifests
+from pyebpf_proxy.lab.addresses import Dual
+from pyebpf_proxy.lab.namespace import Namespace, set_network_namespace
+
+from . import workload
+from .filled import POD_CIDR6, Filled, fill
+
+REDIRECT, GO_ON = 7, -1
+CLUSTER_IP = Dual("172.31.0.20", "fd00:10:96::20")
+NODE, GATEWAY = Dual("192.0.2.11", "2001:db8:1::11"), Dual("192.0.2.1", "2001:db8:1::1")
+POD, ENDPOINT = Dual("10.32.64.9", "fd00:32:0:1::9"), Dual("10.33.0.7", "fd00:32:0:2::7")
+ELSEWHERE = Dual("198.51.100.7", "2001:db8:2::7")
+FAR = "02:00:00:00:0f:01"
+PORTS = {"TCP": (80, 8080), "UDP": (53, 8053)}
+_TO_NEIGHBOUR = 1
+
+
+@contextmanager
+def node(name: str) -> Iterator[dict[str, int]]:
+    """This process in a namespace with the node's devices, ``pods`` and ``nic``; the indexes of those."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    made = Namespace(f"bench-{name}-{os.getpid()}")
+    made.create()
+    try:
+        made.ip("link add dev nic type veth peer name nic-far", "link set nic-far up", "link set nic up",
+                "link add dev pods type veth peer name pods-far", "link set pods-far up", "link set pods up",
+                f"addr add {NODE.v4}/24 dev nic", f"addr add {NODE.v6}/64 dev nic nodad",
+                "addr add 10.32.64.1/18 dev pods", "addr add fd00:32:0:1::1/64 dev pods nodad",
+                f"route add default via {GATEWAY.v4}", f"route add default via {GATEWAY.v6}",
+                f"route add {workload.POD_CIDR} via {GATEWAY.v4}", f"route add {POD_CIDR6} via {GATEWAY.v6}",
+                *(f"neigh replace {address} lladdr {FAR} nud permanent dev {device}"
+                  for device, of in (("nic", GATEWAY), ("pods", POD)) for address in of))  # fmt: skip
+        made.sysctl({"net.ipv4.ip_forward": 1, "net.ipv6.conf.all.forwarding": 1})
+        set_network_namespace(made.path)
+        yield {device: socket.if_nametoindex(device) for device in ("nic", "pods")}
+    finally:
+        set_network_namespace(f"/proc/self/fd/{home}")
+        os.close(home)
+        made.remove()
+
+
+def filled(services: int, fast: bool, devices: dict[str, int]) -> Filled:
+    """Programs whose maps hold so many services, the one that is asked, and what the agent would write of the node."""
+    ports = [manifests.Port(protocol.lower(), *PORTS[protocol], protocol) for protocol in PORTS]
+    objects = [manifests.service("asked", ports, CLUSTER_IP), *manifests.slices("asked", ports, [(ENDPOINT, None)])]
+    changes = [*workload.parsed(services), *(change for each in objects for change in workload.read(each))]
+    found = fill(changes, fast)
+    maps, btf = found.loaded.maps, found.loaded.tc.btf
+    maps["node_addresses4"].update(socket.inet_aton(NODE.v4), _u32(1))
+    maps["node_addresses6"].update(socket.inet_pton(socket.AF_INET6, NODE.v6), _u32(1))
+    if fast:
+        for index in devices.values():
+            maps["devices"].update(_u32(index), btf.struct("node_device").pack(passage=_TO_NEIGHBOUR))
+        until = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + 3600 * 10**9
+        open_to_all = btf.enum("reason")["REASON_UNSPECIFIED"]
+        word = btf.struct("fast_path").pack(alive_until=until, generation=1, closed4=open_to_all, closed6=open_to_all)
+        maps["fast_path"].update(bytes(4), word)
+    return found
+
+
+class Flow(NamedTuple):
+    """Of the pod's with the service, or past it with somebody who is none."""
+
+    protocol: str
+    family: int
+    sport: int
+    served: bool = True
+
+    def frame(self, devices: dict[str, int], flags: str = "A", reply: bool = False, size: int = 100) -> bytes:
+        """A frame as it comes in from the pod; the endpoint's for a ``reply``."""
+        port, target = PORTS[self.protocol] if self.served else (4433, 4433)
+        to = CLUSTER_IP if self.served else ELSEWHERE
+        ends, ports = ((ENDPOINT, POD), (target, self.sport)) if reply else ((POD, to), (self.sport, port))
+        source, destination = (each.of(self.family) for each in ends)
+        layer: Packet = IP(src=source, dst=destination, id=7) if self.family == 4 else IPv6(src=source, dst=destination)
+        transport: Packet = TCP(flags=flags, seq=1, ack=1) if self.protocol == "TCP" else UDP()
+        transport.sport, transport.dport = ports
+        here = mac("nic" if reply else "pods")
+        return bytes(Ether(src=FAR, dst=here) / layer / transport / Raw(b"x" * (0 if "S" in flags else size)))
+
+    def track(self) -> None:
+        """The kernel's entry of the flow, established."""
+        port, target = PORTS[self.protocol]
+        endpoint = ENDPOINT.v4 if self.family == 4 else f"[{ENDPOINT.v6}]"
+        words = ["-I", "-p", self.protocol.lower(), "-s", POD.of(self.family), "-d", CLUSTER_IP.of(self.family)]
+        words += ["--sport", str(self.sport), "--dport", str(port), "-t", "600", "-u", "SEEN_REPLY,ASSURED"]
+        words += ["--dst-nat", f"{endpoint}:{target}"]
+        words += ["--state", "ESTABLISHED"] if self.protocol == "TCP" else []
+        subprocess.run(["conntrack", *words], check=True, capture_output=True)
+
+    def learn(self, program: Program, devices: dict[str, int]) -> None:
+        """Packets of the endpoint's, until the cache knows the flow. RuntimeError if it never does."""
+        frame = self.frame(devices, reply=True)
+        for _ in range(20):
+            if program.test_run(frame, SkBuff(ifindex=devices["nic"])).retval == REDIRECT:
+                return
+        raise RuntimeError(f"the cache does not learn {self}")
+
+
+@functools.cache
+def mac(device: str) -> str:
+    """The device's link address, in this process's namespace; asked once."""
+    text = subprocess.run(["ip", "-o", "link", "show", device], capture_output=True, text=True, check=True).stdout
+    words = text.split()
+    return words[words.index("link/ether") + 1]
+
+
+def _u32(number: int) -> bytes:
+    return number.to_bytes(4, sys.byteorder)

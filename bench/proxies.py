@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A proxy on a node that reads the real API server, ours or kube-proxy in one of its modes: its process, its word."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pyebpf_proxy.lab.agent import SYNCED, _scrape, command
+from pyebpf_proxy.lab.namespace import Namespace, die_with_parent
+from tests.cluster.reference import kube_proxy
+
+OURS, NFTABLES, IPTABLES = "ours", "nftables", "iptables"
+WORDS = {OURS: "pyebpf-proxy", NFTABLES: "kube-proxy, nftables", IPTABLES: "kube-proxy, iptables"}
+#: Until everything is programmed; kube-proxy takes minutes for tens of thousands of services.
+START_SECONDS = 900.0
+_TOOLS = ("iptables", "iptables-save", "iptables-restore", "ip6tables", "ip6tables-save", "ip6tables-restore")
+
+
+class Proxy:
+    """One process in a node's namespace. ``folder`` is its own, and holds the state of ours in ``state``."""
+
+    def __init__(self, kind: str, namespace: Namespace, folder: Path) -> None:
+        self.kind = kind
+        self._namespace = namespace
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, kubeconfig: Path, node: str, cluster_cidr: str, families: int = 1) -> float:
+        """Start it and wait until all is programmed: seconds, by its own metric's time stamps of so many families."""
+        path = self._folder / "config.yaml"
+        path.write_text(yaml.safe_dump(self._configuration(kubeconfig, node, cluster_cidr)))
+        state = str(self._folder / "state")
+        program = [*command(), "--directory", state] if self.kind == OURS else [str(kube_proxy())]
+        self._namespace.call(_scrape)  # the worker that asks is there before the clock starts
+        begin = time.time()
+        with open(self._folder / "log", "wb") as log:
+            self._process = subprocess.Popen(
+                ["ip", "netns", "exec", self._namespace.name, *program, "--config", str(path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PATH": f"{_legacy_tools(self._folder)}:{os.environ['PATH']}"},
+                preexec_fn=die_with_parent,
+            )
+        last = [0.0]
+
+        def programmed() -> bool:
+            stamps = self.synced()
+            last[0] = max(stamps.values(), default=0.0)
+            return "IPv4" in stamps and sum(stamp > begin for stamp in stamps.values()) >= families
+
+        self.wait(programmed, "programmed", 0.1, START_SECONDS)
+        return last[0] - begin
+
+    def stop(self) -> None:
+        """End it at once; what it has programmed stays."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def log(self) -> str:
+        """What it has said."""
+        return (self._folder / "log").read_text(errors="replace")
+
+    def synced(self) -> dict[str, float]:
+        """When each family was programmed last, Unix time, by the process's own metric; only those that were."""
+        text = self._namespace.call(_scrape)
+        return {family: float(stamp) for family, stamp in SYNCED.findall(text) if float(stamp)} if text else {}
+
+    def wait(self, condition: Callable[[], Any], what: str, pause: float, seconds: float) -> None:
+        """Until the condition holds; RuntimeError with the log's end if it never does."""
+        end = time.monotonic() + seconds
+        while not condition():
+            if self._process is None or self._process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"{WORDS[self.kind]}: still not {what}; its log ends with:\n{self.log()[-3000:]}")
+            time.sleep(pause)
+
+    def check(self, services: int) -> None:
+        """That many IPv4 services of kube-proxy's are there, by another way than its own word."""
+        if self.kind == NFTABLES:
+            found = self._namespace.run("nft", "list", "map", "ip", "kube-proxy", "service-ips").count(": goto ")
+        else:
+            text = self._namespace.run("iptables-legacy-save", "-t", "nat")
+            found = sum(line.startswith(":KUBE-SVC-") for line in text.splitlines())
+        if found < services:
+            raise RuntimeError(f"{WORDS[self.kind]} says that it is done with {found} of {services} services")
+
+    def memory_mib(self) -> float:
+        """Its resident memory now, MiB."""
+        return resident_mib(self.pid)
+
+    def cpu_seconds(self) -> float:
+        """CPU time that its threads and the programs it waited for have used so far."""
+        tasks = 0
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                tasks += int((task / "schedstat").read_text().split()[0])
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return tasks / 1e9 + (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+
+    def _configuration(self, kubeconfig: Path, node: str, cluster_cidr: str) -> dict[str, Any]:
+        # The same for all: nothing waits on purpose, and nothing that is done by the clock falls into a measurement.
+        timing = {"minSyncPeriod": "1ms", "syncPeriod": "1h"}
+        mode = IPTABLES if self.kind == IPTABLES else NFTABLES
+        return {
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+            "kind": "KubeProxyConfiguration",
+            "mode": mode,
+            "hostnameOverride": node,
+            "clusterCIDR": cluster_cidr,
+            "clientConnection": {"kubeconfig": str(kubeconfig)},
+            # Those are not a namespace's.
+            "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
+            mode: timing,
+        }
+
+
+def resident_mib(pid: int) -> float:
+    """A process's resident memory now, MiB."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("no VmRSS in its status")
+
+
+def _legacy_tools(folder: Path) -> Path:
+    """iptables as its legacy variant, which writes a table in one go, and is the quicker one with many rules."""
+    tools = folder / "tools"
+    if not tools.exists():
+        tools.mkdir()
+        for tool in _TOOLS:
+            family, _, verb = tool.partition("-")
+            (tools / tool).symlink_to(f"/usr/sbin/{family}-legacy" + (f"-{verb}" if verb else ""))
+    return tools

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From samples to rows of the table: what is judged, against which goal, and whether it was met."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .measure import Row, Summary, summary
+
+
+def ratio(
+    what: str,
+    unit: str,
+    ours: Sequence[float],
+    beside: str,
+    theirs: Sequence[float],
+    least: float | None = None,
+    most: float | None = None,
+    judged_unit: str = "of it",
+    goal: str = "",
+) -> Row:
+    """Ours beside something else, round by round: the samples of a round are each other's measure.
+
+    ``least``, ``most``: what the median of the ratios must not fall below or exceed. ``goal``: other words for that.
+    """
+    # Of a run that broke off the last round has no pair.
+    ratios = summary([a / b for a, b in zip(ours, theirs, strict=False)])
+    return Row(
+        what=what,
+        unit=unit,
+        measured=summary(ours),
+        compared_with=beside,
+        compared=summary(theirs),
+        judged=ratios,
+        judged_unit=judged_unit,
+        at_normal_speed=ratios.median,
+        goal=goal or _goal(least, most, judged_unit),
+        met=_met(ratios.median, least, most),
+    )
+
+
+def more(
+    what: str, unit: str, ours: Sequence[float], beside: str, theirs: Sequence[float], slow: float, most: float | None
+) -> Row:
+    """How much more ours takes, round by round; ``most`` is for a machine of normal speed."""
+    found = summary([a - b for a, b in zip(ours, theirs, strict=True)])
+    row = absolute(
+        what, unit, ours, found.median / slow, most, beside=beside, theirs=theirs, judged_unit=f"{unit} more"
+    )
+    row.judged = found
+    return row
+
+
+def absolute(
+    what: str,
+    unit: str,
+    values: Sequence[float],
+    normal: float,
+    most: float | None = None,
+    goal: str = "",
+    beside: str = "",
+    theirs: Sequence[float] = (),
+    judged_unit: str = "",
+) -> Row:
+    """A value that has its own goal, not a ratio. ``normal``: its median on a machine of normal speed."""
+    found: Summary = summary(values)
+    return Row(
+        what=what,
+        unit=unit,
+        measured=found,
+        compared_with=beside,
+        compared=summary(theirs) if theirs else None,
+        judged=found,
+        judged_unit=judged_unit or unit,
+        at_normal_speed=normal,
+        goal=goal or _goal(None, most, judged_unit or unit),
+        met=_met(normal, None, most),
+    )
+
+
+def _goal(least: float | None, most: float | None, unit: str) -> str:
+    return f"≥ {least} {unit}" if least is not None else f"≤ {most} {unit}" if most is not None else ""
+
+
+def _met(value: float, least: float | None, most: float | None) -> bool | None:
+    if least is None and most is None:
+        return None
+    return (least is None or value >= least) and (most is None or value <= most)

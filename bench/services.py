@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figure: short connections to one service while thousands of others are loaded, beside the same with one service.
+
+Of each contender two nodes are there at once, one with one service and one with all of them, and take turns. kube-proxy
+has them from a real API server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .contenders import CONTENDERS, Field, field, turns
+from .loads import connect
+from .measure import Result, Row, machine, say, speed
+from .proxies import IPTABLES, NFTABLES
+from .rows import ratio
+
+SIZES = (1_000, 10_000, 30_000)
+QUICK_SIZES = (1_000,)
+NAMES = ("direct", "fast", "socket", NFTABLES, IPTABLES)
+OURS = ("direct", "fast", "socket")
+GOAL = 0.98
+#: By size, as text, then by contender: rates with one service, and with so many.
+Found = dict[str, dict[str, dict[str, list[float]]]]
+
+
+def run(quick: bool) -> Result:
+    rounds, seconds = (5, 0.2) if quick else (9, 0.8)
+    speeds = speed(1)
+    found: Found = {}
+    few = field()
+    for size in QUICK_SIZES if quick else SIZES:
+        many = Field(size)
+        try:
+            full = {ground.contender.name: ground for ground in many.grounds(NAMES)}
+            of = found.setdefault(str(size), {name: {"one": [], "many": []} for name in full})
+            for number, order in turns(rounds, few.grounds(list(full))):
+                for ground in order:
+                    name = ground.contender.name
+                    pair = [("one", ground), ("many", full[name])]
+                    for which, each in pair[:: -1 if number % 2 else 1]:
+                        of[name][which].append(connect(each, "pod", 4, seconds))
+            for name, both in of.items():
+                last = f"{both['many'][-1]:.0f}, with one {both['one'][-1]:.0f}"
+                say(f"services: {size}: {CONTENDERS[name].words}: {last}")
+        finally:
+            many.close()
+        speeds += speed(1)
+    return Result(
+        figure="services",
+        title="Connect, request, reset, many services loaded",
+        quick=quick,
+        machine=machine(speeds),
+        rows=list(table(found)),
+        samples={"found": found, "speed_seconds": speeds},
+    )
+
+
+def table(found: Found) -> Iterator[Row]:
+    """Each contender beside itself with one service, by size; goals are ours."""
+    for size, of in found.items():
+        for name, both in of.items():
+            yield ratio(
+                f"connect-request-reset, {size} services: {CONTENDERS[name].words}",
+                "/s",
+                both["many"],
+                "one service",
+                both["one"],
+                least=GOAL if name in OURS else None,
+            )
