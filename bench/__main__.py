@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import api_load, change, cluster, connect, fast, first, latency, memory, packet, plan, services, udp, write
 from .contenders import field
-from .measure import ROOT, load_result, save, say
+from .measure import ROOT, Result, load_result, save, say
 from .plots import draw
 from .report import PAGE, lines, relative, write_page
 
@@ -52,14 +52,14 @@ def main() -> int:
     if unknown:
         parser.error(f"no such figure: {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
     folder = QUICK_RESULTS if arguments.quick else RESULTS
+    measured = [] if arguments.report else arguments.figures or [name for name in FIGURES if name not in APART]
     if not arguments.report:
         if os.geteuid() != 0:
             print("bench needs root: it loads programs and makes network namespaces", file=sys.stderr)
             return 1
-        _measure(arguments.figures or [name for name in FIGURES if name not in APART], arguments.quick, folder)
-    results = [load_result(path) for name in FIGURES if (path := folder / f"{name}.json").exists()]
-    for result in results:
-        draw(result, folder)
+        _measure(measured, arguments.quick, folder)
+    kept = [load_result(path) for name in FIGURES if (path := folder / f"{name}.json").exists()]
+    results = [result for result in kept if _drawn(result, folder, result.figure in measured)]
     if not arguments.quick:
         write_page(results)
         say(f"{relative(PAGE)} written")
@@ -84,6 +84,18 @@ def _measure(names: Sequence[str], quick: bool, folder: Path) -> None:
             say(f"{relative(path)} written after {time.monotonic() - begin:.0f} s")
     finally:
         field().close()
+
+
+def _drawn(result: Result, folder: Path, new: bool) -> bool:
+    """Draw it; of a version that kept other samples nothing can be drawn, nor told beside the others."""
+    try:
+        draw(result, folder)
+    except (KeyError, TypeError, AttributeError):
+        if new:
+            raise
+        say(f"{result.figure}: the results of {result.machine['date']} are of an older kind: measure it again")
+        return False
+    return True
 
 
 def _return_to_owner(folder: Path) -> None:
