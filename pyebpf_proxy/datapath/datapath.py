@@ -22,7 +22,7 @@ from pyebpf_proxy.datapath.kube_proxy.beside import Beside
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import LAYOUT_VERSION, LEAST_CONNECTIONS, Loaded, load
 from pyebpf_proxy.datapath.netfilter.cluster_addresses import ClusterAddresses
-from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.netfilter.nft import NftError, Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour, Prefix
 from pyebpf_proxy.datapath.netfilter.own_sctp import OwnSctp
 from pyebpf_proxy.datapath.node import cgroups, mounts, sysctls
@@ -53,12 +53,15 @@ class _Parts:
     node: Node
     writer: Writer
     clusters: ClusterAddresses
+    #: As it shall be; what of it the table has, the table knows.
     own_sctp: OwnSctp
     udp: UdpCleanup
     #: Serving endpoints of UDP services have changed since the last clean-up.
     udp_touched: bool
     #: None: it is off.
     fast: FastPath | None = None
+    #: Why SCTP of the node is not served as it shall be; empty: it is.
+    sctp_problem: str = ""
 
 
 class Datapath:
@@ -181,7 +184,6 @@ class Datapath:
         own_sctp = OwnSctp(own_traffic(effective, facts))
         if effective.socket_lb != "off":
             own_sctp = own_sctp.after(wanted) or own_sctp
-        table.set_own_sctp(own_sctp)
         udp = UdpCleanup(peers_in(loaded.maps, loaded.sock.btf))
         udp_touched = udp.apply(wanted)
         nodes_maps = {name: loaded.maps[name] for name in MAPS}
@@ -192,7 +194,9 @@ class Datapath:
         # The maps are complete: what is attached from here on finds everything.
         self._attach(loaded, node, pins)
         former.retire()
-        return _Parts(loaded, table, node, writer, clusters, own_sctp, udp, udp_touched)
+        parts = _Parts(loaded, table, node, writer, clusters, own_sctp, udp, udp_touched)
+        self._serve_own_sctp(parts, own_sctp)
+        return parts
 
     def _attach(self, loaded: Loaded, node: Node, pins: Path) -> None:
         found = self._attach_sockets(loaded, pins / "links") if self._effective.socket_lb != "off" else "none"
@@ -330,9 +334,16 @@ class Datapath:
 
     @staticmethod
     def _serve_own_sctp(parts: _Parts, changed: OwnSctp | None) -> None:
-        if changed is not None:
+        """What nftables refuses here (an expression that this kernel lacks) must not keep others from being served."""
+        if changed is None:
+            return
+        parts.own_sctp = changed
+        try:
             parts.table.set_own_sctp(changed)
-            parts.own_sctp = changed
+        except NftError as error:
+            parts.sctp_problem = f"SCTP of the node itself is not served as it should be: {error}"
+        else:
+            parts.sctp_problem = ""
 
     def _tell_cleaned(self, cleaned: Cleaned) -> None:
         self.on_cleaned(cleaned)
@@ -361,7 +372,8 @@ class Datapath:
 
 
 def _problems(parts: _Parts) -> list[str]:
-    return [str(problem) for problem in parts.writer.problems.values()]
+    problems = [str(problem) for problem in parts.writer.problems.values()]
+    return [*problems, parts.sctp_problem] if parts.sctp_problem else problems
 
 
 def _holds_settings(directory: Path) -> bool:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 import msgspec
 import pytest
 
-from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.netfilter.nft import NftError, Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.datapath.netfilter.own_sctp import OwnSctp, OwnTraffic
 from pyebpf_proxy.services.model import (
@@ -190,6 +190,20 @@ def test_it_is_adopted_and_healed(how: str, table: Table, shell: Shell) -> None:
         again.set_own_sctp(with_services(NOTHING, RICH))
         assert "sctp6/" not in shell("nft list ruleset")
         again.set_own_sctp(own)
+    assert lines(shell) == wanted
+
+
+def test_what_the_kernel_refuses_changes_nothing(table: Table, shell: Shell) -> None:
+    table.ensure(Behaviour(MARK))
+    own = with_services(NOTHING, RICH)
+    table.set_own_sctp(own)
+    wanted = lines(shell)
+    impossible = own.with_traffic(OwnTraffic(1 << 40))
+    assert impossible is not None
+    with pytest.raises(NftError):
+        table.set_own_sctp(impossible)
+    assert lines(shell) == wanted
+    table.set_own_sctp(own)
     assert lines(shell) == wanted
 
 
