@@ -18,13 +18,17 @@ class Ids:
 
     def __init__(self, limit: int, used: Iterable[int] = (), start: int = 1) -> None:
         self._limit = limit
-        self._pages: dict[int, int] = {}
-        self._count = 0
-        self._next = start
+        pages: dict[int, int] = {}
+        highest = start - 1
+        # After a restart there are a hundred thousand: no call for each of them.
         for number in used:
-            if number not in self:
-                self._mark(number, 1)
-            self._next = max(self._next, number + 1)
+            page = number // _PAGE
+            pages[page] = pages.get(page, 0) | 1 << number % _PAGE
+            if number > highest:
+                highest = number
+        self._pages = pages
+        self._count = sum(bits.bit_count() for bits in pages.values())
+        self._next = highest + 1
         # Until the end is reached for the first time, everything from _next on is free.
         self._wrapped = False
 
