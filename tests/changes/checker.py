@@ -200,16 +200,24 @@ def _meet(stall: Stall, begun: float, ended: float) -> bool:
 
 
 def _within(
-    timeline: Timeline, records: Iterable[Record], key: Callable[[Record], object], wanted: Callable[[Phase, int], bool]
+    timeline: Timeline,
+    records: Iterable[Record],
+    key: Callable[[Record], object],
+    wanted: Callable[[Phase, int], bool],
+    over: bool = True,
 ) -> dict[tuple[int, object], list[Record]]:
-    """Answered connections that began and ended while one phase alone was in force, by phase and ``key``."""
+    """Answered connections that began while one phase alone was in force, by phase and ``key``.
+
+    ``over``: those that ended then, too; else those that did not.
+    """
     groups: dict[tuple[int, object], list[Record]] = defaultdict(list)
     spans = [timeline.alone(index) for index in range(len(timeline.phases))]
     for record in records:
         if record.end != ANSWERED:
             continue
         for index, (begun, ended) in enumerate(spans):
-            if begun <= record.begun and record.ended < ended and wanted(timeline.phases[index], record.target):
+            then = begun <= record.begun < ended and (record.ended < ended) == over
+            if then and wanted(timeline.phases[index], record.target):
                 groups[index, key(record)].append(record)
     return groups
 
@@ -264,10 +272,12 @@ def _unused(timeline: Timeline, targets: Sequence[Target], records: Iterable[Rec
     # Of each client where it makes enough of them; on a slow machine all clients together must do.
     for key in (client, entitled):
         groups = _within(timeline, records, key, lambda phase, target: not phase.sticky[target])
-        for (index, _), group in groups.items():
+        # A server that gets no turn on a busy machine answers when the phase is over.
+        late = _within(timeline, records, key, lambda phase, target: not phase.sticky[target], over=False)
+        for (index, who), group in groups.items():
             phase, target = timeline.phases[index], group[0].target
             names = phase.rules[target].names
-            idle = names - {record.name for record in group}
+            idle = names - {record.name for record in [*group, *late.get((index, who), ())]}
             if idle and len(group) >= ENOUGH * len(names):
                 text = f"{', '.join(sorted(idle))} got none of {len(group)} connections"
                 found.append(Violation("unused", f"{targets[target]} and others, “{phase.name}”: {text}"))

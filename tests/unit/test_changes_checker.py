@@ -175,6 +175,14 @@ def test_who_may_answer_must_be_chosen_now_and_then() -> None:
     others = [VIP, PORT._replace(source="pod")]
     half = [record._replace(target=index % 2) for index, record in enumerate(many)]
     assert [violation.rule for violation in check(timeline(BOTH), others, half)] == ["unused"]
+
+
+def test_a_server_that_answers_when_the_phase_is_over_was_chosen() -> None:
+    many = [at(0.5 + i * MS) for i in range(48)]
+    line = timeline(BOTH, BOTH)
+    assert judged(line, *many, at(0.6, "two:1", took=0.6)) == []
+    # Chosen later is not chosen.
+    assert judged(line, *many, at(1.05, "two:1")) == ["unused", "unused"]
     assert judged(timeline(BOTH), *many, at(0.7, "two:1")) == []
     assert judged(timeline(BOTH, sticky=True), *many) == []
 
