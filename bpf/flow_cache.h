@@ -22,12 +22,17 @@ static __always_inline __u32 flow_tag(const void *key)
 	return (__u32)t | 1;
 }
 
+static __always_inline __u32 *sightings(__u32 tag)
+{
+	__u32 number = tag * 0x9e3779b1U >> (32 - SIGHTING_BITS);
+
+	return bpf_map_lookup_elem(&flow_sightings, &number);
+}
+
 /* This flow's packets come often enough to pay for an entry; what ends soon would have it for nothing. */
 static __always_inline bool is_frequent(const struct packet *p)
 {
-	__u32 tag = flow_tag(p), number = tag * 0x9e3779b1U >> (32 - SIGHTING_BITS);
-	__u32 *seen = bpf_map_lookup_elem(&flow_sightings, &number);
-	__u32 count;
+	__u32 tag = flow_tag(p), count, *seen = sightings(tag);
 
 	if (!seen)
 		return true;
@@ -113,10 +118,13 @@ static __noinline __attribute__((unused)) int end_entries(const struct packet *p
 static __always_inline void ask_again(const struct packet *p)
 {
 	struct flow *f = bpf_map_lookup_elem(&flows, p);
+	__u32 tag = flow_tag(p), *seen = sightings(tag);
 
 	/* Asked for another flow's entry it costs time, and nothing else. */
 	if (f)
 		f->check_at = 0;
+	if (seen && !((*seen ^ tag) & ~SIGHTING_COUNT))
+		*seen = 0;
 }
 
 #endif

@@ -92,6 +92,12 @@ def test_the_first_packets_of_an_endpoint_are_the_kernels(node: World) -> None:
     for each in (flow, another):
         assert [each.run(reply=True).retval for _ in range(4)] == [GO_ON, GO_ON, GO_ON, REDIRECT]
     assert node.reasons() == {"FLOW_MISS": 8, "FLOW_LEARNED": 4, "FLOW_HIT": 2}
+    third = Flow(node, sport=40002)
+    third.track()
+    for _ in range(3):
+        # Whoever has the same ports next begins from the start.
+        third.run(reply=True, frame=third.frame(reply=True, flags="SA"))
+        assert [third.run(reply=True).retval for _ in range(2)] == [GO_ON, GO_ON]
 
 
 def test_the_kernels_entry_lives_on(fast: World) -> None:
