@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lab_tools import reasons, wait_until
@@ -12,6 +14,7 @@ from talk import PORT, Talk, serve
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from pyebpf_proxy.lab.namespace import Namespace
 
 LIBERAL = "net.netfilter.nf_conntrack_tcp_be_liberal"
 ON = {"fastPath": True, "fastPathEntries": 4096}
@@ -61,3 +64,41 @@ def made(lab: Lab) -> World:
     first.agent.start(own=ON)
     first.agent.wait_synced()
     return world
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[Ask]:
+    """Begins conversations, which end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(namespace: Namespace, address: str, protocol: str = "tcp", port: int = PORT, size: int = 100) -> Talk:
+            talk = Talk(namespace, address, protocol, port, size)
+            stack.callback(talk.end)
+            talk.wait()
+            return talk
+
+        yield begin
+
+
+@contextlib.contextmanager
+def at_once(*talks: Talk) -> Iterator[None]:
+    """Whatever happens inside, no conversation stands for longer than a second of a machine that is not busy."""
+    for talk in talks:
+        talk.forget_pause()
+    slow = slowness()
+    yield
+    for talk in talks:
+        talk.wait()
+    slow = max(slow, slowness())
+    for talk in talks:
+        assert talk.pause < 1.0 * slow, f"stood still for {talk.pause:.2f} s on a machine {slow:.1f} times as slow"
+
+
+def slowness() -> float:
+    """How much longer this machine takes now than one that has nothing else to do, 1.0 at least."""
+    worst = 0.0
+    for _ in range(5):
+        begun = time.monotonic()
+        sum(number * number for number in range(160_000))
+        worst = max(worst, time.monotonic() - begun)
+    return max(1.0, worst / 0.01)

@@ -67,13 +67,22 @@ class Talk:
 
     def __init__(self, namespace: Namespace, address: str, protocol: str, port: int = PORT, size: int = 100) -> None:
         context = multiprocessing.get_context("fork")
-        self._state = context.Array("d", [0.0, 0.0, 0.0])  # answers, time of the last one, whether to end
+        self._state = context.Array("d", [0.0, 0.0, 0.0])  # answers, when the last one came, longest pause before one
         self._peer = context.Array("c", 64)
         self._task = namespace.start(_talk, address, port, protocol, size, self._state, self._peer)
 
     @property
     def answers(self) -> int:
         return int(self._state[0])
+
+    @property
+    def pause(self) -> float:
+        """The longest time without an answer, in seconds, since `forget_pause`."""
+        return max(self._state[2], time.monotonic() - self._state[1])
+
+    def forget_pause(self) -> None:
+        """From now on."""
+        self._state[2] = 0.0
 
     @property
     def peer(self) -> str:
@@ -125,6 +134,9 @@ def _talk(address: str, port: int, protocol: str, size: int, state: Any, peer: A
                 raise AssertionError(f"another answer: {answer!r} instead of {sent!r}")
             peer.value = answer[_SIZE:].strip()[:63]
             state[0] += 1
+            now = time.monotonic()
+            state[2] = max(state[2], now - (state[1] or now))
+            state[1] = now
             time.sleep(0.001)
 
 

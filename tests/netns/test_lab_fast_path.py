@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import FAR, LIBERAL, NEAR, ON, Ask, World, made
-from lab_tools import Capture, wait_until
-from talk import PORT, Talk, serve
+from fast_lab import FAR, LIBERAL, NEAR, ON, Ask, World, asking, made
+from lab_tools import wait_until
+from talk import Talk
 
-from pyebpf_proxy.lab.addresses import Dual, cluster_ip
-from pyebpf_proxy.lab.cluster import Lab, Node
-from pyebpf_proxy.lab.manifests import Port, service, slices
+from pyebpf_proxy.lab.addresses import Dual
+from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -33,14 +31,7 @@ def bridged() -> Iterator[World]:
 
 @pytest.fixture
 def ask() -> Iterator[Ask]:
-    with contextlib.ExitStack() as stack:
-
-        def begin(namespace: Namespace, address: str, protocol: str = "tcp", port: int = PORT, size: int = 100) -> Talk:
-            talk = Talk(namespace, address, protocol, port, size)
-            stack.callback(talk.end)
-            talk.wait()
-            return talk
-
+    with asking() as begin:
         yield begin
 
 
@@ -82,94 +73,7 @@ def test_pods_on_a_bridge(bridged: World, ask: Ask, address: Dual, family: int, 
     assert talk.peer == bridged.client.address.of(family)
 
 
-# ---- what changes under it ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_the_neighbours_entry_is_gone(shared: World, ask: Ask, protocol: str) -> None:
-    talk = ask(shared.client.namespace, FAR.v4, protocol)
-    shared.fast(talk)
-    shared.node.namespace.ip(f"neigh del {shared.lab.nodes[1].address.v4} dev eth0")
-    shared.fast(talk)
-
-
-def test_the_neighbour_has_another_link_address(shared: World, far: Talk) -> None:
-    other = shared.lab.nodes[1]
-    old = link_address(other)
-    other.namespace.ip("link set dev eth0 address 02:00:00:00:0e:02")
-    try:
-        # As a machine does that has taken an address over.
-        shared.node.namespace.ip(f"neigh replace {other.address.v4} lladdr 02:00:00:00:0e:02 dev eth0 nud reachable")
-        shared.fast(far)
-        stray = Capture(other.namespace, "eth0", lambda frame: frame[:6] == old, deadline=1.0)
-        far.wait()
-        assert stray.frame() is None, "something still goes to the old link address"
-    finally:
-        other.namespace.ip(f"link set dev eth0 address {old.hex(':')}")
-        shared.node.namespace.ip(f"neigh replace {other.address.v4} lladdr {old.hex(':')} dev eth0 nud reachable")
-    shared.fast(far)
-
-
-def test_the_mtu_is_lowered(shared: World, ask: Ask) -> None:
-    talk = ask(shared.client.namespace, FAR.v4, size=20_000)
-    shared.fast(talk)
-    shared.node.namespace.ip("link set dev eth0 mtu 1300")
-    try:
-        shared.fast(talk)
-    finally:
-        shared.node.namespace.ip("link set dev eth0 mtu 1500")
-    shared.fast(talk)
-
-
-def test_the_route_moves_to_another_device(shared: World, far: Talk) -> None:
-    other, lan = shared.lab.nodes[1], shared.node.namespace
-    shared.lab.core.ip(
-        f"link add second type veth peer name eth1 netns {lan.name}",
-        "link set second master lan0",
-        "link set second up",
-    )
-    try:
-        lan.ip("link set eth1 up", "addr add 192.0.2.211/32 dev eth1")
-        lan.ip(f"route add {other.address.v4}/32 dev eth1", f"route replace {other.pod_cidr.v4} via {other.address.v4}")
-        arrives = Capture(lan, "eth1", lambda frame: frame[12:14] == b"\x08\x00", deadline=60.0)
-        far.wait()
-        assert arrives.frame() is not None, "nothing leaves by the new way"
-        far.wait()
-    finally:
-        lan.ip(f"route del {other.address.v4}/32 dev eth1")
-        shared.lab.core.ip("link del second")
-    lan.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
-    shared.fast(far)
-
-
-def test_a_device_is_deleted(shared: World, ask: Ask, far: Talk) -> None:
-    gone = shared.lab.add_pod(f"gone-{len(shared.lab.pods)}", shared.node, serve=False)
-    serve(gone)
-    ports = [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
-    objects = [service("gone", ports, cluster_ip(9)), *slices("gone", ports, [(gone.address, gone.node.name)])]
-    moment = shared.lab.write("gone.yaml", objects)
-    shared.node.agent.wait_synced(moment)
-    talk = ask(shared.client.namespace, cluster_ip(9).v4, "udp")
-    shared.fast(talk)
-    shared.node.namespace.ip(f"link del {gone.device}")
-    assert talk.stands()
-    before = shared.count("drop_rewrite_failed")
-    shared.fast(far)
-    assert shared.count("drop_rewrite_failed") == before
-
-
-@pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_conntracks_entry_is_deleted(shared: World, ask: Ask, protocol: str) -> None:
-    talk = ask(shared.client.namespace, FAR.v4, protocol)
-    shared.fast(talk)
-    before = shared.count("flow_forgotten")
-    shared.node.namespace.run("conntrack", "-D", "-p", protocol, "--orig-dst", FAR.v4)
-    if protocol == "udp":
-        shared.fast(talk)
-    else:
-        # As without the fast path: no connection any more that anybody translates.
-        assert talk.stands()
-        wait_until(lambda: shared.count("flow_forgotten") > before, "the entry is taken out of the cache", 60.0)
+# ---- what closes it --------------------------------------------------------------------------------------------------
 
 
 def test_policy_routing_closes_it_and_opens_it_again(shared: World, far: Talk) -> None:
@@ -251,7 +155,3 @@ def test_the_agent_comes_and_goes(shared: World, far: Talk) -> None:
 
 def value(namespace: Namespace) -> str:
     return namespace.run("sysctl", "-n", LIBERAL).strip()
-
-
-def link_address(of: Node) -> bytes:
-    return bytes.fromhex(of.namespace.run("cat", "/sys/class/net/eth0/address").strip().replace(":", ""))

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node may suffer while flows take the fast path: traffic is right again at once, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from fast_lab import FAR, Ask, World, asking, at_once, made
+from lab_tools import Capture, wait_until
+from talk import PORT, Talk, serve
+
+from pyebpf_proxy.lab.addresses import cluster_ip
+from pyebpf_proxy.lab.cluster import Lab, Node, Pod
+from pyebpf_proxy.lab.manifests import Object, Port, service, slices
+from pyebpf_proxy.lab.namespace import LabError
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+BOTH = [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
+MOVED = cluster_ip(9)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[World]:
+    with Lab() as lab:
+        yield made(lab)
+
+
+@pytest.fixture
+def ask() -> Iterator[Ask]:
+    with asking() as begin:
+        yield begin
+
+
+@pytest.fixture
+def far(shared: World, ask: Ask) -> Talk:
+    """A connection of the pod with the other node's pod, by the cache."""
+    talk = ask(shared.client.namespace, FAR.v4)
+    shared.fast(talk)
+    return talk
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_the_neighbours_entry_is_gone(shared: World, ask: Ask, protocol: str) -> None:
+    talk = ask(shared.client.namespace, FAR.v4, protocol)
+    shared.fast(talk)
+    with at_once(talk):
+        shared.node.namespace.ip(f"neigh del {shared.lab.nodes[1].address.v4} dev eth0")
+    shared.fast(talk)
+
+
+def test_the_neighbour_has_another_link_address(shared: World, far: Talk) -> None:
+    other = shared.lab.nodes[1]
+    old = link_address(other)
+    try:
+        with at_once(far):
+            other.namespace.ip("link set dev eth0 address 02:00:00:00:0e:02")
+            # As a machine does that has taken an address over.
+            tell(shared, other, "02:00:00:00:0e:02")
+        shared.fast(far)
+        stray = Capture(other.namespace, "eth0", lambda frame: frame[:6] == old, deadline=1.0)
+        far.wait()
+        assert stray.frame() is None, "something still goes to the old link address"
+    finally:
+        other.namespace.ip(f"link set dev eth0 address {old.hex(':')}")
+        tell(shared, other, old.hex(":"))
+    shared.fast(far)
+
+
+def tell(shared: World, other: Node, address: str) -> None:
+    shared.node.namespace.ip(f"neigh replace {other.address.v4} lladdr {address} dev eth0 nud reachable")
+
+
+def test_the_mtu_is_lowered(shared: World, ask: Ask) -> None:
+    talk = ask(shared.client.namespace, FAR.v4, size=20_000)
+    shared.fast(talk)
+    try:
+        with at_once(talk):
+            shared.node.namespace.ip("link set dev eth0 mtu 1300")
+        shared.fast(talk)
+    finally:
+        shared.node.namespace.ip("link set dev eth0 mtu 1500")
+    shared.fast(talk)
+
+
+@contextlib.contextmanager
+def second_device(shared: World) -> Iterator[None]:
+    lan = shared.node.namespace
+    shared.lab.core.ip(
+        f"link add second type veth peer name eth1 netns {lan.name}",
+        "link set second master lan0",
+        "link set second up",
+    )
+    try:
+        lan.ip("link set eth1 up", "addr add 192.0.2.211/32 dev eth1")
+        yield
+    finally:
+        shared.lab.core.ip("link del second")
+
+
+def test_the_route_moves_to_another_device(shared: World, far: Talk) -> None:
+    other, lan = shared.lab.nodes[1], shared.node.namespace
+    with second_device(shared):
+        try:
+            with at_once(far):
+                lan.ip(
+                    f"route add {other.address.v4}/32 dev eth1",
+                    f"route replace {other.pod_cidr.v4} via {other.address.v4}",
+                )
+            arrives = Capture(lan, "eth1", lambda frame: frame[12:14] == b"\x08\x00", deadline=60.0)
+            far.wait()
+            assert arrives.frame() is not None, "nothing leaves by the new way"
+            stray = Capture(lan, "eth0", lambda frame: is_between(frame, shared), deadline=1.0)
+            far.wait()
+            assert stray.frame() is None, "something still leaves by the old one"
+        finally:
+            lan.ip(f"route del {other.address.v4}/32 dev eth1")
+    lan.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
+    shared.fast(far)
+
+
+def is_between(frame: bytes, shared: World) -> bool:
+    """From the client to the far pod."""
+    ends = b"".join(bytes(map(int, pod.address.v4.split("."))) for pod in (shared.client, shared.far))
+    return frame[26:34] == ends
+
+
+def moved(pod: Pod) -> list[Object]:
+    return [service("moved", BOTH, MOVED), *slices("moved", BOTH, [(pod.address, pod.node.name)])]
+
+
+def test_a_device_is_deleted(shared: World, ask: Ask, far: Talk) -> None:
+    """The endpoint's. When the service has another one, datagrams go there; other flows notice nothing."""
+    gone = shared.lab.add_pod(f"gone-{len(shared.lab.pods)}", shared.node, serve=False)
+    serve(gone)
+    shared.node.agent.wait_synced(shared.lab.write("moved.yaml", moved(gone)))
+    talk = ask(shared.client.namespace, MOVED.v4, "udp")
+    shared.fast(talk)
+    before = shared.count("drop_rewrite_failed")
+    with at_once(far):
+        shared.node.namespace.ip(f"link del {gone.device}")
+    assert talk.stands()
+    shared.lab.write("moved.yaml", moved(shared.far))
+    with at_once(far):
+        shared.fast(talk)
+    assert shared.count("drop_rewrite_failed") == before
+    assert not entries(shared, "udp", gone.address.v4), "the entry of the endpoint that is gone"
+
+
+def entries(shared: World, protocol: str, endpoint: str) -> list[str]:
+    """The kernel's entries of flows to the service that this endpoint answers."""
+    text = shared.node.namespace.run("conntrack", "-L", "-p", protocol, "--reply-src", endpoint)
+    return [line for line in text.splitlines() if MOVED.v4 in line]
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_conntracks_entry_is_deleted(shared: World, ask: Ask, protocol: str) -> None:
+    talk = ask(shared.client.namespace, FAR.v4, protocol)
+    shared.fast(talk)
+    before = shared.count("flow_forgotten")
+    shared.node.namespace.run("conntrack", "-D", "-p", protocol, "--orig-dst", FAR.v4)
+    if protocol == "udp":
+        with at_once(talk):
+            pass
+        shared.fast(talk)
+        return
+    # As without the fast path: no connection any more that anybody translates.
+    assert talk.stands()
+    wait_until(lambda: shared.count("flow_forgotten") > before, "the entry is taken out of the cache", 60.0)
+    again = ask(shared.client.namespace, FAR.v4)
+    with at_once(again):
+        shared.fast(again)
+
+
+def test_a_bond_fails_over(shared: World, far: Talk) -> None:
+    """The bond is the device of an entry; which port a packet leaves by is the bond's own choice."""
+    node, core = shared.node.namespace, shared.lab.core
+    try:
+        node.ip("link add bond9 type bond mode active-backup miimon 10")
+    except LabError as error:
+        pytest.skip(f"no bonding in this kernel: {str(error).splitlines()[0]}")
+    other = shared.lab.nodes[1]
+    try:
+        for name in ("one", "two"):
+            core.ip(f"link add {name} type veth peer name {name} netns {node.name}", f"link set {name} master lan0 up")
+            node.ip(f"link set {name} master bond9")
+        node.ip("link set bond9 up", f"route add {other.address.v4}/32 dev bond9")
+        node.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
+        shared.fast(far)
+        with at_once(far):
+            core.ip("link set one down")
+        shared.fast(far)
+    finally:
+        node.ip("link del bond9")
+        core.ip("link del one", "link del two")
+        node.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
+
+
+def test_conntracks_table_is_full(shared: World, far: Talk) -> None:
+    """What is established goes on; new flows are refused, and counted, until there is room."""
+    node = shared.node.namespace
+    limit = int(node.run("sysctl", "-n", "net.netfilter.nf_conntrack_max"))
+    if limit > 1 << 18:
+        pytest.skip(f"nf_conntrack_max of this machine is {limit}: too many entries to make")
+    before, hits = shared.count("drop_conntrack_full"), shared.count("flow_hit")
+    flow = "-d 198.19.0.1 --dport 9 -t 600 -u SEEN_REPLY,ASSURED --state ESTABLISHED"
+    lines = (f"-I -p tcp -s 198.18.{n >> 16}.1 --sport {n & 0xFFFF} {flow}" for n in range(limit))
+    # One of them meets the limit.
+    node.call(_fill, "\n".join(lines))
+    asks = shared.client.namespace.start(_connect, FAR.v4)
+    try:
+        wait_until(lambda: shared.count("drop_conntrack_full") > before, "a new flow is refused", 60.0)
+        far.wait()
+        assert shared.count("flow_hit") > hits + 10
+    finally:
+        node.run("conntrack", "-D", "-d", "198.19.0.1")
+    asks.result()
+    shared.fast(far)
+
+
+def _fill(lines: str) -> None:
+    subprocess.run(["conntrack", "-R", "-"], input=lines, text=True, capture_output=True, check=False)
+
+
+def _connect(address: str) -> None:
+    socket.create_connection((address, PORT), timeout=60).close()
+
+
+def link_address(of: Node) -> bytes:
+    return bytes.fromhex(of.namespace.run("cat", "/sys/class/net/eth0/address").strip().replace(":", ""))

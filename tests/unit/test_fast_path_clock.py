@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fast path goes by clocks that nobody can set: a jump of the time of day changes nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Both are CLOCK_MONOTONIC.
+MONOTONIC = {"bpf_ktime_get_ns", "bpf_ktime_get_coarse_ns"}
+
+
+def test_the_programs_ask_for_no_other_time() -> None:
+    sources = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[ch]")}
+    found = {name: set(re.findall(r"\b(bpf_ktime\w+|bpf_jiffies\w*)\(", text)) for name, text in sources.items()}
+    assert found["flow_send.h"] == {"bpf_ktime_get_coarse_ns"}
+    assert set().union(*found.values()) <= MONOTONIC
+
+
+def test_the_agent_asks_for_no_other_time() -> None:
+    text = (ROOT / "pyebpf_proxy" / "datapath" / "node" / "fast_path.py").read_text()
+    assert re.findall(r"\btime\.(?!CLOCK)\w+\(", text) == ["time.clock_gettime_ns("]
+    assert set(re.findall(r"CLOCK_\w+", text)) == {"CLOCK_MONOTONIC"}
+    assert set(re.findall(r"\.call_(\w+)\(", text)) == {"later"}, "loops have a monotonic clock, too"
