@@ -126,6 +126,27 @@ class Flow:
         assert self.run(reply=True).retval == REDIRECT, self.world.reasons()
 
 
+def fast_node(world: World) -> World:
+    """With a service of each protocol, and no flow yet."""
+    world.forget_flows()
+    open_fast_path(world)
+    world.service(["remote", "local"])
+    world.service(["remote", "local"], protocol="udp", service=2)
+    return world
+
+
+def flow_of(world: World, protocol: str = "tcp") -> Flow:
+    """One that the kernel knows."""
+    flow = Flow(world, protocol)
+    flow.track()
+    return flow
+
+
+def beyond_the_link(frame: bytes) -> bytes:
+    """Without the Ethernet header."""
+    return frame[14:]
+
+
 @functools.cache
 def mac_of(device: str, index: int, world: int) -> str:
     """Asked once for each device of each namespace."""
