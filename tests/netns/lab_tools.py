@@ -46,7 +46,7 @@ def reasons(node: Node) -> dict[str, int]:
 
 
 def moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """The reasons that were counted in between: what was decided, not by which way packets went that were decided on."""
+    """The reasons that were counted in between: what was decided, whichever way its packets took."""
     return {
         name: count - before[name]
         for name, count in after.items()
