@@ -82,6 +82,27 @@ static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const 
 	return open_flow(skb, p, f, table, table_id, asked);
 }
 
+/*
+ * Where XDP runs on packets, the kernel (6.18) copies nearly each of them to make room, and forgets the length of its
+ * link header: what comes here begins with the IP header then.
+ */
+static __noinline int has_lost_link_header(struct __sk_buff *skb)
+{
+	__u32 ifindex = skb->ifindex;
+	struct xdp_device *device;
+	__u8 *begin;
+	int i;
+
+	device = bpf_map_lookup_elem(&xdp_devices, &ifindex);
+	begin = bytes_at(skb, 0, ETH_HLEN);
+	if (!device || !begin)
+		return 0;
+	for (i = 0; i < 6; i++)
+		if (begin[i] != device->mac[i])
+			return begin[0] >> 4 == (skb->protocol == bpf_htons(ETH_P_IP) ? 4 : 6);
+	return 0;
+}
+
 static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridge_port)
 {
 	struct packet p = {};
@@ -91,6 +112,8 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 	bool parsed, fast;
 	int verdict;
 
+	if (settings.xdp_generic && link && has_lost_link_header(skb))
+		link = 0;
 	parsed = parse_packet(skb, link, &p);
 	if (goes_to_loopback(&p))
 		return drop(DROP_LOOPBACK_DESTINATION);

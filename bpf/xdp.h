@@ -106,23 +106,29 @@ static __always_inline __u32 transport_check(const struct packet *p)
 	return header + (p->protocol == TCP ? TCP_CHECK : UDP_CHECK);
 }
 
-/* Whether the device that the flow leaves by can send this frame. */
-static __always_inline bool is_sendable(struct context *ctx, const struct flow *f)
+static __always_inline bool fits(struct context *ctx, enum xdp_frames frames)
 {
-	__u32 out = f->device_out;
-	struct xdp_device *device;
-	enum xdp_frames frames;
-
-	/* Made into a packet before it leaves: any device does. */
-	if (settings.xdp_generic)
-		return true;
-	device = bpf_map_lookup_elem(&xdp_devices, &out);
-	if (!device)
-		return false;
-	frames = out == ctx->ingress_ifindex ? device->returns : device->takes;
 	if (frames == ANY_FRAMES)
 		return true;
 	return frames == ONE_BUFFER && bpf_xdp_get_buff_len(ctx) == (__u64)(ctx->data_end - ctx->data);
+}
+
+/* The action that sends this frame by the device that the flow leaves by; XDP_PASS: none. */
+static __always_inline enum xdp_action sending_action(struct context *ctx, const struct flow *f)
+{
+	__u32 out = f->device_out;
+	bool back = out == ctx->ingress_ifindex;
+	struct xdp_device *device;
+
+	/* Made into a packet before it leaves: any device does. */
+	if (settings.xdp_generic)
+		return back ? XDP_TX : XDP_REDIRECT;
+	device = bpf_map_lookup_elem(&xdp_devices, &out);
+	if (!device)
+		return XDP_PASS;
+	if (back && fits(ctx, device->returns))
+		return XDP_TX;
+	return fits(ctx, device->takes) ? XDP_REDIRECT : XDP_PASS;
 }
 
 /* The kernel is asked for each packet: no link address is kept. False: tc makes the kernel look for the neighbour. */
@@ -151,16 +157,18 @@ static __always_inline bool find_link_addresses(struct context *ctx, const struc
 	return true;
 }
 
-/* Why a packet of a flow that the cache knows is left to tc. REASON_UNSPECIFIED: `f` has its link addresses now. */
+/* Why a packet of a flow that the cache knows is left to tc. REASON_UNSPECIFIED: `f` is ready for send(). */
 static __noinline enum reason why_not_here(struct context *ctx, const struct packet *p, struct flow *f)
 {
 	enum reason reason = REASON_UNSPECIFIED;
+	enum xdp_action action;
 	__u16 *check;
 
 	if (!p || !f)
 		return XDP_LEFT_DEVICE;
 	check = bytes_at(ctx, ETH_HLEN + transport_check(p), sizeof(*check));
-	if (!is_sendable(ctx, f))
+	action = sending_action(ctx, f);
+	if (action == XDP_PASS)
 		reason = XDP_LEFT_DEVICE;
 	else if (!check || lacks_checksum(p, *check))
 		reason = XDP_LEFT_CHECKSUM;
@@ -168,6 +176,8 @@ static __noinline enum reason why_not_here(struct context *ctx, const struct pac
 		reason = XDP_LEFT_NEIGHBOUR;
 	if (reason)
 		count(reason);
+	else if (action == XDP_TX)
+		f->device_out = 0;
 	return reason;
 }
 
@@ -212,6 +222,7 @@ static __always_inline long update_transport_check(struct context *ctx, const st
 	return 0;
 }
 
+/* `device_out` 0: back by the device that it came in by. */
 static __noinline int send(struct context *ctx, const struct flow *f)
 {
 	__u8 *link;
@@ -223,7 +234,7 @@ static __noinline int send(struct context *ctx, const struct flow *f)
 		return XDP_DROP;
 	__builtin_memcpy(link, f->mac_to, sizeof(f->mac_to));
 	__builtin_memcpy(link + sizeof(f->mac_to), f->mac_from, sizeof(f->mac_from));
-	if (f->device_out == ctx->ingress_ifindex)
+	if (!f->device_out)
 		return XDP_TX;
 	return bpf_redirect(f->device_out, 0);
 }

@@ -105,7 +105,7 @@ async def _serve(
     settings: Effective, outside: Outside, datapath: Datapath, shown: Shown, watch: ConfigWatch | None
 ) -> None:
     planner = _planner(settings)
-    numbers = DatapathNumbers(datapath.reasons, datapath.fill)
+    numbers = DatapathNumbers(datapath.reasons, datapath.fill, datapath.xdp_devices)
     servers = Servers(settings, shown, planner, numbers, datapath.addresses, outside.events, outside.metrics)
     observer = servers.observer
     datapath.on_cleaned = lambda cleaned: observer.reconciled(cleaned.family, cleaned.seconds, cleaned.flows)

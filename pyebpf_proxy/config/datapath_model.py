@@ -171,10 +171,8 @@ def _device(text: str) -> str:
     return text
 
 
-def _no_devices(devices: list[str]) -> list[str]:
-    if devices:
-        raise ValueError("there is no XDP in this release: only an empty list can be had")
-    return devices
+def _auto(value: object) -> object:
+    return ["*"] if value == "auto" else value
 
 
 def _network(value: object) -> Network:
@@ -268,9 +266,21 @@ class DatapathConfiguration(_Section):
     ] = None
     xdp_devices: Annotated[
         _Devices,
-        AfterValidator(_no_devices),
-        Field(description="Not there yet: only an empty list can be had."),
+        BeforeValidator(_auto),
+        Field(
+            description="Devices that packets from outside come in by: what XDP can do is done there before the kernel"
+            " has made a packet of the frame (xdp.md says what). `*` in the list is every physical device whose driver"
+            " has XDP; the word auto instead of a list is the same. Beside fastPath it forwards, without it it opens"
+            " and drops."
+        ),
     ] = []
+    xdp_mode: Annotated[
+        Literal["native", "generic"],
+        Field(
+            description="native: XDP in the device's driver, and none where the driver has none; generic: in the"
+            " kernel, on any device, and slower than tc alone: for trials."
+        ),
+    ] = "native"
     pod_network: Annotated[
         _Networks,
         Field(

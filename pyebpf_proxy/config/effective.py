@@ -92,6 +92,9 @@ class Effective:
     fast_path: bool
     fast_path_excluded_devices: tuple[str, ...]
     fast_path_entries: int | None
+    #: Names, and ``*`` for every physical device with XDP in its driver; empty: no XDP.
+    xdp_devices: tuple[str, ...]
+    xdp_mode: Literal["native", "generic"]
 
     @property
     def masquerade_mark(self) -> int:
@@ -177,6 +180,8 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
         map_sizes=own.maps.model_dump(),
         fast_path=own.fast_path,
         fast_path_excluded_devices=tuple(own.fast_path_excluded_devices),
+        xdp_devices=tuple(dict.fromkeys(own.xdp_devices)),
+        xdp_mode=own.xdp_mode,
         fast_path_entries=own.fast_path_entries,
     )
 

@@ -27,9 +27,17 @@ from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour, Prefix
 from pyebpf_proxy.datapath.netfilter.own_sctp import OwnSctp
 from pyebpf_proxy.datapath.node import cgroups, mounts, sysctls
 from pyebpf_proxy.datapath.node.fast_path import FastPath
+from pyebpf_proxy.datapath.node.frames import Frames, attach_frames
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.node_settings import ANY_RESET, LIBERAL
-from pyebpf_proxy.datapath.settings import conntrack_is_liberal, map_sizes, node_config, own_traffic, settings
+from pyebpf_proxy.datapath.settings import (
+    conntrack_is_liberal,
+    map_sizes,
+    node_config,
+    own_traffic,
+    settings,
+    xdp_config,
+)
 from pyebpf_proxy.datapath.tables import excluded_pods
 from pyebpf_proxy.datapath.tables.former import Former
 from pyebpf_proxy.datapath.tables.pod_network import PodNetwork
@@ -62,6 +70,8 @@ class _Parts:
     fast: FastPath | None = None
     #: Why SCTP of the node is not served as it shall be; empty: it is.
     sctp_problem: str = ""
+    #: None: there is no XDP.
+    frames: Frames | None = None
 
 
 class Datapath:
@@ -92,6 +102,8 @@ class Datapath:
             self._follow(asyncio.get_running_loop(), parts.node)
             self._count_connections(parts)
             self._open_fast_path(parts)
+            if parts.frames is not None:
+                parts.frames.follow(asyncio.get_running_loop())
             # Not before: until everything is attached, kube-proxy's rules carry the traffic.
             self._beside.replaced()
             return _problems(parts)
@@ -192,21 +204,26 @@ class Datapath:
         former = Former(pins, loaded, writer)
         former.take_over()
         # The maps are complete: what is attached from here on finds everything.
-        self._attach(loaded, node, pins)
+        frames = self._attach(loaded, node, pins)
         former.retire()
-        parts = _Parts(loaded, table, node, writer, clusters, own_sctp, udp, udp_touched)
+        parts = _Parts(loaded, table, node, writer, clusters, own_sctp, udp, udp_touched, frames=frames)
         self._serve_own_sctp(parts, own_sctp)
         return parts
 
-    def _attach(self, loaded: Loaded, node: Node, pins: Path) -> None:
+    def _attach(self, loaded: Loaded, node: Node, pins: Path) -> Frames | None:
         found = self._attach_sockets(loaded, pins / "links") if self._effective.socket_lb != "off" else "none"
         node.attach({name: program.fd for name, program in loaded.tc.programs.items()})
+        # After tc, which takes what XDP leaves.
+        frames = attach_frames(loaded, node, xdp_config(self._effective), pins / "xdp")
+        if frames is not None:
+            self._stack.callback(frames.close)
         if self._effective.socket_lb == "off" and cgroups.detach(pins / "links"):
             _log.info("the socket programs of a former run are detached")
         loaded.attached()
         if not loaded.settings.fast_path and _holds_settings(self._effective.directory):
             _fast_path_is_off(self._effective)
         _log.info("attached", devices=len(node.attached), cgroup=found, pins=pins)
+        return frames
 
     def _attach_sockets(self, loaded: Loaded, links: Path) -> str:
         cgroup = mounts.open_cgroup2()
@@ -287,6 +304,8 @@ class Datapath:
         with _in_words():
             self._running().table.ensure(self._behaviour)
         self._beside.look()
+        if (frames := self._running().frames) is not None:
+            frames.look()
 
     async def collect(self) -> None:
         """Remove old versions once no program can be reading them; then end stale UDP flows and sockets."""
@@ -307,6 +326,11 @@ class Datapath:
             name: sum(int.from_bytes(value, sys.byteorder) for value in counters.lookup_cpus(key) or ())
             for name, key in keys.items()
         }
+
+    def xdp_devices(self) -> Mapping[str, str]:
+        """Devices that carry our XDP program, and its mode. Safe in any thread."""
+        frames = self._parts.frames if self._parts is not None else None
+        return {} if frames is None else frames.attached()
 
     def addresses(self) -> list[Address]:
         """Every address of a device of this node, as far as netlink has told."""

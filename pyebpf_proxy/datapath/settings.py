@@ -15,6 +15,7 @@ from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.loader.programs import SCHEDULERS, Settings
 from pyebpf_proxy.datapath.netfilter.own_sctp import OwnTraffic
 from pyebpf_proxy.datapath.node.plan import NodeConfig, accepted_networks
+from pyebpf_proxy.datapath.node.xdp import XdpConfig
 from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.services.model import Family
 
@@ -56,6 +57,8 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         localhost_node_ports=effective.localhost_node_ports,
         scheduler=SCHEDULERS[effective.scheduler] if effective.scheduler else 0,
         pod_sockets=effective.socket_lb == "all",
+        xdp=bool(effective.xdp_devices),
+        xdp_generic=effective.xdp_mode == "generic",
     )
 
 
@@ -93,6 +96,11 @@ def own_traffic(effective: Effective, facts: NodeFacts) -> OwnTraffic:
         node_ports={family: networks for family, networks in accepted.items() if networks is not None},
         localhost_node_ports=effective.localhost_node_ports,
     )
+
+
+def xdp_config(effective: Effective) -> XdpConfig:
+    """Which devices carry XDP, and how."""
+    return XdpConfig(effective.xdp_devices, effective.xdp_mode, effective.socket_lb == "all")
 
 
 def map_sizes(effective: Effective) -> dict[str, int]:

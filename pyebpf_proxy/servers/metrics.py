@@ -20,11 +20,13 @@ _LANES = {"new_flow_direct": "direct", "new_flow_netfilter": "netfilter", "new_f
 class DatapathNumbers(NamedTuple):
     """What is read from the data plane at a scrape; each function is quick and safe in any thread.
 
-    ``reasons``: packets and socket calls by reason. ``maps``: entries used and room, by map.
+    ``reasons``: packets and socket calls by reason. ``maps``: entries used and room, by map. ``xdp_devices``: mode of
+    XDP, by device.
     """
 
     reasons: Callable[[], Mapping[str, int]] = dict
     maps: Callable[[], Mapping[str, tuple[int, int]]] = dict
+    xdp_devices: Callable[[], Mapping[str, str]] = dict
 
 
 class Metrics:
@@ -129,6 +131,7 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
         _, room = datapath.maps()["flows"]
         made = last.get("flow_learned", 0) - last.get("flow_forgotten", 0)
         found = {word: last.get(f"flow_{word}", 0) for word in ("hit", "miss", "stale")}
+        found["hit"] += last.get("xdp_flow_hit", 0)
         # The kernel takes out the oldest for each that comes when all places are taken, and tells nobody.
         found["evicted"] = max(0, made - room)
         return [((word,), number) for word, number in found.items()]
@@ -140,6 +143,13 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
         " (stale), entries that made room for others (evicted)",
         ("result",),
         flow_cache,
+    )
+    yield Read(
+        GaugeMetricFamily,
+        "pyebpf_proxy_xdp_device",
+        "Devices that carry the XDP program: always 1",
+        ("device", "mode"),
+        lambda: [(labels, 1) for labels in sorted(datapath.xdp_devices().items())],
     )
     yield Read(
         GaugeMetricFamily,

@@ -135,6 +135,26 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "(address & bpf_htonl(0xff000000)) == bpf_htonl(0x7f000000)",
         "address == bpf_htonl(0x7f000001)",
     ),
+    "XDP: a choice is not handed over": ("xdp.h", "bpf_map_update_elem(&xdp_choices, p, &choice, BPF_ANY);", ""),
+    "XDP: a choice is taken over twice": ("tc.bpf.c", "bpf_map_delete_elem(&xdp_choices, p);", ""),
+    "XDP: a choice is always believed": ("tc.bpf.c", "|| !position_in_list(e, choice.backend, 0)", ""),
+    "XDP: no mark for what it opened": ("tc.bpf.c", "say_masqueraded(skb);", ";"),
+    "XDP: a mark for answered flows": ("conntrack.h", "(IPS_SRC_NAT_ | IPS_SEEN_REPLY_)", "IPS_SRC_NAT_"),
+    "XDP: other addresses' frames": ("xdp.bpf.c", "frame[i] != device->mac[i]", "false"),
+    "XDP: flows opened everywhere": ("xdp.bpf.c", "!opens ||", ""),
+    "XDP: no guard of loopback": ("xdp.bpf.c", "return drop(DROP_LOOPBACK_DESTINATION);", ";"),
+    "XDP: any device takes frames": (
+        "xdp.h",
+        "return fits(ctx, device->takes) ? XDP_REDIRECT",
+        "return true ? XDP_REDIRECT",
+    ),
+    "XDP: sent back by a veth": ("xdp.h", "back && fits(ctx, device->returns)", "back"),
+    "XDP: several buffers as one": ("xdp.h", "frames == ONE_BUFFER && ", "frames == ONE_BUFFER || "),
+    "XDP: partial checksums": ("xdp.h", "|| lacks_checksum(p, *check)", ""),
+    "XDP: the way is not compared": ("xdp.h", "|| fib.ifindex != f->device_out", ""),
+    "XDP: UDP without a checksum gets one": ("xdp.h", "p->protocol == UDP && !*check", "false"),
+    "XDP: turning points by the cache": ("xdp.bpf.c", "&& !is_turning_point(&p)", ""),
+    "XDP: counted as tc counts": ("xdp.h", "count(XDP_FLOW_HIT);", "count(FLOW_HIT);"),
     "every bridged packet lifted": ("bridge.h", "!is_translated_reply(skb, p) ||", ""),
 }
 
@@ -155,9 +175,9 @@ def main() -> int:
             source.write_text(text.replace(old, new))
             built = f"{scratch}/tc.bpf.o"
             clang = ["clang", "-O2", "-g", "-target", "bpf", "-mcpu=v3", "-I", str(includes)]
-            subprocess.run(
-                [*clang, "-I", f"/usr/include/{triplet}", "-c", f"{scratch}/bpf/tc.bpf.c", "-o", built], check=True
-            )
+            for which in ("tc", "xdp"):
+                source, made = f"{scratch}/bpf/{which}.bpf.c", f"{scratch}/{which}.bpf.o"
+                subprocess.run([*clang, "-I", f"/usr/include/{triplet}", "-c", source, "-o", made], check=True)
             tests = [
                 sys.executable,
                 "-m",
@@ -166,7 +186,8 @@ def main() -> int:
                 "-x",
                 "-p",
                 "no:cacheprovider",
-                str(ROOT / "tests" / "packet"),
+                # What only XDP does has one module.
+                str(ROOT / "tests" / "packet" / ("test_xdp.py" if name.startswith("XDP: ") else "")),
             ]
             tests += ["--ignore-glob=*test_maps*", "-W", "ignore"]
             done = subprocess.run(tests, env={**os.environ, "PEP_TC_OBJECT": built}, capture_output=True, text=True)

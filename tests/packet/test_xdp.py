@@ -304,6 +304,12 @@ def test_what_leaves_by_the_device_it_came_in_by_is_sent_back(fast: World, reply
     found = through(flow, reply)
     assert found.retval == XDP_TX, fast.reasons()
     assert found.data[14:] == bytes(flow.expected(reply))[14:]
+    # A veth sends nothing back, but takes what is redirected to it.
+    fast.xdp_device("nic", mac=found.data[6:12], returns=0)
+    again = through(flow, reply)
+    assert (again.retval, again.data) == (XDP_REDIRECT, found.data)
+    fast.xdp_device("nic", mac=found.data[6:12], returns=0, takes=0)
+    assert through(flow, reply).retval == XDP_PASS
 
 
 def test_udp_without_a_checksum_stays_without_in_xdp(fast: World) -> None:

@@ -140,6 +140,7 @@ def _key(entry: InterfaceAddress) -> tuple[int, ipaddress.IPv4Address | ipaddres
 
 def _link(message: Any) -> Link:
     info = attribute(message, "IFLA_LINKINFO")
+    xdp = attribute(message, "IFLA_XDP")
     mac = attribute(message, "IFLA_ADDRESS") or ""
     octets = mac.split(":") if isinstance(mac, str) else []
     return Link(
@@ -149,6 +150,8 @@ def _link(message: Any) -> Link:
         kind=(attribute(info, "IFLA_INFO_KIND") if info is not None else None) or "",
         master=attribute(message, "IFLA_MASTER") or 0,
         mac=bytes(int(octet, 16) for octet in octets) if len(octets) == 6 else bytes(6),
+        lower=attribute(message, "IFLA_LINK") or 0,
+        xdp=(attribute(xdp, "IFLA_XDP_PROG_ID") if xdp is not None else None) or 0,
     )
 
 

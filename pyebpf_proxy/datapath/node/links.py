@@ -11,7 +11,7 @@ from typing import Protocol
 
 from pyebpf_proxy.config.addresses import Address
 from pyebpf_proxy.datapath.node.follower import Follower
-from pyebpf_proxy.datapath.node.plan import NodeConfig, Wanted, plan
+from pyebpf_proxy.datapath.node.plan import Link, NodeConfig, Wanted, plan
 from pyebpf_proxy.datapath.node.tc import Filters
 
 # A filter that others remove this often within a minute is left alone until the device changes.
@@ -95,6 +95,8 @@ class Node:
         self._layouts = layouts
         self._report = report
         self._said: set[str] = set()
+        #: Told of every change of devices, after what follows from it was done.
+        self.on_change: Callable[[Mapping[int, Link], Wanted], None] = lambda links, wanted: None
         self._written: dict[str, Contents] = {name: dict(maps[name].items()) for name in MAPS}
         self._programs: Mapping[str, int] = {}
         self._attached: dict[int, str] = {}
@@ -147,6 +149,11 @@ class Node:
                 self._detach(index)
         for index, name in self._wanted.programs.items():
             self._attach(index, name)
+        self.changed()
+
+    def changed(self) -> None:
+        """Tell once more how things are."""
+        self.on_change(self._follower.state.links, self._wanted)
 
     def read(self) -> None:
         """Takes in what netlink has brought and brings maps and devices up to date."""
@@ -170,6 +177,7 @@ class Node:
         for index, name in self._wanted.programs.items():
             if self._attached.get(index) != name:
                 self._attach(index, name)
+        self.changed()
 
     def _write(self) -> None:
         for name in self._wanted.unsupported:

@@ -65,6 +65,10 @@ class Link(NamedTuple):
     kind: str = ""
     master: int = 0
     mac: bytes = bytes(6)
+    #: Of a VLAN: the device below it.
+    lower: int = 0
+    #: Id of an XDP program that is on it, anybody's.
+    xdp: int = 0
 
 
 class InterfaceAddress(NamedTuple):

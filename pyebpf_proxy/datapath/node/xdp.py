@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our XDP program on devices, by links that are pinned: which devices, and what their frames may be sent by.
+
+A link belongs to who made it: nobody's program is ever replaced by it, nor ours by somebody's; another program
+of ours takes a former one's place in it with no moment in between. The pin ``<folder>/<ifindex>-<mode>`` keeps it when
+the agent is gone; with the pin it goes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Program
+from pyebpf_proxy.datapath.loader.libbpf import Link as BpfLink
+from pyebpf_proxy.datapath.node.netdev import BASIC, NDO_XMIT, NDO_XMIT_SG, RX_SG
+from pyebpf_proxy.datapath.node.plan import ARPHRD_ETHER, TC_ETHERNET, Link
+
+Mode = Literal["native", "generic"]
+#: In the list of devices: every physical one with XDP in its driver.
+EVERY_PHYSICAL = "*"
+# enum xdp_frames of bpf/xdp_maps.h
+NO_FRAMES, ONE_BUFFER, ANY_FRAMES = range(3)
+# Devices whose other end is on this machine. XDP_TX reaches it only if it carries XDP itself (6.18: with GRO alone
+# frames lie in its queue until something else wakes it); a redirect to the same device is what the kernel tells of.
+_PAIRS = frozenset({"veth", "netkit"})
+_SIOCETHTOOL, _ETHTOOL_GFLAGS, _RXVLAN = 0x8946, 0x25, 1 << 8
+
+
+class DeviceMap(Protocol):
+    """What is used of ``libbpf.Map``."""
+
+    def update(self, key: bytes, value: bytes, flags: int = 0) -> None: ...
+
+    def delete(self, key: bytes) -> bool: ...
+
+
+class Layout(Protocol):
+    """What is used of ``btf.Layout``."""
+
+    def pack(self, **values: int | bytes) -> bytes: ...
+
+
+class Entry(NamedTuple):
+    """``struct xdp_device`` of bpf/xdp_maps.h."""
+
+    mac: bytes
+    opens: int
+    returns: int
+    takes: int
+
+
+@dataclass(frozen=True)
+class XdpConfig:
+    """``devices``: names, and :data:`EVERY_PHYSICAL`. ``pod_sockets``: as with socketLB: all."""
+
+    devices: tuple[str, ...]
+    mode: Mode = "native"
+    pod_sockets: bool = False
+
+
+@dataclass
+class Plan:
+    """Devices that the program belongs on; those that it cannot be on, and why; the map ``xdp_devices``."""
+
+    attach: dict[int, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    entries: dict[int, Entry] = field(default_factory=dict)
+
+
+def plan(
+    links: Mapping[int, Link],
+    programs: Mapping[int, str],
+    features: Mapping[int, int] | None,
+    config: XdpConfig,
+    takes_tags_off: Callable[[str], bool],
+) -> Plan:
+    """Pure. ``programs``: the tc program of each device. ``features``: None where the kernel does not tell."""
+    found = Plan()
+    for index, link in links.items():
+        named = link.name in config.devices
+        if not named and not (EVERY_PHYSICAL in config.devices and _is_physical(link, features)):
+            continue
+        why = _why_not(link, links, programs, takes_tags_off)
+        if not why:
+            found.attach[index] = link.name
+        elif named:
+            found.refused[link.name] = why
+    for name in config.devices:
+        if name != EVERY_PHYSICAL and all(link.name != name for link in links.values()):
+            found.refused[name] = "there is no such device yet"
+    for index, link in links.items():
+        bits = features.get(index, 0) if features is not None else 0
+        takes = _frames(bits, NDO_XMIT, NDO_XMIT_SG)
+        if index in found.attach:
+            opens = not (config.pod_sockets and link.kind in _PAIRS)
+            # XDP_TX needs no more of a driver than XDP.
+            returns = NO_FRAMES if link.kind in _PAIRS else _frames(bits | BASIC, BASIC, RX_SG)
+            found.entries[index] = Entry(link.mac, int(opens), returns, takes)
+        elif takes:
+            found.entries[index] = Entry(bytes(6), 0, NO_FRAMES, takes)
+    return found
+
+
+def _is_physical(link: Link, features: Mapping[int, int] | None) -> bool:
+    if link.kind or link.type != ARPHRD_ETHER:
+        return False
+    # Where the kernel does not tell, the driver does when it is tried.
+    return features is None or bool(features.get(link.ifindex, 0) & BASIC)
+
+
+def _why_not(
+    link: Link, links: Mapping[int, Link], programs: Mapping[int, str], takes_tags_off: Callable[[str], bool]
+) -> str:
+    if link.type != ARPHRD_ETHER:
+        return "its packets have no Ethernet header"
+    if link.master:
+        master = links.get(link.master)
+        return f"it is a port of {master.name if master else 'another device'}"
+    if programs.get(link.ifindex) != TC_ETHERNET:
+        return "the tc program is not on it, which takes what XDP leaves"
+    tagged = any(upper.kind == "vlan" and upper.lower == link.ifindex for upper in links.values())
+    if tagged and takes_tags_off(link.name):
+        return (
+            f"it has VLAN devices, and takes their tags off before XDP sees a frame (ethtool -K {link.name} rxvlan off)"
+        )
+    return ""
+
+
+def _frames(bits: int, one: int, several: int) -> int:
+    if not bits & one:
+        return NO_FRAMES
+    return ANY_FRAMES if bits & several else ONE_BUFFER
+
+
+def takes_tags_off(device: str) -> bool:
+    """Whether a device gives VLAN tags beside the frame (ethtool: rx-vlan-offload), in this network namespace."""
+    value = bytearray(struct.pack("=II", _ETHTOOL_GFLAGS, 0))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        # ifr_data points at the value.
+        buffer = (ctypes.c_char * len(value)).from_buffer(value)
+        request = struct.pack("16sP", device.encode(), ctypes.addressof(buffer)) + bytes(16)
+        try:
+            fcntl.ioctl(asking, _SIOCETHTOOL, request)
+        except OSError:
+            return False
+        del buffer
+    return bool(struct.unpack("=II", value)[1] & _RXVLAN)
+
+
+class Xdp:
+    """The program on the devices of this network namespace. ``say`` takes one line for each thing that went wrong."""
+
+    def __init__(
+        self,
+        program: Program,
+        table: DeviceMap,
+        layout: Layout,
+        config: XdpConfig,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._program = program
+        self._table = table
+        self._layout = layout
+        self._config = config
+        self._folder = folder
+        self._say_line = say
+        self._said: dict[str, str] = {}
+        self._written: dict[int, Entry] = {}
+        #: Names of the devices that carry the program, by ifindex.
+        self.attached: dict[int, str] = {}
+
+    @property
+    def mode(self) -> Mode:
+        return self._config.mode
+
+    def apply(
+        self, links: Mapping[int, Link], programs: Mapping[int, str], features: Mapping[int, int] | None
+    ) -> list[str]:
+        """Bring devices and map up to date; names of devices that carry the program from now on."""
+        wanted = plan(links, programs, features, self._config, takes_tags_off)
+        for index, entry in wanted.entries.items():
+            if self._written.get(index) != entry:
+                self._table.update(struct.pack("=I", index), self._layout.pack(**entry._asdict()))
+                self._written[index] = entry
+        for pin in _pins(self._folder):
+            index, mode = _of(pin)
+            if index not in wanted.attach or mode != self._config.mode:
+                # Of a device that is gone, or is not to carry it any more, or not so.
+                _take_off(pin)
+        for index in [index for index in self.attached if index not in wanted.attach]:
+            del self.attached[index]
+        for name, why in wanted.refused.items():
+            self._say(name, why)
+        fresh = [name for index, name in wanted.attach.items() if index not in self.attached and self._put(index, name)]
+        for index in [index for index in self._written if index not in wanted.entries]:
+            self._table.delete(struct.pack("=I", index))
+            del self._written[index]
+        return fresh
+
+    def _put(self, index: int, name: str) -> bool:
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        pin = self._folder / f"{index}-{self._config.mode}"
+        try:
+            if not (pin.exists() and self._replace(pin, index)):
+                pin.unlink(missing_ok=True)
+                self._program.attach_xdp(index, self._config.mode == "generic", pin)
+        except BpfError as error:
+            if error.errno != errno.ENODEV:
+                self._say(name, _why(error, self._config.mode))
+            return False
+        self._said.pop(name, None)
+        self.attached[index] = name
+        return True
+
+    def _replace(self, pin: Path, index: int) -> bool:
+        """Our program in the place of a former run's. False: its device is gone, and the number is another's now."""
+        link = BpfLink.open_pinned(pin)
+        try:
+            if _device_of(link) != index:
+                return False
+            link.update(self._program)
+        finally:
+            link.close()
+        return True
+
+    def _say(self, name: str, why: str) -> None:
+        if self._said.get(name) != why:
+            self._said[name] = why
+            self._say_line(f"no XDP on {name}: {why}")
+
+
+def _why(error: BpfError, mode: Mode) -> str:
+    if error.errno in (errno.EBUSY, errno.EEXIST):
+        return "it carries somebody else's XDP program, which stays"
+    if error.errno == errno.EOPNOTSUPP and mode == "native":
+        return "its driver has none (xdpMode: generic works everywhere, and is slower than tc alone)"
+    if error.errno in (errno.EINVAL, errno.ERANGE, errno.ENOMEM, errno.EOPNOTSUPP):
+        return f"its driver refuses: {error}; its MTU, its number of queues or LRO may be the reason"
+    return str(error)
+
+
+def _device_of(link: BpfLink) -> int:
+    for line in Path(f"/proc/self/fdinfo/{link.fd}").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == "ifindex":
+            return int(value)
+    return 0
+
+
+def _pins(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _of(pin: Path) -> tuple[int, str]:
+    index, _, mode = pin.name.partition("-")
+    return (int(index) if index.isdigit() else 0), mode
+
+
+def release(folder: Path) -> int:
+    """Take the program off every device: how many there were."""
+    pins = _pins(folder)
+    for pin in pins:
+        _take_off(pin)
+    return len(pins)
+
+
+def _take_off(pin: Path) -> None:
+    """At once: with its pin alone the link goes soon, and until then nothing else may be where it was."""
+    try:
+        link = BpfLink.open_pinned(pin)
+        try:
+            link.detach()
+        finally:
+            link.close()
+    except BpfError:
+        pass  # Its device is gone.
+    pin.unlink(missing_ok=True)

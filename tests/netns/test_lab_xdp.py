@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""XDP on the device that traffic from outside comes in by: real packets, and programs that come, go and are others'."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fast_lab import ON, World, made
+from lab_tools import wait_until
+from talk import PORT, Talk
+
+import pyebpf_proxy
+from pyebpf_proxy.datapath.loader import _libbpf
+from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.node.xdp import takes_tags_off
+from pyebpf_proxy.lab.addresses import cluster_ip
+from pyebpf_proxy.lab.client import REFUSED, ask
+from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.lab.manifests import Port, service, slices
+from pyebpf_proxy.lab.namespace import Namespace
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+XDP = {**ON, "xdpDevices": ["eth0"]}
+NODE_PORT = 30007
+OBJECT = Path(pyebpf_proxy.__file__).parent / "bpf" / "xdp.bpf.o"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[World]:
+    with Lab() as lab:
+        yield made(lab)
+
+
+@pytest.fixture
+def outside(shared: World) -> World:
+    """As real NICs are: senders make their checksums, and the other end of the wire takes frames."""
+    offloads(shared, "off")
+    receive(shared, "on")
+    restart(shared, XDP)
+    wait_until(lambda: shown(shared.node), "XDP on eth0")
+    return shared
+
+
+def restart(world: World, own: dict[str, object]) -> None:
+    if world.node.agent.process is not None:
+        world.node.agent.stop()
+    world.node.agent.start(own=own)
+    world.node.agent.wait_synced()
+
+
+def offloads(world: World, state: str) -> None:
+    for namespace in (world.lab.client, *(pod.namespace for pod in (world.client, world.near, world.far))):
+        namespace.run("ethtool", "-K", "eth0", "tx", state)
+
+
+def receive(world: World, state: str) -> None:
+    """Whether the wire's other end, in the core, takes frames of XDP: a veth does with GRO."""
+    world.lab.core.run("ethtool", "-K", world.node.name, "gro", state)
+
+
+def shown(node: Node, device: str = "eth0") -> dict[str, object]:
+    """The XDP program on a device, as iproute2 sees it; empty: none."""
+    (link,) = json.loads(node.namespace.run("ip", "-j", "-d", "link", "show", "dev", device))
+    found = link.get("xdp", {})
+    return found if isinstance(found, dict) else {}
+
+
+def program_id(node: Node) -> int:
+    program = shown(node).get("prog", {})
+    return int(program["id"]) if isinstance(program, dict) and program else 0
+
+
+def said(node: Node, text: str) -> bool:
+    return text in node.agent.log()
+
+
+@contextlib.contextmanager
+def talking(namespace: Namespace, address: str, protocol: str, port: int = PORT, size: int = 100) -> Iterator[Talk]:
+    talk = Talk(namespace, address, protocol, port, size)
+    try:
+        talk.wait()
+        yield talk
+    finally:
+        talk.end()
+
+
+def counted(world: World, name: str, more: int = 10) -> None:
+    before = world.count(name)
+    wait_until(lambda: world.count(name) > before + more, name, 60.0)
+
+
+# ---- packets ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_forwarded_to_another_node_is_sent_back_by_xdp(outside: World, family: int, protocol: str) -> None:
+    with talking(outside.lab.client, outside.node.address.of(family), protocol, NODE_PORT) as talk:
+        counted(outside, "xdp_flow_hit")
+        talk.wait()
+        assert talk.peer == outside.node.address.of(family), "masqueraded"
+
+
+@pytest.mark.parametrize("size", [1400, 40_000], ids=["whole packets", "a stream"])
+def test_large_questions(outside: World, size: int) -> None:
+    with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT, size) as talk:
+        counted(outside, "xdp_flow_hit")
+        talk.wait()
+
+
+def test_jumbo_frames(outside: World) -> None:
+    """Of several buffers each, on a device with such an MTU."""
+    path = [(outside.lab.client, "eth0"), (outside.lab.core, "client0"), (outside.lab.core, "lan0")]
+    path += [(outside.lab.core, node.name) for node in outside.lab.nodes]
+    path += [(node.namespace, "eth0") for node in outside.lab.nodes]
+    path += [(outside.far.node.namespace, outside.far.device), (outside.far.namespace, "eth0")]
+    for namespace, device in path:
+        namespace.ip(f"link set {device} mtu 9000")
+    try:
+        with talking(outside.lab.client, outside.node.address.v4, "udp", NODE_PORT, 8000) as talk:
+            counted(outside, "xdp_flow_hit")
+            talk.wait()
+    finally:
+        for namespace, device in reversed(path):
+            namespace.ip(f"link set {device} mtu 1500")
+
+
+def test_a_pod_that_takes_no_frames_is_reached_by_tc(outside: World) -> None:
+    """The peer in a pod has neither XDP nor GRO: what XDP would send there would be lost without a word."""
+    web = outside.node.address.v4
+    with talking(outside.client.namespace, web, "tcp", NODE_PORT) as talk:
+        before = outside.count("xdp_left_device")
+        # Answers come in by eth0, for the pod.
+        wait_until(lambda: outside.count("xdp_left_device") > before + 10, "answers left to tc", 60.0)
+        talk.wait()
+
+
+def test_checksums_that_senders_leave_to_devices_are_left_to_tc(outside: World, protocol: str) -> None:
+    offloads(outside, "on")
+    with talking(outside.lab.client, outside.node.address.v4, protocol, NODE_PORT) as talk:
+        counted(outside, "xdp_left_checksum")
+        talk.wait()
+
+
+def test_a_wire_whose_other_end_takes_no_frames_is_left_to_tc(outside: World) -> None:
+    """And is used from the moment when it does: nothing is lost on the way."""
+    receive(outside, "off")
+    with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as talk:
+        counted(outside, "xdp_left_device")
+        talk.wait()
+        receive(outside, "on")
+        counted(outside, "xdp_flow_hit")
+        talk.wait()
+
+
+def test_new_flows_without_the_fast_path(outside: World, family: int, protocol: str) -> None:
+    restart(outside, {"xdpDevices": ["eth0"]})
+    before = outside.count("new_flow_direct")
+    with talking(outside.lab.client, outside.node.address.of(family), protocol, NODE_PORT) as talk:
+        talk.wait()
+        assert talk.peer == outside.node.address.of(family)
+    assert outside.count("new_flow_direct") == before + 1, "counted once"
+
+
+def test_generic_mode(outside: World) -> None:
+    """What is left to tc is served, though the kernel hands it packets without their link header there."""
+    node = outside.node
+    ports = [Port("tcp", PORT, PORT, "TCP", 30008)]
+    outside.lab.write("none.yaml", [service("none", ports, cluster_ip(9)), *slices("none", ports, [])])
+    restart(outside, {**XDP, "xdpMode": "generic"})
+    refused = outside.count("reject_no_endpoints")
+    assert outside.lab.client.call(ask, node.address.v4, 30008, "tcp").kind == REFUSED
+    assert outside.count("reject_no_endpoints") > refused, "by tc, and not by the node's own stack"
+    wait_until(lambda: shown(outside.node).get("mode") == 2, "XDP in generic mode")
+    before = outside.count("new_flow_direct")
+    with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as talk:
+        talk.wait()
+        assert outside.count("new_flow_direct") == before + 1
+    restart(outside, XDP)
+    wait_until(lambda: shown(outside.node).get("mode") == 1, "XDP in native mode again")
+
+
+# ---- programs --------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_agent_leaves_it_working_and_the_next_one_puts_its_own_in_place(outside: World) -> None:
+    node = outside.node
+    first = program_id(node)
+    node.agent.kill()
+    assert program_id(node) == first
+    node.agent.start(own=XDP)
+    node.agent.wait_synced()
+    assert program_id(node) not in (0, first)
+    page = node.agent.metrics()
+    assert 'pyebpf_proxy_xdp_device{device="eth0",mode="native"} 1' in page
+
+
+def test_turned_off_it_is_taken_off(outside: World) -> None:
+    restart(outside, ON)
+    assert not shown(outside.node)
+    assert not list(outside.node.agent.directory.glob("bpf/**/xdp_devices"))
+
+
+def test_cleanup_takes_it_off(outside: World) -> None:
+    outside.node.agent.stop()
+    outside.node.agent.cleanup()
+    assert not shown(outside.node)
+
+
+@contextlib.contextmanager
+def foreign(world: World) -> Iterator[int]:
+    """Somebody else's program on eth0, by netlink as `ip link` does it; its id."""
+    node = world.node
+    path = node.agent.directory / "bpf" / "somebody"
+    with Object.open(OBJECT) as loaded:
+        program = loaded.load().programs["xdp_ethernet"]
+        _libbpf.checked(_libbpf.lib().bpf_obj_pin(program.fd, str(path).encode()), "pin")
+    try:
+        node.namespace.ip(f"link set dev eth0 xdpdrv pinned {path}")
+        yield program_id(node)
+    finally:
+        node.namespace.ip("link set dev eth0 xdpdrv off")
+        path.unlink()
+
+
+def test_somebody_elses_program_is_never_replaced(outside: World) -> None:
+    node = outside.node
+    restart(outside, ON)
+    with foreign(outside) as theirs:
+        restart(outside, XDP)
+        assert program_id(node) == theirs
+        assert said(node, "no XDP on eth0: it carries somebody else's XDP program, which stays")
+        with talking(outside.lab.client, node.address.v4, "tcp", NODE_PORT) as talk:
+            talk.wait()
+        node.agent.stop()
+        node.agent.cleanup()
+        assert program_id(node) == theirs
+        node.agent.start(own=XDP)
+        node.agent.wait_synced()
+        assert program_id(node) == theirs
+    wait_until(lambda: program_id(node), "ours, once there is room")
+
+
+def test_ours_is_not_replaced_by_somebody_else(outside: World) -> None:
+    ours = program_id(outside.node)
+    with contextlib.suppress(Exception), foreign(outside):
+        pass
+    assert program_id(outside.node) == ours
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------
+
+
+def test_devices_that_come_and_go(outside: World) -> None:
+    node = outside.node
+    restart(outside, {**XDP, "xdpDevices": ["eth0", "late0"]})
+    assert said(node, "no XDP on late0: there is no such device yet")
+    for _ in range(2):
+        node.namespace.ip("link add late0 type veth peer name late1")
+        wait_until(lambda: shown(node, "late0"), "XDP on the new device")
+        node.namespace.ip("link del late0")
+    wait_until(lambda: len(list(node.agent.directory.glob("bpf/**/xdp/*-native"))) == 1, "its pin is gone")
+
+
+def test_devices_that_it_cannot_be_on(outside: World) -> None:
+    node = outside.node
+    node.namespace.ip(
+        "link add br7 type bridge", "link add port7 type veth peer name far7", "link set port7 master br7"
+    )
+    try:
+        restart(outside, {**XDP, "xdpDevices": ["eth0", "port7", "br7"]})
+        assert said(node, "no XDP on port7: it is a port of br7")
+        assert said(node, "no XDP on br7: the tc program is not on it")
+        assert shown(node)
+    finally:
+        node.namespace.ip("link del port7", "link del br7")
+
+
+def test_whether_tags_are_taken_off_is_asked_of_the_device(outside: World) -> None:
+    node = outside.node
+    assert node.namespace.call(takes_tags_off, "eth0")
+    node.namespace.run("ethtool", "-K", "eth0", "rxvlan", "off")
+    try:
+        assert not node.namespace.call(takes_tags_off, "eth0")
+    finally:
+        node.namespace.run("ethtool", "-K", "eth0", "rxvlan", "on")
+
+
+def test_auto_is_no_veth(outside: World) -> None:
+    restart(outside, {**XDP, "xdpDevices": "auto"})
+    assert not shown(outside.node)
+    assert said(outside.node, "XDP is on no device")

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which devices carry XDP, why others do not, and what frames may be sent by: pure."""
+
+from __future__ import annotations
+
+from pyebpf_proxy.datapath.node.netdev import BASIC, NDO_XMIT, NDO_XMIT_SG, REDIRECT, RX_SG
+from pyebpf_proxy.datapath.node.plan import ARPHRD_ETHER, TC_BRIDGE_PORT, TC_ETHERNET, TC_LAYER3, Link
+from pyebpf_proxy.datapath.node.xdp import Entry, Plan, XdpConfig, plan
+
+MAC = bytes.fromhex("020000000001")
+ALL = BASIC | REDIRECT | NDO_XMIT | RX_SG | NDO_XMIT_SG
+NIC = Link(2, "eth0", ARPHRD_ETHER, mac=MAC)
+OLD = Link(3, "eth1", ARPHRD_ETHER, mac=MAC)
+POD = Link(4, "pod1", ARPHRD_ETHER, "veth", mac=MAC)
+BRIDGE = Link(5, "br0", ARPHRD_ETHER, "bridge", mac=MAC)
+PORT = Link(6, "port", ARPHRD_ETHER, "veth", master=5, mac=MAC)
+TUN = Link(7, "tun0", 65534, "tun")
+VLAN = Link(8, "eth0.7", ARPHRD_ETHER, "vlan", mac=MAC, lower=2)
+PROGRAMS = {2: TC_ETHERNET, 3: TC_ETHERNET, 4: TC_ETHERNET, 6: TC_BRIDGE_PORT, 7: TC_LAYER3, 8: TC_ETHERNET}
+
+
+def planned(
+    *devices: str, links: tuple[Link, ...] = (NIC, OLD, POD, BRIDGE, PORT, TUN), pods: bool = False, tags: bool = True
+) -> Plan:
+    features = {2: ALL, 3: 0, 4: BASIC | REDIRECT, 5: 0, 6: ALL}
+    config = XdpConfig(devices, pod_sockets=pods)
+    return plan({link.ifindex: link for link in links}, PROGRAMS, features, config, lambda name: tags)
+
+
+def test_every_physical_device_with_xdp_and_no_other() -> None:
+    assert planned("*").attach == {2: "eth0"}
+    assert planned("*").refused == {}
+
+
+def test_where_the_kernel_does_not_tell_the_driver_is_asked() -> None:
+    links = {link.ifindex: link for link in (NIC, OLD, POD)}
+    found = plan(links, PROGRAMS, None, XdpConfig(("*",)), lambda name: False)
+    assert found.attach == {2: "eth0", 3: "eth1"}
+    assert found.entries[2] == Entry(MAC, 1, 1, 0), "sent back, one buffer at a time; redirected to nobody"
+
+
+def test_named_devices_are_tried_or_refused_with_the_reason() -> None:
+    found = planned("eth1", "pod1", "port", "br0", "tun0", "none")
+    assert found.attach == {3: "eth1", 4: "pod1"}
+    assert found.refused == {
+        "port": "it is a port of br0",
+        "br0": "the tc program is not on it, which takes what XDP leaves",
+        "tun0": "its packets have no Ethernet header",
+        "none": "there is no such device yet",
+    }
+
+
+def test_tags_that_are_taken_off_before_xdp_are_in_the_way_only_where_there_are_vlans() -> None:
+    assert planned("eth0").attach == {2: "eth0"}
+    tagged = planned("eth0", links=(NIC, VLAN))
+    assert tagged.attach == {}
+    assert "ethtool -K eth0 rxvlan off" in tagged.refused["eth0"]
+    assert planned("eth0", links=(NIC, VLAN), tags=False).attach == {2: "eth0"}
+
+
+def test_what_frames_may_be_sent_by() -> None:
+    found = planned("eth0", "pod1").entries
+    assert found[2] == Entry(MAC, 1, 2, 2)
+    assert found[4] == Entry(MAC, 1, 0, 0), "its peer is not ready: whatever is sent there is lost"
+    assert found[6] == Entry(bytes(6), 0, 0, 2), "no program, but frames may be redirected to it"
+    assert 3 not in found
+
+
+def test_a_pod_whose_socket_may_have_been_left_to_tc_opens_its_flows_there() -> None:
+    found = planned("eth0", "pod1", pods=True).entries
+    assert (found[2].opens, found[4].opens) == (1, 0)
