@@ -45,7 +45,7 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line that says what is missing and what to do.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup build wheel demo test test-cluster parity record lint bench bench-check profile image-root clean distclean
+.PHONY: help setup build wheel demo test test-cluster test-kernels parity record lint bench bench-check profile image-root clean distclean
 
 help: ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -121,6 +121,11 @@ test-cluster: setup ## beside the real Kubernetes programs; builds them first (G
 	@tests/cluster/build.sh
 	@tests/cluster/tools.sh
 	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(PARALLEL) $(ARGS)
+
+test-kernels: setup ## suites under stock Debian kernels in QEMU: KERNELS="6.1 6.12", or other series, or newest (docs/kernels.md)
+	@tools/setup.sh packages tests/kernels/debian-packages.txt
+	@$(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE SUITES ACCEL QEMU LIMIT JOBS,$(if $($(name)),$(name)="$($(name))")) \
+		ARGS="$(ARGS)" $(PYTHON) -m tests.kernels $(KERNELS)
 
 parity: setup ## 300 made-up object sets beside the real kube-proxy, another draw in every run (docs/parity.md)
 	@tools/setup.sh packages tests/cluster/debian-packages.txt

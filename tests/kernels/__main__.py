@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m tests.kernels [SERIES…]``: boot kernels, run the suites in each, print what came of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+
+from tests.kernels import guest, image, report
+from tests.kernels.cpio import join
+from tests.kernels.debian import codename
+from tests.kernels.problem import KernelsError
+from tests.kernels.suites import REFUSED, SUITES
+
+DEFAULT = ("6.1", "6.12")
+#: Handed on to the guests.
+PASSED_ON = ("SUITES", "ARGS")
+#: Seconds for one guest. Emulation on a busy machine takes as long as it takes: more by ``LIMIT``.
+_LIMIT = 1200
+
+
+def qemu() -> tuple[str, ...]:
+    """The command; fetched where neither the machine nor the cache has one."""
+    unpacked = image.CACHE / "qemu"
+    try:
+        return guest.find_qemu(unpacked)
+    except KernelsError:
+        if os.environ.get("QEMU") or unpacked.exists():
+            raise
+    print("fetching QEMU", flush=True)
+    scratch = unpacked.with_name(f"qemu.{os.getpid()}")
+    try:
+        image.debian(True).unpack_with_dependencies("qemu-system-x86", f"{codename()}-backports", scratch)
+        scratch.rename(unpacked)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return guest.find_qemu(unpacked)
+
+
+def main(arguments: list[str]) -> int:
+    """0: every kernel did what it should; 1: something failed; 2: nothing could be tried."""
+    signal.signal(signal.SIGTERM, _interrupted)
+    signal.signal(signal.SIGHUP, _interrupted)
+    series = arguments or list(DEFAULT)
+    if os.geteuid() != 0:
+        print("test-kernels: root is needed (debootstrap)", file=sys.stderr)
+        return 2
+    image.CACHE.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="run.", dir=image.CACHE) as scratch:
+            return _run(series, Path(scratch))
+    except KernelsError as error:
+        print(f"test-kernels: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("test-kernels: interrupted; no guest is left", file=sys.stderr)
+        return 130
+
+
+def _run(series: list[str], scratch: Path) -> int:
+    names = os.environ.get("SUITES", "")
+    known = {"all", *(suite.name for suite in SUITES)}
+    if unknown := sorted(set(names.split()) - known):
+        raise KernelsError(f"SUITES: there is no {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    command = qemu()
+    kernels = [image.kernel(name) for name in series]
+    root = image.root()
+    project = scratch / "project.cpio"
+    image.project(project, {name: os.environ.get(name, "") for name in PASSED_ON})
+    machine = guest.choose_machine(command, kernels[0].image, scratch)
+    print(f"{machine.accelerator}{f' ({machine.why})' if machine.why else ''}", flush=True)
+
+    def boot(kernel: image.Kernel) -> report.Row:
+        began = time.monotonic()
+        initrd, folder = scratch / f"initrd-{kernel.series}", image.CACHE / "results" / kernel.series
+        join((root, kernel.modules, project), initrd)
+        # What the kernel does not know of its command line becomes the environment of init.
+        words = "REFUSED=1" if kernel.series in REFUSED else ""
+        limit = float(os.environ.get("LIMIT") or _LIMIT)
+        outcome = guest.run(machine, kernel.image, initrd, folder, limit, words)
+        initrd.unlink()
+        print(f"{kernel.release}: {outcome.problem or 'done'}, {time.monotonic() - began:.0f} s", flush=True)
+        return report.read(kernel, outcome, folder)
+
+    jobs = int(os.environ.get("JOBS") or min(len(kernels), (os.cpu_count() or 1) // machine.cpus) or 1)
+    with ThreadPoolExecutor(jobs) as pool:
+        booting = [pool.submit(boot, kernel) for kernel in kernels]
+        try:
+            rows = [future.result() for future in booting]
+        except BaseException:
+            for future in booting:
+                future.cancel()
+            guest.stop_all()
+            raise
+    print(report.table(rows))
+    return 1 if any(row.failed for row in rows) else 0
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

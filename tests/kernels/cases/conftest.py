@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What these tests need of the kernel, as fixtures that skip with the reason; helpers are those of tests/netns."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# It also makes the helper modules of its folder known by name.
+from tests.netns.conftest import family, lane
+
+__all__ = ["family", "lane", "needs_module"]
+
+Needs = Callable[..., None]
+
+
+@pytest.fixture(scope="session")
+def needs_module() -> Needs:
+    """Load kernel modules by name (or find them built in); skip the test if this kernel has one of them not."""
+
+    def needs(*names: str) -> None:
+        for name in names:
+            built_in = Path("/sys/module", name).exists()
+            if not built_in and subprocess.run(["modprobe", "-q", name], check=False).returncode:
+                pytest.skip(f"this kernel has no module {name}")
+
+    return needs

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A network that loses and delays: what is sent again belongs to the flow that was chosen at first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import agent_lane, moved, reasons
+
+from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
+from pyebpf_proxy.lab.cluster import Lab
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 31)
+CONNECTIONS = 20
+
+
+@pytest.fixture(scope="module")
+def slow(lane: str, needs_module: Callable[..., None]) -> Iterator[Lab]:
+    """Both directions between the nodes' network and each node delay; packets come in another order too."""
+    needs_module("sch_netem")
+    with Lab() as lab:
+        WEB.endpoints = tuple(lab.add_pod(f"web-{number}", node) for number, node in enumerate(lab.nodes))
+        write_nodes(lab)
+        write_services(lab, WEB)
+        lab.start_agents(None, agent_lane(lane))
+        yield lab
+
+
+def _disturb(lab: Lab, words: str) -> None:
+    for node in lab.nodes:
+        node.namespace.run("tc", "qdisc", "replace", "dev", "eth0", "root", "netem", *words.split())
+        lab.core.run("tc", "qdisc", "replace", "dev", node.name, "root", "netem", *words.split())
+
+
+def test_requests_through_loss_are_one_flow_each(slow: Lab, family: int) -> None:
+    """A SYN that was lost on the way to the endpoint comes again, and must not be given to another one."""
+    first = slow.nodes[0]
+    target = WEB.target("LoadBalancer", first)
+    _disturb(slow, "delay 10ms loss 10%")
+    before = reasons(first)
+    outcomes = slow.client.call(ask_many, CONNECTIONS, target.address.of(family), 80, timeout=60.0)
+    assert [outcome.kind for outcome in outcomes] == [ANSWERED] * CONNECTIONS
+    counted = moved(before, reasons(first))
+    assert counted.get("new_flow_direct", 0) + counted.get("new_flow_netfilter", 0) == CONNECTIONS
+    lost = sum(int(word) for word in _dropped(slow))
+    assert lost > 0  # else this has tried nothing
+
+
+def test_large_transfers_through_loss_and_disorder_are_whole(slow: Lab, family: int) -> None:
+    _disturb(slow, "delay 5ms 3ms loss 1% reorder 20% duplicate 1%")
+    address = WEB.target("LoadBalancer", slow.nodes[0]).address.of(family)
+    for _ in range(4):
+        outcome = slow.client.call(ask, address, 80, size=20_000, reply_size=200_000, timeout=120.0)
+        assert outcome.answer is not None, outcome
+        assert outcome.size == 200_000
+
+
+def _dropped(lab: Lab) -> list[str]:
+    shown = lab.core.run("tc", "-s", "qdisc", "show")
+    return [line.split("dropped ")[1].split(",")[0] for line in shown.splitlines() if "dropped " in line]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel that cannot carry the data plane: the agent says so in one line, ends, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+
+from pyebpf_proxy.lab.cluster import Lab
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
+
+WEB = Kind("web", 1)
+
+
+def test_the_agent_refuses_this_kernel_in_one_line() -> None:
+    if not os.environ.get("REFUSED"):
+        pytest.skip("this kernel is not one that has to be refused")
+    with Lab(nodes=1) as lab:
+        (node,) = lab.nodes
+        write_nodes(lab)
+        write_services(lab, WEB)
+        node.agent.start()
+        process = node.agent.process
+        assert process is not None
+        assert process.wait(120) == 1, node.agent.log()
+        lines = [line for line in node.agent.log().splitlines() if " error " in line]
+        assert len(lines) == 1, node.agent.log()
+        assert "Traceback" not in node.agent.log()
+        assert f"this kernel, {os.uname().release}, is older than " in lines[0] or "the kernel has no BTF" in lines[0]
+        assert "pyebpf" not in node.namespace.run("nft", "list", "ruleset")
+        assert not list(Path(node.agent.directory, "bpf").rglob("*"))
+        print(lines[0])

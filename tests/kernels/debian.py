@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels and QEMU out of Debian's archive, by an apt root of our own: no source or list of the machine is touched.
+
+Mirrors are those that the machine's own apt is configured for; here are only names of suites. Which package holds a
+series of kernels is found in the archive's index.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from functools import cache, cmp_to_key
+from pathlib import Path
+
+from tests.kernels.problem import KernelsError
+
+# Where a series is looked for, in this order; the machine's own suite is always asked first. Old ones have the refused.
+SUITES = ("bookworm", "trixie", "bullseye", "sid")
+_SETTINGS = """
+Dir::Etc::SourceList "{root}/sources.list";
+Dir::Etc::SourceParts "/dev/null";
+Dir::Etc::Preferences "/dev/null";
+Dir::Etc::PreferencesParts "/dev/null";
+Dir::State "{root}";
+Dir::State::Lists "{root}/lists";
+Dir::State::status "{root}/status";
+Dir::Cache "{root}/cache";
+Acquire::IndexTargets::deb::DEP-11::DefaultEnabled "false";
+Acquire::Languages "none";
+Acquire::Check-Valid-Until "false";
+APT::Sandbox::User "root";
+APT::Install-Recommends "false";
+#clear APT::Update::Post-Invoke;
+#clear APT::Update::Post-Invoke-Success;
+#clear DPkg::Post-Invoke;
+"""
+
+
+def codename() -> str:
+    """The suite this machine is made of; KernelsError if it is not Debian."""
+    try:
+        text = Path("/etc/os-release").read_text()
+    except FileNotFoundError:
+        text = ""
+    found = re.search(r"^VERSION_CODENAME=(\w+)$", text, re.MULTILINE)
+    if found is None or "ID=debian" not in text.splitlines() or shutil.which("apt-get") is None:
+        raise KernelsError("this machine is not Debian: no mirror to take kernels from (docs/kernels.md)")
+    return found.group(1)
+
+
+@cache
+def mirrors() -> tuple[str, str]:
+    """The mirror and the one of the security suites, with their options: what the machine's own apt uses."""
+    ask = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(CODENAME)", "Identifier: Packages"]
+    found: dict[str, str] = {}
+    for line in subprocess.run(ask, check=True, capture_output=True, text=True).stdout.splitlines():
+        address, *names = line.split()
+        for name in names:  # the codename is known only after the machine's own update
+            found.setdefault(name, address)
+    own = codename()
+    if own not in found:
+        raise KernelsError(f"this machine's apt has no mirror for {own}: configure one, or fill {_hint()} elsewhere")
+    return found[own], found.get(f"{own}-security", "")
+
+
+def _hint() -> str:
+    return "PYEBPF_PROXY_CACHE/kernels"
+
+
+class Apt:
+    """apt with a folder of its own."""
+
+    def __init__(self, root: Path, own_suite_only: bool) -> None:
+        self._root = root
+        mirror, security = mirrors()
+        own = codename()
+        suites = [own] if own_suite_only else [own, *(suite for suite in SUITES if suite != own)]
+        keys = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+        options = f"[arch=amd64 signed-by={keys}]" if keys.exists() else "[arch=amd64]"
+        lines = []
+        for suite in suites:
+            lines.append(f"deb {options} {mirror} {suite} main")
+            if suite != "sid":
+                if suite != "bullseye":
+                    lines.append(f"deb {options} {mirror} {suite}-backports main")
+                if security:
+                    lines.append(f"deb {options} {security} {suite}-security main")
+        for folder in ("lists/partial", "cache/archives/partial"):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+        (root / "status").touch()
+        (root / "sources.list").write_text("\n".join(lines) + "\n")
+        (root / "apt.conf").write_text(_SETTINGS.format(root=root))
+        self.run("apt-get", "-q", "update")
+
+    def run(self, *command: str, folder: Path | None = None) -> str:
+        """What a program of apt's prints; KernelsError with its last words if it fails."""
+        environment = os.environ | {"APT_CONFIG": str(self._root / "apt.conf"), "LC_ALL": "C"}
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+            raise KernelsError(f"{' '.join(command[:3])}: {last}")
+        return done.stdout
+
+    def newest(self, series: str) -> tuple[str, str] | None:
+        """Package and version of the newest kernel of a series, or of all that are released ("newest")."""
+        names = self.run("apt-cache", "pkgnames", "linux-image-").split()
+        wanted = r"\d+\.\d+" if series == "newest" else re.escape(series)
+        # "linux-image-6.12-cloud-amd64" is a metapackage: no kernel's whole version is in its name, and no image in it.
+        fitting = [name for name in names if re.fullmatch(rf"linux-image-{wanted}\.\d[^ ]*-cloud-amd64", name)]
+        if not fitting:
+            return None
+        lines = self.run("apt-cache", "madison", *fitting).splitlines()
+        found = [(name.strip(), version.strip()) for name, version, _ in (line.split("|") for line in lines)]
+        return max((entry for entry in found if "~rc" not in entry[1]), key=cmp_to_key(_compare), default=None)
+
+    def kernel(self, package: str, version: str, target: Path) -> None:
+        """Unpack an image with its modules; newer kernels have them in packages of their own."""
+        shown = self.run("apt-cache", "show", f"{package}={version}")
+        parts = re.findall(r"(linux-(?:binary|modules)-\S+-cloud-amd64) \(= \S+\)", shown)
+        self.unpack([f"{name}={version}" for name in [package, *parts]], target)
+
+    def unpack(self, packages: list[str], target: Path) -> None:
+        """Fetch these packages, and unpack their files below ``target``. Nothing is installed or configured."""
+        target.mkdir(parents=True, exist_ok=True)
+        folder = self._root / "fetched"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self.run("apt-get", "-q", "download", *packages, folder=folder)
+        _extract(folder, target)
+
+    def unpack_with_dependencies(self, package: str, suite: str, target: Path) -> None:
+        """The same with all that a package needs, from one suite as far as it has it."""
+        self.run("apt-get", "-q", "clean")
+        self.run("apt-get", "-q", "-y", "--download-only", "-t", suite, "install", package)
+        _extract(self._root / "cache" / "archives", target)
+        self.run("apt-get", "-q", "clean")
+
+
+def _extract(folder: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for package in sorted(folder.glob("*.deb")):
+        subprocess.run(["dpkg-deb", "-x", package, target], check=True)
+    if not any(folder.glob("*.deb")):
+        raise KernelsError("apt fetched nothing")
+    shutil.rmtree(folder / "partial", ignore_errors=True)
+
+
+def _compare(one: tuple[str, str], other: tuple[str, str]) -> int:
+    """dpkg's order of versions."""
+    if one[1] == other[1]:
+        return 0
+    older = ["dpkg", "--compare-versions", one[1], "lt", other[1]]
+    return -1 if subprocess.run(older, check=False).returncode == 0 else 1

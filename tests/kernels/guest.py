@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One virtual machine from start to end: QEMU with a kernel and an initramfs, no disk, no network.
+
+The console goes to a file; results come as a tar through the second serial port. The child dies with this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tarfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.kernels.problem import KernelsError
+
+#: The last line of a guest that came to its end; what init prints.
+END = "VM_EXIT"
+BOOTED = "Linux version"
+# An emulated processor's time goes by its instructions, four nanoseconds each, and idle time is passed over: how busy
+# this machine is changes nothing that a guest could see, and what waits there costs nothing here. One processor only.
+CLOCK = ("-icount", "shift=2,sleep=off")
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How a guest is run here."""
+
+    command: tuple[str, ...]
+    accelerator: str  # "kvm" or "tcg"
+    why: str  # why not kvm, or ""
+    cpus: int = 1
+    memory: int = 2048  # MiB
+
+    def arguments(self, kernel: Path, initrd: Path | None, results: Path, words: str) -> list[str]:
+        """The whole command line."""
+        # la57: kernels before 6.6 stumble over five levels of page tables that the emulation offers.
+        processor = "host" if self.accelerator == "kvm" else "max,la57=off"
+        append = f"console=ttyS0 panic=-1 oops=panic quiet loglevel=4 mitigations=off {words}"
+        return [
+            *self.command,
+            *(() if self.accelerator == "kvm" else CLOCK),
+            *("-accel", self.accelerator, "-cpu", processor, "-M", "q35", "-smp", str(self.cpus)),
+            *("-m", str(self.memory), "-nodefaults", "-display", "none", "-no-reboot"),
+            *("-serial", "stdio", "-serial", f"file:{results}", "-kernel", str(kernel)),
+            *(("-initrd", str(initrd)) if initrd else ()),
+            *("-append", append.strip()),
+        ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a guest ended."""
+
+    problem: str  # one line, or ""
+    console: str
+    seconds: float
+
+
+def find_qemu(unpacked: Path) -> tuple[str, ...]:
+    """The command of QEMU: ``QEMU`` of the environment, the machine's own if it is new enough, or the unpacked one.
+
+    KernelsError if there is none.
+    """
+    named = os.environ.get("QEMU")
+    if named:
+        if shutil.which(named) is None:
+            raise KernelsError(f"QEMU={named}: there is no such program")
+        return (named,)
+    installed = shutil.which("qemu-system-x86_64")
+    # 7.2 crashed in one of ten boots of kernel 6.12.
+    if installed and _major(installed) >= 10:
+        return (installed,)
+    binary = unpacked / "usr/bin/qemu-system-x86_64"
+    if not binary.exists():
+        raise KernelsError("there is no QEMU: install qemu-system-x86 (10 or newer), or give apt a mirror that has it")
+    libraries = [unpacked / "lib/x86_64-linux-gnu", unpacked / "usr/lib/x86_64-linux-gnu"]
+    loader = unpacked / "lib64/ld-linux-x86-64.so.2"
+    if loader.is_symlink() or not loader.exists():  # its target is named from the root
+        loader = unpacked / "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"
+    shares = [part for name in ("qemu", "seabios") for part in ("-L", str(unpacked / "usr/share" / name))]
+    return (str(loader), "--library-path", ":".join(map(str, libraries)), str(binary), *shares)
+
+
+def _major(binary: str) -> int:
+    shown = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"version (\d+)", shown)
+    return int(found.group(1)) if found else 0
+
+
+def choose_machine(command: tuple[str, ...], kernel: Path, scratch: Path) -> Machine:
+    """KVM where a kernel says its first word under it, else emulation; ``ACCEL`` of the environment overrides."""
+    wanted = os.environ.get("ACCEL", "")
+    if wanted not in ("", "kvm", "tcg"):
+        raise KernelsError(f"ACCEL={wanted}: kvm or tcg")
+    if wanted == "tcg":
+        return Machine(command, "tcg", "ACCEL=tcg")
+    why = ""
+    if not os.path.exists("/dev/kvm"):
+        why = "there is no /dev/kvm"
+    elif not os.access("/dev/kvm", os.R_OK | os.W_OK):
+        why = "/dev/kvm may not be used"
+    else:
+        machine = Machine(command, "kvm", "", cpus=1, memory=512)
+        # No initramfs: it panics, and leaves.
+        tried = run(machine, kernel, None, scratch / "kvm", 20, "loglevel=7")
+        if BOOTED not in tried.console:
+            why = f"a kernel does not start with /dev/kvm ({tried.problem or 'no first line'})"
+    if why and wanted == "kvm":
+        raise KernelsError(f"ACCEL=kvm: {why}")
+    return Machine(command, "tcg", why) if why else Machine(command, "kvm", "")
+
+
+def run(machine: Machine, kernel: Path, initrd: Path | None, folder: Path, limit: float, words: str = "") -> Outcome:
+    """Boot, wait for the end (at most ``limit`` seconds), unpack the results into ``folder``; nothing is left."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    console, results = folder / "console.log", folder / "results.tar"
+    results.touch()
+    began = time.monotonic()
+    with console.open("wb") as output:
+        process = subprocess.Popen(
+            machine.arguments(kernel, initrd, results, words),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_die_with_parent,
+        )
+        _running.add(process)
+        problem = ""
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            problem = f"not done after {limit:.0f} s"
+        finally:
+            process.kill()
+            process.wait()
+            _running.discard(process)
+    seconds = time.monotonic() - began
+    text = console.read_bytes().decode(errors="replace").replace("\r", "")
+    if not problem and f"{END} 0" not in text:
+        problem = _what_happened(text, process.returncode)
+    if results.stat().st_size:
+        try:
+            with tarfile.open(results) as archive:
+                archive.extractall(folder, filter="data")
+        except tarfile.TarError as error:
+            problem = problem or f"its results cannot be read: {error}"
+    results.unlink()
+    return Outcome(problem, text, seconds)
+
+
+def stop_all() -> None:
+    """End every guest of this process; who waits for one sees it crash."""
+    for process in list(_running):
+        process.kill()
+
+
+def _what_happened(console: str, status: int) -> str:
+    lines = [line.strip() for line in console.splitlines() if line.strip()]
+    for line in lines:
+        if "Kernel panic" in line or "qemu-system" in line:
+            return re.sub(r"^\[ *[\d.]+\] ", "", line)
+    if not lines:
+        return f"it does not boot: no word on its console (QEMU's exit status {status})"
+    return f"it ended before its tests did; last words: {lines[-1][:200]}"
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

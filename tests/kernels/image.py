@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a guest has instead of a disk: Debian, the kernel's modules, and this checkout with its environment."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+from tests.kernels.cpio import Archive
+from tests.kernels.debian import Apt, codename, mirrors
+from tests.kernels.problem import KernelsError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "kernels"
+#: Beside Debian's essential packages.
+PACKAGES = (
+    *("bpftool", "conntrack", "curl", "ethtool", "iperf3", "iproute2", "iptables", "iputils-ping", "jq", "kmod"),
+    *("libbpf1", "nftables", "procps", "python3", "python3-nftables", "tcpdump", "util-linux"),
+)
+_LEFT_OUT = (
+    *("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "usr/share/lintian", "usr/share/i18n"),
+    *("usr/share/perl*", "var/cache", "var/lib/apt", "var/lib/dpkg/info"),
+)
+# What a network of devices and namespaces can need; the rest (disks, graphics, filesystems) is not carried along.
+_MODULES = ("kernel/net", "kernel/drivers/net", "kernel/lib", "kernel/crypto", "kernel/arch", "kernel/drivers/char")
+_NO_MODULES = ("*/drivers/net/ethernet/*", "*/drivers/net/wireless/*", "*/net/mac80211/*", "*/net/bluetooth/*")
+# Of the virtual environment: what no suite in a guest uses, by weight.
+_NO_PYTHON = (
+    *("numpy*", "matplotlib*", "mpl_toolkits", "fontTools*", "fonttools*", "PIL", "pillow*", "kiwisolver*"),
+    *("contourpy*", "mypy*", "*__mypyc*", "ruff*", "pip", "pip-*", "setuptools*", "ast_serialize*", "*-stubs"),
+)
+_PROJECT = ("bpf", "deploy", "docs", "examples", "pyebpf_proxy", "tests", "tools", "build/tests")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An unpacked kernel in the cache."""
+
+    series: str
+    release: str
+    image: Path
+    modules: Path  # a cpio
+
+
+@cache
+def debian(own_suite_only: bool) -> Apt:
+    """Debian's archive, of this machine's suite or of all; its index is fetched when it is asked for first."""
+    return Apt(CACHE / ("apt-own" if own_suite_only else "apt-all"), own_suite_only)
+
+
+def root() -> Path:
+    """Debian with what the suites call, as a cpio; made once for each list of packages. Needs root and debootstrap."""
+    suite = codename()
+    mark = hashlib.sha256(" ".join([suite, *PACKAGES, *_LEFT_OUT]).encode()).hexdigest()[:12]
+    path = CACHE / f"root-{suite}-{mark}.cpio"
+    if path.exists():
+        return path
+    if shutil.which("debootstrap") is None:
+        raise KernelsError("debootstrap is missing: apt-get install debootstrap")
+    print(f"making {path.name} by debootstrap", flush=True)
+    scratch = CACHE / f"root.{os.getpid()}"
+    command = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", suite, str(scratch), mirrors()[0]]
+    # Whatever it mounts is in a namespace that ends with it, however it ends.
+    namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
+    try:
+        done = subprocess.run([*namespaces, *command], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise KernelsError(f"debootstrap: {(done.stdout.strip() or done.stderr.strip()).splitlines()[-1]}")
+        _write(path, lambda archive: archive.tree(scratch, "", lambda name: _matches(name, _LEFT_OUT)))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return path
+
+
+def kernel(series: str) -> Kernel:
+    """The newest kernel of a series, from the cache or the archive."""
+    folder = CACHE / series
+    if not (folder / "release").exists():
+        _fetch(series, folder)
+    release = (folder / "release").read_text().strip()
+    return Kernel(series, release, folder / "vmlinuz", folder / "modules.cpio")
+
+
+def _fetch(series: str, folder: Path) -> None:
+    scratch = folder.with_name(f"{series}.{os.getpid()}")
+    try:
+        found = None
+        # The machine's own suite has what CI needs; all of them are ten times as much to fetch and to read.
+        for own_suite_only in (False,) if series == "newest" else (True, False):
+            found = debian(own_suite_only).newest(series)
+            if found is not None:
+                break
+        if found is None:
+            raise KernelsError(
+                f"no Debian suite of the mirror has a kernel {series} (linux-image-{series}.*-cloud-amd64)"
+            )
+        print(f"fetching {found[0]} {found[1]}", flush=True)
+        debian(own_suite_only).kernel(*found, scratch / "files")
+        (image,) = (scratch / "files").glob("**/boot/vmlinuz-*")
+        release = image.name.removeprefix("vmlinuz-")
+        (place,) = (scratch / "files").glob(f"**/lib/modules/{release}")
+        subprocess.run(["depmod", "-b", place.parents[2], release], check=True)
+        shutil.move(image, scratch / "vmlinuz")
+        _write(scratch / "modules.cpio", lambda archive: _add_modules(archive, place, release))
+        (scratch / "release").write_text(release + "\n")
+        shutil.rmtree(scratch / "files")
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _add_modules(archive: Archive, place: Path, release: str) -> None:
+    target = f"usr/lib/modules/{release}"
+    for path in sorted(place.glob("modules.*")):
+        archive.add(path, f"{target}/{path.name}")
+
+    def left_out(part: str, name: str) -> bool:
+        return _matches(f"/{part}/{name}", _NO_MODULES)
+
+    for part in _MODULES:
+        if (place / part).is_dir():
+            archive.tree(place / part, f"{target}/{part}", partial(left_out, part))
+
+
+def project(path: Path, environment: dict[str, str]) -> None:
+    """This checkout at its own place, its environment, and init with what it is told."""
+    site = next((REPOSITORY / ".venv/lib").glob("python3.*/site-packages"))
+
+    def write(archive: Archive) -> None:
+        here = str(REPOSITORY)
+        for name in _PROJECT:
+            if (REPOSITORY / name).is_dir():
+                archive.tree(REPOSITORY / name, f"{here}/{name}")
+        for entry in sorted(REPOSITORY.iterdir()):
+            if entry.is_file():
+                archive.add(entry, f"{here}/{entry.name}")
+        archive.tree(REPOSITORY / ".venv/bin", f"{here}/.venv/bin", lambda name: name in ("ruff", "mypy"))
+        archive.add(REPOSITORY / ".venv/pyvenv.cfg", f"{here}/.venv/pyvenv.cfg")
+        target = f"{here}/.venv/{site.relative_to(REPOSITORY / '.venv')}"
+        archive.tree(site, target, lambda name: _matches(name, _NO_PYTHON))
+        told = {"PROJECT": here, "PYTHON": f"{here}/.venv/bin/python", **environment}
+        archive.data("guest.env", "".join(f"export {name}='{value}'\n" for name, value in told.items()).encode())
+        archive.add(REPOSITORY / "tests/kernels/init", "init")
+
+    _write(path, write)
+
+
+def _write(path: Path, fill: Callable[[Archive], None]) -> None:
+    """An archive that is there whole, or not at all."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with aside.open("wb") as file:
+            archive = Archive(file)
+            fill(archive)
+            archive.close()
+        aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _matches(name: str, patterns: tuple[str, ...] | list[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

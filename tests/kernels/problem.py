@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ends a run before any kernel has been tried, or ends one kernel's: one line that says what to do."""
+
+from __future__ import annotations
+
+
+class KernelsError(Exception):
+    """One line: what is missing or failed, and the remedy."""

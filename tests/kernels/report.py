@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what guests left behind to a table: kernel × suite × lane × what passed, failed and was skipped, and why."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.kernels.guest import Outcome
+from tests.kernels.image import Kernel
+from tests.kernels.suites import REFUSED, SUITES
+
+# What the probe leaves, by what it means; everything optional is asked for there.
+_WHY = {
+    "why": "no direct lane",
+    "why_not_pods": "no sockets of pods",
+    "why_not_fast": "no fast path",
+    "why_not_xdp": "no XDP",
+}
+
+
+@dataclass
+class Count:
+    """What came of one suite."""
+
+    passed: int = 0
+    failed: list[str] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0
+
+
+@dataclass
+class Row:
+    """One kernel."""
+
+    release: str
+    probe: dict[str, str]
+    problem: str
+    to_refuse: bool
+    suites: dict[str, Count]
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything is not as it should be. Some kernels are here to be refused."""
+        refused = bool(self.probe.get("refused"))
+        return bool(self.problem) or refused != self.to_refuse or any(count.failed for count in self.suites.values())
+
+
+def read(kernel: Kernel, outcome: Outcome, folder: Path) -> Row:
+    """What a guest left in its folder."""
+    to_refuse = kernel.series in REFUSED
+    try:
+        probe = json.loads((folder / "probe.json").read_text())
+    except FileNotFoundError:
+        return Row(kernel.release, {}, outcome.problem or "it left no results", to_refuse, {})
+    suites = {}
+    for suite in SUITES:
+        status = folder / f"{suite.name}.status"
+        if status.exists():
+            suites[suite.name] = _count(folder / f"{suite.name}.xml", int(status.read_text()))
+    return Row(kernel.release, probe, outcome.problem, to_refuse, suites)
+
+
+def _count(path: Path, status: int) -> Count:
+    count = Count()
+    if status not in (0, 1):
+        count.failed.append("out of time" if status == -1 else f"pytest: exit status {status}")
+    if not path.exists():
+        return count
+    for suite in ElementTree.parse(path).getroot().iter("testsuite"):
+        count.seconds += float(suite.get("time", 0))
+        for case in suite.iter("testcase"):
+            skipped = case.find("skipped")
+            if case.find("failure") is not None or case.find("error") is not None:
+                count.failed.append(f"{case.get('classname')}::{case.get('name')}")
+            elif skipped is not None:
+                count.skipped[str(skipped.get("message"))] += 1
+            else:
+                count.passed += 1
+    return count
+
+
+def table(rows: list[Row]) -> str:
+    """In Markdown, as it stands in docs/kernels.md; below it what failed, and why what was skipped."""
+    lines = ["", "| kernel | lane | suite | passed | failed | skipped | s |", "|---|---|---|---|---|---|---|"]
+    failures: list[str] = []
+    skips: list[str] = []
+    words: list[str] = []
+    for row in rows:
+        lane = row.probe.get("lane", "–")
+        if refused := row.problem or row.probe.get("refused"):
+            lines.append(f"| {row.release} | {lane} | – | – | – | – | – |")
+            words.append(f"* {row.release}: {refused}")
+        for name, count in row.suites.items():
+            numbers = f"{count.passed} | {len(count.failed)} | {sum(count.skipped.values())} | {count.seconds:.0f}"
+            lines.append(f"| {row.release} | {lane} | {name} | {numbers} |")
+            failures += [f"* {row.release} {name}: {test}" for test in count.failed]
+            skips += [f"* {row.release} {name}: {number} × {why}" for why, number in count.skipped.items()]
+        words += [f"* {row.release}: {what}: {row.probe[key]}" for key, what in _WHY.items() if row.probe.get(key)]
+    for heading, entries in (("What kernels said", words), ("Failed", failures), ("Skipped", skips)):
+        if entries:
+            lines += ["", f"{heading}:", "", *entries]
+    return "\n".join(lines)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests run in a guest: what goes by the kernel. What only looks at files or objects is the same everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One call of pytest. ``limit`` in seconds, for emulation on a busy machine."""
+
+    name: str
+    arguments: tuple[str, ...]
+    #: Which of its tests run where nobody asked for a suite (pytest's -k): "" all of them, None none.
+    quick: str | None = None
+    limit: int = 600
+    #: Before any module of netfilter has been loaded.
+    first: bool = False
+    #: Only where the kernel must be refused, and nothing else there.
+    refused: bool = False
+
+
+_CASES = "tests/kernels/cases"
+_UNIT = ("test_datapath_btf.py", "test_preflight_modules.py", "test_cli_missing.py::test_the_kernel_has_no_btf")
+# test_maps_libbpf.py calls the compiler, which guests have not.
+_PACKET = ("connections", "flows", "bridge")
+_NETNS = ("attach/test_attach_links.py", "attach/test_attach_tc.py", "attach/test_attach_udp.py", "test_agent.py")
+SUITES = (
+    Suite("start", (f"{_CASES}/test_guest_start.py",), "", first=True),
+    Suite("refused", (f"{_CASES}/test_guest_refused.py",), "", refused=True),
+    Suite("unit", tuple(f"tests/unit/{name}" for name in _UNIT), ""),
+    Suite("packet", tuple(f"tests/packet/test_{name}.py" for name in _PACKET), "IPv4 and not xdp"),
+    Suite("sctp", (f"{_CASES}/test_guest_sctp.py",), "direct"),
+    Suite("underlays", (f"{_CASES}/test_guest_underlays.py",), "vxlan and direct"),
+    Suite("netem", (f"{_CASES}/test_guest_netem.py",)),
+    Suite("bridge", ("tests/netns/test_lab_bridge.py", "-k", "large or fragmented or talk")),
+    Suite("netns", tuple(f"tests/netns/{name}" for name in _NETNS)),
+)
+
+
+def chosen(names: str) -> tuple[Suite, ...]:
+    """The suites of a run: "all", some by their names, or what runs where nobody said anything."""
+    if names == "all":
+        return SUITES
+    if names:
+        return tuple(suite for suite in SUITES if suite.name in names.split())
+    quick = [suite for suite in SUITES if suite.quick is not None]
+    return tuple(replace(suite, arguments=(*suite.arguments, "-k", suite.quick or "")) for suite in quick)
+
+
+#: Loaded after the first suites, if the kernel has them: tests write settings that come with them.
+MODULES = ("nf_conntrack", "nf_nat", "br_netfilter")
+#: Kernels that must be refused: the agent has to say why, in one line.
+REFUSED = ("5.10",)
