@@ -240,9 +240,12 @@ static __noinline int flow_exists(struct context *ctx, const struct packet *p, _
 		bpf_ct_release(ct);
 		return living;
 	}
-	bpf_ct_change_timeout(ct, 0);
+	if (!settings.dry_run)
+		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
 	count(reason);
+	if (settings.dry_run)
+		return NO_FLOW;
 	/* An expired entry is taken out of the table by the next lookup that meets it. */
 	return exists(ctx, p) ? FLOW_EXISTS : NO_FLOW;
 }

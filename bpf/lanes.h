@@ -19,6 +19,20 @@ static __always_inline enum reason why_netfilter(const struct packet *p, const s
 	return REASON_UNSPECIFIED;
 }
 
+static __always_inline bool only_said(const struct backend *b, const struct creation *c)
+{
+	__u32 key = 0;
+	struct dry_result *said = bpf_map_lookup_elem(&dry_results, &key);
+
+	if (said) {
+		said->backend = b->id;
+		said->masqueraded = c->masquerade_wanted;
+		__builtin_memcpy(said->masquerade, &c->masquerade, 16);
+	}
+	count(NEW_FLOW_DIRECT);
+	return true;
+}
+
 /* True: the packet goes on. False: it is dropped, for `reason`. */
 static __always_inline bool direct_lane(struct context *ctx, const struct packet *p, const struct entitlement *e,
 					const struct backend *b, __u32 device, enum reason *reason)
@@ -29,6 +43,8 @@ static __always_inline bool direct_lane(struct context *ctx, const struct packet
 		netfilter_lane(ctx, p, e, b, LANE_NO_ROUTE);
 		return true;
 	}
+	if (settings.dry_run)
+		return only_said(b, &c);
 	switch (create_flow(ctx, p, b, &c)) {
 	case CREATED:
 		if (e->masquerade)

@@ -28,7 +28,7 @@ enum protocol {
 #include "node_maps.h"
 #include "socket_maps.h"
 
-/* ---- counters ------------------------------------------------------------- */
+/* ---- counters, and what explains them ---------------------------------------- */
 
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
@@ -36,5 +36,40 @@ struct {
 	__type(key, __u32);
 	__type(value, __u64);
 } reasons SEC(".maps");
+
+/* The newest packet, or socket call, that was refused or dropped for each reason. */
+struct refused {
+	__u64 when;		/* bpf_ktime_get_boot_ns(); 0: never */
+	__u8 source[16];	/* IPv4 in the first four bytes; a socket that is bound to nothing: the node's */
+	__u8 destination[16];
+	__u16 source_port;
+	__u16 destination_port;
+	enum protocol protocol;
+	__u8 ipv6;
+	__u8 zero[2];
+	__u32 device;		/* where it came in, 0: a socket's call */
+	__u32 zero2;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, REASON_COUNT);
+	__type(key, __u32);
+	__type(value, struct refused);
+} last_refused SEC(".maps");
+
+/* Pinned nowhere: what a dry run (settings.h) would have written into the kernel's flow table. */
+struct dry_result {
+	__u32 backend;
+	__u32 masqueraded;
+	__u8 masquerade[16];	/* IPv4 in the first four bytes */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct dry_result);
+} dry_results SEC(".maps");
 
 #endif

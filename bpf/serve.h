@@ -29,6 +29,12 @@ static __always_inline bool goes_to_loopback(const struct packet *p)
 	return settings.localhost_node_ports && !p->ipv6 && is_loopback4(p->destination.v4);
 }
 
+static __always_inline int drop_packet(struct context *ctx, const struct packet *p, enum reason reason)
+{
+	remember_refused(p, receiving_device(ctx), reason);
+	return drop(reason);
+}
+
 /* SCTP entries can't be looked up from here; what opens a flow there is an INIT. */
 static __always_inline enum existence flow_of(struct context *ctx, const struct packet *p, const struct frontend *f,
 					      const struct table *table)
@@ -50,8 +56,9 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		swap_destination(p, asked);
 	switch (decide(p, f, table, table_id, receiving_device(ctx), &e, &reason)) {
 	case VERDICT_DROP:
-		return drop(reason);
+		return drop_packet(ctx, p, reason);
 	case VERDICT_REJECT:
+		remember_refused(p, receiving_device(ctx), reason);
 		reject(ctx);
 		return LEFT;
 	case VERDICT_PASS:
@@ -60,7 +67,7 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		break;
 	}
 	if (!chosen_before(ctx, p, &e, &b) && !choose_backend(p, &e, &b))
-		return drop(TABLE_MISSING);
+		return drop_packet(ctx, p, TABLE_MISSING);
 	if (asked)
 		swap_destination(p, asked);
 	/* Hairpin: the endpoint calls itself and must not see its own address. */
@@ -72,7 +79,7 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		return LEFT;
 	}
 	if (!direct_lane(ctx, p, &e, &b, ip_device(ctx), &reason))
-		return drop(reason);
+		return drop_packet(ctx, p, reason);
 	return LEFT;
 }
 

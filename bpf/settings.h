@@ -54,6 +54,7 @@ struct settings {
 	__u8 learn_after;	/* so many packets of an endpoint's; at most 7 */
 	__u8 xdp;		/* an XDP program is on some device */
 	__u8 xdp_generic;	/* and it is on packets, not on the drivers' frames */
+	__u8 dry_run;		/* only said what would be done (`pyebpf-proxy explain`): no flow is made or ended */
 };
 
 const volatile struct settings settings SEC(".rodata") = {

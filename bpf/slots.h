@@ -4,6 +4,7 @@
 #define PEP_SLOTS_H
 
 #include "policy.h"
+#include "refused.h"
 
 struct backend {
 	union address address;

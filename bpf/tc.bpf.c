@@ -116,7 +116,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 		link = 0;
 	parsed = parse_packet(skb, link, &p);
 	if (goes_to_loopback(&p))
-		return drop(DROP_LOOPBACK_DESTINATION);
+		return drop_packet(skb, &p, DROP_LOOPBACK_DESTINATION);
 	if (!parsed) {
 		if (bridge_port)
 			lift_later_fragment(skb);

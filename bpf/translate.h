@@ -87,21 +87,24 @@ static __always_inline void note_peer(__u64 cookie, const struct packet *p, cons
  * As the application would see it: refused at once, or as if every packet were
  * lost; a datagram that netfilter drops on its way out is not permitted.
  */
-static __always_inline int refuse(enum reason reason, enum protocol protocol)
+static __always_inline int refuse(const struct packet *p, enum reason reason)
 {
+	int error = p->protocol == UDP ? -EPERM_ : -ETIMEDOUT_;
+
 	switch (reason) {
 	case REJECT_NO_ENDPOINTS:
-		count(REJECT_NO_ENDPOINTS_SOCKET);
-		bpf_set_retval(-ECONNREFUSED_);
+		reason = REJECT_NO_ENDPOINTS_SOCKET;
+		error = -ECONNREFUSED_;
 		break;
 	case DROP_SOURCE_RANGE:
-		count(DROP_SOURCE_RANGE_SOCKET);
-		bpf_set_retval(protocol == UDP ? -EPERM_ : -ETIMEDOUT_);
+		reason = DROP_SOURCE_RANGE_SOCKET;
 		break;
 	default:
-		count(DROP_NO_LOCAL_ENDPOINTS_SOCKET);
-		bpf_set_retval(protocol == UDP ? -EPERM_ : -ETIMEDOUT_);
+		reason = DROP_NO_LOCAL_ENDPOINTS_SOCKET;
 	}
+	count(reason);
+	remember_refused(p, 0, reason);
+	bpf_set_retval(error);
 	return REFUSE;
 }
 
@@ -178,12 +181,12 @@ __noinline long translate(struct packet *p, __u64 cookie, bool datagram, struct 
 	case VERDICT_PASS:
 		return ALLOW;
 	default:
-		return refuse(reason, p->protocol);
+		return refuse(p, reason);
 	}
 	key.service = f.service;
 	key.kind = f.kind;
 	if (!find_backend(p, &e, &key, datagram, b))
-		return refuse(REJECT_NO_ENDPOINTS, p->protocol);
+		return refuse(p, REJECT_NO_ENDPOINTS);
 	settle(p, &key, datagram, b);
 	/* What is bound to nothing gets the address that it would be masqueraded with. */
 	return bound && e.masquerade ? ALLOW_MASQUERADED : ALLOW;

@@ -82,6 +82,29 @@ def _frontends(arguments: argparse.Namespace) -> int:
     return run_services.frontends(arguments)
 
 
+def _status(arguments: argparse.Namespace) -> int:
+    from pyebpf_proxy.see import status
+
+    return status.run(arguments)
+
+
+def _drops(arguments: argparse.Namespace) -> int:
+    from pyebpf_proxy.see import drops
+
+    return drops.run(arguments)
+
+
+def _flows_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "address, name of a service, protocol or state; or FIELD=VALUE: service, client, endpoint, destination, …"
+    parser.add_argument("filter", nargs="*", metavar="FILTER", help=text + "; all must fit")
+
+
+def _flows(arguments: argparse.Namespace) -> int:
+    from pyebpf_proxy.see import flows
+
+    return flows.run(arguments)
+
+
 def _completion(arguments: argparse.Namespace) -> int:
     from pyebpf_proxy.see import completion
 
@@ -94,6 +117,11 @@ def _shell(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = {
+    "status": Command(
+        "is it right? lane, devices, programs, agent, how full everything is, and what to do about what is not right",
+        "pyebpf-proxy status              # status 0: nothing to warn of",
+        _status,
+    ),
     "services": Command(
         "the service ports as the kernel has them: addresses, endpoints, policies, affinity",
         "pyebpf-proxy services web        # everything of one Service\n"
@@ -112,6 +140,17 @@ COMMANDS = {
         "pyebpf-proxy frontends --address 10.96.0.10",
         _frontends,
         _frontends_arguments,
+    ),
+    "drops": Command(
+        "what was refused or dropped, how often, the newest packet of each, and what it means",
+        "pyebpf-proxy drops               # status 1: something within the last minute",
+        _drops,
+    ),
+    "flows": Command(
+        "flows to services, as conntrack has them, with the services' names",
+        "pyebpf-proxy flows default/web state=ESTABLISHED",
+        _flows,
+        _flows_arguments,
     ),
     "completion": Command(
         "shell completion of these commands, names of services too",

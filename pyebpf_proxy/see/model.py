@@ -88,6 +88,110 @@ class Frontends(Answer, kw_only=True, tag_field="kind", tag="Frontends"):
     frontends: list[FrontendView]
 
 
+class Drop(Answer, kw_only=True):
+    """A reason for which packets or socket calls were refused; ``secondsAgo`` and the rest: of the newest, if known."""
+
+    reason: str
+    count: int
+    meaning: str
+    remedy: str
+    seconds_ago: float | None = None
+    source: str = ""
+    destination: str = ""
+    protocol: str = ""
+    device: str = ""
+    service: str = ""
+
+
+class Drops(Answer, kw_only=True, tag_field="kind", tag="Drops"):
+    """``pyebpf-proxy drops``. Counted since the maps were made."""
+
+    drops: list[Drop]
+
+
+class Trouble(Answer, kw_only=True):
+    """Something that is not right, and what to do."""
+
+    what: str
+    remedy: str
+
+
+class AgentView(Answer, kw_only=True):
+    """The agent, if it runs. Seconds; None where its metrics do not say."""
+
+    running: bool
+    pid: int = 0
+    seconds: float = 0.0
+    synced_seconds_ago: float | None = None
+    delivered_seconds_ago: float | None = None
+    source_complete: bool | None = None
+
+
+class DeviceView(Answer, kw_only=True):
+    """A device that packets enter by. ``program``: "" if it carries none of ours."""
+
+    name: str
+    program: str
+    wanted: str
+
+
+class Fill(Answer, kw_only=True):
+    """How full something is."""
+
+    name: str
+    used: int
+    room: int
+
+
+class Status(Answer, kw_only=True, tag_field="kind", tag="Status"):
+    """``pyebpf-proxy status``. ``lane``: "" if no program is attached. ``sourcePorts``: of the busiest endpoints."""
+
+    version: str
+    kernel: str
+    directory: str
+    pins: str
+    agent: AgentView
+    lane: str
+    lane_why: str
+    features: list[str]
+    devices: list[DeviceView]
+    socket_programs: list[str]
+    service_ports: int
+    maps: list[Fill]
+    conntrack: Fill | None
+    source_ports: list[Fill]
+    drops: list[Drop]
+    warnings: list[Trouble]
+
+
+class FlowView(Answer, kw_only=True):
+    """A flow to a service. ``seconds``, ``packets``, ``bytes``: null where the kernel does not keep them
+    (nf_conntrack_timestamp, nf_conntrack_acct). ``fastPath``: null where there is no flow cache.
+    """
+
+    protocol: str
+    client: str
+    client_name: str
+    destination: str
+    service: str
+    endpoint: str
+    endpoint_name: str
+    masqueraded_as: str
+    state: str
+    seconds_left: int
+    seconds: float | None
+    packets: int | None
+    bytes: int | None
+    lane: str
+    fast_path: bool | None
+
+
+class Flows(Answer, kw_only=True, tag_field="kind", tag="Flows"):
+    """``pyebpf-proxy flows``."""
+
+    flows: list[FlowView]
+
+
 def encode(answer: msgspec.Struct) -> str:
     """The answer as JSON, for scripts."""
     return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()

@@ -24,7 +24,7 @@ def matching(wanted: str, names: Collection[ServicePortName]) -> list[ServicePor
         raise QuestionError(f"{wanted} may be {listed(_texts(found))}: say which")
     ports = [name for name in names if (name.namespace, name.name) in found]
     if not found:
-        raise QuestionError(f"no Service is called {wanted}{_suggested(text, slash, names)}")
+        raise QuestionError(f"no Service is called {wanted}{_suggested(text, names)}")
     if colon:
         chosen = [name for name in ports if port == name.port]
         if not chosen:
@@ -39,9 +39,17 @@ def _texts(keys: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{namespace}/{name}" for namespace, name in sorted(keys)]
 
 
-def _suggested(text: str, slash: str, names: Iterable[ServicePortName]) -> str:
-    full = {(name.namespace, name.name) for name in names}
-    if slash:
-        return near(text, _texts(full))
-    alike = near(text, {name for _, name in full})
-    return alike if alike else ("" if full else ": there are no services")
+def _suggested(text: str, names: Collection[ServicePortName]) -> str:
+    return suggested(text, {(name.namespace, name.name) for name in names}) or (
+        "" if names else ": there are no services"
+    )
+
+
+def suggested(text: str, services: Collection[tuple[str, str]]) -> str:
+    """Words for a message: which Service may have been meant by ``[NAMESPACE/]NAME``."""
+    namespace, slash, name = text.rpartition("/")
+    there = {each for space, each in services if space == namespace}
+    if slash and there:
+        alike = near(name, there)
+        return alike.replace("mean ", f"mean {namespace}/", 1).replace(" or ", f" or {namespace}/")
+    return near(text, _texts(services) if slash else {each for _, each in services})

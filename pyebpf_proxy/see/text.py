@@ -100,6 +100,14 @@ def duration(seconds: float) -> str:
     return f"{whole}s"
 
 
+def ago(seconds: float) -> str:
+    """``12 s ago``, ``3 min ago``."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
 def _widths(natural: list[int], least: list[int], width: int) -> list[int] | None:
     """Natural widths, the widest made narrower until all fit, no narrower than its longest word; None: they cannot."""
     widths = list(natural)

@@ -148,6 +148,16 @@ def read_wanted(directory: Path, arguments: Sequence[str]) -> Wanted:
         raise SeeError(str(error)) from None
 
 
+def settings_of(agent: Agent) -> Effective:
+    """What the agent's command line says. SeeError: a file of it cannot be read."""
+    from pyebpf_proxy.config.flags import UsageError, parse
+
+    try:
+        return _settings(parse(_absolute(agent.arguments, agent.folder)))
+    except (UsageError, FatalError) as error:
+        raise SeeError(str(error)) from None
+
+
 def _absolute(arguments: Sequence[str], folder: str) -> list[str]:
     """Files that are named relative to where the agent was started."""
     names = ("--manifests", "--config", "--datapath-config", "--kubeconfig")

@@ -55,6 +55,7 @@ class Settings:
     learn_after: int = 3
     xdp: bool = False
     xdp_generic: bool = False
+    dry_run: bool = False
 
 
 #: enum scheduler of bpf/settings.h by the names that IPVS has. Every endpoint has weight 1: some are the same.
@@ -85,6 +86,8 @@ _SCHEDULER_MAPS = {
 _POD_MAPS = {"pod_sources", "left_sockets", "excluded_pods"}
 # Maps of XDP alone.
 _XDP_MAPS = {"xdp_devices", "xdp_choices"}
+# Only for programs that are run to see what they would do.
+_DRY_MAPS = {"dry_results"}
 # Maps of the flow cache alone.
 _FLOW_MAPS = {"flows", "fast_path", "flow_drafts", "flow_sightings"}
 
@@ -298,7 +301,7 @@ def _unused(settings: Settings) -> set[str]:
 
 def unused_maps(scheduler: int, pod_sockets: bool, fast_path: bool = False, xdp: bool = False) -> set[str]:
     """The maps that programs with these four of their settings (bpf/settings.h) do without."""
-    unused = {name for name, users in _SCHEDULER_MAPS.items() if scheduler not in users}
+    unused = {name for name, users in _SCHEDULER_MAPS.items() if scheduler not in users} | _DRY_MAPS
     unused |= set() if pod_sockets else _POD_MAPS
     unused |= set() if xdp else _XDP_MAPS
     return unused if fast_path else unused | _FLOW_MAPS

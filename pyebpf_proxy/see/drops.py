@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``drops``: what was refused or dropped, how often, whose it was last, and what that means."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pyebpf_proxy.see import model
+from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT
+from pyebpf_proxy.see.maps import U32, Pinned
+from pyebpf_proxy.see.reasons import MEANINGS, is_refusal
+from pyebpf_proxy.see.text import Cell, Paper, ago, paper, table, wrapped
+from pyebpf_proxy.services.addresses import format_address_port
+from pyebpf_proxy.services.model import Protocol
+
+if TYPE_CHECKING:
+    from pyebpf_proxy.see.state import State
+
+#: Seconds: what is newer is told as happening now.
+RECENT = 60.0
+
+
+def read(maps: Pinned) -> list[model.Drop]:
+    """Every reason for which something was refused, the newest first. SeeError."""
+    from pyebpf_proxy.see.programs import device_name
+
+    counts = maps.counts()
+    newest = {} if "last_refused" not in maps.names else dict(_newest(maps))
+    found = []
+    for reason, count in counts.items():
+        if not count or not is_refusal(reason):
+            continue
+        meaning = MEANINGS.get(reason)
+        drop = model.Drop(
+            reason=reason,
+            count=count,
+            meaning=meaning.text if meaning is not None else "not known to this version",
+            remedy=meaning.remedy if meaning is not None else "",
+        )
+        last = newest.get(maps.enum("reason")[reason.upper()])
+        if last is not None:
+            when, source, destination, source_port, destination_port, protocol, ipv6, device = last
+            size = 16 if ipv6 else 4
+            drop.seconds_ago = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - when / 1e9)
+            drop.source = format_address_port(source[:size], source_port)
+            drop.destination = format_address_port(destination[:size], destination_port)
+            drop.protocol = Protocol(protocol).name
+            drop.device = device_name(device) if device else ""
+        found.append(drop)
+    return sorted(found, key=lambda drop: (drop.seconds_ago is None, drop.seconds_ago or 0.0, -drop.count))
+
+
+def _newest(maps: Pinned) -> Iterator[tuple[int, tuple[int, bytes, bytes, int, int, int, int, int]]]:
+    layout = maps.packer(
+        "refused",
+        *("when", "source", "destination", "source_port", "destination_port", "protocol", "ipv6", "device"),
+    )
+    opened = maps.map("last_refused")
+    for number in range(opened.max_entries):
+        rows = [layout.unpack(value) for value in opened.lookup_cpus(U32.pack(number)) or ()]
+        last = max(rows, key=lambda row: row[0], default=None)
+        if last is not None and last[0]:
+            yield number, last
+
+
+def whose(drops: Sequence[model.Drop], state: State) -> None:
+    """Say which service port each newest packet was for."""
+    from pyebpf_proxy.see.services import name_text
+    from pyebpf_proxy.services.addresses import parse_address
+
+    for drop in drops:
+        if not drop.destination:
+            continue
+        address, _, port = drop.destination.rpartition(":")
+        packed = parse_address(address.strip("[]")) or b""
+        protocol = Protocol[drop.protocol]
+        found = state.frontends.get((packed, int(port), protocol)) or state.frontends.get(
+            (bytes(len(packed)), int(port), protocol)
+        )
+        service = state.services.get(found[0]) if found is not None else None
+        if service is not None:
+            drop.service = name_text(service.name)
+
+
+def text(drops: Sequence[model.Drop], sheet: Paper) -> list[str]:
+    """A table of the newest packets, then what the reasons mean."""
+    if not drops:
+        return wrapped(sheet, "nothing was refused or dropped since the maps were made")
+    rows: list[list[Cell | str]] = [
+        [
+            Cell(drop.reason, "red" if _is_recent(drop) else ""),
+            str(drop.count),
+            ago(drop.seconds_ago) if drop.seconds_ago is not None else "",
+            f"{drop.source} > {drop.destination} {drop.protocol}" if drop.source else "",
+            drop.service,
+            drop.device or ("a process here" if drop.source else ""),
+        ]
+        for drop in drops
+    ]
+    lines = table(sheet, ["REASON", "COUNT", "NEWEST", "PACKET", "SERVICE", "FROM"], rows)
+    lines.append("")
+    for drop in drops:
+        lines += wrapped(sheet, f"{drop.reason}: {drop.meaning}")
+        lines += wrapped(sheet, drop.remedy, indent="  ", colour="dim") if drop.remedy else []
+    return lines
+
+
+def _is_recent(drop: model.Drop) -> bool:
+    return drop.seconds_ago is not None and drop.seconds_ago < RECENT
+
+
+def recent(drops: Sequence[model.Drop]) -> list[model.Drop]:
+    """Those of the last minute."""
+    return [drop for drop in drops if _is_recent(drop)]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """``drops``. Status 1: something was refused within the last minute."""
+    from pyebpf_proxy.see import state
+    from pyebpf_proxy.see.run_services import show
+
+    with Pinned(arguments.directory) as maps:
+        found = read(maps)
+        if any(drop.destination for drop in found):
+            whose(found, state.read(maps))
+    show(arguments, model.Drops(drops=found), text(found, paper()), (drop.reason for drop in found))
+    return NOT_RIGHT if recent(found) else RIGHT

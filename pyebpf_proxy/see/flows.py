@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``flows``: service flows as conntrack has them, with names. Nothing of ours keeps flows: this is all there is."""
+
+from __future__ import annotations
+
+import argparse
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from pyebpf_proxy.datapath.connections import ctnetlink
+from pyebpf_proxy.datapath.connections.ctnetlink import FAMILY_HEADER, PROTOINFO, TUPLE_ORIG, TUPLE_REPLY, read_tuple
+from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attributes
+from pyebpf_proxy.see import model
+from pyebpf_proxy.see.answers import RIGHT, QuestionError, SeeError, near
+from pyebpf_proxy.see.names import suggested
+from pyebpf_proxy.see.state import State
+from pyebpf_proxy.see.text import Cell, Paper, duration, paper, table
+from pyebpf_proxy.services.addresses import format_address, format_address_port, parse_address
+from pyebpf_proxy.services.model import Protocol
+
+# Attributes of include/uapi/linux/netfilter/nfnetlink_conntrack.h
+_STATUS, _TIMEOUT, _MARK, _ORIGINAL, _REPLY, _TIMESTAMP = 3, 7, 8, 9, 10, 20
+_PACKETS, _BYTES, _START = 1, 2, 1
+# include/uapi/linux/netfilter/nf_conntrack_common.h
+SEEN_REPLY, ASSURED, SRC_NAT, DST_NAT = 1 << 1, 1 << 2, 1 << 4, 1 << 5
+_TCP_STATES = (
+    *("NONE", "SYN_SENT", "SYN_RECV", "ESTABLISHED", "FIN_WAIT", "CLOSE_WAIT", "LAST_ACK", "TIME_WAIT", "CLOSE"),
+    "SYN_SENT2",
+)
+_SCTP_STATES = ("NONE", "CLOSED", "COOKIE_WAIT", "COOKIE_ECHOED", "ESTABLISHED", "SHUTDOWN_SENT", "SHUTDOWN_RECD")
+_PORTS = 65536 - 1024
+_PROTOCOLS = frozenset(map(int, Protocol))
+
+Place = tuple[bytes, int]
+
+
+class Flow(NamedTuple):
+    """One entry. ``client`` asked for ``asked``, ``endpoint`` answers to ``seen``. Counters: None where not counted."""
+
+    protocol: Protocol
+    client: Place
+    asked: Place
+    endpoint: Place
+    seen: Place
+    status: int
+    state: str
+    timeout: int
+    packets: int | None
+    bytes: int | None
+    started: float | None
+
+    @property
+    def masqueraded(self) -> bool:
+        """The endpoint sees another address than the client's."""
+        return self.seen[0] != self.client[0]
+
+
+def dump() -> Iterator[Flow]:
+    """Every flow of TCP, UDP and SCTP of this network namespace. SeeError if the kernel refuses."""
+    with RawLink(NETLINK_NETFILTER) as link:
+        try:
+            for message in link.dump(ctnetlink.GET, bytes(FAMILY_HEADER)):
+                flow = _flow(message)
+                if flow is not None:
+                    yield flow
+        except OSError as error:
+            raise SeeError(f"the kernel's flows cannot be listed: {error.strerror}; run it as root") from None
+
+
+def _flow(message: bytes) -> Flow | None:
+    places = {kind: (begin, end) for kind, begin, end in attributes(message, FAMILY_HEADER, len(message))}
+    if TUPLE_ORIG not in places or TUPLE_REPLY not in places:
+        return None
+    original, reply = read_tuple(message, *places[TUPLE_ORIG]), read_tuple(message, *places[TUPLE_REPLY])
+    if original is None or reply is None or original.protocol not in _PROTOCOLS:
+        return None
+
+    def word(kind: int) -> int:
+        return int.from_bytes(message[slice(*places[kind])][:4], "big") if kind in places else 0
+
+    packets, octets = _counted(message, places)
+    return Flow(
+        Protocol(original.protocol),
+        (original.source, _port(original.source_port)),
+        (original.destination, _port(original.destination_port)),
+        (reply.source, _port(reply.source_port)),
+        (reply.destination, _port(reply.destination_port)),
+        word(_STATUS),
+        _state(message, places, original.protocol, word(_STATUS)),
+        word(_TIMEOUT),
+        packets,
+        octets,
+        _started(message, places),
+    )
+
+
+def _port(raw: bytes) -> int:
+    return int.from_bytes(raw, "big")
+
+
+def _counted(message: bytes, places: Mapping[int, tuple[int, int]]) -> tuple[int | None, int | None]:
+    if _ORIGINAL not in places:
+        return None, None
+    sums = {_PACKETS: 0, _BYTES: 0}
+    for way in (_ORIGINAL, _REPLY):
+        for kind, begin, end in attributes(message, *places.get(way, (0, 0))):
+            if kind in sums:
+                sums[kind] += int.from_bytes(message[begin:end], "big")
+    return sums[_PACKETS], sums[_BYTES]
+
+
+def _started(message: bytes, places: Mapping[int, tuple[int, int]]) -> float | None:
+    for kind, begin, _ in attributes(message, *places.get(_TIMESTAMP, (0, 0))):
+        if kind == _START:
+            return float(struct.unpack_from(">Q", message, begin)[0]) / 1e9
+    return None
+
+
+def _state(message: bytes, places: Mapping[int, tuple[int, int]], protocol: int, status: int) -> str:
+    names = _TCP_STATES if protocol == Protocol.TCP else _SCTP_STATES
+    for _, begin, end in attributes(message, *places.get(PROTOINFO, (0, 0))):
+        for kind, value, _ in attributes(message, begin, end):
+            if kind == 1 and message[value] < len(names):
+                return names[message[value]]
+    return "ASSURED" if status & ASSURED else "REPLIED" if status & SEEN_REPLY else "UNREPLIED"
+
+
+def busiest(most: int = 5) -> list[model.Fill]:
+    """The endpoints with the most masqueraded flows: each takes a source port of the address it is masqueraded with."""
+    counts: dict[tuple[Place, bytes, Protocol], int] = {}
+    for flow in dump():
+        if flow.masqueraded and flow.status & DST_NAT:
+            key = (flow.endpoint, flow.seen[0], flow.protocol)
+            counts[key] = counts.get(key, 0) + 1
+    top = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:most]
+    return [
+        model.Fill(
+            name=f"source ports of {format_address(seen)} to {format_address_port(*endpoint)} {protocol.name}",
+            used=count,
+            room=_PORTS,
+        )
+        for (endpoint, seen, protocol), count in top
+    ]
+
+
+class Names:
+    """From addresses to names: services by what was asked for, endpoints by whose they are."""
+
+    def __init__(self, state: State, own: frozenset[bytes]) -> None:
+        from pyebpf_proxy.see.services import name_text
+
+        self._state = state
+        self._own = own
+        self._text = name_text
+        self._netfilter = {(b.address, b.port, b.protocol): b.netfilter for b in state.backends.values()}
+
+    def service(self, flow: Flow) -> str:
+        """The service port that the client asked for, "" for none."""
+        address, port = flow.asked
+        key = (address, port, int(flow.protocol))
+        found = self._state.frontends.get(key)
+        if found is None and address in self._own:
+            found = self._state.frontends.get((bytes(len(address)), port, int(flow.protocol)))
+        service = self._state.services.get(found[0]) if found is not None else None
+        return self._text(service.name) if service is not None else ""
+
+    def place(self, address: bytes) -> str:
+        """Whose an address is, as far as the maps say: this node's."""
+        return "this node" if address in self._own else ""
+
+    def lane(self, flow: Flow) -> str:
+        """How a new flow to this endpoint would go; what a flow did when it was new is not written anywhere."""
+        return "netfilter" if self._netfilter.get((*flow.endpoint, flow.protocol), False) else "direct"
+
+
+def view(flow: Flow, names: Names, cached: Callable[[Flow], bool | None], now: float) -> model.FlowView:
+    """One flow with its names."""
+    return model.FlowView(
+        protocol=flow.protocol.name,
+        client=format_address_port(*flow.client),
+        client_name=names.place(flow.client[0]),
+        destination=format_address_port(*flow.asked),
+        service=names.service(flow),
+        endpoint=format_address_port(*flow.endpoint),
+        endpoint_name=names.place(flow.endpoint[0]),
+        masqueraded_as=format_address_port(*flow.seen) if flow.masqueraded else "",
+        state=flow.state,
+        seconds_left=flow.timeout,
+        seconds=None if flow.started is None else max(0.0, now - flow.started),
+        packets=flow.packets,
+        bytes=flow.bytes,
+        lane=names.lane(flow),
+        fast_path=cached(flow),
+    )
+
+
+Filter = Callable[[model.FlowView], bool]
+
+
+def parse_filter(words: list[str], services: set[str]) -> Filter:
+    """``FIELD=VALUE …`` or bare words (address, name, protocol, state): all must fit. QuestionError."""
+    checks: list[Filter] = []
+    for word in words:
+        field, equals, value = word.partition("=")
+        if equals:
+            if field not in _FIELDS:
+                raise QuestionError(f"flows have no field {field}: {', '.join(_FIELDS)}{near(field, _FIELDS)}")
+            checks.append(_check((field,), value))
+        else:
+            known = parse_address(word) is not None or word.upper() in (*_TCP_STATES, *Protocol.__members__)
+            plausible = known or any(word in name for name in services) or ":" in word or "." in word
+            alike = "" if plausible else suggested(word, [_pair(name) for name in services])
+            if alike:
+                raise QuestionError(f"no Service is called {word}{alike}")
+            checks.append(_check(tuple(_FIELDS), word))
+    return lambda flow: all(check(flow) for check in checks)
+
+
+def _pair(name: str) -> tuple[str, str]:
+    namespace, _, service = name.partition("/")
+    return namespace, service
+
+
+_FIELDS: dict[str, Callable[[model.FlowView], tuple[str, ...]]] = {
+    "service": lambda flow: (flow.service,),
+    "client": lambda flow: (flow.client, flow.client_name),
+    "endpoint": lambda flow: (flow.endpoint, flow.endpoint_name),
+    "destination": lambda flow: (flow.destination,),
+    "protocol": lambda flow: (flow.protocol,),
+    "state": lambda flow: (flow.state,),
+    "lane": lambda flow: (flow.lane,),
+}
+
+
+def _check(fields: tuple[str, ...], value: str) -> Filter:
+    wanted = value.lower()
+
+    def fits(text: str) -> bool:
+        text = text.lower()
+        address, _, _ = text.rpartition(":")
+        parts = {text, address, address.strip("[]"), text.partition("/")[2], text.partition("/")[2].partition(":")[0]}
+        parts |= {text.partition(":")[0]} if "/" in text else set()
+        return wanted in parts
+
+    return lambda flow: any(fits(text) for field in fields for text in _FIELDS[field](flow) if text)
+
+
+def text(flows: list[model.FlowView], sheet: Paper) -> list[str]:
+    """A table."""
+
+    def named(address: str, name: str) -> str:
+        return f"{address} ({name})" if name else address
+
+    rows: list[list[Cell | str]] = [
+        [
+            flow.service or flow.destination,
+            flow.protocol,
+            named(flow.client, flow.client_name),
+            named(flow.endpoint, flow.endpoint_name),
+            flow.masqueraded_as,
+            flow.state,
+            duration(flow.seconds) if flow.seconds is not None else "",
+            str(flow.bytes) if flow.bytes is not None else "",
+            flow.lane + (" fast" if flow.fast_path else ""),
+        ]
+        for flow in flows
+    ]
+    head = ["SERVICE", "PROTO", "CLIENT", "ENDPOINT", "MASQUERADED AS", "STATE", "AGE", "BYTES", "LANE"]
+    return table(sheet, head, rows) or ["no service flows"]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """``flows [FILTER …]``."""
+    from pyebpf_proxy.see.run_flows import flows
+    from pyebpf_proxy.see.run_services import show
+
+    found = flows(arguments)
+    show(arguments, model.Flows(flows=found), text(found, paper()), (flow.client for flow in found))
+    return RIGHT

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``flows`` reads beside conntrack: names of pods, addresses of the node, the flow cache."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from struct import Struct
+
+from pyebpf_proxy.see import flows as made
+from pyebpf_proxy.see import model, state
+from pyebpf_proxy.see.flows import DST_NAT, Flow, Names
+from pyebpf_proxy.see.maps import Pinned
+
+
+def flows(arguments: argparse.Namespace) -> list[model.FlowView]:
+    """The service flows that fit the filter, the oldest first."""
+    with Pinned(arguments.directory) as maps:
+        known = state.read(maps)
+        own = own_addresses(maps)
+        cached = _cache(maps)
+    names = Names(known, own)
+    fits = made.parse_filter(arguments.filter, {f"{s.name.namespace}/{s.name.name}" for s in known.services.values()})
+    now = time.time()
+    found = []
+    for flow in made.dump():
+        if not flow.status & DST_NAT and not names.service(flow):
+            continue
+        view = made.view(flow, names, cached, now)
+        if fits(view):
+            found.append(view)
+    return sorted(found, key=lambda view: (view.service, -(view.seconds or 0.0), view.client))
+
+
+def own_addresses(maps: Pinned) -> frozenset[bytes]:
+    """Every address of this node, as the programs know it."""
+    found = set()
+    for family in "46":
+        key, value = maps.packer(f"address{family}", "address"), Struct("=I")
+        found |= {address for (address,), _ in maps.rows(f"node_addresses{family}", key, value)}
+    return frozenset(found)
+
+
+def _cache(maps: Pinned) -> Callable[[Flow], bool | None]:
+    """Whether the flow cache has a flow; None everywhere where there is none."""
+    if "flows" not in maps.names:
+        return lambda flow: None
+    key = maps.packer("flow_key", "source", "destination", "source_port", "destination_port", "protocol", "ipv6")
+    opened = maps.map("flows")
+
+    def has(flow: Flow) -> bool | None:
+        size = len(flow.client[0])
+        packed = key.pack(*(flow.client[0], flow.asked[0], flow.client[1], flow.asked[1], flow.protocol, size == 16))
+        return opened.lookup(packed) is not None
+
+    return has

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``status``: is it right? Everything of one node on one page, and for what is not right what to do."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pyebpf_proxy import __version__
+from pyebpf_proxy.see import drops, facts, model, programs
+from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, listed
+from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.programs import Programs
+from pyebpf_proxy.see.text import Cell, Paper, ago, fields, paper, table, wrapped
+from pyebpf_proxy.see.wanted import running_agent
+
+_FULL = 0.9
+#: Flows that are looked at for the source ports in use: more would take longer than the answer may.
+_MOST_FLOWS = 5000
+_SOCKET_PROGRAMS = 8
+#: Maps that fill up with services; those that the programs write make room by themselves.
+_FILLED = (
+    *("frontends4", "frontends6", "tables", "service_names", "backends4", "backends6", "endpoints4", "endpoints6"),
+    *("source_ranges4", "source_ranges6", "node_addresses4", "node_addresses6", "masquerade4", "masquerade6"),
+)
+_FEATURES = {
+    "nft_mode": "nftables mode",
+    "masquerade_all": "masqueradeAll",
+    "localhost_node_ports": "NodePorts on 127.0.0.0/8",
+    "pod_sockets": "sockets of pods",
+    "fast_path": "fast path",
+}
+
+
+def read(directory: Path) -> model.Status:
+    """The whole page. SeeError if there is nothing to look at."""
+    with Pinned(directory) as maps:
+        attached = programs.read(maps)
+        refused = drops.read(maps)
+        fills = list(_fills(maps))
+        ports = sum(word != 0 for word in maps.words("services"))
+        folder = maps.folder
+    lane, why = _lane(attached, directory)
+    made = model.Status(
+        version=__version__,
+        kernel=os.uname().release,
+        directory=str(directory),
+        pins=str(folder),
+        agent=_agent(directory),
+        lane=lane,
+        lane_why=why,
+        features=[text for name, text in _FEATURES.items() if attached.settings and attached.settings.get(name)],
+        devices=[_device(device) for device in attached.devices],
+        socket_programs=attached.links,
+        service_ports=ports,
+        maps=fills,
+        conntrack=facts.conntrack_fill(),
+        source_ports=[],
+        drops=refused,
+        warnings=[],
+    )
+    if made.conntrack is not None and 0 < made.conntrack.used <= _MOST_FLOWS:
+        from pyebpf_proxy.see.flows import busiest
+
+        made.source_ports = busiest()
+    made.warnings = list(_warnings(made, attached))
+    return made
+
+
+def _lane(attached: Programs, directory: Path) -> tuple[str, str]:
+    if attached.settings is None:
+        return "", "no program is attached"
+    if attached.settings["direct_lane"]:
+        return "direct", ""
+    agent = running_agent(directory)
+    if agent is not None and any("netfilter" in word for word in agent.arguments):
+        return "netfilter", "it was asked for"
+    return "netfilter", "the kernel did not take the direct one, or it was not wanted: pyebpf-proxy doctor tries again"
+
+
+def _device(device: programs.Device) -> model.DeviceView:
+    program = device.program.name if device.program is not None else ""
+    return model.DeviceView(name=device.name, program=program, wanted=device.wanted)
+
+
+def _agent(directory: Path) -> model.AgentView:
+    agent = running_agent(directory)
+    if agent is None:
+        return model.AgentView(running=False)
+    now = time.time()
+    view = model.AgentView(running=True, pid=agent.pid, seconds=max(0.0, now - agent.started))
+    values = facts.samples(agent)
+    synced = values.get("kubeproxy_sync_proxy_rules_last_timestamp_seconds")
+    delivered = values.get("pyebpf_proxy_source_last_delivery_timestamp_seconds")
+    complete = values.get("pyebpf_proxy_source_complete")
+    view.synced_seconds_ago = now - min(synced) if synced and min(synced) else None
+    view.delivered_seconds_ago = now - delivered[0] if delivered and delivered[0] else None
+    view.source_complete = bool(complete[0]) if complete else None
+    return view
+
+
+def _fills(maps: Pinned) -> Iterator[model.Fill]:
+    for name in _FILLED:
+        opened = maps.map(name)
+        keys, _ = opened.dump()
+        yield model.Fill(name=name, used=len(keys) // opened.key_size, room=opened.max_entries)
+    for name in ("services", "slots"):
+        words = maps.words(name)
+        yield model.Fill(name=name, used=len(words) - words.count(0), room=len(words))
+
+
+def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Trouble]:
+    if not status.agent.running:
+        yield model.Trouble(
+            what="the agent does not run: traffic goes on, changes of Services do not arrive",
+            remedy="start it; its log says why it ended",
+        )
+    elif status.agent.source_complete is False:
+        yield model.Trouble(
+            what="the source of objects has not delivered everything yet",
+            remedy="see the agent's log: the API server, or the manifests folder, is out of reach",
+        )
+    yield from _about_programs(status, attached)
+    yield from _about_netfilter(Path(status.directory))
+    for fill in (*status.maps, *([status.conntrack] if status.conntrack is not None else []), *status.source_ports):
+        if fill.used >= _FULL * fill.room:
+            yield model.Trouble(
+                what=f"{fill.name}: {fill.used} of {fill.room} are in use", remedy=_fill_remedy(fill.name)
+            )
+    for drop in drops.recent(status.drops):
+        whom = f", the newest from {drop.source} to {drop.destination} {drop.protocol}" if drop.source else ""
+        yield model.Trouble(what=f"within the last minute: {drop.meaning}{whom}", remedy=drop.remedy)
+
+
+def _about_programs(status: model.Status, attached: Programs) -> Iterator[model.Trouble]:
+    bare = [device.name for device in attached.devices if device.program is None]
+    if bare:
+        yield model.Trouble(
+            what=f"no program is on {listed(bare)}: services are not reached through it",
+            remedy="restart the agent; if it happens again somebody removes the tc filters: see its log",
+        )
+    strange = [device.name for device in attached.devices if device.program is not None and not device.same_maps]
+    if strange:
+        yield model.Trouble(
+            what=f"the program on {listed(strange)} uses other maps than those of {status.pins}",
+            remedy="two instances on one node, or --directory names another one: keep one",
+        )
+    if 0 < len(status.socket_programs) < _SOCKET_PROGRAMS:
+        yield model.Trouble(
+            what=f"only {len(status.socket_programs)} of {_SOCKET_PROGRAMS} socket programs are attached",
+            remedy="restart the agent",
+        )
+    if facts.number(Path("/proc/sys/net/ipv4/ip_forward")) == 0:
+        yield model.Trouble(
+            what="net.ipv4.ip_forward is 0: nothing that is not for this node itself gets through",
+            remedy="sysctl -w net.ipv4.ip_forward=1, and find who switched it off",
+        )
+
+
+def _about_netfilter(directory: Path) -> Iterator[model.Trouble]:
+    try:
+        rules = facts.nft_rules(directory)
+    except OSError as error:
+        yield model.Trouble(
+            what=f"the nft table cannot be looked at: {error}", remedy="apt-get install python3-nftables"
+        )
+        return
+    if not rules:
+        yield model.Trouble(
+            what=f"our nft table is {'missing' if rules is None else 'empty'}: nothing is translated by the kernel",
+            remedy="the agent makes it again within syncPeriod, or when it is restarted; find who took it away",
+        )
+
+
+def _fill_remedy(name: str) -> str:
+    if name == "conntrack":
+        return "raise nf_conntrack_max (conntrack.maxPerCore), or find who opens so many flows: pyebpf-proxy flows"
+    if name.startswith("source ports"):
+        return "more endpoints of that Service, or externalTrafficPolicy Local, which masquerades nobody"
+    return f"give it more room: maps.{name} of the datapath configuration (docs/datapath-configuration.md)"
+
+
+# ---- text -------------------------------------------------------------------------------------------------------
+
+
+def text(status: model.Status, sheet: Paper) -> list[str]:
+    """The page; warnings first."""
+    lines: list[str] = []
+    for trouble in status.warnings:
+        lines += wrapped(sheet, f"warning: {trouble.what}", colour="red")
+        lines += wrapped(sheet, trouble.remedy, indent="  ")
+    if not status.warnings:
+        lines.append(sheet.paint("right: nothing to warn of", "green"))
+    lines.append("")
+    lane = status.lane or "none"
+    bare = [device.name for device in status.devices if not device.program]
+    carrying = len(status.devices) - len(bare)
+    pairs: list[tuple[str, str | Cell]] = [
+        ("version", f"{status.version}, kernel {status.kernel}"),
+        ("agent", _agent_text(status.agent)),
+        ("lane", lane + (f": {status.lane_why}" if status.lane_why else "")),
+        ("features", ", ".join(status.features) or "none"),
+        ("devices", f"{carrying} with a program" + (f", without: {listed(bare)}" if bare else "")),
+        ("sockets", f"{len(status.socket_programs)} programs on the cgroup"),
+        ("services", f"{status.service_ports} service ports"),
+        ("pins", status.pins),
+    ]
+    if status.conntrack is not None:
+        pairs.append(("conntrack", _fill_text(status.conntrack)))
+    pairs += [(fill.name, _fill_text(fill)) for fill in status.source_ports[:3]]
+    lines += fields(sheet, pairs, indent="")
+    used = [fill for fill in status.maps if fill.used]
+    lines += ["", *table(sheet, ["MAP", "USED", "ROOM", ""], [_fill_row(fill) for fill in used])]
+    if status.drops:
+        rows: list[list[str | Cell]] = [
+            [drop.reason, str(drop.count), ago(drop.seconds_ago) if drop.seconds_ago is not None else ""]
+            for drop in status.drops
+        ]
+        lines += ["", *table(sheet, ["REFUSED OR DROPPED", "COUNT", "NEWEST"], rows)]
+    return lines
+
+
+def _agent_text(agent: model.AgentView) -> Cell:
+    if not agent.running:
+        return Cell("does not run", "red")
+    parts = [f"process {agent.pid}, started {ago(agent.seconds)}"]
+    if agent.synced_seconds_ago is not None:
+        parts.append(f"synced {ago(agent.synced_seconds_ago)}")
+    if agent.delivered_seconds_ago is not None:
+        parts.append(f"source spoke {ago(agent.delivered_seconds_ago)}")
+    return Cell(", ".join(parts))
+
+
+def _fill_text(fill: model.Fill) -> Cell:
+    return Cell(f"{fill.used} of {fill.room}", "red" if fill.used >= _FULL * fill.room else "")
+
+
+def _fill_row(fill: model.Fill) -> list[Cell | str]:
+    share = fill.used / fill.room
+    return [fill.name, str(fill.used), str(fill.room), Cell(f"{share:.0%}", "red" if share >= _FULL else "")]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """``status``. Status 1: there are warnings."""
+    from pyebpf_proxy.see.run_services import show
+
+    status = read(arguments.directory)
+    show(arguments, status, text(status, paper()), (trouble.what for trouble in status.warnings))
+    return NOT_RIGHT if status.warnings else RIGHT

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``status``, ``drops`` and ``flows`` on a node of the lab, and what they say when something is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import wait_until
+from see_tools import answer, error, see
+
+from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
+from pyebpf_proxy.lab.client import ask
+from pyebpf_proxy.lab.cluster import Lab, Node
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 10)
+EMPTY = Kind("empty", 12)
+NEARBY = Kind("nearby", 13, externalTrafficPolicy="Local")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Lab]:
+    with Lab(nodes=2) as made:
+        pod = made.add_pod("web-2", made.nodes[1])
+        WEB.endpoints = NEARBY.endpoints = (pod,)
+        write_nodes(made)
+        write_services(made, WEB, EMPTY, NEARBY)
+        made.start_agents()
+        yield made
+
+
+@pytest.fixture
+def node(world: Lab) -> Node:
+    return world.nodes[0]
+
+
+def warnings(node: Node) -> list[str]:
+    found: list[dict[str, str]] = answer(node, "status", status=1)["warnings"]
+    assert all(each["remedy"] for each in found)
+    return [each["what"] for each in found]
+
+
+def test_right(node: Node) -> None:
+    found = answer(node, "status")
+    assert found["warnings"] == []
+    assert found["lane"] == "direct"
+    assert {each["name"]: each["program"] for each in found["devices"]} == {"eth0": "tc_ethernet"}
+    assert len(found["socketPrograms"]) == 8
+    assert found["servicePorts"] == 12
+    fills = {each["name"]: each["used"] for each in found["maps"]}
+    assert (fills["tables"], fills["frontends4"], fills["services"]) == (12, 24, 12)
+    agent = found["agent"]
+    assert agent["running"]
+    assert agent["sourceComplete"]
+    assert 0 <= agent["syncedSecondsAgo"] <= agent["seconds"] + 1
+    assert "right: nothing to warn of" in see(node, "status").stdout
+
+
+def test_fits_40_columns(node: Node) -> None:
+    for words in (("status",), ("drops",), ("flows",)):
+        ran = see(node, *words, COLUMNS="40")
+        assert max(map(len, ran.stdout.splitlines())) <= 40
+
+
+def test_a_flow_has_the_names_of_its_service(node: Node, world: Lab) -> None:
+    assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
+    (flow,) = answer(node, "flows", "default/web")["flows"]
+    assert flow["service"] == "default/web:http"
+    assert flow["client"].startswith(f"{CLIENT.v4}:")
+    assert flow["destination"] == f"{vip(10).v4}:80"
+    assert flow["endpoint"] == f"{world.pods['web-2'].address.v4}:8080"
+    assert flow["masqueradedAs"].startswith(node.address.v4)
+    assert (flow["protocol"], flow["lane"], flow["fastPath"]) == ("TCP", "direct", None)
+    for words in (
+        ("service=web",),
+        ("client=" + CLIENT.v4,),
+        ("tcp", "web"),
+        ("lane=direct", "state=" + flow["state"]),
+    ):
+        assert answer(node, "flows", *words)["flows"], words
+    for words in (("service=empty",), ("client=192.0.2.99",), ("udp", "web"), ("lane=netfilter",)):
+        assert answer(node, "flows", *words)["flows"] == [], words
+    ports = answer(node, "status")["sourcePorts"]
+    assert [(each["used"] >= 1, each["room"]) for each in ports] == [(True, 64512)]
+    assert "10.244.2.10:8080 TCP" in ports[0]["name"]
+
+
+def test_filters_that_name_nothing(node: Node) -> None:
+    fields = "service, client, endpoint, destination, protocol, state, lane"
+    said = error(node, "flows", "servce=web", status=2)
+    assert said == f"flows have no field servce: {fields}; did you mean service?"
+    said = error(node, "flows", "default/wbe", status=2)
+    assert said == "no Service is called default/wbe; did you mean default/web?"
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_no_endpoints_is_named_with_the_packet(node: Node, world: Lab, protocol: str) -> None:
+    port = {"tcp": 80, "udp": 53}[protocol]
+    assert world.client.call(ask, vip(12).v6, port, protocol).kind == "refused"
+    drop = answer(node, "drops", status=1)["drops"][0]
+    assert drop["reason"] == "reject_no_endpoints"
+    assert drop["source"].startswith(f"[{CLIENT.v6}]:")
+    assert (drop["destination"], drop["protocol"]) == (f"[{vip(12).v6}]:{port}", protocol.upper())
+    assert drop["service"] == f"default/empty:{'http' if protocol == 'tcp' else 'dns'}"
+    assert drop["device"] == "eth0"
+    assert drop["secondsAgo"] < 60
+    assert any("no endpoint is usable" in text for text in warnings(node))
+    assert re.search(r"reject_no_endpoints +\d+ +\d+ s ago +\[2001:db8:2::2\]:\d+ >", see(node, "drops").stdout)
+
+
+def test_policy_local_without_local_endpoints_is_named(node: Node, world: Lab) -> None:
+    assert world.client.call(ask, vip(13).v4, 53, "udp", timeout=0.5).kind == "timed out"
+    drop = next(
+        each for each in answer(node, "drops", status=1)["drops"] if each["reason"] == "drop_no_local_endpoints"
+    )
+    assert drop["service"] == "default/nearby:dns"
+    assert "policy Local" in drop["meaning"]
+
+
+def test_a_process_of_the_node_is_told_apart(node: Node) -> None:
+    assert node.namespace.call(ask, cluster_ip(12).v4, 80).kind == "refused"
+    drop = next(e for e in answer(node, "drops", status=1)["drops"] if e["reason"] == "reject_no_endpoints_socket")
+    assert (drop["device"], drop["destination"]) == ("", f"{cluster_ip(12).v4}:80")
+
+
+def test_a_device_without_program_is_named(node: Node) -> None:
+    """The agent puts it back at once, so it must not run."""
+    node.agent.kill()
+    try:
+        node.namespace.run("tc", "filter", "del", "dev", "eth0", "ingress")
+        told = warnings(node)
+        assert "no program is on eth0: services are not reached through it" in told
+        assert any(text.startswith("the agent does not run: traffic goes on") for text in told)
+        assert answer(node, "status", status=1)["lane"] == ""
+    finally:
+        node.agent.start()
+        node.agent.wait_synced()
+    assert [text for text in warnings(node) if "program" in text or "agent" in text] == []
+
+
+def test_a_flushed_nft_table_is_named(node: Node, world: Lab) -> None:
+    names = re.findall(r"table inet (\S+)", node.namespace.run("nft", "list", "tables"))
+    (name,) = [each for each in names if each.startswith("pyebpf-proxy")]
+    node.agent.kill()
+    try:
+        node.namespace.run("nft", "flush", "table", "inet", name)
+        assert "our nft table is empty: nothing is translated by the kernel" in warnings(node)
+        node.namespace.run("nft", "delete", "table", "inet", name)
+        assert "our nft table is missing: nothing is translated by the kernel" in warnings(node)
+    finally:
+        node.agent.start()
+        node.agent.wait_synced()
+    wait_until(lambda: not any("nft table" in text for text in warnings(node)), "the table is there again")
