@@ -62,7 +62,7 @@ static __always_inline int ingress(struct xdp_md *ctx)
 	opens = device->opens;
 	parsed = parse_packet(ctx, ETH_HLEN, &p);
 	if (goes_to_loopback(&p))
-		return drop(DROP_LOOPBACK_DESTINATION);
+		return drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION);
 	if (!parsed || p.protocol == SCTP)
 		return XDP_PASS;
 	if (settings.fast_path && p.tcp_flags & TCP_SYN)

@@ -88,6 +88,20 @@ def _status(arguments: argparse.Namespace) -> int:
     return status.run(arguments)
 
 
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC[:PORT]", help="who sends; an IPv6 address with a port in brackets")
+    parser.add_argument("destination", metavar="DST:PORT", help="what is asked for")
+    parser.add_argument("protocol", nargs="?", default="TCP", metavar="PROTO", help="TCP (default), UDP, SCTP")
+    parser.add_argument("--device", help="where it comes in (default: where this node would answer to)")
+    _source(parser)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from pyebpf_proxy.see import explain
+
+    return explain.run(arguments)
+
+
 def _drops(arguments: argparse.Namespace) -> int:
     from pyebpf_proxy.see import drops
 
@@ -140,6 +154,13 @@ COMMANDS = {
         "pyebpf-proxy frontends --address 10.96.0.10",
         _frontends,
         _frontends_arguments,
+    ),
+    "explain": Command(
+        "what would happen to a packet, and why, rule by rule; the real program is asked, too, and leaves nothing",
+        "pyebpf-proxy explain 198.51.100.2 203.0.113.10:80\n"
+        "  pyebpf-proxy explain [2001:db8:2::2]:40000 [2001:db8:3::10]:53 UDP",
+        _explain,
+        _explain_arguments,
     ),
     "drops": Command(
         "what was refused or dropped, how often, the newest packet of each, and what it means",

@@ -192,6 +192,50 @@ class Flows(Answer, kw_only=True, tag_field="kind", tag="Flows"):
     flows: list[FlowView]
 
 
+class ChoiceView(Answer, kw_only=True):
+    """An endpoint that the packet may go to. ``laneWhy``: as counted, "" for the direct lane. ``wayOut``: in words."""
+
+    address: str
+    backend: int
+    local: bool
+    lane: str
+    lane_why: str
+    masquerade: bool
+    masquerade_as: str
+    way_out: str
+
+
+class ProgramView(Answer, kw_only=True):
+    """What the real program did, run dry. ``ran``: false where it cannot be, ``why`` says why."""
+
+    ran: bool
+    why: str = ""
+    verdict: str = ""
+    counted: list[str] = []
+    backend: int = 0
+    lane: str = ""
+    masquerade: bool = False
+    masquerade_as: str = ""
+
+
+class Explanation(Answer, kw_only=True, tag_field="kind", tag="Explanation"):
+    """``pyebpf-proxy explain``. ``steps``: the rules that applied, in order. ``disagreements``: model and program."""
+
+    source: str
+    destination: str
+    protocol: str
+    device: str
+    service: str
+    frontend: str
+    verdict: str
+    reason: str
+    steps: list[str]
+    endpoints: list[ChoiceView]
+    left_out: list[EndpointView]
+    program: ProgramView
+    disagreements: list[str]
+
+
 def encode(answer: msgspec.Struct) -> str:
     """The answer as JSON, for scripts."""
     return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()

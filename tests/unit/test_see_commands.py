@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from pyebpf_proxy.cli import main
 from pyebpf_proxy.see import COMMANDS
 from pyebpf_proxy.see import cli as see
+from pyebpf_proxy.see.reasons import MEANINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +50,13 @@ def test_the_schema_is_the_one_of_the_code() -> None:
     spec.loader.exec_module(module)
     wanted = (ROOT / "docs" / "commands.schema.json").read_text()
     assert wanted == module.text(), "run .venv/bin/python tools/commands_schema.py >docs/commands.schema.json"
+
+
+def test_every_refusal_has_a_meaning() -> None:
+    text = (ROOT / "bpf" / "reason.h").read_text()
+    refusals = {name.lower() for name in re.findall(r"^\t((?:DROP|REJECT)_\w+),", text, re.MULTILINE)}
+    assert len(refusals) > 10
+    assert refusals - MEANINGS.keys() == set()
 
 
 def test_usage_errors_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:

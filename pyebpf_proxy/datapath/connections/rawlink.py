@@ -62,6 +62,16 @@ class RawLink:
         (code,) = _CODE.unpack_from(self._socket.recv(_RECEIVE_BYTES), _HEADER.size)
         return -int(code)
 
+    def get(self, kind: int, body: bytes) -> bytes:
+        """Ask for one thing: the answer without its netlink header. OSError with what the kernel says."""
+        self._send(kind, _REQUEST, body)
+        data = self._socket.recv(_RECEIVE_BYTES)
+        length, answer, _, _, _ = _HEADER.unpack_from(data)
+        if answer == _ERROR:
+            (code,) = _CODE.unpack_from(data, _HEADER.size)
+            raise OSError(-code, os.strerror(-code))
+        return data[_HEADER.size : length]
+
     def _send(self, kind: int, flags: int, body: bytes) -> None:
         self._socket.send(_HEADER.pack(_HEADER.size + len(body), kind, flags, 1, 0) + body)
 

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision table once more, in words: what must become of a packet (spec/service-semantics §5–§9). Pure.
+
+Written from the rules, not from the programs, so that comparing the two says something. ``explain`` compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ipaddress import ip_address, ip_network
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from pyebpf_proxy.see.diff import KINDS
+from pyebpf_proxy.see.services import name_text
+from pyebpf_proxy.see.state import Backend, Service, State
+from pyebpf_proxy.services.addresses import contains, format_address, format_address_port, format_prefix
+from pyebpf_proxy.services.model import FrontendKind, Protocol
+
+Verdict = Literal["served", "refused", "dropped", "left"]
+_BY_CIDR, _BY_DEVICE = 1, 2
+
+
+class Packet(NamedTuple):
+    """The first packet of a flow. ``device``: where it comes in; 0: a process of this node asks."""
+
+    source: bytes
+    source_port: int
+    destination: bytes
+    destination_port: int
+    protocol: Protocol
+    device: int
+
+
+class World(NamedTuple):
+    """What decides beside the services. ``own``: addresses of this node, and whether NodePorts are served there."""
+
+    settings: Mapping[str, Any]
+    own: Mapping[bytes, bool]
+    pod_devices: frozenset[int]
+
+
+class Decision(msgspec.Struct):
+    """``reason``: as the programs count it, "" if served or left. ``steps``: the rules that applied, in words."""
+
+    verdict: Verdict = "left"
+    reason: str = ""
+    steps: list[str] = []
+    service: Service | None = None
+    kind: str = ""
+    eligible: list[Backend] = []
+    not_eligible: list[tuple[Backend, str]] = []
+    masquerade: bool = False
+
+    def say(self, text: str) -> None:
+        """One more rule."""
+        self.steps.append(text)
+
+
+def decide(packet: Packet, world: World, state: State) -> Decision:
+    """What must become of the packet, if it is of no flow that is known."""
+    found = Decision()
+    frontend = _find(packet, world, state, found)
+    if frontend is None:
+        return found
+    service, kind, served = frontend
+    found.service, found.kind = service, KINDS[kind]
+    found.say(f"{_destination(packet)} is a {KINDS[kind]} of {name_text(service.name)}")
+    if not served:
+        return _unserved(packet, world, service, found)
+    nft = bool(world.settings["nft_mode"])
+    if nft and not _source_allowed(packet, service, kind, state, found):
+        return found
+    if not service.any_endpoints:
+        return _no_endpoints(packet, world, kind, found)
+    if not nft and not _source_allowed(packet, service, kind, state, found):
+        return found
+    _entitle(packet, world, service, kind, state, found)
+    return found
+
+
+def _destination(packet: Packet) -> str:
+    return f"{format_address_port(packet.destination, packet.destination_port)}/{packet.protocol.name}"
+
+
+def _find(packet: Packet, world: World, state: State, found: Decision) -> tuple[Service, FrontendKind, bool] | None:
+    address, port, protocol = packet.destination, packet.destination_port, int(packet.protocol)
+    entry = state.frontends.get((address, port, protocol))
+    served = True
+    loopback = len(address) == 4 and address[0] == 127
+    if entry is None and (address in world.own or loopback):
+        entry = state.frontends.get((bytes(len(address)), port, protocol))
+        served = bool(world.settings["localhost_node_ports"]) if loopback else world.own.get(address, False)
+        if entry is not None and loopback and packet.device:
+            found.verdict, found.reason = "dropped", "drop_loopback_destination"
+            found.say("from outside to 127.0.0.0/8: dropped")
+            return None
+    if entry is None:
+        found.say(f"{_destination(packet)} is no service's: the kernel does what it does without us")
+        found.say(_instead(packet, world, state))
+        found.steps = [step for step in found.steps if step]
+        return None
+    service = state.services.get(entry[0])
+    if service is None:
+        found.say(f"{_destination(packet)} leads to service {entry[0]}, which is not in force")
+        return None
+    return service, entry[1], served
+
+
+def _instead(packet: Packet, world: World, state: State) -> str:
+    """What there is at the same address: the usual mistakes are the port and the protocol."""
+    there = [
+        f"{port}/{Protocol(protocol).name} ({name_text(state.services[number].name)})"
+        for (address, port, protocol), (number, _) in sorted(state.frontends.items())
+        if number in state.services
+        and (address == packet.destination or (not any(address) and packet.destination in world.own))
+        and len(address) == len(packet.destination)
+    ]
+    if not there:
+        return ""
+    more = f" and {len(there) - 8} more" if len(there) > 8 else ""
+    return f"at {format_address(packet.destination)} there are: {', '.join(there[:8])}{more}"
+
+
+def _unserved(packet: Packet, world: World, service: Service, found: Decision) -> Decision:
+    found.say(f"{format_address(packet.destination)} is an address of this node that serves no NodePorts")
+    if world.settings["nft_mode"]:
+        found.say("mode nftables: nobody's, the kernel does what it does without us")
+    elif not service.any_endpoints:
+        _refuse(packet, found, "no endpoint is usable: refused at every address of the node (mode iptables)")
+    elif service.external_local and not service.local:
+        _drop(
+            packet,
+            found,
+            "drop_no_local_endpoints",
+            "policy Local, and none is here: dropped (mode iptables)",
+        )
+    else:
+        found.say("the kernel does what it does without us")
+    return found
+
+
+def _refuse(packet: Packet, found: Decision, text: str) -> None:
+    found.verdict, found.reason = "refused", "reject_no_endpoints" + ("" if packet.device else "_socket")
+    found.say(text)
+
+
+def _drop(packet: Packet, found: Decision, reason: str, text: str) -> None:
+    found.verdict, found.reason = "dropped", reason + ("" if packet.device else "_socket")
+    found.say(text)
+
+
+def _source_allowed(packet: Packet, service: Service, kind: FrontendKind, state: State, found: Decision) -> bool:
+    if kind is not FrontendKind.LOAD_BALANCER or not service.has_ranges:
+        return True
+    source = format_address(packet.source)
+    for each in service.ranges:
+        if contains(each, packet.source):
+            found.say(f"{source} is in {format_prefix(each)} of loadBalancerSourceRanges: allowed")
+            return True
+    own = state.frontends.get((packet.source, packet.destination_port, int(packet.protocol)))
+    if service.vip_source_allowed and own == (service.id, FrontendKind.LOAD_BALANCER):
+        found.say(f"{source} is a load balancer's address of the Service itself, and the node is in a range: allowed")
+        return True
+    ranges = ", ".join(map(format_prefix, sorted(service.ranges)))
+    _drop(packet, found, "drop_source_range", f"{source} is in none of loadBalancerSourceRanges ({ranges}): dropped")
+    return False
+
+
+def _no_endpoints(packet: Packet, world: World, kind: FrontendKind, found: Decision) -> Decision:
+    outside = kind in (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
+    if not packet.device and outside and not world.settings["nft_mode"] and packet.destination not in world.own:
+        found.say("no endpoint is usable; what this node itself sends to such an address is let go (mode iptables)")
+        return found
+    _refuse(packet, found, "no endpoint is usable anywhere: refused (port unreachable)")
+    return found
+
+
+def _is_pod(packet: Packet, world: World, found: Decision) -> bool:
+    family = 4 if len(packet.source) == 4 else 6
+    how = world.settings[f"detector{family}"]
+    source = format_address(packet.source)
+    if how == _BY_DEVICE:
+        pod = packet.device in world.pod_devices
+        found.say(
+            f"{source} {'comes' if pod else 'does not come'} in by a pod's device: {'a' if pod else 'no'} local pod"
+        )
+        return pod
+    if how != _BY_CIDR:
+        found.say("nothing says who is a local pod (detectLocalMode)")
+        return False
+    address = ip_address(world.settings[f"pod_cidr{family}"])
+    length = sum(byte.bit_count() for byte in world.settings[f"pod_mask{family}"])
+    network = ip_network((address, length))
+    pod = ip_address(packet.source) in network
+    found.say(f"{source} is {'in' if pod else 'not in'} {network}: {'a' if pod else 'no'} local pod")
+    return pod
+
+
+def _entitle(packet: Packet, world: World, service: Service, kind: FrontendKind, state: State, found: Decision) -> None:
+    """A row of the table of spec/service-semantics §5."""
+    pod = _is_pod(packet, world, found)
+    detector = bool(world.settings["detector4" if len(packet.source) == 4 else "detector6"])
+    own = not packet.device or packet.source in world.own or (len(packet.source) == 4 and packet.source[0] == 127)
+    if kind is FrontendKind.CLUSTER_IP:
+        local = service.internal_local
+        found.masquerade = bool(world.settings["masquerade_all"]) or (detector and not pod)
+        why = "masqueradeAll" if world.settings["masquerade_all"] else "the source is no local pod"
+        found.say(
+            f"internalTrafficPolicy {'Local: endpoints of this node only' if local else 'Cluster: all endpoints'}"
+        )
+        found.say(f"masqueraded: {why}" if found.masquerade else "not masqueraded")
+    elif not service.external_local:
+        local, found.masquerade = False, True
+        found.say("externalTrafficPolicy Cluster: all endpoints, masqueraded")
+    elif pod:
+        local = False
+        found.say("externalTrafficPolicy Local, from a local pod: all endpoints, not masqueraded")
+    elif own:
+        local, found.masquerade = False, True
+        found.say("externalTrafficPolicy Local, from this node: all endpoints, masqueraded")
+    else:
+        local = True
+        found.say("externalTrafficPolicy Local, from outside: endpoints of this node only, not masqueraded")
+    chosen = service.local if local else service.cluster
+    found.eligible = [state.backends[number] for number in chosen if number in state.backends]
+    why_not = "not on this node" if local else "only for traffic with policy Local"
+    found.not_eligible = [(b, why_not) for b in state.endpoints(service) if b.id not in chosen]
+    if found.eligible:
+        found.verdict = "served"
+        return
+    if local:
+        _drop(packet, found, "drop_no_local_endpoints", "there is none on this node: dropped")
+    else:
+        _refuse(packet, found, "there is none: refused (port unreachable)")
+
+
+def why_netfilter(packet: Packet, backend: Backend, world: World) -> str:
+    """Why a flow to this endpoint takes the netfilter lane, as the programs count it; "": the direct lane."""
+    if not world.settings["direct_lane"]:
+        return "lane_forced"
+    if packet.protocol is Protocol.SCTP:
+        return "lane_sctp"
+    return "lane_backend_outside" if backend.netfilter else ""

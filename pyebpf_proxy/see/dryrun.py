@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real program, run on a made-up packet: with the maps in force, and without leaving anything.
+
+Loaded once more with the constants of the one that is attached and ``dry_run`` set (bpf/settings.h), and with maps of
+its own for everything that programs write: counters, affinity, turns.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pyebpf_proxy.datapath.loader.btf import StaleObjectError
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Object, SkBuff
+from pyebpf_proxy.datapath.loader.programs import OBJECTS, unused_maps
+from pyebpf_proxy.see.answers import SeeError
+from pyebpf_proxy.see.decide import Packet, Verdict
+from pyebpf_proxy.see.maps import U32, Pinned
+from pyebpf_proxy.services.model import Protocol
+
+_SHOT = 2
+_REJECT, _BACKEND, _KIND, _ID = 0xEC000001, 0xEB000000, 0xFF000000, 0x00FFFFFF
+_SMALL = 64
+#: Maps that programs write; a dry run has its own.
+_PRIVATE = {
+    "affinities": _SMALL,
+    "lifted_fragments": _SMALL,
+    "choices": _SMALL,
+    "localities": _SMALL,
+    "locality_sets": _SMALL,
+    "socket_peers4": _SMALL,
+    "socket_peers6": _SMALL,
+    "socket_flows": _SMALL,
+}
+_OWN = frozenset((*_PRIVATE, "reasons", "last_refused", "turns", "dry_results"))
+
+
+class Outcome(NamedTuple):
+    """What the program did. ``reasons``: what it counted. ``masquerade_as`` is told by the direct lane alone."""
+
+    verdict: Verdict
+    reasons: list[str]
+    lane: str = ""
+    backend: int = 0
+    masquerade: bool = False
+    masquerade_as: bytes = b""
+
+
+def run(maps: Pinned, program: str, settings: Mapping[str, Any], packet: Packet, affinity: bytes | None) -> Outcome:
+    """Run ``program`` on the packet. ``affinity``: key and value of the entry that it shall find. SeeError."""
+    try:
+        with _load(maps, program, settings) as loaded:
+            if affinity is not None:
+                size = loaded.maps["affinities"].key_size
+                loaded.maps["affinities"].update(affinity[:size], affinity[size:])
+            result = loaded.programs[program].test_run(frame(packet), SkBuff(ifindex=packet.device))
+            assert result.skb is not None
+            return _outcome(loaded, result.retval, result.skb, settings)
+    except StaleObjectError as error:
+        raise SeeError(
+            f"the program cannot be run dry: {error.what} is missing in the objects beside this command"
+        ) from None
+    except BpfError as error:
+        raise SeeError(f"the program cannot be run dry: {error}") from None
+
+
+def _load(maps: Pinned, program: str, settings: Mapping[str, Any]) -> Object:
+    path = OBJECTS / "tc.bpf.o"
+    with Object.open(path) as unset:
+        layout = unset.btf.struct("settings")
+        known = {name: value for name, value in settings.items() if name in layout.fields}
+        packed = layout.pack(**{**known, "dry_run": 1, "pod_sockets": 0, "fast_path": 0})
+        wanted = frozenset(unset.sizes)
+    without = unused_maps(settings["scheduler"], False) - {"dry_results"}
+    shared = {name: maps.map(name) for name in wanted - without - _OWN if name in maps.names}
+    sizes = {name: size for name, size in _PRIVATE.items() if name in wanted}
+    if "slots" in shared:
+        sizes["turns"] = shared["slots"].max_entries
+    opened = Object.open(
+        path, rodata={"settings": packed}, max_entries=sizes, reuse=shared, programs={program}, without=without
+    )
+    try:
+        return opened.load()
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _outcome(loaded: Object, retval: int, skb: SkBuff, settings: Mapping[str, Any]) -> Outcome:
+    counter = loaded.maps["reasons"]
+    counted = [
+        name.lower()
+        for name, number in loaded.btf.enum("reason").items()
+        if number < counter.max_entries and any(any(value) for value in counter.lookup_cpus(U32.pack(number)) or ())
+    ]
+    if retval == _SHOT:
+        return Outcome("dropped", counted)
+    if skb.priority == _REJECT:
+        return Outcome("refused", counted)
+    if skb.priority & _KIND == _BACKEND:
+        masquerade = bool(skb.mark & settings["masquerade_mark"])
+        return Outcome("served", counted, "netfilter", skb.priority & _ID, masquerade)
+    if "new_flow_direct" in counted:
+        layout = loaded.btf.struct("dry_result")
+        said = layout.unpack(loaded.maps["dry_results"].lookup(bytes(4)) or bytes(layout.size))
+        return Outcome("served", counted, "direct", said["backend"], bool(said["masqueraded"]), said["masquerade"])
+    return Outcome("left", counted)
+
+
+def frame(packet: Packet) -> bytes:
+    """An Ethernet frame that opens the flow: a SYN, a datagram, an INIT."""
+    ports = struct.pack(">HH", packet.source_port, packet.destination_port)
+    if packet.protocol is Protocol.TCP:
+        body = ports + struct.pack(">IIBBHHH", 1, 0, 5 << 4, 0x02, 65535, 0, 0)
+    elif packet.protocol is Protocol.UDP:
+        body = ports + struct.pack(">HH", 12, 0) + b"test"
+    else:
+        body = ports + struct.pack(">II", 0, 0) + struct.pack(">BBHIIHHI", 1, 0, 20, 1, 65535, 1, 1, 1)
+    ethernet = bytes.fromhex("020000000002020000000001")
+    if len(packet.source) == 4:
+        header = struct.pack(">BBHHHBBH", 0x45, 0, 20 + len(body), 1, 0, 64, packet.protocol, 0)
+        header += packet.source + packet.destination
+        return ethernet + struct.pack(">H", 0x0800) + _checked(header) + body
+    header = struct.pack(">IHBB", 6 << 28, len(body), packet.protocol, 64) + packet.source + packet.destination
+    return ethernet + struct.pack(">H", 0x86DD) + header + body
+
+
+def _checked(header: bytes) -> bytes:
+    total = sum(struct.unpack(f">{len(header) // 2}H", header))
+    total = (total & 0xFFFF) + (total >> 16)
+    total = (total & 0xFFFF) + (total >> 16)
+    return header[:10] + struct.pack(">H", ~total & 0xFFFF) + header[12:]

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``explain``: what would happen to a packet, and why: the rules in words, and the real program on the same packet."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from ipaddress import ip_address
+from struct import Struct
+
+from pyebpf_proxy.see import dryrun, model, programs, routes, state
+from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError, near
+from pyebpf_proxy.see.decide import Decision, Packet, World, decide, why_netfilter
+from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.programs import Programs, device_name
+from pyebpf_proxy.see.services import name_text, service_view
+from pyebpf_proxy.see.state import Backend
+from pyebpf_proxy.see.text import Cell, Paper, ago, paper, table, wrapped
+from pyebpf_proxy.see.wanted import Wanted
+from pyebpf_proxy.services.addresses import format_address, format_address_port, parse_address
+from pyebpf_proxy.services.model import Protocol
+
+#: For so many endpoints the way out is asked for.
+_MOST_WAYS = 16
+_PORT = 49152
+
+
+class Node:
+    """What of this node decides, read once."""
+
+    def __init__(self, maps: Pinned, attached: Programs) -> None:
+        if attached.settings is None:
+            raise SeeError("no program is on any device, so nothing is done with packets: see pyebpf-proxy status")
+        self.maps = maps
+        self.attached = attached
+        self.settings = attached.settings
+        self.own: dict[bytes, bool] = {}
+        self._masquerade: dict[int, list[tuple[int, bytes, bytes]]] = {}
+        for family in "46":
+            value, key = maps.packer("node_address", "node_ports"), maps.packer(f"address{family}", "address")
+            rows = maps.rows(f"node_addresses{family}", key, value)
+            self.own |= {address: bool(served) for (address,), (served,) in rows}
+            prefix = maps.packer(f"masquerade{family}_key", "prefix_length", "device", "address")
+            for (length, device, address), (as_,) in maps.rows(f"masquerade{family}", prefix, key):
+                self._masquerade.setdefault(device, []).append((length - 32, address, as_))
+        rows = maps.rows("devices", Struct("=I"), maps.packer("node_device", "bridge", "pod_source"))
+        self.bridges: dict[int, int] = {}
+        pods = set()
+        for (device,), (bridge, pod_source) in rows:
+            self.bridges[device] = bridge
+            if pod_source:
+                pods.add(device)
+        self.world = World(self.settings, self.own, frozenset(pods))
+
+    def entrance(self, source: bytes, name: str | None) -> int:
+        """Where a packet of this source comes in: the device it would be answered by. 0: it is this node's own."""
+        if name is not None:
+            known = {device.name: device for device in self.attached.devices}
+            if name not in known:
+                raise QuestionError(f"no device {name} carries a program, or should{near(name, known)}")
+            return known[name].ifindex
+        if source in self.own or ip_address(source).is_loopback:
+            return 0
+        way = routes.way(source)
+        if way is None:
+            raise QuestionError(f"no route leads to {format_address(source)}: name the device it comes in by: --device")
+        if way.local:
+            return 0
+        ports = [device for device, bridge in self.bridges.items() if bridge == way.device]
+        return min(ports) if ports else way.device
+
+    def ip_device(self, device: int) -> int:
+        """The device as the IP layer has it: a port's bridge."""
+        return self.bridges.get(device) or device
+
+    def masquerade(self, way: routes.Way, destination: bytes) -> bytes:
+        """The address that MASQUERADE would take (bpf/route.h)."""
+        hop = destination if len(destination) == 16 else way.gateway or destination
+        best = (-1, b"")
+        for length, address, as_ in self._masquerade.get(way.device, []):
+            if len(address) == len(hop) and length > best[0] and _inside(hop, address, length):
+                best = (length, as_)
+        own: bytes = self.settings[f"node_address{4 if len(hop) == 4 else 6}"]
+        return best[1] or own
+
+
+def _inside(address: bytes, network: bytes, length: int) -> bool:
+    shift = 8 * len(address) - length
+    return int.from_bytes(address, "big") >> shift == int.from_bytes(network, "big") >> shift
+
+
+def explain(
+    maps: Pinned, packet: Packet, node: Node, known: state.State, wanted: Wanted | None
+) -> tuple[model.Explanation, Decision]:
+    """The whole answer."""
+    decision = decide(packet, node.world, known)
+    view = model.Explanation(
+        source=format_address_port(packet.source, packet.source_port),
+        destination=format_address_port(packet.destination, packet.destination_port),
+        protocol=packet.protocol.name,
+        device=device_name(packet.device) if packet.device else "",
+        service=name_text(decision.service.name) if decision.service is not None else "",
+        frontend=decision.kind,
+        verdict=decision.verdict,
+        reason=decision.reason,
+        steps=decision.steps,
+        endpoints=[],
+        left_out=[],
+        program=model.ProgramView(ran=False),
+        disagreements=[],
+    )
+    bound = None
+    if decision.service is not None:
+        view.left_out = list(_left_out(decision, known, wanted))
+        bound = _affinity(maps, packet, decision)
+        if any(each.address == packet.source for each in decision.eligible):
+            decision.say("the sender is an endpoint itself: masqueraded if it is chosen, or it would answer itself")
+        if decision.verdict == "served":
+            ways = decision.eligible[:_MOST_WAYS]
+            view.endpoints = [_choice(packet, each, decision, node, each in ways) for each in decision.eligible]
+    view.program = _program(maps, packet, node, bound)
+    if view.program.ran and not _is_known(packet, view):
+        view.disagreements = list(disagreements(view, decision))
+    return view, decision
+
+
+def _is_known(packet: Packet, view: model.Explanation) -> bool:
+    """The program left it alone because it is of a flow that exists: no rule is asked then, and that is said."""
+    if view.program.verdict != "left" or view.verdict == "left":
+        return False
+    from pyebpf_proxy.see.flows import dump
+
+    asked = ((packet.source, packet.source_port), (packet.destination, packet.destination_port))
+    flow = next(
+        (flow for flow in dump() if (flow.client, flow.asked) == asked and flow.protocol == packet.protocol), None
+    )
+    if flow is None:
+        return False
+    where = format_address_port(*flow.endpoint)
+    view.steps.append(f"a flow of these addresses and ports exists ({flow.state}): its packets go on to {where}")
+    return True
+
+
+def _left_out(decision: Decision, known: state.State, wanted: Wanted | None) -> Iterator[model.EndpointView]:
+    assert decision.service is not None
+    why = {backend.text: text for backend, text in decision.not_eligible}
+    for each in service_view(known, decision.service, wanted).endpoints:
+        each.left_out = each.left_out or why.get(each.address, "")
+        if each.left_out:
+            yield each
+
+
+def _affinity(maps: Pinned, packet: Packet, decision: Decision) -> bytes | None:
+    """The client's entry, if it is bound to an endpoint that it may still go to."""
+    service = decision.service
+    if service is None or not service.affinity_seconds or decision.verdict != "served":
+        return None
+    key = maps.packer("affinity_key", "service", "client").pack(service.id, packet.source.ljust(16, b"\0"))
+    value = maps.map("affinities").lookup(key)
+    if value is None:
+        decision.say(f"session affinity, {service.affinity_seconds} s: this client is bound to no endpoint yet")
+        return None
+    last, backend, _ = maps.packer("affinity", "last_used", "backend", "position").unpack(value)
+    age = time.clock_gettime(time.CLOCK_MONOTONIC) - last / 1e9
+    bound = next((each for each in decision.eligible if each.id == backend), None)
+    if age < service.affinity_seconds and bound is not None:
+        decision.say(f"session affinity: bound to {bound.text} since a connection {ago(age)}: it goes there again")
+        decision.eligible = [bound]
+    else:
+        decision.say("session affinity: what this client was bound to is too old, or gone: any endpoint")
+    return key + value
+
+
+def _choice(packet: Packet, backend: Backend, decision: Decision, node: Node, with_way: bool) -> model.ChoiceView:
+    hairpin = backend.address == packet.source
+    masquerade = decision.masquerade or hairpin
+    why = why_netfilter(packet, backend, node.world)
+    view = model.ChoiceView(
+        address=backend.text,
+        backend=backend.id,
+        local=backend.local,
+        lane="netfilter" if why else "direct",
+        lane_why=why,
+        masquerade=masquerade,
+        masquerade_as="",
+        way_out="",
+    )
+    if not packet.device:
+        # A socket is connected to the endpoint: its own address is what the node's routes give it.
+        view.lane, view.lane_why, view.masquerade = "socket", "", False
+    if with_way:
+        source = packet.source if packet.device else b""
+        way = routes.way(backend.address, source, node.ip_device(packet.device))
+        if way is None:
+            view.way_out = "no route"
+            if masquerade and not why and packet.device:
+                view.lane, view.lane_why = "netfilter", "lane_no_route"
+        else:
+            through = f" through {format_address(way.gateway)}" if way.gateway else ""
+            view.way_out = f"{device_name(way.device)}{through}"
+            if view.masquerade:
+                view.masquerade_as = format_address(node.masquerade(way, backend.address))
+    return view
+
+
+def _program(maps: Pinned, packet: Packet, node: Node, affinity: bytes | None) -> model.ProgramView:
+    if not packet.device:
+        return model.ProgramView(ran=False, why="a socket's call cannot be run dry: these are the rules alone")
+    device = next((each for each in node.attached.devices if each.ifindex == packet.device), None)
+    if device is None or device.program is None:
+        name = device_name(packet.device)
+        return model.ProgramView(ran=False, why=f"{name} carries no program: nothing of this happens to its packets")
+    # A test run has an Ethernet header for every program of tc.
+    name = "tc_ethernet" if device.program.name == "tc_l3" else device.program.name
+    out = dryrun.run(maps, name, node.settings, packet, affinity)
+    address = out.masquerade_as[: len(packet.source)] if out.masquerade and out.masquerade_as else b""
+    return model.ProgramView(
+        ran=True,
+        verdict=out.verdict,
+        counted=out.reasons,
+        backend=out.backend,
+        lane=out.lane,
+        masquerade=out.masquerade,
+        masquerade_as=format_address(address) if address else "",
+    )
+
+
+def disagreements(view: model.Explanation, decision: Decision) -> Iterator[str]:
+    """Where the program did not do what the rules say."""
+    program = view.program
+    if program.verdict != view.verdict:
+        counted = f" ({', '.join(program.counted)})" if program.counted else ""
+        yield f"by the rules it is {view.verdict}, the program says {program.verdict}{counted}"
+        return
+    if view.reason and view.reason not in program.counted:
+        yield f"by the rules the reason is {view.reason}, the program counted {', '.join(program.counted) or 'nothing'}"
+    if view.verdict != "served":
+        return
+    choice = next((each for each in view.endpoints if each.backend == program.backend), None)
+    if choice is None or all(each.id != program.backend for each in decision.eligible):
+        yield f"the program chose backend {program.backend}, which is not among the endpoints"
+        return
+    if choice.masquerade != program.masquerade:
+        yield f"by the rules it is {'' if choice.masquerade else 'not '}masqueraded, the program does the contrary"
+    for what, rules, real in (
+        ("lane", choice.lane if choice.way_out else program.lane, program.lane),
+        ("address to masquerade with", choice.masquerade_as or program.masquerade_as, program.masquerade_as),
+    ):
+        if rules != real and not (what != "lane" and program.lane == "netfilter"):
+            yield f"{what}: {rules} by the rules, {real} by the program"
+
+
+# ---- question and text ------------------------------------------------------------------------------------------
+
+
+def parse_packet(source: str, destination: str, protocol: str) -> tuple[bytes, int, bytes, int, Protocol]:
+    """The question. QuestionError: what of it cannot be read."""
+    number = Protocol.__members__.get(protocol.upper())
+    if number is None:
+        raise QuestionError(f"{protocol} is no protocol of Services: TCP, UDP, SCTP")
+    from_, from_port = _place(source, "SRC")
+    to, to_port = _place(destination, "DST")
+    if to_port is None:
+        raise QuestionError(f"DST needs a port: {destination}:80, an IPv6 address in brackets")
+    if len(from_) != len(to):
+        raise QuestionError(f"{source} and {destination} are of two families: no packet has both")
+    return from_, from_port if from_port is not None else _PORT, to, to_port, number
+
+
+def _place(text: str, what: str) -> tuple[bytes, int | None]:
+    address, port = text, ""
+    if text.startswith("["):
+        address, _, port = text[1:].partition("]")
+        port = port.removeprefix(":")
+    elif text.count(":") == 1:
+        address, _, port = text.partition(":")
+    packed = parse_address(address)
+    if packed is None:
+        raise QuestionError(f"{what}: {address} is not an IP address")
+    if port and not (port.isdigit() and 0 < int(port) < 65536):
+        raise QuestionError(f"{what}: {port} is not a port (1–65535)")
+    return packed, int(port) if port else None
+
+
+_VERDICTS = {
+    "served": ("green", "goes to one of these endpoints"),
+    "refused": ("red", "is refused: ICMP port unreachable, or ECONNREFUSED"),
+    "dropped": ("red", "is dropped"),
+    "left": ("yellow", "is left to the kernel: no service has a say in it"),
+}
+
+
+def text(view: model.Explanation, sheet: Paper) -> list[str]:
+    """The answer for people."""
+    where = f"from {view.device}" if view.device else "from a process of this node"
+    colour, verdict = _VERDICTS[view.verdict]
+    lines = wrapped(sheet, f"{view.source} > {view.destination} {view.protocol}, {where}", colour="bold")
+    for number, step in enumerate(view.steps, 1):
+        lines += wrapped(sheet, f"{number}. {step}", indent="  ")
+    lines += wrapped(sheet, f"It {verdict}" + (f" ({view.reason})" if view.reason else "") + ".", colour=colour)  # type: ignore[arg-type]
+    if view.endpoints:
+        lines += [
+            "",
+            *table(sheet, ["ENDPOINT", "NODE", "LANE", "MASQUERADED AS", "WAY OUT"], list(map(_row, view.endpoints))),
+        ]
+    if view.left_out:
+        rows: list[list[Cell | str]] = [
+            [e.address, "here" if e.local else "elsewhere", e.left_out] for e in view.left_out
+        ]
+        lines += ["", *table(sheet, ["LEFT OUT", "NODE", "WHY"], rows)]
+    lines.append("")
+    if not view.program.ran:
+        return lines + wrapped(sheet, f"Not run: {view.program.why}.", colour="yellow")
+    counted = f", counted {', '.join(view.program.counted)}" if view.program.counted else ""
+    chose = next((e.address for e in view.endpoints if e.backend == view.program.backend), "")
+    ran = f"The program, run dry: {view.program.verdict}" + (f" by {chose}" if chose else "") + counted
+    if not view.disagreements:
+        return lines + wrapped(sheet, f"{ran}. It agrees.")
+    lines += wrapped(sheet, f"{ran}.")
+    for each in view.disagreements:
+        lines += wrapped(sheet, f"disagreement: {each}", colour="red")
+    return lines
+
+
+def _row(view: model.ChoiceView) -> list[Cell | str]:
+    lane = f"{view.lane} ({view.lane_why})" if view.lane_why else view.lane
+    masquerade = view.masquerade_as or ("an address of this node" if view.masquerade else "-")
+    return [view.address, "here" if view.local else "elsewhere", lane, masquerade, view.way_out]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """``explain SRC DST [PROTO]``. Status 1: refused or dropped, or model and program disagree."""
+    from pyebpf_proxy.see.run_services import maybe_wanted, show
+
+    asked = parse_packet(arguments.source, arguments.destination, arguments.protocol)
+    with Pinned(arguments.directory) as maps:
+        node = Node(maps, programs.read(maps))
+        packet = Packet(*asked, node.entrance(asked[0], arguments.device))
+        view, _ = explain(maps, packet, node, state.read(maps), maybe_wanted(arguments))
+    show(arguments, view, text(view, paper()), (each.address for each in view.endpoints))
+    wrong = view.verdict in ("refused", "dropped") or view.disagreements
+    return NOT_RIGHT if wrong else RIGHT

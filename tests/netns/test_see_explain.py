@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``explain`` on nodes of the lab: what it says is what happens, in both lanes, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import moved, reasons
+from see_tools import answer, error, see
+
+from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
+from pyebpf_proxy.lab.client import ask
+from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.lab.rules import Destination, decide, expect
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 10)
+NEARBY = Kind("nearby", 11, externalTrafficPolicy="Local", internalTrafficPolicy="Local")
+RANGES = Kind("ranges", 12, loadBalancerSourceRanges=["192.0.2.0/24", "2001:db8:1::/64"])
+EMPTY = Kind("empty", 13)
+STICKY = Kind("sticky", 14, sessionAffinity="ClientIP")
+KINDS: tuple[Destination, ...] = ("ClusterIP", "ExternalIP", "LoadBalancer", "NodePort")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Lab]:
+    """node1 has the direct lane, node2 the other one. web-1 and toolbox are on node1, web-2 on node2."""
+    with Lab(nodes=2) as made:
+        here, there = made.nodes
+        pods = (made.add_pod("web-1", here), made.add_pod("web-2", there))
+        made.add_pod("toolbox", here)
+        WEB.endpoints = RANGES.endpoints = STICKY.endpoints = pods
+        NEARBY.endpoints = pods[1:]
+        write_nodes(made)
+        write_services(made, WEB, NEARBY, RANGES, EMPTY, STICKY)
+        here.agent.start()
+        there.agent.start(lane="netfilter")
+        for node in made.nodes:
+            node.agent.wait_synced()
+        yield made
+
+
+def place(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("service", [WEB, NEARBY], ids=["web", "nearby"])
+@pytest.mark.parametrize("source", ["pod", "external"])
+def test_says_what_the_rules_say_and_the_program_does(
+    world: Lab, kind: Destination, service: Kind, source: str, family: int
+) -> None:
+    node = world.nodes[0]
+    target = service.target(kind, node)
+    sender = world.pods["toolbox"].address if source == "pod" else CLIENT
+    decision = decide(
+        kind,
+        "pod" if source == "pod" else "external",
+        external_local=target.external_local,
+        internal_local=target.internal_local,
+    )
+    expected = expect(family, decision, node, sender.of(family), service.endpoints)
+    status = 1 if expected.nobody else 0
+    asked = place(target.address.of(family), target.ports["tcp"])
+    found = answer(node, "explain", sender.of(family), asked, status=status)
+    assert found["disagreements"] == []
+    assert found["program"]["ran"]
+    assert found["frontend"] == kind
+    assert found["verdict"] == {"": "served", "timed out": "dropped", "refused": "refused"}[expected.nobody]
+    seen = {each["address"]: each["masqueradeAs"] or sender.of(family) for each in found["endpoints"]}
+    pods = {place(world.pods[name].address.of(family), 8080): address for name, address in expected.sources.items()}
+    assert seen == pods
+
+
+def test_leaves_nothing_behind(world: Lab) -> None:
+    node = world.nodes[0]
+    before = reasons(node), node.namespace.run("conntrack", "-L"), _affinities(node)
+    for words in ((vip(10).v4, "tcp"), (vip(13).v4, "tcp"), (vip(14).v4, "udp"), (vip(12).v4, "tcp")):
+        see(node, "explain", CLIENT.v4, f"{words[0]}:{80 if words[1] == 'tcp' else 53}", words[1])
+    assert moved(before[0], reasons(node)) == {}
+    assert _flows(node.namespace.run("conntrack", "-L")) == _flows(before[1])
+    assert _affinities(node) == before[2] == "[]"
+
+
+def _flows(listed: str) -> list[str]:
+    return [line for line in listed.splitlines() if f"src={CLIENT.v4}" in line]
+
+
+def _affinities(node: Node) -> str:
+    return node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin("affinities"))).strip()
+
+
+def test_the_netfilter_lane_is_said_with_its_reason(world: Lab) -> None:
+    found = answer(world.nodes[1], "explain", CLIENT.v4, f"{vip(10).v4}:80")
+    assert {(each["lane"], each["laneWhy"]) for each in found["endpoints"]} == {("netfilter", "lane_forced")}
+    assert (found["program"]["lane"], found["disagreements"]) == ("netfilter", [])
+
+
+def test_a_source_that_is_in_no_range(world: Lab) -> None:
+    found = answer(world.nodes[0], "explain", CLIENT.v4, f"{vip(12).v4}:80", status=1)
+    assert (found["verdict"], found["reason"]) == ("dropped", "drop_source_range")
+    assert found["steps"][-1] == f"{CLIENT.v4} is in none of loadBalancerSourceRanges (192.0.2.0/24): dropped"
+    assert found["program"]["counted"] == ["drop_source_range"]
+
+
+def test_the_wrong_port_is_told_from_the_right_one(world: Lab) -> None:
+    found = answer(world.nodes[0], "explain", CLIENT.v4, f"{vip(10).v4}:8080")
+    assert (found["verdict"], found["program"]["verdict"]) == ("left", "left")
+    assert found["steps"] == [
+        f"{vip(10).v4}:8080/TCP is no service's: the kernel does what it does without us",
+        f"at {vip(10).v4} there are: 53/UDP (default/web:dns), 80/TCP (default/web:http)",
+    ]
+
+
+def test_affinity_is_seen_and_kept(world: Lab) -> None:
+    node, toolbox = world.nodes[0], world.pods["toolbox"]
+    outcome = toolbox.namespace.call(ask, cluster_ip(14).v4, 80)
+    assert outcome.answer is not None
+    before = _affinities(node)
+    found = answer(node, "explain", toolbox.address.v4, f"{cluster_ip(14).v4}:80")
+    assert [each["address"] for each in found["endpoints"]] == [f"{world.pods[outcome.answer.pod].address.v4}:8080"]
+    assert found["disagreements"] == []
+    assert any(step.startswith("session affinity: bound to") for step in found["steps"])
+    assert _affinities(node) == before
+
+
+def test_a_flow_that_exists_goes_on(world: Lab) -> None:
+    node = world.nodes[0]
+    outcome = world.client.call(ask, vip(10).v4, 53, "udp")
+    assert outcome.local is not None
+    found = answer(node, "explain", f"{CLIENT.v4}:{outcome.local[1]}", f"{vip(10).v4}:53", "udp")
+    assert found["disagreements"] == []
+    assert found["steps"][-1].startswith("a flow of these addresses and ports exists")
+
+
+def test_hairpin(world: Lab) -> None:
+    node, pod = world.nodes[0], world.pods["web-1"]
+    found = answer(node, "explain", pod.address.v6, f"[{cluster_ip(10).v6}]:80")
+    assert {each["address"]: each["masquerade"] for each in found["endpoints"]} == {
+        place(pod.address.v6, 8080): True,
+        place(world.pods["web-2"].address.v6, 8080): False,
+    }
+    assert found["disagreements"] == []
+
+
+def test_a_process_of_the_node(world: Lab) -> None:
+    found = answer(world.nodes[0], "explain", world.nodes[0].address.v4, f"{cluster_ip(13).v4}:80", status=1)
+    assert (found["verdict"], found["reason"]) == ("refused", "reject_no_endpoints_socket")
+    assert not found["program"]["ran"]
+
+
+def test_the_answer_for_people(world: Lab) -> None:
+    text = see(world.nodes[0], "explain", CLIENT.v4, f"{vip(10).v4}:80", COLUMNS="100").stdout
+    assert "1. 203.0.113.10:80/TCP is a LoadBalancer of default/web:http" in text
+    assert "3. externalTrafficPolicy Cluster: all endpoints, masqueraded" in text
+    assert "eth0 through 192.0.2.12" in text
+    assert "It agrees." in text
+    narrow = see(world.nodes[0], "explain", CLIENT.v6, f"[{vip(10).v6}]:80", COLUMNS="40").stdout
+    assert max(map(len, narrow.splitlines())) <= 40
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("198.51.100", "203.0.113.10:80"), "SRC: 198.51.100 is not an IP address"),
+        (("198.51.100.2", "203.0.113.10"), "DST needs a port: 203.0.113.10:80, an IPv6 address in brackets"),
+        (("198.51.100.2", "203.0.113.10:0"), "DST: 0 is not a port (1–65535)"),
+        (("198.51.100.2", "203.0.113.10:80", "icmp"), "icmp is no protocol of Services: TCP, UDP, SCTP"),
+        (
+            ("198.51.100.2", "[2001:db8:3::10]:80"),
+            "198.51.100.2 and [2001:db8:3::10]:80 are of two families: no packet has both",
+        ),
+        (
+            ("198.51.100.2", "203.0.113.10:80", "--device", "eth1"),
+            "no device eth1 carries a program, or should; did you mean eth0?",
+        ),
+    ],
+)
+def test_bad_questions(world: Lab, words: tuple[str, ...], text: str) -> None:
+    assert error(world.nodes[0], "explain", *words, status=2) == text
