@@ -45,7 +45,7 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line that says what is missing and what to do.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup build wheel demo test test-cluster test-kernels parity record lint bench bench-check profile image-root clean distclean
+.PHONY: help setup build wheel demo inspect test test-cluster test-kernels parity record lint bench bench-check profile image-root clean distclean
 
 help: ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -109,6 +109,9 @@ wheel: setup ## a wheel with the built objects inside, in dist/
 
 demo: setup ## a two-node cluster in network namespaces, real requests, a table of what happened
 	@$(SUDO) .venv/bin/pyebpf-proxy lab demo
+
+inspect: setup ## a cluster as for demo, and its maps read by bpftool alone: from a VIP to its backends (docs/maps.md)
+	@$(SUDO) .venv/bin/pyebpf-proxy lab inspect
 
 test: setup ## every test: unit, packet, netns; what was skipped, and why, is listed at the end
 	@$(SUDO) $(PYTHON) -m pytest $(PARALLEL) $(ARGS)

@@ -60,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
 
     add("demo", _demo, "send requests through the services of examples/ and compare with the rules", True)
     add("shell", _shell, "bring the lab up and open a shell in the outside client; Ctrl-D takes it down", True)
+    add(
+        "inspect",
+        _inspect,
+        "the maps of a node as bpftool reads them: from a VIP to its backends, then every map",
+        True,
+    )
     add("up", _up, "bring the lab up and leave it running in the background", True)
     add("down", _down, "take down what `up` started")
     run = add("exec", _exec, "run a command in a node, a pod, the client or the core of a running lab")
@@ -85,6 +91,15 @@ def _shell(arguments: argparse.Namespace) -> int:
         shell = ["ip", "netns", "exec", lab.client.name, os.environ.get("SHELL", "/bin/sh")]
         subprocess.call(shell, env={**os.environ, OF_THIS_SHELL: lab.tag})
         print("Taking the lab down.")
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from .inspect import tour
+
+    with open_example(arguments.examples, arguments.pod_network) as lab:
+        populate(lab, arguments.examples, arguments.lane)
+        tour(lab)
     return 0
 
 

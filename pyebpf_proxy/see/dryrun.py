@@ -70,7 +70,7 @@ def _load(maps: Pinned, program: str, settings: Mapping[str, Any]) -> Object:
     with Object.open(path) as unset:
         layout = unset.btf.struct("settings")
         known = {name: value for name, value in settings.items() if name in layout.fields}
-        packed = layout.pack(**{**known, "dry_run": 1, "pod_sockets": 0, "fast_path": 0})
+        packed = layout.pack(**{**known, "dry_run": 1, "pod_sockets": 0, "fast_path": 0, "xdp": 0})
         wanted = frozenset(unset.sizes)
     without = unused_maps(settings["scheduler"], False) - {"dry_results"}
     shared = {name: maps.map(name) for name in wanted - without - _OWN if name in maps.names}

@@ -7,6 +7,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from ipaddress import ip_address
+from pathlib import Path
 from struct import Struct
 
 from pyebpf_proxy.see import dryrun, model, programs, routes, state
@@ -90,9 +91,7 @@ def _inside(address: bytes, network: bytes, length: int) -> bool:
     return int.from_bytes(address, "big") >> shift == int.from_bytes(network, "big") >> shift
 
 
-def explain(
-    maps: Pinned, packet: Packet, node: Node, known: state.State, wanted: Wanted | None
-) -> tuple[model.Explanation, Decision]:
+def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted: Wanted | None) -> model.Explanation:
     """The whole answer."""
     decision = decide(packet, node.world, known)
     view = model.Explanation(
@@ -122,7 +121,7 @@ def explain(
     view.program = _program(maps, packet, node, bound)
     if view.program.ran and not _is_known(packet, view):
         view.disagreements = list(disagreements(view, decision))
-    return view, decision
+    return view
 
 
 def _is_known(packet: Packet, view: model.Explanation) -> bool:
@@ -329,15 +328,31 @@ def _row(view: model.ChoiceView) -> list[Cell | str]:
     return [view.address, "here" if view.local else "elsewhere", lane, masquerade, view.way_out]
 
 
+def ask(
+    directory: Path,
+    source: str,
+    destination: str,
+    protocol: str,
+    device: str | None = None,
+    wanted: Wanted | None = None,
+) -> model.Explanation:
+    """The answer to a question in words. SeeError, QuestionError."""
+    asked = parse_packet(source, destination, protocol)
+    with Pinned(directory) as maps:
+        node = Node(maps, programs.read(maps))
+        packet = Packet(*asked, node.entrance(asked[0], device))
+        return explain(maps, packet, node, state.read(maps), wanted)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """``explain SRC DST [PROTO]``. Status 1: refused or dropped, or model and program disagree."""
     from pyebpf_proxy.see.run_services import maybe_wanted, show
 
-    asked = parse_packet(arguments.source, arguments.destination, arguments.protocol)
-    with Pinned(arguments.directory) as maps:
-        node = Node(maps, programs.read(maps))
-        packet = Packet(*asked, node.entrance(asked[0], arguments.device))
-        view, _ = explain(maps, packet, node, state.read(maps), maybe_wanted(arguments))
+    parse_packet(arguments.source, arguments.destination, arguments.protocol)
+    wanted = maybe_wanted(arguments)
+    view = ask(
+        arguments.directory, arguments.source, arguments.destination, arguments.protocol, arguments.device, wanted
+    )
     show(arguments, view, text(view, paper()), (each.address for each in view.endpoints))
     wrong = view.verdict in ("refused", "dropped") or view.disagreements
     return NOT_RIGHT if wrong else RIGHT

@@ -14,6 +14,8 @@ from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.rules import Destination, decide, expect
+from pyebpf_proxy.see.explain import ask as explain
+from pyebpf_proxy.see.model import Explanation
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -63,14 +65,13 @@ def test_says_what_the_rules_say_and_the_program_does(
         internal_local=target.internal_local,
     )
     expected = expect(family, decision, node, sender.of(family), service.endpoints)
-    status = 1 if expected.nobody else 0
     asked = place(target.address.of(family), target.ports["tcp"])
-    found = answer(node, "explain", sender.of(family), asked, status=status)
-    assert found["disagreements"] == []
-    assert found["program"]["ran"]
-    assert found["frontend"] == kind
-    assert found["verdict"] == {"": "served", "timed out": "dropped", "refused": "refused"}[expected.nobody]
-    seen = {each["address"]: each["masqueradeAs"] or sender.of(family) for each in found["endpoints"]}
+    found: Explanation = node.namespace.call(explain, node.agent.directory, sender.of(family), asked, "TCP")
+    assert found.disagreements == []
+    assert found.program.ran
+    assert found.frontend == kind
+    assert found.verdict == {"": "served", "timed out": "dropped", "refused": "refused"}[expected.nobody]
+    seen = {each.address: each.masquerade_as or sender.of(family) for each in found.endpoints}
     pods = {place(world.pods[name].address.of(family), 8080): address for name, address in expected.sources.items()}
     assert seen == pods
 

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pyebpf-proxy lab inspect``: the maps of a node, read by bpftool alone (docs/maps.md).
+
+Nothing here knows a layout: what is printed is what bpftool makes of the types that the kernel has of each map.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .client import ask
+from .cluster import Lab, Node
+
+_PROTOCOLS = {"TCP": 6, "UDP": 17, "SCTP": 132}
+
+
+class Step(NamedTuple):
+    """One command and the entry that it showed."""
+
+    command: str
+    entry: dict[str, Any]
+
+
+def follow(node: Node, pins: Path, address: str, port: int, protocol: str = "TCP") -> Iterator[Step]:
+    """From the address of a service to its backends, one ``bpftool map lookup`` after the other."""
+    packed = ip_address(address).packed
+    family = 4 if len(packed) == 4 else 6
+    key = [*packed, *_bytes(port, 2), _PROTOCOLS[protocol], 0]
+    step = _lookup(node, pins / f"frontends{family}", key)
+    yield step
+    yield (step := _lookup(node, pins / "services", _bytes(step.entry["value"]["service"], 4)))
+    yield (step := _lookup(node, pins / "tables", _bytes(step.entry["value"]["table"], 4)))
+    table = step.entry["value"]
+    for slot in range(table["first_slot"], table["first_slot"] + table["cluster_count"] + table["local_count"]):
+        yield (step := _lookup(node, pins / "slots", _bytes(slot, 4)))
+        yield _lookup(node, pins / f"backends{family}", _bytes(step.entry["value"]["backend"], 4))
+
+
+def _bytes(number: int, size: int) -> list[int]:
+    """As bpftool takes a number: byte by byte, in the machine's order."""
+    import sys
+
+    return list(number.to_bytes(size, sys.byteorder))
+
+
+def _lookup(node: Node, pin: Path, key: list[int]) -> Step:
+    words = ["map", "lookup", "pinned", str(pin), "key", *map(str, key)]
+    found = json.loads(node.namespace.run("bpftool", "-j", *words))
+    return Step(f"bpftool map lookup pinned {pin.name} key {' '.join(map(str, key))}", found["formatted"])
+
+
+def examples(node: Node, pins: Path) -> Iterator[tuple[str, dict[str, Any] | None, int]]:
+    """Every map: its name, an entry in which something stands (None: it is empty), how many entries it shows."""
+    for pin in sorted(pins.iterdir()):
+        shown = json.loads(node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(pin)))
+        entries = [entry["formatted"] for entry in shown if "formatted" in entry]
+        telling = [entry for entry in entries if _tells(entry)]
+        yield pin.name, telling[0] if telling else None, len(telling)
+
+
+def _tells(entry: dict[str, Any]) -> bool:
+    """Arrays have an entry for every index: those that hold nothing but zeroes tell nothing."""
+    if "values" in entry:
+        return any(_tells({"value": each["value"]}) for each in entry["values"])
+    return ("key" in entry and isinstance(entry["key"], dict)) or _is_set(entry["value"])
+
+
+def _is_set(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_is_set, value.values()))
+    if isinstance(value, list):
+        return any(map(_is_set, value))
+    return bool(value)
+
+
+def tour(lab: Lab) -> None:
+    """Print it all: some requests first, so that there is something to see."""
+    node = lab.nodes[0]
+    pins = node.agent.pin("frontends4").parent
+    for address, port, protocol in (
+        ("203.0.113.10", 80, "tcp"),
+        ("203.0.113.30", 80, "tcp"),
+        ("203.0.113.10", 53, "udp"),
+    ):
+        lab.client.call(ask, address, port, protocol)
+    node.namespace.call(ask, "10.96.0.10", 53, "udp")
+    print(f"# cd {pins}        on {node.name}\n")
+    print("From the ClusterIP 10.96.0.10:80 to its backends:\n")
+    for step in follow(node, pins, "10.96.0.10", 80):
+        print(f"# {step.command}\n  {json.dumps(step.entry)}")
+    print("\nEvery map, and one of its entries (bpftool map dump pinned NAME):\n")
+    for name, entry, count in examples(node, pins):
+        print(f"{name} ({count})\n  {json.dumps(entry) if entry is not None else 'empty'}")

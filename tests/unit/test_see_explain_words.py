@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""That a program which does not do what the rules say is found out."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyebpf_proxy.see.decide import Decision
+from pyebpf_proxy.see.explain import disagreements, text
+from pyebpf_proxy.see.model import ChoiceView, Explanation, ProgramView
+from pyebpf_proxy.see.state import Backend
+from pyebpf_proxy.see.text import Paper
+from pyebpf_proxy.services.model import Family, Protocol
+
+BACKEND = Backend(7, Family.IPV4, b"\x0a\xf4\x01\x0a", 8080, Protocol.TCP, 1, True, False)
+
+
+def answer(verdict: str = "served", reason: str = "", **program: object) -> Explanation:
+    known = {"verdict": "served", "backend": 7, "lane": "direct", "masquerade": True, "masquerade_as": "192.0.2.11"}
+    choice = ChoiceView(
+        address=BACKEND.text,
+        backend=7,
+        local=True,
+        lane="direct",
+        lane_why="",
+        masquerade=True,
+        masquerade_as="192.0.2.11",
+        way_out="pod0",
+    )
+    return Explanation(
+        source="198.51.100.2:49152",
+        destination="203.0.113.10:80",
+        protocol="TCP",
+        device="eth0",
+        service="default/web:http",
+        frontend="LoadBalancer",
+        verdict=verdict,
+        reason=reason,
+        steps=[],
+        endpoints=[choice] if verdict == "served" else [],
+        left_out=[],
+        program=ProgramView(ran=True, **(known | program)),  # type: ignore[arg-type]
+        disagreements=[],
+    )
+
+
+DECISION = Decision(verdict="served", eligible=[BACKEND])
+
+
+def test_agreement_is_none() -> None:
+    assert list(disagreements(answer(), DECISION)) == []
+    netfilter = answer(lane="netfilter", masquerade_as="")
+    netfilter.endpoints[0].lane = "netfilter"
+    assert list(disagreements(netfilter, DECISION)) == []
+
+
+@pytest.mark.parametrize(
+    ("view", "text"),
+    [
+        (
+            answer("dropped", "drop_source_range"),
+            "by the rules it is dropped, the program says served",
+        ),
+        (answer(backend=8), "the program chose backend 8, which is not among the endpoints"),
+        (answer(masquerade=False), "by the rules it is masqueraded, the program does the contrary"),
+        (answer(lane="netfilter"), "lane: direct by the rules, netfilter by the program"),
+        (
+            answer(masquerade_as="192.0.2.12"),
+            "address to masquerade with: 192.0.2.11 by the rules, 192.0.2.12 by the program",
+        ),
+    ],
+)
+def test_what_differs_is_said(view: Explanation, text: str) -> None:
+    assert list(disagreements(view, DECISION)) == [text]
+
+
+def test_another_reason_is_said() -> None:
+    view = answer("dropped", "drop_source_range")
+    view.program = ProgramView(ran=True, verdict="dropped", counted=["drop_conntrack_full"])
+    (said,) = disagreements(view, Decision(verdict="dropped", reason="drop_source_range"))
+    assert said == "by the rules the reason is drop_source_range, the program counted drop_conntrack_full"
+    view.disagreements = [said]
+    assert f"disagreement: {said}" in text(view, Paper())
+    assert not any("It agrees" in line for line in text(view, Paper()))
