@@ -6,8 +6,9 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from pyebpf_proxy.errors import FatalError
 
@@ -24,21 +25,56 @@ _OBJECTS = Path(__file__).resolve().parent.parent / "bpf"
 OLDEST_KERNEL = (6, 1)
 
 
+class Need(NamedTuple):
+    """Something that must be there. ``look`` says in a few words what was found; FatalError if it is missing."""
+
+    what: str
+    look: Callable[[], str]
+
+
 def check() -> None:
     """FatalError for the first thing that is missing."""
     check_rights()
+    for need in needs():
+        need.look()
+
+
+def needs() -> tuple[Need, ...]:
+    """What the data plane needs of the machine, besides rights."""
+    return (
+        Need("BTF", _kernel_types),
+        Need("libbpf", _libbpf),
+        Need("libnftables", _libnftables),
+        Need("BPF objects", _objects),
+    )
+
+
+def _kernel_types() -> str:
     if not _BTF.exists():
         raise FatalError(
             f"the kernel has no BTF ({_BTF} does not exist){old_kernel()};"
             " use a kernel built with CONFIG_DEBUG_INFO_BTF (Debian's are)"
         )
+    return str(_BTF)
+
+
+def _libbpf() -> str:
     if not _loads("libbpf.so.1"):
         raise FatalError("libbpf is missing; install it (Debian: libbpf1)")
+    return "libbpf.so.1"
+
+
+def _libnftables() -> str:
     if importlib.util.find_spec("nftables") is None or not _loads("libnftables.so.1"):
         raise FatalError("libnftables or its Python binding is missing; install it (Debian: python3-nftables)")
+    return "libnftables.so.1 and its binding"
+
+
+def _objects() -> str:
     for name in ("tc.bpf.o", "sock.bpf.o", "xdp.bpf.o"):
         if not (_OBJECTS / name).is_file():
             raise FatalError(f"the BPF object {_OBJECTS / name} is missing; build it with `make setup` (needs clang)")
+    return str(_OBJECTS)
 
 
 def check_rights(needed: Collection[str] = tuple(_CAPABILITIES)) -> None:

@@ -236,6 +236,21 @@ class Explanation(Answer, kw_only=True, tag_field="kind", tag="Explanation"):
     disagreements: list[str]
 
 
+class Finding(Answer, kw_only=True):
+    """Something that ``doctor`` looked at."""
+
+    what: str
+    state: Literal["good", "warning", "bad"]
+    text: str
+    remedy: str
+
+
+class Findings(Answer, kw_only=True, tag_field="kind", tag="Findings"):
+    """``pyebpf-proxy doctor``."""
+
+    findings: list[Finding]
+
+
 def encode(answer: msgspec.Struct) -> str:
     """The answer as JSON, for scripts."""
     return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -39,7 +40,9 @@ def node(world: Lab) -> Node:
 
 
 def warnings(node: Node) -> list[str]:
-    found: list[dict[str, str]] = answer(node, "status", status=1)["warnings"]
+    ran = see(node, "status", "-o", "json")
+    found: list[dict[str, str]] = json.loads(ran.stdout)["warnings"]
+    assert ran.returncode == (1 if found else 0)
     assert all(each["remedy"] for each in found)
     return [each["what"] for each in found]
 

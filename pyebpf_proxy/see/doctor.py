@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``doctor``: whether this machine can carry services, before or after an installation; each finding with its fix.
+
+Features are tried, not guessed from versions: the programs are loaded as the agent would load them, attached to nothing
+and thrown away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pyebpf_proxy.datapath import preflight
+from pyebpf_proxy.datapath.node import mounts
+from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.see import facts, model
+from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT
+from pyebpf_proxy.see.text import Cell, Colour, Paper, paper, table, wrapped
+
+_PROC = Path("/proc/sys")
+_FILES_LEAST, _WATCHES_LEAST = 1024, 16
+_MARK = 0x4000
+#: Pins of others that serve Services in BPF, too.
+_OTHERS = {
+    "tc/globals/cilium_lb4_services_v2": (
+        "Cilium serves Services here",
+        "kubeProxyReplacement: false",
+    ),
+    "tc/globals/cali_v4_nat_fe3": ("Calico serves Services here", "bpfEnabled: false"),
+}
+
+Found = Iterator[model.Finding]
+
+
+def _good(what: str, text: str) -> model.Finding:
+    return model.Finding(what=what, state="good", text=text, remedy="")
+
+
+def _warn(what: str, text: str, remedy: str) -> model.Finding:
+    return model.Finding(what=what, state="warning", text=text, remedy=remedy)
+
+
+def _bad(what: str, text: str, remedy: str) -> model.Finding:
+    return model.Finding(what=what, state="bad", text=text, remedy=remedy)
+
+
+def examine(directory: Path) -> Found:
+    """Every finding, in the order in which they stand in each other's way."""
+    for check in (_needs, _rights):
+        found = list(check())
+        yield from found
+        if any(each.state == "bad" for each in found):
+            return  # what follows would only say the same once more
+    yield from _programs()
+    yield from _mounts(directory)
+    yield from _conntrack()
+    yield from _sysctls()
+    yield from _others(directory)
+    yield from _limits()
+
+
+def _needs() -> Found:
+    """What the agent itself asks for at its start, in its words; kernels that are too old are refused here."""
+    release = os.uname().release
+    old = preflight.old_kernel()
+    if old:
+        oldest = ".".join(map(str, preflight.OLDEST_KERNEL))
+        yield _bad("kernel", old.removeprefix("; "), f"boot a kernel of {oldest} or newer (Debian 12 has one)")
+    else:
+        yield _good("kernel", release)
+    for check in preflight.needs():
+        try:
+            yield _good(check.what, check.look())
+        except FatalError as error:
+            text, _, remedy = str(error).partition("; ")
+            yield _bad(check.what, text, remedy)
+
+
+def _rights() -> Found:
+    try:
+        preflight.check_rights()
+    except FatalError as error:
+        text, _, remedy = str(error).partition("; ")
+        yield _bad("rights", text, remedy)
+        return
+    why = preflight.unreachable_modules()
+    if why:
+        yield _warn("rights", why, "give it CAP_SYS_ADMIN, or all flows take the netfilter lane")
+    else:
+        yield _good("rights", "enough for the agent")
+
+
+def _programs() -> Found:
+    """Each lane and option, by loading. Without the one above it the next is what the agent falls back to."""
+    from pyebpf_proxy.datapath.loader.libbpf import BpfError
+    from pyebpf_proxy.see.loading import ATTEMPTS, attempt
+
+    for name, text, settings, object_name, without in ATTEMPTS:
+        try:
+            attempt(object_name, settings)
+        except (BpfError, FatalError) as error:
+            yield _warn(name, f"the kernel does not take it: {error}", without)
+        else:
+            yield _good(name, text)
+
+
+def _mounts(directory: Path) -> Found:
+    place = next((path for path in mounts.bpffs_candidates(directory) if mounts.is_bpffs(path)), None)
+    if place is None:
+        yield _warn("bpffs", "no bpffs is mounted; the agent mounts one", f"mount -t bpf bpf {mounts.SYSTEM_BPFFS}")
+    else:
+        yield _good("bpffs", str(place))
+    try:
+        cgroup = mounts.open_cgroup2()
+    except OSError as error:
+        yield _bad("cgroup2", str(error), "mount -t cgroup2 none /sys/fs/cgroup/unified; CONFIG_CGROUPS")
+        return
+    os.close(cgroup.descriptor)
+    if cgroup.warning:
+        yield _warn("cgroup2", cgroup.warning, "run it where the root of the cgroups is to be seen")
+    else:
+        yield _good("cgroup2", cgroup.found)
+
+
+def _conntrack() -> Found:
+    fill = facts.conntrack_fill()
+    if fill is None:
+        yield _warn("conntrack", "nf_conntrack is not loaded yet; the agent does", "modprobe nf_conntrack")
+    elif fill.used >= 0.9 * fill.room:
+        yield _bad(
+            "conntrack", f"{fill.used} of {fill.room} entries in use", "raise nf_conntrack_max (conntrack.maxPerCore)"
+        )
+    else:
+        yield _good("conntrack", f"{fill.used} of {fill.room} entries in use")
+    for name in ("nf_conntrack_acct", "nf_conntrack_timestamp"):
+        if facts.number(_PROC / "net/netfilter" / name) == 0:
+            what = "bytes" if name.endswith("acct") else "age"
+            yield _good(
+                name, f"off: pyebpf-proxy flows does not know the {what} of flows (sysctl -w net.netfilter.{name}=1)"
+            )
+
+
+def _sysctls() -> Found:
+    for family, path in (("IPv4", "net/ipv4/ip_forward"), ("IPv6", "net/ipv6/conf/all/forwarding")):
+        if facts.number(_PROC / path) == 0:
+            name = path.replace("/", ".")
+            yield _warn(
+                name, f"{family} packets are not forwarded: pods elsewhere are not reached", f"sysctl -w {name}=1"
+            )
+        else:
+            yield _good(path.replace("/", "."), "forwards")
+    strict = [
+        path.parent.name
+        for path in sorted((_PROC / "net/ipv4/conf").glob("*/rp_filter"))
+        if facts.number(path) == 1 and path.parent.name not in ("lo", "default")
+    ]
+    if strict:
+        yield _warn(
+            "rp_filter",
+            f"strict on {', '.join(strict[:5])}: replies that take another way than requests are dropped",
+            "sysctl -w net.ipv4.conf.all.rp_filter=2 (and of each device), if ways differ here",
+        )
+    if (_PROC / "net/bridge").is_dir() and facts.number(_PROC / "net/bridge/bridge-nf-call-iptables") == 0:
+        yield _good("bridge-nf-call-iptables", "0: our programs lift replies between its pods (data-plane.md)")
+
+
+def _others(directory: Path) -> Found:
+    from pyebpf_proxy.datapath.kube_proxy import leftovers
+
+    try:
+        modes = sorted(leftovers.running())
+    except Exception as error:  # tools that are missing or refuse: others' rules cannot be seen
+        yield _warn("kube-proxy", f"its rules cannot be looked for: {error}", "install iptables and nftables")
+    else:
+        if modes:
+            what = f"rules of kube-proxy are here, mode {', '.join(modes)}"
+            yield _warn("kube-proxy", what, "stop it; the agent's next start, or --cleanup, removes them")
+        else:
+            yield _good("kube-proxy", "no rules of it")
+    for path, (text, remedy) in _OTHERS.items():
+        if (mounts.SYSTEM_BPFFS / path).exists():
+            yield _bad("other proxies", text, remedy)
+    yield from _mark_users(directory)
+
+
+def _mark_users(directory: Path) -> Found:
+    own = mounts.table_name(directory)
+    mark = _masquerade_mark(directory)
+    try:
+        rules = [entry["rule"] for entry in facts.nft("list ruleset") or [] if "rule" in entry]
+    except OSError as error:
+        yield _warn("masquerade bit", str(error), "apt-get install python3-nftables")
+        return
+    users = sorted(
+        {
+            f"{rule['family']} {rule['table']} {rule['chain']}"
+            for rule in rules
+            if rule["table"] != own and any(_sets_bit(expression, mark) for expression in rule.get("expr", ()))
+        }
+    )
+    if users:
+        what = f"{mark:#x} is set by somebody else, too: {', '.join(users[:5])}: what they mark is masqueraded"
+        yield _warn("masquerade bit", what, "give one of them another bit: masqueradeBit of iptables or nftables")
+    else:
+        yield _good("masquerade bit", f"{mark:#x} is nobody else's in nftables")
+
+
+def _masquerade_mark(directory: Path) -> int:
+    from pyebpf_proxy.see import programs
+    from pyebpf_proxy.see.answers import SeeError
+    from pyebpf_proxy.see.maps import Pinned
+
+    try:
+        with Pinned(directory) as maps:
+            settings = programs.read(maps).settings
+    except SeeError:
+        return _MARK  # nothing is installed yet: the default
+    return int(settings["masquerade_mark"]) if settings is not None else _MARK
+
+
+def _sets_bit(expression: Any, mark: int) -> bool:
+    """Whether an expression of a rule writes packets' marks with this bit set: ``meta mark set …``."""
+    mangle = expression.get("mangle") if isinstance(expression, dict) else None
+    if mangle is None or mangle.get("key") != {"meta": {"key": "mark"}}:
+        return False
+    return any(number & mark and number.bit_count() <= 16 for number in _numbers(mangle.get("value")))
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _numbers(each)
+
+
+def _limits() -> Found:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < _FILES_LEAST:
+        yield _warn("open files", f"at most {files}", f"ulimit -n {_FILES_LEAST}, LimitNOFILE= of the service")
+    else:
+        yield _good("open files", f"at most {files}")
+    watches = facts.number(_PROC / "fs/inotify/max_user_instances")
+    if watches is not None and watches < _WATCHES_LEAST:
+        yield _warn("inotify", f"{watches} instances a user", "sysctl -w fs.inotify.max_user_instances=128")
+
+
+# ---- text -------------------------------------------------------------------------------------------------------
+
+_COLOURS: dict[str, Colour] = {"good": "green", "warning": "yellow", "bad": "red"}
+
+
+def text(findings: list[model.Finding], sheet: Paper) -> list[str]:
+    """A table; then, for what is not good, what to do."""
+    rows: list[list[Cell | str]] = [[each.what, Cell(each.state, _COLOURS[each.state]), each.text] for each in findings]
+    lines = table(sheet, ["WHAT", "STATE", "FOUND"], rows)
+    for each in findings:
+        if each.state != "good":
+            lines += wrapped(sheet, f"{each.what}: {each.text}", colour=_COLOURS[each.state])
+            lines += wrapped(sheet, each.remedy, indent="  ")
+    return lines
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """``doctor``. Status 1: something is a warning or bad."""
+    from pyebpf_proxy.see.run_services import show
+
+    found = list(examine(arguments.directory))
+    show(arguments, model.Findings(findings=found), text(found, paper()), (each.what for each in found))
+    return RIGHT if all(each.state == "good" for each in found) else NOT_RIGHT
