@@ -119,6 +119,12 @@ def _flows(arguments: argparse.Namespace) -> int:
     return flows.run(arguments)
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    from pyebpf_proxy.see import doctor
+
+    return doctor.run(arguments)
+
+
 def _completion(arguments: argparse.Namespace) -> int:
     from pyebpf_proxy.see import completion
 
@@ -172,6 +178,11 @@ COMMANDS = {
         "pyebpf-proxy flows default/web state=ESTABLISHED",
         _flows,
         _flows_arguments,
+    ),
+    "doctor": Command(
+        "can this machine carry services? kernel, programs by loading them, mounts, settings, other proxies, limits",
+        "pyebpf-proxy doctor              # before or after installing; status 0: everything is good",
+        _doctor,
     ),
     "completion": Command(
         "shell completion of these commands, names of services too",

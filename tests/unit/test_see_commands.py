@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pyebpf_proxy.cli import main
+from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.see import COMMANDS
 from pyebpf_proxy.see import cli as see
 from pyebpf_proxy.see.reasons import MEANINGS
@@ -96,3 +98,16 @@ def _complete(*words: str) -> list[str]:
 )
 def test_bash_completion(words: tuple[str, ...], offered: list[str]) -> None:
     assert _complete(*words) == offered
+
+
+def test_old_kernels_and_kernels_without_types_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = SimpleNamespace(release="5.10.0-30-amd64")
+    monkeypatch.setattr(preflight.os, "uname", lambda: release)
+    monkeypatch.setattr(preflight, "_BTF", Path("/none"))
+    assert main(["doctor"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "this kernel, 5.10.0-30-amd64, is older than 6.1 boot a kernel of 6.1 or newer" in text
+    assert "the kernel has no BTF (/none does not exist)" in text
+    assert "direct lane" not in text

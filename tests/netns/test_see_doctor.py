@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``doctor`` on a node of the lab: nothing to find at first, then what is broken there is found, with its fix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from lab_services import write_nodes
+from see_tools import answer, see
+
+from pyebpf_proxy.lab.cluster import Lab, Node
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    """Without an agent: doctor is asked before an installation, too."""
+    with Lab(nodes=1) as lab:
+        write_nodes(lab)
+        yield lab.nodes[0]
+
+
+def findings(node: Node, status: int) -> dict[str, dict[str, str]]:
+    return {each["what"]: each for each in answer(node, "doctor", status=status)["findings"]}
+
+
+def test_a_machine_that_can_carry_services(node: Node) -> None:
+    ran = see(node, "doctor", COLUMNS="60")
+    assert max(map(len, ran.stdout.splitlines())) <= 60
+    found = findings(node, ran.returncode)
+    loaded = ("netfilter lane", "direct lane", "socket programs", "socketLB: all", "fast path")
+    for what in (
+        "kernel",
+        "BTF",
+        "libbpf",
+        "BPF objects",
+        "rights",
+        *loaded,
+        "cgroup2",
+        "kube-proxy",
+        "masquerade bit",
+    ):
+        assert found[what]["state"] == "good", found[what]
+    assert all(each["remedy"] for each in found.values() if each["state"] != "good")
+    assert node.namespace.run("nft", "list", "ruleset") == ""
+
+
+def test_the_masquerade_bit_is_used_by_somebody_else(node: Node) -> None:
+    node.namespace.run("nft", "add table inet firewall")
+    node.namespace.run("nft", "add chain inet firewall forward { type filter hook forward priority 0; }")
+    node.namespace.run("nft", "add rule inet firewall forward meta mark set 0x8000")
+    before = {each["what"]: each["state"] for each in json.loads(see(node, "doctor", "-o", "json").stdout)["findings"]}
+    assert before["masquerade bit"] == "good"
+    node.namespace.run("nft", "add rule inet firewall forward meta mark set meta mark or 0x4000")
+    try:
+        found = findings(node, 1)["masquerade bit"]
+        assert found["text"].startswith("0x4000 is set by somebody else, too: inet firewall forward")
+        assert "masqueradeBit" in found["remedy"]
+    finally:
+        node.namespace.run("nft", "delete table inet firewall")
+
+
+def test_what_does_not_forward_and_rules_of_a_kube_proxy(node: Node) -> None:
+    node.namespace.sysctl({"net.ipv4.ip_forward": 0})
+    node.namespace.run("nft", "add table ip kube-proxy")
+    node.namespace.run("nft", "add chain ip kube-proxy services")
+    try:
+        found = findings(node, 1)
+        assert found["net.ipv4.ip_forward"]["remedy"] == "sysctl -w net.ipv4.ip_forward=1"
+        assert found["kube-proxy"]["text"] == "rules of kube-proxy are here, mode nftables"
+    finally:
+        node.namespace.sysctl({"net.ipv4.ip_forward": 1})
+        node.namespace.run("nft", "delete table ip kube-proxy")
