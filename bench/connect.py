@@ -33,7 +33,7 @@ PAIRS = [
 
 
 def run(quick: bool) -> Result:
-    rounds, seconds, families = (5, 0.2, (4,)) if quick else (7, 0.8, (4, 6))
+    rounds, seconds, families = (5, 0.2, (4,)) if quick else (7, 0.6, (4, 6))
     speeds = speed(1)
     samples: Samples = {}
     grounds = field().grounds([name for name in CONTENDERS if name != LIMIT])

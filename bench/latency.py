@@ -25,7 +25,7 @@ PAIRS = [*((each, NONE) for each in OURS), (NFTABLES, NONE), ("iptables", NONE),
 
 
 def run(quick: bool) -> Result:
-    rounds, seconds = (5, 0.3) if quick else (7, 1.5)
+    rounds, seconds = (5, 0.3) if quick else (5, 1.5)
     speeds = speed(1)
     samples: dict[str, Samples] = {name: {} for name in PERCENTILES}
     grounds = field().grounds([*PROXIES, "xdp"])

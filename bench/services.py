@@ -25,7 +25,7 @@ Found = dict[str, dict[str, dict[str, list[float]]]]
 
 
 def run(quick: bool) -> Result:
-    rounds, seconds = (5, 0.2) if quick else (9, 0.8)
+    rounds, seconds = (5, 0.2) if quick else (7, 0.6)
     speeds = speed(1)
     found: Found = {}
     few = field()
