@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib.util
 import os
+import socket
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +21,8 @@ _SYS_ADMIN = 21
 #: What CAP_SYS_ADMIN stands for as well (capabilities(7)).
 _IN_SYS_ADMIN = frozenset({"CAP_PERFMON", "CAP_BPF"})
 _BTF = Path("/sys/kernel/btf/vmlinux")
+# include/uapi/asm-generic/socket.h
+SO_NETNS_COOKIE = 71
 _OBJECTS = Path(__file__).resolve().parent.parent / "bpf"
 
 #: The oldest kernel that has all that is used; only named in messages, features are found by trying them.
@@ -43,6 +47,7 @@ def needs() -> tuple[Need, ...]:
     """What the data plane needs of the machine, besides rights."""
     return (
         Need("BTF", _kernel_types),
+        Need("namespace cookies", _namespace_cookies),
         Need("libbpf", _libbpf),
         Need("libnftables", _libnftables),
         Need("BPF objects", _objects),
@@ -56,6 +61,20 @@ def _kernel_types() -> str:
             " use a kernel built with CONFIG_DEBUG_INFO_BTF (Debian's are)"
         )
     return str(_BTF)
+
+
+def _namespace_cookies() -> str:
+    """The programs of sockets go by the cookie of a socket's network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8)
+        except OSError as error:
+            if error.errno != errno.ENOPROTOOPT:
+                raise
+            raise FatalError(
+                f"the kernel has no cookies of network namespaces (SO_NETNS_COOKIE){old_kernel()}; use a newer kernel"
+            ) from error
+    return "SO_NETNS_COOKIE"
 
 
 def _libbpf() -> str:

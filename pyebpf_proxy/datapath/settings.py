@@ -16,14 +16,13 @@ from pyebpf_proxy.datapath.loader.programs import SCHEDULERS, Settings
 from pyebpf_proxy.datapath.netfilter.own_sctp import OwnTraffic
 from pyebpf_proxy.datapath.node.plan import NodeConfig, accepted_networks
 from pyebpf_proxy.datapath.node.xdp import XdpConfig
+from pyebpf_proxy.datapath.preflight import SO_NETNS_COOKIE
 from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.services.model import Family
 
 # enum detector of bpf/settings.h
 DETECT_NOTHING, DETECT_CIDR, DETECT_DEVICE = range(3)
 
-# include/uapi/asm-generic/socket.h
-_SO_NETNS_COOKIE = 71
 # Of the memory; bytes of an entry with what the kernel puts around it; bounds.
 _FLOW_SHARE, _FLOW_BYTES = 512, 200
 _FLOWS_LEAST, _FLOWS_MOST = 4096, 1 << 20
@@ -124,7 +123,7 @@ def conntrack_is_liberal() -> bool:
 def netns_cookie() -> int:
     """The kernel's number of the network namespace this process is in."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        cookie: int = struct.unpack("=Q", probe.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8))[0]
+        cookie: int = struct.unpack("=Q", probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8))[0]
     return cookie
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -146,7 +147,8 @@ def project(path: Path, environment: dict[str, str]) -> None:
         target = f"{here}/.venv/{site.relative_to(REPOSITORY / '.venv')}"
         archive.tree(site, target, lambda name: _matches(name, _NO_PYTHON))
         told = {"PROJECT": here, "PYTHON": f"{here}/.venv/bin/python", **environment}
-        archive.data("guest.env", "".join(f"export {name}='{value}'\n" for name, value in told.items()).encode())
+        exports = [f"export {name}={shlex.quote(value)}\n" for name, value in told.items()]
+        archive.data("guest.env", "".join(exports).encode())
         archive.add(REPOSITORY / "tests/kernels/init", "init")
 
     _write(path, write)

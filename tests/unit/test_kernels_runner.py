@@ -51,9 +51,23 @@ def test_a_boot_that_goes_wrong_has_one_line(tmp_path: Path, script: str, proble
     assert outcome.problem in report.table([row])
 
 
-def test_a_guest_that_ends_well_has_no_problem(tmp_path: Path) -> None:
-    outcome = guest.run(qemu(tmp_path, "echo VM_EXIT 0"), tmp_path / "vmlinuz", None, tmp_path / "results", 10)
+def test_a_guest_that_ends_well_leaves_its_results(tmp_path: Path) -> None:
+    """The second serial port is a file of QEMU's: what comes there is a tar."""
+    (tmp_path / "probe.json").write_text('{"lane": "direct"}')
+    script = f"""
+        for word; do case $word in file:*) results=${{word#file:}}; esac; done
+        tar -C {tmp_path} -cf $results probe.json
+        echo VM_EXIT 0
+    """
+    outcome = guest.run(qemu(tmp_path, script), tmp_path / "vmlinuz", None, tmp_path / "results", 60)
     assert outcome.problem == ""
+    assert report.read(KERNEL, outcome, tmp_path / "results").probe == {"lane": "direct"}
+
+
+def test_results_that_are_cut_off_are_a_problem(tmp_path: Path) -> None:
+    script = "for word; do case $word in file:*) echo x >${word#file:}; esac; done; echo VM_EXIT 0"
+    outcome = guest.run(qemu(tmp_path, script), tmp_path / "vmlinuz", None, tmp_path / "results", 60)
+    assert outcome.problem == "its results cannot be read"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

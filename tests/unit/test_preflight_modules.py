@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.datapath import preflight
+from pyebpf_proxy.errors import FatalError
 
 NET_ADMIN, SYS_ADMIN, PERFMON, BPF = 1 << 12, 1 << 21, 1 << 38, 1 << 39
+
+
+def test_a_kernel_without_namespace_cookies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 5.10: it says of the option what every kernel says of one that it does not know."""
+    (need,) = (need for need in preflight.needs() if need.what == "namespace cookies")
+    assert need.look() == "SO_NETNS_COOKIE"
+    monkeypatch.setattr(preflight, "SO_NETNS_COOKIE", 9999)
+    with pytest.raises(FatalError, match=r"^the kernel has no cookies of network namespaces .*; use a newer kernel$"):
+        need.look()
 
 
 @pytest.mark.parametrize(
