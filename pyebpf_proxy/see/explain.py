@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from struct import Struct
@@ -334,24 +334,28 @@ def ask(
     destination: str,
     protocol: str,
     device: str | None = None,
-    wanted: Wanted | None = None,
+    wanted: Callable[[int], Wanted | None] = lambda service_ports: None,
 ) -> model.Explanation:
-    """The answer to a question in words. SeeError, QuestionError."""
+    """The answer to a question in words. ``wanted`` is given how many service ports there are. SeeError."""
     asked = parse_packet(source, destination, protocol)
     with Pinned(directory) as maps:
         node = Node(maps, programs.read(maps))
         packet = Packet(*asked, node.entrance(asked[0], device))
-        return explain(maps, packet, node, state.read(maps), wanted)
+        known = state.read(maps)
+        return explain(maps, packet, node, known, wanted(len(known.services)))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """``explain SRC DST [PROTO]``. Status 1: refused or dropped, or model and program disagree."""
     from pyebpf_proxy.see.run_services import maybe_wanted, show
 
-    parse_packet(arguments.source, arguments.destination, arguments.protocol)
-    wanted = maybe_wanted(arguments)
     view = ask(
-        arguments.directory, arguments.source, arguments.destination, arguments.protocol, arguments.device, wanted
+        arguments.directory,
+        arguments.source,
+        arguments.destination,
+        arguments.protocol,
+        arguments.device,
+        lambda service_ports: maybe_wanted(arguments, service_ports),
     )
     show(arguments, view, text(view, paper()), (each.address for each in view.endpoints))
     wrong = view.verdict in ("refused", "dropped") or view.disagreements

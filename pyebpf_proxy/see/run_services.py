@@ -16,6 +16,9 @@ from pyebpf_proxy.see.model import encode
 from pyebpf_proxy.see.text import paper
 from pyebpf_proxy.see.wanted import Wanted, read_wanted, running_agent
 
+#: With more service ports than that a source is read only if it is named: it takes seconds.
+MOST_PORTS = 2000
+
 
 def show(
     arguments: argparse.Namespace, answer: msgspec.Struct, lines: Sequence[str], names: Iterable[str] = ()
@@ -34,10 +37,10 @@ def source_flags(arguments: argparse.Namespace) -> list[str]:
     return [f"--{name}={value}" for name in ("config", "manifests") if (value := getattr(arguments, name))]
 
 
-def maybe_wanted(arguments: argparse.Namespace) -> Wanted | None:
-    """The wanted state if it can be had: it only adds to what the kernel says."""
+def maybe_wanted(arguments: argparse.Namespace, service_ports: int) -> Wanted | None:
+    """The wanted state if it can be had, and soon: it only adds to what the kernel says."""
     flags = source_flags(arguments)
-    if not flags and running_agent(arguments.directory) is None:
+    if not flags and (service_ports > MOST_PORTS or running_agent(arguments.directory) is None):
         return None
     try:
         return read_wanted(arguments.directory, flags)
@@ -55,7 +58,7 @@ def services(arguments: argparse.Namespace) -> int:
     if arguments.diff:
         wanted = read_wanted(arguments.directory, source_flags(arguments))
     elif arguments.name or source_flags(arguments):
-        wanted = maybe_wanted(arguments)
+        wanted = maybe_wanted(arguments, len(found.services))
     others = wanted.ports if wanted is not None and arguments.diff else ()
     names = made.chosen(found, arguments.name, arguments.namespace, others)
     answer = made.services(found, names, wanted, arguments.diff)
