@@ -17,6 +17,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "sockets of pods too": ("auto", {"socketLB": "all"}),
     "fast path": ("auto", {"fastPath": True}),
     "no socket programs": ("auto", {"socketLB": "off"}),
+    "XDP": ("auto", {"fastPath": True, "xdpDevices": ["eth0"]}),
 }
 
 
