@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_an_interrupted_run_leaves_no_guest(tmp_path: Path, number: signal.Signa
     _wait(lambda: not Path(f"/proc/{process}").exists())
 
 
-def _wait(condition) -> None:  # type: ignore[no-untyped-def]
+def _wait(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
