@@ -60,7 +60,7 @@ def as_before(node: Node) -> Iterator[None]:
 def every(node: Node) -> dict[str, int]:
     """All that an agent could set in a network namespace."""
     names = [NETFILTER + name for name, _, _ in TIMEOUTS.values()]
-    names += [NETFILTER + name for name in ("max", "tcp_be_liberal", "tcp_timeout_fin_wait")]
+    names += [NETFILTER + name for name in ("max", "tcp_be_liberal", "tcp_ignore_invalid_rst", "tcp_timeout_fin_wait")]
     names += [CONF + name for name in ("route_localnet", "arp_ignore", "arp_announce")] + ["net.ipv4.ip_forward"]
     return {name: number(node, name) for name in names}
 
@@ -98,7 +98,9 @@ def test_defaults_are_kube_proxys_and_zero_leaves_alone(node: Node) -> None:
     assert number(node, NETFILTER + "tcp_timeout_established") == 86400, "an agent that ends leaves everything"
     node.agent.cleanup()
     nothing = {"maxPerCore": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"}
-    started(node, conntrack=nothing, iptables={"localhostNodePorts": False})
+    # The fast path has settings of its own.
+    node.agent.start({"conntrack": nothing, "iptables": {"localhostNodePorts": False}}, own={"fastPath": False})
+    node.agent.wait_synced()
     assert every(node) == before
     assert not (node.agent.directory / "node-settings.json").exists()
 
