@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
+import time
 from dataclasses import dataclass
 
 from pyebpf_proxy.lab.namespace import Namespace
@@ -125,6 +128,9 @@ def _finish(name: str) -> None:
 def _move(name: str, sent: int, received: int) -> None:
     old = _connections[name]
     tcp = socket.IPPROTO_TCP
+    # An acknowledgement that comes while there is no socket would be answered with RST.
+    while fcntl.ioctl(old, termios.TIOCOUTQ, bytes(4)) != bytes(4):
+        time.sleep(0.001)
     old.setsockopt(tcp, _REPAIR, 1)
     numbers = []
     for queue, further in zip(_QUEUES, (received, sent), strict=True):
