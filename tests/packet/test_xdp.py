@@ -368,11 +368,13 @@ def no_frames(flow: Flow) -> None:
 def another_way(flow: Flow) -> None:
     address = flow.world.address("remote")
     ip("route", "add", f"{address}/{32 if flow.world.family == 4 else 128}", "dev", "pods")
+    neighbour(flow.world, "replace", "remote", "pods")
 
 
 def back_again(flow: Flow) -> None:
     address = flow.world.address("remote")
     ip("route", "del", f"{address}/{32 if flow.world.family == 4 else 128}", "dev", "pods")
+    neighbour(flow.world, "del", "remote", "pods")
 
 
 TO_TC: dict[str, tuple[Callable[[Flow], object], Callable[[Flow], object], str]] = {
