@@ -12,6 +12,7 @@ import ctypes
 import logging
 import os
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,9 @@ NEEDS = {"needs_root": _not_root, "needs_netns": _no_netns, "needs_bpf": _no_bpf
 
 def pytest_configure(config: pytest.Config) -> None:
     """With ``-n``: what a controller or a worker does beside (``tests/workers.py``)."""
+    # Started in the background of a shell, programs ignore SIGINT, and so would those that tests send one to.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     plugin = workers.plugin_of(config)
     if plugin is not None:
         config.pluginmanager.register(plugin, WORKERS)

@@ -14,10 +14,12 @@ from pyebpf_proxy.lab.cluster import Node
 
 def see(node: Node, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """One command on a node, with its run folder by the environment."""
-    known = {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory)}
+    # Who runs the tests may have a COLUMNS, and it would be obeyed.
+    known = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    known["PYEBPF_PROXY_DIRECTORY"] = str(node.agent.directory)
     return subprocess.run(
         ["ip", "netns", "exec", node.namespace.name, *command(), *arguments],
-        env=os.environ | known | environment,
+        env=known | environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

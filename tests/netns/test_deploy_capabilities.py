@@ -139,7 +139,7 @@ sys.exit(main())
 REFUSALS = {
     "NET_ADMIN": r"nftables table inet pyebpf-proxy: .*not permitted",
     "BPF": r"load tc\.bpf\.o: Operation not permitted \(EPERM\)",
-    "PERFMON": r"load tc\.bpf\.o: Permission denied \(EACCES\): .*pointer comparison prohibited",
+    "PERFMON": r"load tc\.bpf\.o: Permission denied \(EACCES\): .*pointer (comparison|arithmetic) ",
 }
 
 

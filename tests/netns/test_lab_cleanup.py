@@ -220,6 +220,7 @@ with Lab(nodes=1, own_bpffs=False) as lab:
 """
 
 
+@pytest.mark.alone  # programs on the cgroup come from everybody's agents, and these have nothing to be known by
 def test_lab_clean_also_finds_pins_outside_the_labs_folder() -> None:
     mounts = _mounts()
     before = cgroup_programs()
