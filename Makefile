@@ -45,7 +45,7 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line that says what is missing and what to do.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup build wheel demo inspect test test-cluster test-kernels parity record lint bench bench-check profile image-root clean distclean
+.PHONY: help setup objects build wheel demo inspect test test-cluster test-kernels parity record lint bench bench-check profile image-root clean distclean
 
 help: ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ setup: ## Debian packages (sudo where not root), .venv with pinned versions, BPF
 	@tools/setup.sh packages
 	@tools/setup.sh venv
 	@$(MAKE) --no-print-directory build
+
+objects: $(BPF_OBJECTS) ## compile the BPF objects only
+	@:
 
 build: $(BPF_OBJECTS) $(BENCH_TOOLS) $(TEST_TOOLS) ## compile the BPF objects for any kernel (CO-RE), and the load tools of bench/ and tests/
 	@:

@@ -22,7 +22,7 @@ packages() {
 
 build() {
     local builder=/tmp/builder
-    make -s pyebpf_proxy/bpf/tc.bpf.o pyebpf_proxy/bpf/sock.bpf.o
+    make -s objects
     python3 -m venv "$builder"
     local pip=("$builder/bin/python" -m pip --quiet --no-input --disable-pip-version-check)
     python3 deploy/image/locked.py requirements.lock setuptools >"$builder/build.lock"
