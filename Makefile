@@ -17,9 +17,9 @@ PYTHON := .venv/bin/python
 SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
 
 # Tests wait more than they reckon. A run of some tests alone is quicker, and easier to follow, without workers.
-WORKERS = $(shell echo $$((2 * $$(nproc))))
+WORKERS = $(shell n=$$((2 * $$(nproc))); echo $$((n < 8 ? n : 8)))
 # An API server and kube-proxy do reckon.
-test-cluster: WORKERS = $(shell nproc)
+test-cluster: WORKERS = $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PARALLEL = $(if $(ARGS),,-n $(WORKERS))
 
 ## ---- BPF objects -------------------------------------------------------------------------------------------
