@@ -24,7 +24,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "failed |= bpf_ct_set_nat_info(ct, &to, port, MANIP_SRC);",
         "if (c->masquerade_wanted) failed |= bpf_ct_set_nat_info(ct, &to, port, MANIP_SRC);",
     ),
-    "closing TCP entry kept": ("conntrack.h", "if (state >= TCP_STATE_TIME_WAIT)", "if (state >= 100)"),
+    "closing TCP entry kept": ("conntrack.h", "if (state >= TCP_STATE_TIME_WAIT ||", "if (state >= 100 ||"),
     "no look after a failed insert": ("conntrack.h", "if (exists(ctx, p))", "if (false)"),
     "entries for any TCP segment": ("parse.h", "== TCP_SYN;\n", ">= 0;\n"),
     "alloc's own timeout": (
@@ -128,8 +128,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "return VERDICT_PASS;",
     ),
     "dropped where none is served": ("policy.h", "if (!table->external_local || table->local_count)", "if (false)"),
-    "loopback let in": ("tc.bpf.c", "return drop(DROP_LOOPBACK_DESTINATION);", "count(DROP_LOOPBACK_DESTINATION);"),
-    "loopback always guarded": ("tc.bpf.c", "settings.localhost_node_ports && !p.ipv6", "!p.ipv6"),
+    "loopback let in": (
+        "tc.bpf.c",
+        "return drop_packet(skb, &p, DROP_LOOPBACK_DESTINATION);",
+        "count(DROP_LOOPBACK_DESTINATION);",
+    ),
+    "loopback always guarded": ("serve.h", "settings.localhost_node_ports && !p->ipv6", "!p->ipv6"),
     "one loopback address only": (
         "packet.h",
         "(address & bpf_htonl(0xff000000)) == bpf_htonl(0x7f000000)",
@@ -142,7 +146,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "XDP: a mark for answered flows": ("conntrack.h", "(IPS_SRC_NAT_ | IPS_SEEN_REPLY_)", "IPS_SRC_NAT_"),
     "XDP: other addresses' frames": ("xdp.bpf.c", "frame[i] != device->mac[i]", "false"),
     "XDP: flows opened everywhere": ("xdp.bpf.c", "!opens ||", ""),
-    "XDP: no guard of loopback": ("xdp.bpf.c", "return drop(DROP_LOOPBACK_DESTINATION);", ";"),
+    "XDP: no guard of loopback": ("xdp.bpf.c", "return drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION);", ";"),
     "XDP: any device takes frames": (
         "xdp.h",
         "return fits(ctx, device->takes) ? XDP_REDIRECT",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 import tomllib
@@ -234,6 +235,13 @@ def test_every_function_that_the_packet_page_names_exists() -> None:
     there = functions()
     assert {"decide", "choose_lists", "tc_ethernet"} <= there
     assert named - there == set()
+
+
+def test_every_mutant_of_the_data_plane_changes_something() -> None:
+    """They are run by hand: one that no longer fits would be found missing too late."""
+    mutants = runpy.run_path(str(ROOT / "tests" / "packet" / "mutants.py"))["MUTANTS"]
+    sources = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[ch]")}
+    assert [name for name, (file, old, _) in mutants.items() if old not in sources[file]] == []
 
 
 def test_every_row_of_the_packet_page_names_who_decides() -> None:
