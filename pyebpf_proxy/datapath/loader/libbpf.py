@@ -175,6 +175,14 @@ class Link:
     def fd(self) -> int:
         return checked(self._lib.bpf_link__fd(self._pointer), self._name)
 
+    def attached_to(self, key: str) -> int:
+        """What this is attached to: the kernel's number by ``key`` (``ifindex``, ``cgroup_id``); 0 if that is gone."""
+        for line in Path(f"/proc/self/fdinfo/{self.fd}").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == key:
+                return int(value)
+        return 0
+
     def pin(self, path: Path) -> None:
         with captured():
             checked(self._lib.bpf_link__pin(self._pointer, os.fsencode(path)), f"pin link {path}")

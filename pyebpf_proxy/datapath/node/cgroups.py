@@ -42,7 +42,8 @@ def _attach(program: Program, cgroup_fd: int, hierarchy: int, pin: Path) -> None
     if pin.exists():
         link = Link.open_pinned(pin)
         try:
-            if _cgroup_of(link) == hierarchy:
+            # The id of a cgroup is the inode number of its folder.
+            if link.attached_to("cgroup_id") == hierarchy:
                 link.update(program)
                 return
         except BpfError:
@@ -55,15 +56,6 @@ def _attach(program: Program, cgroup_fd: int, hierarchy: int, pin: Path) -> None
         link.pin(pin)
     finally:
         link.close()
-
-
-def _cgroup_of(link: Link) -> int:
-    """Id of the cgroup a link is attached to, 0 if that is gone (it is the inode number of its folder)."""
-    for line in Path(f"/proc/self/fdinfo/{link.fd}").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key == "cgroup_id":
-            return int(value)
-    return 0
 
 
 def attached(folder: Path) -> list[str]:

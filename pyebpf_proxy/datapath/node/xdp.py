@@ -225,7 +225,7 @@ class Xdp:
         """Our program in the place of a former run's. False: its device is gone, and the number is another's now."""
         link = BpfLink.open_pinned(pin)
         try:
-            if _device_of(link) != index:
+            if link.attached_to("ifindex") != index:
                 return False
             link.update(self._program)
         finally:
@@ -246,14 +246,6 @@ def _why(error: BpfError, mode: Mode) -> str:
     if error.errno in (errno.EINVAL, errno.ERANGE, errno.ENOMEM, errno.EOPNOTSUPP):
         return f"its driver refuses: {error}; its MTU, its number of queues or LRO may be the reason"
     return str(error)
-
-
-def _device_of(link: BpfLink) -> int:
-    for line in Path(f"/proc/self/fdinfo/{link.fd}").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key == "ifindex":
-            return int(value)
-    return 0
 
 
 def _pins(folder: Path) -> list[Path]:
