@@ -295,9 +295,10 @@ class ApiServer:
 
     def _is_ready(self) -> bool:
         self.request("GET", "/readyz")
-        # The roles that tokens of accounts need come a moment later.
+        # What every cluster has comes a moment later: the roles that tokens need, the API's own Service.
         self.request("GET", "/api/v1/namespaces/default")
         self.request("GET", "/api/v1/namespaces/kube-system")
+        self.request("GET", "/api/v1/namespaces/default/services/kubernetes")
         return True
 
 
