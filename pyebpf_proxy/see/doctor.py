@@ -268,7 +268,7 @@ def text(findings: list[model.Finding], sheet: Paper) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """``doctor``. Status 1: something is a warning or bad."""
-    from pyebpf_proxy.see.run_services import show
+    from pyebpf_proxy.see.output import show
 
     found = list(examine(arguments.directory))
     show(arguments, model.Findings(findings=found), text(found, paper()), (each.what for each in found))

@@ -120,7 +120,7 @@ def recent(drops: Sequence[model.Drop]) -> list[model.Drop]:
 def run(arguments: argparse.Namespace) -> int:
     """``drops``. Status 1: something was refused within the last minute."""
     from pyebpf_proxy.see import state
-    from pyebpf_proxy.see.run_services import show
+    from pyebpf_proxy.see.output import show
 
     with Pinned(arguments.directory) as maps:
         found = read(maps)

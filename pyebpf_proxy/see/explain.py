@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from struct import Struct
+from typing import TYPE_CHECKING
 
 from pyebpf_proxy.see import dryrun, model, programs, routes, state
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError, near
@@ -18,9 +19,11 @@ from pyebpf_proxy.see.programs import Programs, device_name
 from pyebpf_proxy.see.services import name_text, service_view
 from pyebpf_proxy.see.state import Backend
 from pyebpf_proxy.see.text import Cell, Paper, ago, paper, table, wrapped
-from pyebpf_proxy.see.wanted import Wanted
 from pyebpf_proxy.services.addresses import format_address, format_address_port, parse_address
 from pyebpf_proxy.services.model import Protocol
+
+if TYPE_CHECKING:
+    from pyebpf_proxy.see.wanted import Wanted
 
 #: For so many endpoints the way out is asked for.
 _MOST_WAYS = 16
@@ -347,7 +350,8 @@ def ask(
 
 def run(arguments: argparse.Namespace) -> int:
     """``explain SRC DST [PROTO]``. Status 1: refused or dropped, or model and program disagree."""
-    from pyebpf_proxy.see.run_services import maybe_wanted, show
+    from pyebpf_proxy.see.output import show
+    from pyebpf_proxy.see.run_services import maybe_wanted
 
     view = ask(
         arguments.directory,

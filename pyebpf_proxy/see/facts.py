@@ -11,7 +11,7 @@ from typing import Any
 
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.wanted import Agent
+from pyebpf_proxy.see.agent import Agent
 
 _NETFILTER = Path("/proc/sys/net/netfilter")
 _SECONDS = 0.3

@@ -272,8 +272,8 @@ def text(flows: list[model.FlowView], sheet: Paper) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """``flows [FILTER …]``."""
+    from pyebpf_proxy.see.output import show
     from pyebpf_proxy.see.run_flows import flows
-    from pyebpf_proxy.see.run_services import show
 
     found = flows(arguments)
     show(arguments, model.Flows(flows=found), text(found, paper()), (flow.client for flow in found))

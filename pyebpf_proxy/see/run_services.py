@@ -4,32 +4,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from pyebpf_proxy.see import services as made
 from pyebpf_proxy.see import services_text, state
+from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, SeeError
 from pyebpf_proxy.see.maps import Pinned
-from pyebpf_proxy.see.model import encode
+from pyebpf_proxy.see.output import show
 from pyebpf_proxy.see.text import paper
-from pyebpf_proxy.see.wanted import Wanted, read_wanted, running_agent
+
+if TYPE_CHECKING:
+    from pyebpf_proxy.see.wanted import Wanted
 
 #: With more service ports than that a source is read only if it is named: it takes seconds.
 MOST_PORTS = 2000
-
-
-def show(
-    arguments: argparse.Namespace, answer: msgspec.Struct, lines: Sequence[str], names: Iterable[str] = ()
-) -> None:
-    """Print an answer as it was asked for."""
-    if arguments.output == "json":
-        print(encode(answer))
-    elif arguments.output == "name":
-        print("".join(f"{name}\n" for name in dict.fromkeys(names)), end="")
-    else:
-        print("\n".join(lines))
 
 
 def source_flags(arguments: argparse.Namespace) -> list[str]:
@@ -42,6 +31,8 @@ def maybe_wanted(arguments: argparse.Namespace, service_ports: int) -> Wanted | 
     flags = source_flags(arguments)
     if not flags and (service_ports > MOST_PORTS or running_agent(arguments.directory) is None):
         return None
+    from pyebpf_proxy.see.wanted import read_wanted
+
     try:
         return read_wanted(arguments.directory, flags)
     except SeeError:
@@ -56,6 +47,8 @@ def services(arguments: argparse.Namespace) -> int:
         found = state.read(maps)
     wanted = None
     if arguments.diff:
+        from pyebpf_proxy.see.wanted import read_wanted
+
         wanted = read_wanted(arguments.directory, source_flags(arguments))
     elif arguments.name or source_flags(arguments):
         wanted = maybe_wanted(arguments, len(found.services))

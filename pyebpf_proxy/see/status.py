@@ -11,11 +11,11 @@ from pathlib import Path
 
 from pyebpf_proxy import __version__
 from pyebpf_proxy.see import drops, facts, model, programs
+from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, listed
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.programs import Programs
 from pyebpf_proxy.see.text import Cell, Paper, ago, fields, paper, table, wrapped
-from pyebpf_proxy.see.wanted import running_agent
 
 _FULL = 0.9
 #: Flows that are looked at for the source ports in use: more would take longer than the answer may.
@@ -245,7 +245,7 @@ def _fill_row(fill: model.Fill) -> list[Cell | str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """``status``. Status 1: there are warnings."""
-    from pyebpf_proxy.see.run_services import show
+    from pyebpf_proxy.see.output import show
 
     status = read(arguments.directory)
     show(arguments, status, text(status, paper()), (trouble.what for trouble in status.warnings))

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the kernel ought to have: the planner, run over the source that the agent has, or that is named.
 
-Which source the agent has is told by its command line; who the agent is, by the lock in its run folder. Nothing is
-asked of the agent itself.
+Which source the agent has is told by its command line. Nothing is asked of the agent itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.see.agent import Agent, running_agent
 from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.services import endpoints
 from pyebpf_proxy.services.endpoints import FALLBACK, LOCAL, READY, TERMINATING, Known
@@ -27,45 +26,6 @@ if TYPE_CHECKING:
     from pyebpf_proxy.kube.source import Batch, Source
 
 _SECONDS = 20.0
-_LOCKS = Path("/proc/locks")
-
-
-class Agent(NamedTuple):
-    """The process that holds the run folder. ``started``: seconds, ``time.time``."""
-
-    pid: int
-    arguments: tuple[str, ...]
-    folder: str
-    started: float
-
-
-def running_agent(directory: Path) -> Agent | None:
-    """The agent of a run folder, if one runs. The lock is looked at, never taken: an agent may just be starting."""
-    try:
-        lock = (directory / "lock").stat()
-        held = [line.split() for line in _LOCKS.read_text().splitlines()]
-    except OSError:
-        return None
-    wanted = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
-    pid = next((line[4] for line in held if line[1] == "FLOCK" and line[5] == wanted), None)
-    if pid is None:
-        return None
-    process = Path("/proc", pid)
-    try:
-        words = (process / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-        folder = os.readlink(process / "cwd")
-        ticks = int((process / "stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return None
-    since_boot = ticks / os.sysconf("SC_CLK_TCK")
-    started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
-    return Agent(int(pid), _own_arguments(words), folder, started)
-
-
-def _own_arguments(words: Sequence[str]) -> tuple[str, ...]:
-    """Without the interpreter and the program: everything from the first flag on that is ours."""
-    at = next((i for i, word in enumerate(words) if i and word.startswith("--")), len(words))
-    return tuple(words[at:])
 
 
 class Wanted:

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pyebpf_proxy.config.effective import Scheduler
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION as LAYOUT_VERSION
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object
 from pyebpf_proxy.datapath.preflight import old_kernel, unreachable_modules
 from pyebpf_proxy.datapath.tables.resize import Resize
+
+if TYPE_CHECKING:
+    from pyebpf_proxy.config.effective import Scheduler
 
 OBJECTS = Path(__file__).resolve().parents[2] / "bpf"
 

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which process the agent of a run folder is: the one that holds the folder's lock. Nothing is asked of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_LOCKS = Path("/proc/locks")
+
+
+class Agent(NamedTuple):
+    """The process that holds the run folder. ``started``: seconds, ``time.time``."""
+
+    pid: int
+    arguments: tuple[str, ...]
+    folder: str
+    started: float
+
+
+def running_agent(directory: Path) -> Agent | None:
+    """The agent of a run folder, if one runs. The lock is looked at, never taken: an agent may just be starting."""
+    try:
+        lock = (directory / "lock").stat()
+        held = [line.split() for line in _LOCKS.read_text().splitlines()]
+    except OSError:
+        return None
+    wanted = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+    pid = next((line[4] for line in held if line[1] == "FLOCK" and line[5] == wanted), None)
+    if pid is None:
+        return None
+    process = Path("/proc", pid)
+    try:
+        words = (process / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        folder = os.readlink(process / "cwd")
+        ticks = int((process / "stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
+    since_boot = ticks / os.sysconf("SC_CLK_TCK")
+    started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+    return Agent(int(pid), _own_arguments(words), folder, started)
+
+
+def _own_arguments(words: Sequence[str]) -> tuple[str, ...]:
+    """Without the interpreter and the program: everything from the first flag on that is ours."""
+    at = next((i for i, word in enumerate(words) if i and word.startswith("--")), len(words))
+    return tuple(words[at:])

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command's last step: its answer, printed as it was asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from pyebpf_proxy.see.model import encode
+
+
+def show(
+    arguments: argparse.Namespace, answer: msgspec.Struct, lines: Sequence[str], names: Iterable[str] = ()
+) -> None:
+    """Print an answer as it was asked for."""
+    if arguments.output == "json":
+        print(encode(answer))
+    elif arguments.output == "name":
+        print("".join(f"{name}\n" for name in dict.fromkeys(names)), end="")
+    else:
+        print("\n".join(lines))
