@@ -8,7 +8,8 @@ its own for everything that programs write: counters, affinity, turns.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
@@ -20,6 +21,7 @@ from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.services.model import Protocol
 
 _SHOT = 2
+_XDP_DROP = 1
 _REJECT, _BACKEND, _KIND, _ID = 0xEC000001, 0xEB000000, 0xFF000000, 0x00FFFFFF
 _SMALL = 64
 #: Maps that programs write; a dry run has its own.
@@ -32,6 +34,7 @@ _PRIVATE = {
     "socket_peers4": _SMALL,
     "socket_peers6": _SMALL,
     "socket_flows": _SMALL,
+    "xdp_choices": _SMALL,
 }
 _OWN = frozenset((*_PRIVATE, "reasons", "last_refused", "turns", "dry_results"))
 
@@ -49,14 +52,28 @@ class Outcome(NamedTuple):
 
 def run(maps: Pinned, program: str, settings: Mapping[str, Any], packet: Packet, affinity: bytes | None) -> Outcome:
     """Run ``program`` on the packet. ``affinity``: key and value of the entry that it shall find. SeeError."""
+    with _in_words(), _loaded(maps, "tc.bpf.o", program, settings, affinity) as loaded:
+        result = loaded.programs[program].test_run(frame(packet), SkBuff(ifindex=packet.device))
+        assert result.skb is not None
+        return _outcome(loaded, result.retval, result.skb, settings)
+
+
+def run_xdp(
+    maps: Pinned, settings: Mapping[str, Any], packet: Packet, mac: bytes, affinity: bytes | None = None
+) -> Outcome:
+    """Run the XDP program, which the packet's device must carry; ``mac``: the device's. As ``run``.
+
+    "left": the frame goes up to tc. ``lane`` is "" where XDP has chosen and tc carries it out.
+    """
+    with _in_words(), _loaded(maps, "xdp.bpf.o", "xdp_ethernet", settings, affinity) as loaded:
+        result = loaded.programs["xdp_ethernet"].run_frame(frame(packet, mac), packet.device)
+        return _xdp_outcome(loaded, result.retval)
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
     try:
-        with _load(maps, program, settings) as loaded:
-            if affinity is not None:
-                size = loaded.maps["affinities"].key_size
-                loaded.maps["affinities"].update(affinity[:size], affinity[size:])
-            result = loaded.programs[program].test_run(frame(packet), SkBuff(ifindex=packet.device))
-            assert result.skb is not None
-            return _outcome(loaded, result.retval, result.skb, settings)
+        yield
     except StaleObjectError as error:
         raise SeeError(
             f"the program cannot be run dry: {error.what} is missing in the objects beside this command"
@@ -65,14 +82,26 @@ def run(maps: Pinned, program: str, settings: Mapping[str, Any], packet: Packet,
         raise SeeError(f"the program cannot be run dry: {error}") from None
 
 
-def _load(maps: Pinned, program: str, settings: Mapping[str, Any]) -> Object:
-    path = OBJECTS / "tc.bpf.o"
+@contextmanager
+def _loaded(
+    maps: Pinned, object_name: str, program: str, settings: Mapping[str, Any], affinity: bytes | None
+) -> Iterator[Object]:
+    with _load(maps, object_name, program, settings) as loaded:
+        if affinity is not None:
+            size = loaded.maps["affinities"].key_size
+            loaded.maps["affinities"].update(affinity[:size], affinity[size:])
+        yield loaded
+
+
+def _load(maps: Pinned, object_name: str, program: str, settings: Mapping[str, Any]) -> Object:
+    path = OBJECTS / object_name
+    xdp = object_name == "xdp.bpf.o"
     with Object.open(path) as unset:
         layout = unset.btf.struct("settings")
         known = {name: value for name, value in settings.items() if name in layout.fields}
-        packed = layout.pack(**{**known, "dry_run": 1, "pod_sockets": 0, "fast_path": 0, "xdp": 0})
+        packed = layout.pack(**{**known, "dry_run": 1, "pod_sockets": 0, "fast_path": 0, "xdp": int(xdp)})
         wanted = frozenset(unset.sizes)
-    without = unused_maps(settings["scheduler"], False) - {"dry_results"}
+    without = unused_maps(settings["scheduler"], False, xdp=xdp) - {"dry_results"}
     shared = {name: maps.map(name) for name in wanted - without - _OWN if name in maps.names}
     sizes = {name: size for name, size in _PRIVATE.items() if name in wanted}
     if "slots" in shared:
@@ -87,13 +116,35 @@ def _load(maps: Pinned, program: str, settings: Mapping[str, Any]) -> Object:
         raise
 
 
-def _outcome(loaded: Object, retval: int, skb: SkBuff, settings: Mapping[str, Any]) -> Outcome:
+def _counted(loaded: Object) -> list[str]:
     counter = loaded.maps["reasons"]
-    counted = [
+    return [
         name.lower()
         for name, number in loaded.btf.enum("reason").items()
         if number < counter.max_entries and any(any(value) for value in counter.lookup_cpus(U32.pack(number)) or ())
     ]
+
+
+def _opened(loaded: Object, counted: list[str]) -> Outcome:
+    layout = loaded.btf.struct("dry_result")
+    said = layout.unpack(loaded.maps["dry_results"].lookup(bytes(4)) or bytes(layout.size))
+    return Outcome("served", counted, "direct", said["backend"], bool(said["masqueraded"]), said["masquerade"])
+
+
+def _xdp_outcome(loaded: Object, retval: int) -> Outcome:
+    counted = _counted(loaded)
+    if retval == _XDP_DROP:
+        return Outcome("dropped", counted)
+    if "new_flow_direct" in counted:
+        return _opened(loaded, counted)
+    _, choices = loaded.maps["xdp_choices"].dump()
+    if choices:
+        return Outcome("served", counted, "", loaded.btf.struct("xdp_choice").unpack(choices)["backend"])
+    return Outcome("left", counted)
+
+
+def _outcome(loaded: Object, retval: int, skb: SkBuff, settings: Mapping[str, Any]) -> Outcome:
+    counted = _counted(loaded)
     if retval == _SHOT:
         return Outcome("dropped", counted)
     if skb.priority == _REJECT:
@@ -102,14 +153,12 @@ def _outcome(loaded: Object, retval: int, skb: SkBuff, settings: Mapping[str, An
         masquerade = bool(skb.mark & settings["masquerade_mark"])
         return Outcome("served", counted, "netfilter", skb.priority & _ID, masquerade)
     if "new_flow_direct" in counted:
-        layout = loaded.btf.struct("dry_result")
-        said = layout.unpack(loaded.maps["dry_results"].lookup(bytes(4)) or bytes(layout.size))
-        return Outcome("served", counted, "direct", said["backend"], bool(said["masqueraded"]), said["masquerade"])
+        return _opened(loaded, counted)
     return Outcome("left", counted)
 
 
-def frame(packet: Packet) -> bytes:
-    """An Ethernet frame that opens the flow: a SYN, a datagram, an INIT."""
+def frame(packet: Packet, mac: bytes = bytes.fromhex("020000000002")) -> bytes:
+    """An Ethernet frame to ``mac`` that opens the flow: a SYN, a datagram, an INIT."""
     ports = struct.pack(">HH", packet.source_port, packet.destination_port)
     if packet.protocol is Protocol.TCP:
         body = ports + struct.pack(">IIBBHHH", 1, 0, 5 << 4, 0x02, 65535, 0, 0)
@@ -117,7 +166,7 @@ def frame(packet: Packet) -> bytes:
         body = ports + struct.pack(">HH", 12, 0) + b"test"
     else:
         body = ports + struct.pack(">II", 0, 0) + struct.pack(">BBHIIHHI", 1, 0, 20, 1, 65535, 1, 1, 1)
-    ethernet = bytes.fromhex("020000000002020000000001")
+    ethernet = mac + bytes.fromhex("020000000001")
     if len(packet.source) == 4:
         header = struct.pack(">BBHHHBBH", 0x45, 0, 20 + len(body), 1, 0, 64, packet.protocol, 0)
         header += packet.source + packet.destination

@@ -11,14 +11,14 @@ from pathlib import Path
 from struct import Struct
 from typing import TYPE_CHECKING
 
-from pyebpf_proxy.see import dryrun, model, programs, routes, state
+from pyebpf_proxy.see import dryrun, facts, model, programs, routes, state
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError, near
 from pyebpf_proxy.see.decide import Decision, Packet, World, decide, why_netfilter
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.programs import Programs, device_name
 from pyebpf_proxy.see.services import name_text, service_view
 from pyebpf_proxy.see.state import Backend
-from pyebpf_proxy.see.text import Cell, Paper, ago, paper, table, wrapped
+from pyebpf_proxy.see.text import ago, paper
 from pyebpf_proxy.services.addresses import format_address, format_address_port, parse_address
 from pyebpf_proxy.services.model import Protocol
 
@@ -122,9 +122,23 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
             ways = decision.eligible[:_MOST_WAYS]
             view.endpoints = [_choice(packet, each, decision, node, each in ways) for each in decision.eligible]
     view.program = _program(maps, packet, node, bound)
+    view.xdp = _xdp(maps, packet, node, bound)
     if view.program.ran and not _is_known(packet, view):
-        view.disagreements = list(disagreements(view, decision))
+        view.disagreements = list(disagreements(view, decision, view.program))
+        if view.xdp is not None and view.xdp.verdict != "left":
+            view.disagreements += [f"XDP: {each}" for each in disagreements(view, decision, view.xdp)]
+    _say_full(view)
     return view
+
+
+def _say_full(view: model.Explanation) -> None:
+    """A dry run makes no entry, so it does not find out that there is no room for one."""
+    fill = facts.conntrack_fill()
+    if view.verdict == "served" and view.device and fill is not None and fill.used >= fill.room:
+        view.verdict, view.reason = "dropped", "drop_conntrack_full"
+        view.steps.append(
+            f"conntrack is full, {fill.used} of {fill.room} entries: a new flow is dropped, flows that exist go on"
+        )
 
 
 def _is_known(packet: Packet, view: model.Explanation) -> bool:
@@ -215,7 +229,17 @@ def _program(maps: Pinned, packet: Packet, node: Node, affinity: bytes | None) -
         return model.ProgramView(ran=False, why=f"{name} carries no program: nothing of this happens to its packets")
     # A test run has an Ethernet header for every program of tc.
     name = "tc_ethernet" if device.program.name == "tc_l3" else device.program.name
-    out = dryrun.run(maps, name, node.settings, packet, affinity)
+    return _ran(dryrun.run(maps, name, node.settings, packet, affinity), packet)
+
+
+def _xdp(maps: Pinned, packet: Packet, node: Node, affinity: bytes | None) -> model.ProgramView | None:
+    device = next((each for each in node.attached.devices if each.ifindex == packet.device), None)
+    if device is None or device.xdp not in ("native", "generic"):
+        return None
+    return _ran(dryrun.run_xdp(maps, node.settings, packet, device.mac, affinity), packet)
+
+
+def _ran(out: dryrun.Outcome, packet: Packet) -> model.ProgramView:
     address = out.masquerade_as[: len(packet.source)] if out.masquerade and out.masquerade_as else b""
     return model.ProgramView(
         ran=True,
@@ -228,9 +252,8 @@ def _program(maps: Pinned, packet: Packet, node: Node, affinity: bytes | None) -
     )
 
 
-def disagreements(view: model.Explanation, decision: Decision) -> Iterator[str]:
-    """Where the program did not do what the rules say."""
-    program = view.program
+def disagreements(view: model.Explanation, decision: Decision, program: model.ProgramView) -> Iterator[str]:
+    """Where a program did not do what the rules say."""
     if program.verdict != view.verdict:
         counted = f" ({', '.join(program.counted)})" if program.counted else ""
         yield f"by the rules it is {view.verdict}, the program says {program.verdict}{counted}"
@@ -243,6 +266,8 @@ def disagreements(view: model.Explanation, decision: Decision) -> Iterator[str]:
     if choice is None or all(each.id != program.backend for each in decision.eligible):
         yield f"the program chose backend {program.backend}, which is not among the endpoints"
         return
+    if not program.lane:
+        return  # XDP has chosen, and tc does the rest
     if choice.masquerade != program.masquerade:
         yield f"by the rules it is {'' if choice.masquerade else 'not '}masqueraded, the program does the contrary"
     for what, rules, real in (
@@ -253,7 +278,7 @@ def disagreements(view: model.Explanation, decision: Decision) -> Iterator[str]:
             yield f"{what}: {rules} by the rules, {real} by the program"
 
 
-# ---- question and text ------------------------------------------------------------------------------------------
+# ---- the question -----------------------------------------------------------------------------------------------
 
 
 def parse_packet(source: str, destination: str, protocol: str) -> tuple[bytes, int, bytes, int, Protocol]:
@@ -285,52 +310,6 @@ def _place(text: str, what: str) -> tuple[bytes, int | None]:
     return packed, int(port) if port else None
 
 
-_VERDICTS = {
-    "served": ("green", "goes to one of these endpoints"),
-    "refused": ("red", "is refused: ICMP port unreachable, or ECONNREFUSED"),
-    "dropped": ("red", "is dropped"),
-    "left": ("yellow", "is left to the kernel: no service has a say in it"),
-}
-
-
-def text(view: model.Explanation, sheet: Paper) -> list[str]:
-    """The answer for people."""
-    where = f"from {view.device}" if view.device else "from a process of this node"
-    colour, verdict = _VERDICTS[view.verdict]
-    lines = wrapped(sheet, f"{view.source} > {view.destination} {view.protocol}, {where}", colour="bold")
-    for number, step in enumerate(view.steps, 1):
-        lines += wrapped(sheet, f"{number}. {step}", indent="  ")
-    lines += wrapped(sheet, f"It {verdict}" + (f" ({view.reason})" if view.reason else "") + ".", colour=colour)  # type: ignore[arg-type]
-    if view.endpoints:
-        lines += [
-            "",
-            *table(sheet, ["ENDPOINT", "NODE", "LANE", "MASQUERADED AS", "WAY OUT"], list(map(_row, view.endpoints))),
-        ]
-    if view.left_out:
-        rows: list[list[Cell | str]] = [
-            [e.address, "here" if e.local else "elsewhere", e.left_out] for e in view.left_out
-        ]
-        lines += ["", *table(sheet, ["LEFT OUT", "NODE", "WHY"], rows)]
-    lines.append("")
-    if not view.program.ran:
-        return lines + wrapped(sheet, f"Not run: {view.program.why}.", colour="yellow")
-    counted = f", counted {', '.join(view.program.counted)}" if view.program.counted else ""
-    chose = next((e.address for e in view.endpoints if e.backend == view.program.backend), "")
-    ran = f"The program, run dry: {view.program.verdict}" + (f" by {chose}" if chose else "") + counted
-    if not view.disagreements:
-        return lines + wrapped(sheet, f"{ran}. It agrees.")
-    lines += wrapped(sheet, f"{ran}.")
-    for each in view.disagreements:
-        lines += wrapped(sheet, f"disagreement: {each}", colour="red")
-    return lines
-
-
-def _row(view: model.ChoiceView) -> list[Cell | str]:
-    lane = f"{view.lane} ({view.lane_why})" if view.lane_why else view.lane
-    masquerade = view.masquerade_as or ("an address of this node" if view.masquerade else "-")
-    return [view.address, "here" if view.local else "elsewhere", lane, masquerade, view.way_out]
-
-
 def ask(
     directory: Path,
     source: str,
@@ -350,6 +329,7 @@ def ask(
 
 def run(arguments: argparse.Namespace) -> int:
     """``explain SRC DST [PROTO]``. Status 1: refused or dropped, or model and program disagree."""
+    from pyebpf_proxy.see.explain_text import text
     from pyebpf_proxy.see.output import show
     from pyebpf_proxy.see.run_services import maybe_wanted
 

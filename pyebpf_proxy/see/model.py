@@ -128,11 +128,28 @@ class AgentView(Answer, kw_only=True):
 
 
 class DeviceView(Answer, kw_only=True):
-    """A device that packets enter by. ``program``: "" if it carries none of ours."""
+    """A device that packets enter by. ``program``: "" if it carries none of ours. ``xdp``: how it carries our XDP
+    program, "foreign" if it carries somebody else's.
+    """
 
     name: str
     program: str
     wanted: str
+    xdp: Literal["", "native", "generic", "foreign"] = ""
+
+
+class FastPathView(Answer, kw_only=True):
+    """The flow cache. ``watched``: somebody looks after routes and rules, so the programs trust it. ``closed4``,
+    ``closed6``: the reason for which a family goes by the kernel alone, "" if it does not. ``used`` is reckoned.
+    """
+
+    watched: bool
+    closed4: str
+    closed6: str
+    used: int
+    room: int
+    hits: int
+    misses: int
 
 
 class Fill(Answer, kw_only=True):
@@ -144,7 +161,9 @@ class Fill(Answer, kw_only=True):
 
 
 class Status(Answer, kw_only=True, tag_field="kind", tag="Status"):
-    """``pyebpf-proxy status``. ``lane``: "" if no program is attached. ``sourcePorts``: of the busiest endpoints."""
+    """``pyebpf-proxy status``. ``lane``: "" if no program is attached. ``sourcePorts``: of the busiest endpoints.
+    ``fastPath``: null where there is no flow cache.
+    """
 
     version: str
     kernel: str
@@ -162,6 +181,7 @@ class Status(Answer, kw_only=True, tag_field="kind", tag="Status"):
     source_ports: list[Fill]
     drops: list[Drop]
     warnings: list[Trouble]
+    fast_path: FastPathView | None = None
 
 
 class FlowView(Answer, kw_only=True):
@@ -219,7 +239,9 @@ class ProgramView(Answer, kw_only=True):
 
 
 class Explanation(Answer, kw_only=True, tag_field="kind", tag="Explanation"):
-    """``pyebpf-proxy explain``. ``steps``: the rules that applied, in order. ``disagreements``: model and program."""
+    """``pyebpf-proxy explain``. ``steps``: the rules that applied, in order. ``disagreements``: model and programs.
+    ``xdp``: what the XDP program did, which sees the frame first; null where the device carries none of ours.
+    """
 
     source: str
     destination: str
@@ -234,6 +256,7 @@ class Explanation(Answer, kw_only=True, tag_field="kind", tag="Explanation"):
     left_out: list[EndpointView]
     program: ProgramView
     disagreements: list[str]
+    xdp: ProgramView | None = None
 
 
 class Finding(Answer, kw_only=True):

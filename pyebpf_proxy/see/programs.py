@@ -8,7 +8,8 @@ import socket
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from pyebpf_proxy.datapath.connections.rawlink import RawLink, attributes
 from pyebpf_proxy.datapath.loader import kernel_objects
@@ -16,7 +17,7 @@ from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.kernel_objects import ProgramInfo
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.node.follower import Follower
-from pyebpf_proxy.datapath.node.plan import State, program_for
+from pyebpf_proxy.datapath.node.plan import Link, State, program_for
 from pyebpf_proxy.datapath.node.tc import HANDLE, INGRESS, NAME, PRIORITY
 from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.see.maps import Pinned
@@ -26,15 +27,22 @@ _TCMSG = struct.Struct("=B3xiIII")
 # include/uapi/linux/rtnetlink.h, pkt_cls.h; pyroute2 does not know the last one
 _OPTIONS, _BPF_NAME, _BPF_ID = 2, 7, 11
 
+XdpMode = Literal["", "native", "generic", "foreign"]
+
 
 class Device(NamedTuple):
-    """A device that packets enter by. ``program``: what it carries of ours, None: nothing; ``wanted``: its name."""
+    """A device that packets enter by. ``program``: what it carries of ours, None: nothing; ``wanted``: its name.
+
+    ``xdp``: how it carries our XDP program; "foreign": it carries somebody else's.
+    """
 
     ifindex: int
     name: str
     wanted: str
     program: ProgramInfo | None
     same_maps: bool
+    xdp: XdpMode = ""
+    mac: bytes = bytes(6)
 
 
 class Programs(NamedTuple):
@@ -56,7 +64,8 @@ def read(maps: Pinned) -> Programs:
             follower.close()
         ids = dict(_attached(node.links))
         own = kernel_objects.map_info(maps.map("services").fd).id
-        devices = [_device(link, node, ids, own) for link in node.links.values()]
+        modes = dict(_xdp_pins(maps.folder / "xdp"))
+        devices = [_device(link, node, ids, own, modes) for link in node.links.values()]
         found = [device for device in devices if device.program is not None or device.wanted]
         settings = next((s for d in found if d.program is not None and (s := _settings(d.program)) is not None), None)
     except BpfError as error:
@@ -81,7 +90,15 @@ def _attached(devices: Iterable[int]) -> Iterator[tuple[int, int]]:
                     yield device, int.from_bytes(inner[_BPF_ID], sys.byteorder)
 
 
-def _device(link: Any, node: State, ids: Mapping[int, int], own: int) -> Device:
+def _xdp_pins(folder: Path) -> Iterator[tuple[int, XdpMode]]:
+    """How our program was put on each device (datapath/node/xdp.py names the pins)."""
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        index, _, mode = name.partition("-")
+        if index.isdigit():
+            yield int(index), "generic" if mode == "generic" else "native"
+
+
+def _device(link: Link, node: State, ids: Mapping[int, int], own: int, modes: Mapping[int, XdpMode]) -> Device:
     program = None
     if link.ifindex in ids:
         try:
@@ -89,7 +106,9 @@ def _device(link: Any, node: State, ids: Mapping[int, int], own: int) -> Device:
         except BpfError:
             program = None  # replaced just now
     wanted = program_for(link, node.links) or ""
-    return Device(link.ifindex, link.name, wanted, program, program is not None and own in program.map_ids)
+    xdp = modes.get(link.ifindex, "foreign") if link.xdp else ""
+    same = program is not None and own in program.map_ids
+    return Device(link.ifindex, link.name, wanted, program, same, xdp, link.mac)
 
 
 def _settings(program: ProgramInfo) -> Mapping[str, Any] | None:

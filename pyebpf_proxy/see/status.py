@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pyebpf_proxy import __version__
-from pyebpf_proxy.see import drops, facts, model, programs
+from pyebpf_proxy.see import drops, facts, fast_path, model, programs
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, listed
 from pyebpf_proxy.see.maps import Pinned
@@ -43,6 +43,7 @@ def read(directory: Path) -> model.Status:
         fills = list(_fills(maps))
         ports = sum(word != 0 for word in maps.words("services"))
         folder = maps.folder
+        cache = fast_path.read(maps, maps.counts())
     lane, why = _lane(attached, directory)
     made = model.Status(
         version=__version__,
@@ -61,6 +62,7 @@ def read(directory: Path) -> model.Status:
         source_ports=[],
         drops=refused,
         warnings=[],
+        fast_path=cache,
     )
     if made.conntrack is not None and 0 < made.conntrack.used <= _MOST_FLOWS:
         from pyebpf_proxy.see.flows import busiest
@@ -83,7 +85,7 @@ def _lane(attached: Programs, directory: Path) -> tuple[str, str]:
 
 def _device(device: programs.Device) -> model.DeviceView:
     program = device.program.name if device.program is not None else ""
-    return model.DeviceView(name=device.name, program=program, wanted=device.wanted)
+    return model.DeviceView(name=device.name, program=program, wanted=device.wanted, xdp=device.xdp)
 
 
 def _agent(directory: Path) -> model.AgentView:
@@ -148,6 +150,13 @@ def _about_programs(status: model.Status, attached: Programs) -> Iterator[model.
             what=f"the program on {listed(strange)} uses other maps than those of {status.pins}",
             remedy="two instances on one node, or --directory names another one: keep one",
         )
+    if attached.settings and attached.settings.get("xdp") and not any(_has_xdp(device) for device in status.devices):
+        foreign = [device.name for device in status.devices if device.xdp == "foreign"]
+        yield model.Trouble(
+            what="XDP is configured, and no device carries the program: tc does all of it"
+            + (f"; {listed(foreign)} carries somebody else's" if foreign else ""),
+            remedy="see the agent's log, or take the device out of xdpDevices",
+        )
     if 0 < len(status.socket_programs) < _SOCKET_PROGRAMS:
         yield model.Trouble(
             what=f"only {len(status.socket_programs)} of {_SOCKET_PROGRAMS} socket programs are attached",
@@ -196,18 +205,18 @@ def text(status: model.Status, sheet: Paper) -> list[str]:
         lines.append(sheet.paint("right: nothing to warn of", "green"))
     lines.append("")
     lane = status.lane or "none"
-    bare = [device.name for device in status.devices if not device.program]
-    carrying = len(status.devices) - len(bare)
     pairs: list[tuple[str, str | Cell]] = [
         ("version", f"{status.version}, kernel {status.kernel}"),
         ("agent", _agent_text(status.agent)),
         ("lane", lane + (f": {status.lane_why}" if status.lane_why else "")),
         ("features", ", ".join(status.features) or "none"),
-        ("devices", f"{carrying} with a program" + (f", without: {listed(bare)}" if bare else "")),
+        ("devices", _devices_text(status.devices)),
         ("sockets", f"{len(status.socket_programs)} programs on the cgroup"),
         ("services", f"{status.service_ports} service ports"),
         ("pins", status.pins),
     ]
+    if status.fast_path is not None:
+        pairs.append(("fast path", fast_path.text(status.fast_path)))
     if status.conntrack is not None:
         pairs.append(("conntrack", _fill_text(status.conntrack)))
     pairs += [(fill.name, _fill_text(fill)) for fill in status.source_ports[:3]]
@@ -221,6 +230,22 @@ def text(status: model.Status, sheet: Paper) -> list[str]:
         ]
         lines += ["", *table(sheet, ["REFUSED OR DROPPED", "COUNT", "NEWEST"], rows)]
     return lines
+
+
+def _has_xdp(device: model.DeviceView) -> bool:
+    return device.xdp in ("native", "generic")
+
+
+def _devices_text(devices: list[model.DeviceView]) -> str:
+    """Devices by what they carry."""
+    by_program: dict[str, list[str]] = {}
+    for device in devices:
+        by_program.setdefault(device.program or "no program", []).append(device.name)
+    for device in devices:
+        if device.xdp:
+            what = "somebody else's XDP" if device.xdp == "foreign" else f"XDP {device.xdp}"
+            by_program.setdefault(what, []).append(device.name)
+    return "; ".join(f"{program} on {listed(names)}" for program, names in by_program.items()) or "none"
 
 
 def _agent_text(agent: model.AgentView) -> Cell:

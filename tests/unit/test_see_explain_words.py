@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from pyebpf_proxy.see.decide import Decision
-from pyebpf_proxy.see.explain import disagreements, text
+from pyebpf_proxy.see.explain import disagreements
+from pyebpf_proxy.see.explain_text import text
 from pyebpf_proxy.see.model import ChoiceView, Explanation, ProgramView
 from pyebpf_proxy.see.state import Backend
 from pyebpf_proxy.see.text import Paper
@@ -47,11 +48,15 @@ def answer(verdict: str = "served", reason: str = "", **program: object) -> Expl
 DECISION = Decision(verdict="served", eligible=[BACKEND])
 
 
+def found(view: Explanation) -> list[str]:
+    return list(disagreements(view, DECISION, view.program))
+
+
 def test_agreement_is_none() -> None:
-    assert list(disagreements(answer(), DECISION)) == []
+    assert found(answer()) == []
     netfilter = answer(lane="netfilter", masquerade_as="")
     netfilter.endpoints[0].lane = "netfilter"
-    assert list(disagreements(netfilter, DECISION)) == []
+    assert found(netfilter) == []
 
 
 @pytest.mark.parametrize(
@@ -71,13 +76,13 @@ def test_agreement_is_none() -> None:
     ],
 )
 def test_what_differs_is_said(view: Explanation, text: str) -> None:
-    assert list(disagreements(view, DECISION)) == [text]
+    assert found(view) == [text]
 
 
 def test_another_reason_is_said() -> None:
     view = answer("dropped", "drop_source_range")
     view.program = ProgramView(ran=True, verdict="dropped", counted=["drop_conntrack_full"])
-    (said,) = disagreements(view, Decision(verdict="dropped", reason="drop_source_range"))
+    (said,) = disagreements(view, Decision(verdict="dropped", reason="drop_source_range"), view.program)
     assert said == "by the rules the reason is drop_source_range, the program counted drop_conntrack_full"
     view.disagreements = [said]
     assert f"disagreement: {said}" in text(view, Paper())

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer of ``explain`` for people."""
+
+from __future__ import annotations
+
+from pyebpf_proxy.see import model
+from pyebpf_proxy.see.text import Cell, Paper, table, wrapped
+
+_VERDICTS = {
+    "served": ("green", "goes to one of these endpoints"),
+    "refused": ("red", "is refused: ICMP port unreachable, or ECONNREFUSED"),
+    "dropped": ("red", "is dropped"),
+    "left": ("yellow", "is left to the kernel: no service has a say in it"),
+}
+
+
+def text(view: model.Explanation, sheet: Paper) -> list[str]:
+    """The answer for people."""
+    where = f"from {view.device}" if view.device else "from a process of this node"
+    colour, verdict = _VERDICTS[view.verdict]
+    lines = wrapped(sheet, f"{view.source} > {view.destination} {view.protocol}, {where}", colour="bold")
+    for number, step in enumerate(view.steps, 1):
+        lines += wrapped(sheet, f"{number}. {step}", indent="  ")
+    lines += wrapped(sheet, f"It {verdict}" + (f" ({view.reason})" if view.reason else "") + ".", colour=colour)  # type: ignore[arg-type]
+    if view.endpoints:
+        lines += [
+            "",
+            *table(sheet, ["ENDPOINT", "NODE", "LANE", "MASQUERADED AS", "WAY OUT"], list(map(_row, view.endpoints))),
+        ]
+    if view.left_out:
+        rows: list[list[Cell | str]] = [
+            [e.address, "here" if e.local else "elsewhere", e.left_out] for e in view.left_out
+        ]
+        lines += ["", *table(sheet, ["LEFT OUT", "NODE", "WHY"], rows)]
+    lines.append("")
+    if not view.program.ran:
+        return lines + wrapped(sheet, f"Not run: {view.program.why}.", colour="yellow")
+    if view.xdp is not None:
+        lines += wrapped(sheet, f"{_ran_text('XDP program', view.xdp, view)}.")
+    ran = _ran_text("program" if view.xdp is None else "tc program", view.program, view)
+    if not view.disagreements:
+        return lines + wrapped(sheet, f"{ran}. It agrees.")
+    lines += wrapped(sheet, f"{ran}.")
+    for each in view.disagreements:
+        lines += wrapped(sheet, f"disagreement: {each}", colour="red")
+    return lines
+
+
+def _ran_text(which: str, program: model.ProgramView, view: model.Explanation) -> str:
+    counted = f", counted {', '.join(program.counted)}" if program.counted else ""
+    chose = next((each.address for each in view.endpoints if each.backend == program.backend), "")
+    verdict = program.verdict
+    if which.startswith("XDP"):
+        verdict = {
+            "left": "left to tc",
+            "served": "opens the flow" if program.lane else "chooses, tc opens the flow",
+        }.get(verdict, verdict)
+    return f"The {which}, run dry: {verdict}" + (f" by {chose}" if chose else "") + counted
+
+
+def _row(view: model.ChoiceView) -> list[Cell | str]:
+    lane = f"{view.lane} ({view.lane_why})" if view.lane_why else view.lane
+    masquerade = view.masquerade_as or ("an address of this node" if view.masquerade else "-")
+    return [view.address, "here" if view.local else "elsewhere", lane, masquerade, view.way_out]
