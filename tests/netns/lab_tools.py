@@ -7,8 +7,10 @@ import json
 import multiprocessing
 import re
 import socket
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,29 @@ def moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
         for name, count in after.items()
         if count != before[name] and not name.startswith(("flow_", "stack_"))
     }
+
+
+@contextmanager
+def full_conntrack(namespace: Namespace) -> Iterator[None]:
+    """As many entries in this namespace's table as there may be, none of which the kernel would give up.
+
+    The limit is the whole machine's, and stays as it is: others are not disturbed.
+    """
+    limit = int(namespace.run("sysctl", "-n", "net.netfilter.nf_conntrack_max"))
+    if limit > 1 << 18:
+        pytest.skip(f"nf_conntrack_max of this machine is {limit}: too many entries to make")
+    flow = "-d 198.19.0.1 --dport 9 -t 600 -u SEEN_REPLY,ASSURED --state ESTABLISHED"
+    lines = (f"-I -p tcp -s 198.18.{n >> 16}.1 --sport {n & 0xFFFF} {flow}" for n in range(limit))
+    # One of them meets the limit.
+    namespace.call(_fill_conntrack, "\n".join(lines))
+    try:
+        yield
+    finally:
+        namespace.run("conntrack", "-D", "-d", "198.19.0.1")
+
+
+def _fill_conntrack(lines: str) -> None:
+    subprocess.run(["conntrack", "-R", "-"], input=lines, text=True, capture_output=True, check=False)
 
 
 def wait_until(condition: Callable[[], Any], what: str, deadline: float = 20.0) -> Any:

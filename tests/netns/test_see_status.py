@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
+from lab_tools import full_conntrack, wait_until
 from see_tools import answer, error, see
 
 from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
@@ -158,3 +158,23 @@ def test_a_flushed_nft_table_is_named(node: Node, world: Lab) -> None:
         node.agent.start()
         node.agent.wait_synced()
     wait_until(lambda: not any("nft table" in text for text in warnings(node)), "the table is there again")
+
+
+def test_a_full_connection_table_is_named(node: Node, world: Lab) -> None:
+    with full_conntrack(node.namespace):
+        fill = answer(node, "status", status=1)["conntrack"]
+        assert fill["used"] >= fill["room"] - 16
+        assert any(re.match(r"conntrack: \d+ of \d+ are in use", text) for text in warnings(node))
+        # The kernel lets a few more in than the limit says, and takes them out again.
+        wait_until(lambda: _refused(node, world), "a new flow is refused")
+        found = answer(node, "explain", CLIENT.v4, f"{vip(10).v4}:80", status=1)
+        assert (found["verdict"], found["reason"]) == ("dropped", "drop_conntrack_full")
+        assert found["steps"][-1].startswith("conntrack is full, ")
+    assert answer(node, "explain", CLIENT.v4, f"{vip(10).v4}:80")["verdict"] == "served"
+
+
+def _refused(node: Node, world: Lab) -> bool:
+    world.client.call(ask, vip(10).v4, 80, timeout=0.2)
+    ran = see(node, "drops", "-o", "json")
+    drops = {each["reason"]: each for each in json.loads(ran.stdout)["drops"]}
+    return "drop_conntrack_full" in drops and "nf_conntrack_max" in drops["drop_conntrack_full"]["remedy"]
