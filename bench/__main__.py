@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from . import api_load, change, cluster, connect, fast, first, latency, memory, packet, plan, services, udp, write
@@ -16,7 +16,8 @@ from .measure import ROOT, Result, load_result, save, say
 from .plots import draw
 from .report import PAGE, lines, relative, write_page
 
-FIGURES = {
+Figure = Callable[[bool], Result]
+FIGURES: dict[str, Figure] = {
     "plan": plan.run,
     "write": write.run,
     "change": change.run,
@@ -46,18 +47,27 @@ def main() -> int:
         action="store_true",
         help=f"few repetitions, for a look: results go to {relative(QUICK_RESULTS)} and the page stays as it is",
     )
+    parser.add_argument("--sizes", type=_sizes, default=(), metavar="N,…", help="cluster: only with so many services")
+    parser.add_argument("--rest", type=int, metavar="SECONDS", help="cluster: so long at rest")
+    parser.add_argument("--many", type=int, metavar="SECONDS", help="cluster: so long of many changes")
     parser.add_argument("--report", action="store_true", help="measure nothing, draw and write from the kept results")
     arguments = parser.parse_args()
     unknown = set(arguments.figures) - set(FIGURES)
     if unknown:
         parser.error(f"no such figure: {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
     folder = QUICK_RESULTS if arguments.quick else RESULTS
+    try:
+        plan = cluster.planned(arguments.quick, arguments.sizes, arguments.rest, arguments.many)
+    except ValueError as error:
+        parser.error(str(error))
+    if plan != cluster.planned(arguments.quick) and "cluster" not in arguments.figures:
+        parser.error("--sizes, --rest and --many are for the figure cluster, which is to be named")
     measured = [] if arguments.report else arguments.figures or [name for name in FIGURES if name not in APART]
     if not arguments.report:
         if os.geteuid() != 0:
             print("bench needs root: it loads programs and makes network namespaces", file=sys.stderr)
             return 1
-        _measure(measured, arguments.quick, folder)
+        _measure(measured, arguments.quick, folder, FIGURES | {"cluster": _cluster(plan, folder)})
     kept = [load_result(path) for name in FIGURES if (path := folder / f"{name}.json").exists()]
     results = [result for result in kept if _drawn(result, folder, result.figure in measured)]
     if not arguments.quick:
@@ -69,7 +79,25 @@ def main() -> int:
     return 0
 
 
-def _measure(names: Sequence[str], quick: bool, folder: Path) -> None:
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"numbers with commas between them, not {text}") from None
+
+
+def _cluster(plan: cluster.Plan, folder: Path) -> Figure:
+    """The figure cluster as it is asked for: kept after each size, beside what is kept of the others."""
+    path = folder / "cluster.json"
+
+    def run(quick: bool) -> Result:
+        kept = load_result(path) if path.exists() else None
+        return cluster.run(quick, plan, kept, lambda result: save(result, folder))
+
+    return run
+
+
+def _measure(names: Sequence[str], quick: bool, folder: Path, figures: Mapping[str, Figure]) -> None:
     """One figure after the other; each is kept as soon as it is there."""
     try:
         for name in names:
@@ -80,7 +108,7 @@ def _measure(names: Sequence[str], quick: bool, folder: Path) -> None:
                 continue
             begin = time.monotonic()
             say(f"{name} …")
-            path = save(FIGURES[name](quick), folder)
+            path = save(figures[name](quick), folder)
             say(f"{relative(path)} written after {time.monotonic() - begin:.0f} s")
     finally:
         field().close()

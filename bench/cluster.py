@@ -11,13 +11,14 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from . import workload
 from .api_load import CONNECTIONS, Connections, loaded, slice_path
 from .cluster_node import Node, in_namespace
-from .cluster_rows import JUDGED, judged, rows
+from .cluster_rows import JUDGED, judged, rounds_in_words, rows
 from .flips import Flips, flips
 from .measure import ROOT, Result, machine, say, slowness, speed
 from .proxies import IPTABLES, NFTABLES, OURS, WORDS
@@ -31,29 +32,56 @@ _PATCH = "application/json-patch+json"
 
 
 class Size(NamedTuple):
-    """A cluster: services, the endpoints of each, and how many rounds."""
+    """A cluster: services, the endpoints of each, how many rounds, and the changes of a round, by kind."""
 
     services: int
     endpoints: int
     rounds: int
+    changes: dict[str, int]
 
 
 class Plan(NamedTuple):
-    """How much is measured. ``changes``: in a round, by kind. At rest, and many changes: at the size that is judged."""
+    """How much is measured. At rest, and many changes: once, at the size that is judged."""
 
     sizes: tuple[Size, ...]
-    changes: dict[str, int]
     rate_seconds: int
     idle_seconds: dict[str, int]
 
 
+_CHANGES = {OURS: 100, NFTABLES: 3, IPTABLES: 3}
 FULL = Plan(
-    (Size(100, 10, 5), Size(1_000, 10, 5), Size(JUDGED, 10, 5), Size(30_000, 3, 5)),
-    {OURS: 100, NFTABLES: 3, IPTABLES: 3},
-    60,
-    {OURS: 300, NFTABLES: 30, IPTABLES: 30},
+    (
+        Size(100, 10, 5, _CHANGES),
+        Size(1_000, 10, 5, _CHANGES),
+        Size(JUDGED, 10, 5, _CHANGES),
+        # kube-proxy nftables takes one or two minutes to start here, and half a minute for a change.
+        Size(30_000, 3, 3, {OURS: 100, NFTABLES: 2, IPTABLES: 2}),
+    ),
+    20,
+    {OURS: 60, NFTABLES: 10, IPTABLES: 10},
 )
-QUICK = Plan((Size(1_000, 10, 1),), {OURS: 20, NFTABLES: 10, IPTABLES: 5}, 10, {OURS: 30, NFTABLES: 10, IPTABLES: 10})
+QUICK = Plan((Size(1_000, 10, 1, {OURS: 20, NFTABLES: 10, IPTABLES: 5}),), 10, {OURS: 30, NFTABLES: 10, IPTABLES: 10})
+
+
+def planned(
+    quick: bool, sizes: Sequence[int] = (), rest_seconds: int | None = None, many_seconds: int | None = None
+) -> Plan:
+    """The plan with what was asked for: only these sizes, so long at rest (ours), so long of many changes.
+
+    Raises ValueError for a size that is in no plan.
+    """
+    plan = QUICK if quick else FULL
+    there = {size.services: size for size in FULL.sizes} | {size.services: size for size in plan.sizes}
+    for services in sizes:
+        if services not in there:
+            raise ValueError(f"no such size: {services}; there are {', '.join(map(str, sorted(there)))}")
+    if sizes:
+        rounds = plan.sizes[0].rounds if quick else None
+        chosen = (there[services] for services in sorted(set(sizes)))
+        plan = plan._replace(sizes=tuple(each._replace(rounds=rounds or each.rounds) for each in chosen))
+    if rest_seconds is not None:
+        plan = plan._replace(idle_seconds=plan.idle_seconds | {OURS: rest_seconds})
+    return plan if many_seconds is None else plan._replace(rate_seconds=many_seconds)
 
 
 class Bench:
@@ -122,44 +150,71 @@ class Bench:
         return sorted(found, key=lambda each: each["sent"] or 0.0)
 
 
-def run(quick: bool) -> Result:
-    plan = QUICK if quick else FULL
+def run(
+    quick: bool, plan: Plan | None = None, kept: Result | None = None, keep: Callable[[Result], object] = bool
+) -> Result:
+    """The figure. ``keep`` gets what there is after each size.
+
+    ``kept``: an earlier result; its runs of other sizes stay if they are of this commit and machine.
+    """
+    plan = plan or planned(quick)
     # As an installed package has it; a checkout may be run by somebody who keeps no bytecode.
     compileall.compile_dir(ROOT / "pyebpf_proxy", quiet=1)
     speeds = speed()
-    samples: dict[str, Any] = {"runs": []}
+    runs, others = other_runs(kept, plan, machine(speeds))
+    speeds += others
+    goals_at = judged([*(run["services"] for run in runs), *(size.services for size in plan.sizes)])
     with in_namespace(f"bench-api-{os.getpid()}"):
-        for services, endpoints, rounds in plan.sizes:
-            with loaded(services, endpoints) as server:
+        for size in plan.sizes:
+            with loaded(size.services, size.endpoints) as server:
                 connections = Connections(server)
-                bench = Bench(connections, services)
-                for turn in range(rounds):
+                bench = Bench(connections, size.services)
+                for turn in range(size.rounds):
                     for kind in KINDS:
-                        last = services == judged([size.services for size in plan.sizes]) and turn == rounds - 1
-                        with Node(kind, server, services) as node:
-                            found = _measure(bench, node, plan, last)
-                        samples["runs"].append(found)
+                        last = size.services == goals_at and turn == size.rounds - 1
+                        with Node(kind, server, size.services) as node:
+                            found = _measure(bench, node, plan, size, last)
+                        runs.append(found)
                         _tell(found)
                 connections.close()
             speeds += speed(1)
-    samples["speed_seconds"] = speeds
+            result = _result(quick, runs, speeds)
+            keep(result)
+    return result
+
+
+def other_runs(kept: Result | None, plan: Plan, here: dict[str, Any]) -> tuple[list[dict[str, Any]], list[float]]:
+    """Runs of sizes that are not measured now, and the speed that was measured along with them."""
+    if kept is None:
+        return [], []
+    measured = {size.services for size in plan.sizes}
+    runs = [run for run in kept.samples["runs"] if run["services"] not in measured]
+    alike = all(kept.machine[what] == here[what] for what in ("commit", "kernel", "processor", "cpus"))
+    if runs and not alike:
+        sizes = ", ".join(str(each) for each in sorted({run["services"] for run in runs}))
+        say(f"cluster: {sizes} services: the kept runs are of another commit or machine, and go")
+    return (runs, list(kept.samples["speed_seconds"])) if alike and runs else ([], [])
+
+
+def _result(quick: bool, runs: list[dict[str, Any]], speeds: list[float]) -> Result:
+    made = rows(runs, slowness(speeds))
     return Result(
         figure="cluster",
-        title="With an API server, beside kube-proxy",
+        title=f"With an API server, beside kube-proxy ({rounds_in_words(runs)})",
         quick=quick,
         machine=machine(speeds),
-        rows=rows(samples["runs"], slowness(speeds)),
-        samples=samples,
+        rows=made,
+        samples={"runs": runs, "speed_seconds": speeds},
     )
 
 
-def _measure(bench: Bench, node: Node, plan: Plan, last: bool) -> dict[str, Any]:
+def _measure(bench: Bench, node: Node, plan: Plan, size: Size, last: bool) -> dict[str, Any]:
     """One process from its start on. What is measured once comes in the last round."""
     found: dict[str, Any] = {"kind": node.kind, "services": node.services, "start_seconds": node.start_seconds}
     found["load_average"] = round(os.getloadavg()[0], 2)
     watch = flips(node)
     try:
-        found["changes"] = bench.one_by_one(watch, plan.changes[node.kind])
+        found["changes"] = bench.one_by_one(watch, size.changes[node.kind])
         found["memory_mib"] = node.proxy.memory_mib()
         if last:
             seconds = plan.idle_seconds[node.kind]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,13 @@ JUDGED = 10_000
 def judged(sizes: Sequence[int]) -> int:
     """The size that the goals are for."""
     return JUDGED if JUDGED in sizes else max(sizes)
+
+
+def rounds_in_words(runs: Sequence[Run]) -> str:
+    """How many rounds were measured: of our runs, for each size."""
+    counted = Counter(run["services"] for run in runs if run["kind"] == OURS)
+    words = [f"{rounds} with {services}" for services, rounds in sorted(counted.items())]
+    return f"rounds: {', '.join(words)} services"
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

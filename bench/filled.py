@@ -32,11 +32,13 @@ class Filled(NamedTuple):
 POD_CIDR6 = "fd00:32::/32"
 
 
-def load_programs(**others: bool) -> Loaded:
-    """The programs, with maps of their own, as on node1 of the workload. ``others``: of the settings."""
+def load_programs(fast_path: bool = False, pod_sockets: bool = False) -> Loaded:
+    """The programs, with maps of their own, as on node1 of the workload."""
     networks = [ip_network(workload.POD_CIDR), ip_network(POD_CIDR6)]
     (cidr4, mask4), (cidr6, mask6) = ((each.network_address.packed, each.netmask.packed) for each in networks)
-    settings = Settings(netns_cookie=netns_cookie(), detector4=1, detector6=1, **others)
+    settings = Settings(
+        netns_cookie=netns_cookie(), detector4=1, detector6=1, fast_path=fast_path, pod_sockets=pod_sockets
+    )
     return load(replace(settings, pod_cidr4=cidr4, pod_mask4=mask4, pod_cidr6=cidr6, pod_mask6=mask6))
 
 

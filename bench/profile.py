@@ -18,8 +18,8 @@ import pstats
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ipaddress import ip_network
 from typing import Any, NamedTuple
@@ -119,7 +119,7 @@ class Phases:
         pods.update([ip_network(workload.POD_CIDR)], [])
         self._loaded = load_programs()
         self.writer = Writer(self._loaded, pods)
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.touched: Counter[str] = Counter()
         self._count_writes()
 
@@ -340,12 +340,12 @@ def _text(shape: Shape, found: dict[str, Any], profiles: dict[str, list[str]]) -
     return "\n".join(lines) + "\n"
 
 
-_COLUMNS = ("cluster", "start: decode", "plan", "apply s", "change: decode", "plan", "apply", "p99 ms")
+_COLUMNS: tuple[str, ...] = ("cluster", "start: decode", "plan", "apply s", "change: decode", "plan", "apply", "p99 ms")
 _COLUMNS += ("ports", "entries", "slots", "100/s: p50", "p99 ms", "CPU %", "RSS MiB", "own GC: start s", "p99 ms")
 
 
 def _table(found: dict[str, Any]) -> list[str]:
-    rows = [list(_COLUMNS)]
+    rows: list[Sequence[str]] = [_COLUMNS]
     for name, one in found.items():
         start, change, rate = one["cold start"]["cpu seconds"], one["one change"], one["100 changes a second"]
         touched, plain = change["touched"], one["python's own collector"]

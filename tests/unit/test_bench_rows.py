@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bench import first
+from bench import cluster, first
 from bench.cluster_rows import percentile, rows
-from bench.measure import Row
+from bench.measure import Result, Row
 from bench.proxies import IPTABLES, NFTABLES, OURS
 
 
@@ -78,3 +78,25 @@ def test_every_variant_is_a_service_of_its_own() -> None:
     found = [change.object for made in first.objects() for change in first.workload.read(made)]
     assert len(found) == 2 * len(first.VARIANTS)
     assert len({first.frame(variant, i, 7) for i, variant in enumerate(first.VARIANTS)}) == len(first.VARIANTS)
+
+
+def test_the_command_line_says_how_much_is_measured() -> None:
+    assert [size.services for size in cluster.planned(False).sizes] == [100, 1_000, 10_000, 30_000]
+    plan = cluster.planned(False, (30_000, 100), rest_seconds=300, many_seconds=60)
+    assert [(size.services, size.endpoints) for size in plan.sizes] == [(100, 10), (30_000, 3)]
+    assert (plan.idle_seconds[OURS], plan.idle_seconds[NFTABLES], plan.rate_seconds) == (300, 10, 60)
+    assert [(size.services, size.rounds) for size in cluster.planned(True, (100,)).sizes] == [(100, 1)]
+    with pytest.raises(ValueError, match="no such size: 500; there are 100, 1000, 10000, 30000"):
+        cluster.planned(False, (100, 500))
+
+
+@pytest.mark.parametrize(("commit", "left"), [("this", {100}), ("another", set())])
+def test_runs_of_other_sizes_stay_if_they_are_of_the_same_commit(commit: str, left: set[int]) -> None:
+    here = {"commit": "this", "kernel": "k", "processor": "p", "cpus": 2}
+    runs = [run_of(OURS, 1, 10, 100), run_of(OURS, 1, 10, 100) | {"services": 30_000}]
+    samples = {"runs": runs, "speed_seconds": [0.2]}
+    machine = here | {"commit": commit}
+    kept = Result(figure="cluster", title="", quick=False, machine=machine, rows=[], samples=samples)
+    found, speeds = cluster.other_runs(kept, cluster.planned(False, (30_000,)), here)
+    assert {run["services"] for run in found} == left
+    assert len(speeds) == len(left)
