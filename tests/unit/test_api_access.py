@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import ssl
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,10 +15,14 @@ import pytest
 
 from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.kube.api.access import Access, ExecPlugin, Tls, find, in_cluster, server_url
+from pyebpf_proxy.kube.api.client import Client
 from pyebpf_proxy.kube.api.credentials import TOKEN_SECONDS, Credentials
 from pyebpf_proxy.kube.api.environment import proxy_for
 from pyebpf_proxy.kube.api.limiter import Limiter
+from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.trouble import TroubleError
+
+from .scripted_api import QUICK, ScriptedApi
 
 CONTEXT = "current-context: a\ncontexts: [{name: a, context: {cluster: c, user: u}}]\n"
 SERVER = "clusters: [{name: c, cluster: {server: 'https://192.0.2.1:6443'}}]\n"
@@ -183,6 +188,19 @@ def test_user_and_password() -> None:
 def test_certificates_that_are_none(tls: Tls) -> None:
     with pytest.raises(TroubleError, match=r"no certificate as PEM|not usable"):
         Credentials(Access("https://x", tls)).context()
+
+
+def test_a_context_that_threads_share_is_not_changed_by_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenSSL frees what is replaced there, and another thread's handshake may be reading it."""
+    changed = []
+    monkeypatch.setattr(ssl.SSLContext, "set_alpn_protocols", lambda _, protocols: changed.append(protocols))
+    with ScriptedApi() as api:
+        access = Access(api.url.replace("http:", "https:"), Tls(insecure=True))
+        client = Client(access, Limiter(-1, 0), Silent(), QUICK)
+        for _ in range(2):
+            with pytest.raises(TroubleError, match="does not speak TLS"):
+                client.channel().request("GET", "/version")
+    assert changed == [["http/1.1"]]
 
 
 # ---- exec plugins

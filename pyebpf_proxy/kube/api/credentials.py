@@ -12,6 +12,7 @@ import os
 import ssl
 import threading
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from . import exec_plugin
@@ -106,8 +107,23 @@ def _stamp(path: str) -> _Stamp | None:
     return (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
+class _SharedContext(ssl.SSLContext):
+    """Channels of several threads connect by it.
+
+    urllib3 sets ALPN before every connection. OpenSSL then frees the list that another thread, which begins a
+    connection without Python's lock, is just copying: that one sends garbage, which the server cannot decode.
+    """
+
+    def set_alpn_protocols(self, alpn_protocols: Iterable[str]) -> None:
+        """Nothing: it was set before anybody else had the context."""
+
+
 def _context(tls: Tls, credential: exec_plugin.Credential | None) -> ssl.SSLContext:
-    context = ssl.create_default_context() if not (tls.has_ca or tls.insecure) else _bare_context()
+    context = _SharedContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    ssl.SSLContext.set_alpn_protocols(context, ["http/1.1"])
+    if not (tls.has_ca or tls.insecure):
+        context.load_default_certs()
     # Go's TLS takes certificates without key identifiers, and so do the CAs of existing clusters.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     if tls.insecure:
@@ -134,12 +150,6 @@ def _context(tls: Tls, credential: exec_plugin.Credential | None) -> ssl.SSLCont
             reason = getattr(error, "reason", None) or "neither is empty, but they are no PEM"
             what = f"client certificate {tls.certificate_file}".rstrip()
             raise TroubleError(f"the {what} and its key are not usable: {reason}", shared=True) from None
-    return context
-
-
-def _bare_context() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
 
 
