@@ -162,6 +162,9 @@ def _allow_fragments(sock: socket.socket, family: int) -> None:
         sock.setsockopt(socket.IPPROTO_IP, 10, 0)
 
 
-def ask_many(count: int, address: str, port: int, protocol: str = "tcp", **options: Any) -> list[Outcome]:
-    """``count`` requests, one after the other."""
-    return [ask(address, port, protocol, **options) for _ in range(count)]
+def ask_many(
+    count: int, address: str, port: int, protocol: str = "tcp", *, first_port: int = 0, **options: Any
+) -> list[Outcome]:
+    """``count`` requests, one after the other; from ``first_port``, the next port, … if that is given."""
+    ports = range(first_port, first_port + count) if first_port else [0] * count
+    return [ask(address, port, protocol, source_port=each, **options) for each in ports]
