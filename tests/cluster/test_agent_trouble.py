@@ -194,5 +194,6 @@ def test_the_agent_is_killed_while_the_api_server_is_away(world: World) -> None:
     world.relay.listen()
     wait_ready(world.node, world.container)
     world.wait(lambda: world.serves(fresh) and world.refuses(old), "what has changed meanwhile")
+    world.wait(lambda: world.said(*ENDS), "it says that it is over")
     assert len(world.said(*BEGINNINGS)) == len(world.said(*ENDS)) == 1, world.container.log()
     assert world.traffic.failures() == []

@@ -75,6 +75,7 @@ class World:
             self.first_connected = self.connected()
             self.relay.listen()
             wait_ready(self.node, self.container)
+            self.wait(lambda: self.said(*ENDS), "it says that it is over")
             self.first_log = self.container.log()
             self.traffic = stack.enter_context(Traffic(self._folder, self._places()))
             self.wait(lambda: self.traffic.rounds > 3, "traffic goes")

@@ -147,8 +147,8 @@ def test_a_vip_that_is_the_nodes_own_address(bad: Lab, family: int) -> None:
         assert metric(bad, "service_addresses_of_nodes") == 2
     finally:
         (bad.manifests / "on-node.json").unlink()
-    wait_until(lambda: metric(bad, "service_addresses_of_nodes") == 0, "the service is gone", 60)
-    assert answerers(bad, bad.client, address.of(family), 80) == {"host-node1"}
+    wait_until(lambda: metric(bad, "service_addresses_of_nodes") == 0, "the service is planned away", 60)
+    wait_until(lambda: answerers(bad, bad.client, address.of(family), 80) == {"host-node1"}, "and out of the maps")
 
 
 def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) -> None:
