@@ -13,6 +13,7 @@
 #include "maps.h"
 #include "flow_maps.h"
 #include "xdp_maps.h"
+#include "trace_maps.h"
 #include "settings.h"
 
 /* libbpf's own is no constant to _Static_assert. */

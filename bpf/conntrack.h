@@ -243,7 +243,7 @@ static __noinline int flow_exists(struct context *ctx, const struct packet *p, _
 	if (!settings.dry_run)
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
-	count(reason);
+	decided(ctx, p, NULL, NULL, reason);
 	if (settings.dry_run)
 		return NO_FLOW;
 	/* An expired entry is taken out of the table by the next lookup that meets it. */

@@ -49,10 +49,10 @@ static __always_inline bool direct_lane(struct context *ctx, const struct packet
 	case CREATED:
 		if (e->masquerade)
 			say_masqueraded(ctx);
-		count(NEW_FLOW_DIRECT);
+		decided(ctx, p, e, b, NEW_FLOW_DIRECT);
 		return true;
 	case EXISTS_ALREADY:
-		count(INSERT_RACE);
+		decided(ctx, p, e, b, INSERT_RACE);
 		return true;
 	case CONNTRACK_FULL:
 		*reason = DROP_CONNTRACK_FULL;

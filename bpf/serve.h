@@ -13,12 +13,6 @@ static __always_inline __u32 ip_device(struct context *ctx);
 static __always_inline bool chosen_before(struct context *ctx, const struct packet *p, const struct entitlement *e,
 					  struct backend *b);
 
-static __always_inline int drop(enum reason reason)
-{
-	count(reason);
-	return DROPPED;
-}
-
 /*
  * Of any protocol, from elsewhere to 127.0.0.0/8.  route_localnet, which localhost NodePorts are served with,
  * lets it in (service-semantics 8).  Nothing lawful looks like this on a wire: answers to flows that began on
@@ -29,10 +23,18 @@ static __always_inline bool goes_to_loopback(const struct packet *p)
 	return settings.localhost_node_ports && !p->ipv6 && is_loopback4(p->destination.v4);
 }
 
-static __always_inline int drop_packet(struct context *ctx, const struct packet *p, enum reason reason)
+/* `e`, `b`: as in decided(). */
+static __always_inline int drop_flow(struct context *ctx, const struct packet *p, const struct entitlement *e,
+				     const struct backend *b, enum reason reason)
 {
 	remember_refused(p, receiving_device(ctx), reason);
-	return drop(reason);
+	decided(ctx, p, e, b, reason);
+	return DROPPED;
+}
+
+static __always_inline int drop_packet(struct context *ctx, const struct packet *p, enum reason reason)
+{
+	return drop_flow(ctx, p, NULL, NULL, reason);
 }
 
 /* SCTP entries can't be looked up from here; what opens a flow there is an INIT. */
@@ -49,17 +51,17 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 				     const struct table *table, __u32 table_id, struct place *asked)
 {
 	enum reason reason = REASON_UNSPECIFIED;
-	struct entitlement e = {};
+	struct entitlement e = { .service = f->service };
 	struct backend b = {};
 
 	if (asked)
 		swap_destination(p, asked);
 	switch (decide(p, f, table, table_id, receiving_device(ctx), &e, &reason)) {
 	case VERDICT_DROP:
-		return drop_packet(ctx, p, reason);
+		return drop_flow(ctx, p, &e, NULL, reason);
 	case VERDICT_REJECT:
 		remember_refused(p, receiving_device(ctx), reason);
-		reject(ctx);
+		reject(ctx, p, &e);
 		return LEFT;
 	case VERDICT_PASS:
 		return LEFT;
@@ -67,7 +69,7 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		break;
 	}
 	if (!chosen_before(ctx, p, &e, &b) && !choose_backend(p, &e, &b))
-		return drop_packet(ctx, p, TABLE_MISSING);
+		return drop_flow(ctx, p, &e, NULL, TABLE_MISSING);
 	if (asked)
 		swap_destination(p, asked);
 	/* Hairpin: the endpoint calls itself and must not see its own address. */
@@ -79,7 +81,7 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		return LEFT;
 	}
 	if (!direct_lane(ctx, p, &e, &b, ip_device(ctx), &reason))
-		return drop_packet(ctx, p, reason);
+		return drop_flow(ctx, p, &e, &b, reason);
 	return LEFT;
 }
 

@@ -8,10 +8,11 @@
 #define PEP_CONTEXT_H
 
 #include "checksum.h"
-#include "slots.h"
-
 /* No typedef: type information would name that, and not the kernel's type. */
 #define context __sk_buff
+#define HOOK AT_TC
+
+#include "trace.h"
 
 #define TC_ACT_UNSPEC (-1)
 #define TC_ACT_SHOT 2
@@ -81,20 +82,20 @@ static __always_inline bool is_plain(struct context *ctx)
 /* ---- handing a choice on ----------------------------------------------------------- */
 
 /* Our nft table looks the choice up. */
-static __always_inline void netfilter_lane(struct context *ctx, const struct packet *p __attribute__((unused)),
+static __always_inline void netfilter_lane(struct context *ctx, const struct packet *p,
 					   const struct entitlement *e, const struct backend *b, enum reason why)
 {
 	ctx->priority = PRIORITY_BACKEND | (b->id & BACKEND_ID_MASK);
 	if (e->masquerade)
 		ctx->mark |= settings.masquerade_mark;
 	count(NEW_FLOW_NETFILTER);
-	count(why);
+	decided(ctx, p, e, b, why);
 }
 
-static __always_inline void reject(struct context *ctx)
+static __always_inline void reject(struct context *ctx, const struct packet *p, const struct entitlement *e)
 {
 	ctx->priority = PRIORITY_REJECT;
-	count(REJECT_NO_ENDPOINTS);
+	decided(ctx, p, e, NULL, REJECT_NO_ENDPOINTS);
 }
 
 /* The packet's flow is masqueraded by its conntrack entry. Other people's rules may look at the mark. */

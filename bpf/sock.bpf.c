@@ -4,7 +4,18 @@
  * connects or sends, so there is nothing left to translate in its packets.
  * translate.h says to what.
  */
+#include "common.h"
+
+#define context bpf_sock_addr
+#define HOOK AT_SOCKET
+
 #include "translate.h"
+
+/* It comes from no device. */
+static __always_inline __u32 receiving_device(struct context *ctx __attribute__((unused)))
+{
+	return 0;
+}
 
 /* The verifier wants constant offsets into these: each is read by an instruction of its own. */
 #define FIELD(x) (*(volatile typeof(x) *)&(x))
@@ -73,11 +84,9 @@ static __always_inline void bound_source6(struct bpf_sock_addr *ctx, bool datagr
 /* Whose the socket is decides how far its service goes. */
 static __always_inline long translate_for(struct bpf_sock_addr *ctx, struct packet *p, bool datagram, struct backend *b)
 {
-	__u64 netns = bpf_get_netns_cookie(ctx);
-
-	if (settings.pod_sockets && netns != settings.netns_cookie)
-		return translate_for_pod(p, bpf_get_socket_cookie(ctx), netns, datagram, b);
-	return translate(p, bpf_get_socket_cookie(ctx), datagram, b);
+	if (settings.pod_sockets && bpf_get_netns_cookie(ctx) != settings.netns_cookie)
+		return translate_for_pod(ctx, p, datagram, b);
+	return translate(ctx, p, datagram, b);
 }
 
 /*

@@ -9,6 +9,7 @@
 #define PEP_TRANSLATE_H
 
 #include "pod_sockets.h"
+#include "trace.h"
 
 #define ALLOW 1
 #define ALLOW_MASQUERADED 2	/* never told to the kernel */
@@ -87,7 +88,8 @@ static __always_inline void note_peer(__u64 cookie, const struct packet *p, cons
  * As the application would see it: refused at once, or as if every packet were
  * lost; a datagram that netfilter drops on its way out is not permitted.
  */
-static __always_inline int refuse(const struct packet *p, enum reason reason)
+static __always_inline int refuse(struct context *ctx, const struct packet *p, const struct entitlement *e,
+				  enum reason reason)
 {
 	int error = p->protocol == UDP ? -EPERM_ : -ETIMEDOUT_;
 
@@ -102,8 +104,8 @@ static __always_inline int refuse(const struct packet *p, enum reason reason)
 	default:
 		reason = DROP_NO_LOCAL_ENDPOINTS_SOCKET;
 	}
-	count(reason);
 	remember_refused(p, 0, reason);
+	decided(ctx, p, e, NULL, reason);
 	bpf_set_retval(error);
 	return REFUSE;
 }
@@ -131,19 +133,17 @@ static __always_inline bool find_backend(const struct packet *p, const struct en
 	return choose_backend(p, e, b);
 }
 
-/* A choice that is carried out here. */
+/* A choice that is carried out here. True: the first time. */
 static __noinline int settle(const struct packet *p, const struct socket_flow_key *key, bool datagram,
 			     const struct backend *b)
 {
 	struct affinity *last = datagram ? bpf_map_lookup_elem(&socket_flows, key) : NULL;
+	bool first = !last || last->backend != b->id;
 
-	if (!last || last->backend != b->id) {
-		if (datagram)
-			remember(key, b->id);
-		count(NEW_FLOW_SOCKET);
-	}
+	if (first && datagram)
+		remember(key, b->id);
 	note_peer(key->cookie, p, b);
-	return ALLOW;
+	return first;
 }
 
 /*
@@ -152,9 +152,9 @@ static __noinline int settle(const struct packet *p, const struct socket_flow_ke
  * rewritten.  `datagram`: a single message of an unconnected socket.
  * Not static, as translate_for_pod, and for the reason that choose_by_scheduler isn't.
  */
-__noinline long translate(struct packet *p, __u64 cookie, bool datagram, struct backend *b)
+__noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool datagram, struct backend *b)
 {
-	struct socket_flow_key key = { .cookie = cookie };
+	struct socket_flow_key key = { .cookie = bpf_get_socket_cookie(ctx) };
 	enum reason reason = REASON_UNSPECIFIED;
 	struct entitlement e = {};
 	struct frontend f = {};
@@ -172,6 +172,7 @@ __noinline long translate(struct packet *p, __u64 cookie, bool datagram, struct 
 	table = table_in_force(f.service, &table_id);
 	if (!table)
 		return ALLOW;
+	e.service = f.service;
 	bound = is_specified(&p->source);
 	if (!bound)
 		likely_source(p);
@@ -181,15 +182,17 @@ __noinline long translate(struct packet *p, __u64 cookie, bool datagram, struct 
 	case VERDICT_PASS:
 		return ALLOW;
 	default:
-		return refuse(p, reason);
+		return refuse(ctx, p, &e, reason);
 	}
 	key.service = f.service;
 	key.kind = f.kind;
-	if (!find_backend(p, &e, &key, datagram, b))
-		return refuse(p, REJECT_NO_ENDPOINTS);
-	settle(p, &key, datagram, b);
 	/* What is bound to nothing gets the address that it would be masqueraded with. */
-	return bound && e.masquerade ? ALLOW_MASQUERADED : ALLOW;
+	e.masquerade = e.masquerade && bound;
+	if (!find_backend(p, &e, &key, datagram, b))
+		return refuse(ctx, p, &e, REJECT_NO_ENDPOINTS);
+	if (settle(p, &key, datagram, b))
+		decided(ctx, p, &e, b, NEW_FLOW_SOCKET);
+	return e.masquerade ? ALLOW_MASQUERADED : ALLOW;
 }
 
 /* How a message of an unconnected socket goes on that began to talk to this service before. */
@@ -225,9 +228,10 @@ static __noinline int leave(const struct socket_flow_key *key, __u64 netns, bool
 }
 
 /* A pod. The same decisions as tc would make; what tc can do better, or refuse, is left to it. Never REFUSE. */
-__noinline long translate_for_pod(struct packet *p, __u64 cookie, __u64 netns, bool datagram, struct backend *b)
+__noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, bool datagram, struct backend *b)
 {
-	struct socket_flow_key key = { .cookie = cookie };
+	struct socket_flow_key key = { .cookie = bpf_get_socket_cookie(ctx) };
+	__u64 netns = bpf_get_netns_cookie(ctx);
 	enum reason reason = REASON_UNSPECIFIED;
 	struct entitlement e = {};
 	int talk = TALK_NEW;
@@ -269,7 +273,9 @@ __noinline long translate_for_pod(struct packet *p, __u64 cookie, __u64 netns, b
 	/* It has chosen itself, and must not see its own address. */
 	if (same_address(&b->address, &p->source, p->ipv6))
 		return leave(&key, netns, datagram, b);
-	return settle(p, &key, datagram, b);
+	if (settle(p, &key, datagram, b))
+		decided(ctx, p, &e, b, NEW_FLOW_SOCKET);
+	return ALLOW;
 }
 
 #endif

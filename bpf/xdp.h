@@ -8,10 +8,11 @@
 #define PEP_CONTEXT_H
 
 #include "checksum.h"
-#include "slots.h"
-
 /* No typedef: type information would name that, and not the kernel's type. */
 #define context xdp_md
+#define HOOK AT_XDP
+
+#include "trace.h"
 
 #define LEFT XDP_PASS
 #define DROPPED XDP_DROP
@@ -72,7 +73,9 @@ static __always_inline void netfilter_lane(struct context *ctx __attribute__((un
 }
 
 /* Nothing has been consumed: tc decides the same. */
-static __always_inline void reject(struct context *ctx __attribute__((unused)))
+static __always_inline void reject(struct context *ctx __attribute__((unused)),
+				   const struct packet *p __attribute__((unused)),
+				   const struct entitlement *e __attribute__((unused)))
 {
 }
 

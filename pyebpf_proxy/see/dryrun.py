@@ -36,7 +36,7 @@ _PRIVATE = {
     "socket_flows": _SMALL,
     "xdp_choices": _SMALL,
 }
-_OWN = frozenset((*_PRIVATE, "reasons", "last_refused", "turns", "dry_results"))
+_OWN = frozenset((*_PRIVATE, "reasons", "last_refused", "turns", "dry_results", "tracing", "decisions"))
 
 
 class Outcome(NamedTuple):

@@ -195,11 +195,11 @@ class World:
             if name in ("services", "slots", "node_port_hints", "turns", "fast_path", "flow_sightings"):
                 keys = b"".join(_u32(i) for i in range(of.max_entries))
                 of.update_batch(keys, bytes(of.max_entries * of.value_size))
-            elif name in ("reasons", "last_refused", "flow_drafts"):
+            elif name in ("reasons", "last_refused", "flow_drafts", "tracing"):
                 size = len(of.lookup(bytes(4)) or b"")
                 for number in range(of.max_entries):
                     of.update(_u32(number), bytes(size))
-            elif "." not in name:
+            elif "." not in name and name != "decisions":  # rings cannot be listed
                 for key, _ in list(of.items()):
                     of.delete(key)
 

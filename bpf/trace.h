@@ -1,0 +1,119 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * Where every decision about a flow ends: it is counted, and told to whoever traces.
+ * While nobody does that costs the look at one word.  After skb.h, xdp.h, or what sock.bpf.c has in their place.
+ */
+#ifndef PEP_TRACE_H
+#define PEP_TRACE_H
+
+#include "slots.h"
+
+#define ENOENT_ 2
+
+static __always_inline __u32 receiving_device(struct context *ctx);
+
+/* The address is one of the event's three. */
+static __always_inline bool same_bytes(const __u8 *a, const __u8 *b, bool ipv6)
+{
+	return same_address((const union address *)a, (const union address *)b, ipv6);
+}
+
+static __always_inline bool has_address(const struct tracing *t, const struct decision *event)
+{
+	bool ipv6 = event->ipv6;
+
+	if (!t->family)
+		return true;
+	if (t->family != (ipv6 ? 6 : 4))
+		return false;
+	return same_bytes(t->address, event->source, ipv6) || same_bytes(t->address, event->destination, ipv6) ||
+	       same_bytes(t->address, event->endpoint, ipv6);
+}
+
+static __always_inline bool has_port(const struct tracing *t, const struct decision *event)
+{
+	return !t->port || t->port == event->source_port || t->port == event->destination_port ||
+	       t->port == event->endpoint_port;
+}
+
+/* A decision that came before the service was looked up is for whoever reads to judge. */
+static __always_inline bool has_service(const struct tracing *t, const struct decision *event)
+{
+	__u32 i;
+
+	if (!t->service_count || !event->service)
+		return true;
+	for (i = 0; i < TRACED_SERVICES; i++)
+		if (i < t->service_count && t->services[i] == event->service)
+			return true;
+	return false;
+}
+
+static __noinline int is_wanted(const struct tracing *t, const struct decision *event)
+{
+	if (!t || !event)
+		return 0;
+	if (!(t->reasons >> (event->reason & 63) & 1) || (t->device && t->device != event->device))
+		return 0;
+	if (t->protocol && t->protocol != event->protocol)
+		return 0;
+	return has_address(t, event) && has_port(t, event) && has_service(t, event);
+}
+
+static __noinline int tell(struct context *ctx, const struct packet *p, const struct entitlement *e,
+			   const struct backend *b, enum reason reason)
+{
+	struct decision event = { .when = bpf_ktime_get_boot_ns(), .reason = reason, .hook = HOOK };
+	struct tracing *t;
+	__u32 zero = 0;
+	long failed;
+
+	t = bpf_map_lookup_elem(&tracing, &zero);
+	if (!t || !p)
+		return 0;
+	__builtin_memcpy(event.source, &p->source, 16);
+	__builtin_memcpy(event.destination, &p->destination, 16);
+	event.source_port = p->source_port;
+	event.destination_port = p->destination_port;
+	event.protocol = p->protocol;
+	event.ipv6 = p->ipv6;
+	event.device = receiving_device(ctx);
+	if (e) {
+		event.service = e->service;
+		event.masquerade = e->masquerade;
+	}
+	if (b && b->id) {
+		event.backend = b->id;
+		event.endpoint_port = b->port;
+		__builtin_memcpy(event.endpoint, &b->address, 16);
+	}
+	if (!is_wanted(t, &event))
+		return 0;
+	if (HOOK == AT_SOCKET) {
+		event.process = bpf_get_current_pid_tgid() >> 32;
+		bpf_get_current_comm(event.command, sizeof(event.command));
+	}
+	failed = bpf_perf_event_output(ctx, &decisions, BPF_F_CURRENT_CPU, &event, sizeof(event));
+	if (failed == -ENOENT_)
+		t->process = 0;	/* its rings went with it */
+	else if (failed)
+		__sync_fetch_and_add(&t->lost, 1);
+	return 0;
+}
+
+/* `e` and `b` may be NULL: not known yet, or nothing was chosen. */
+static __always_inline void decided(struct context *ctx, const struct packet *p, const struct entitlement *e,
+				    const struct backend *b, enum reason reason)
+{
+	struct tracing *t;
+	__u32 zero = 0;
+
+	count(reason);
+	t = bpf_map_lookup_elem(&tracing, &zero);
+	if (t && *(volatile __u32 *)&t->process)
+		tell(ctx, p, e, b, reason);
+}
+
+_Static_assert(REASON_COUNT <= 64, "a bit of struct tracing for each reason");
+
+#endif
