@@ -121,6 +121,8 @@ static __always_inline struct nf_conn___pep *find_flow(struct context *ctx, cons
 
 static __always_inline bool comes_from_endpoint(const struct packet *p)
 {
+	if (!is_hinted(&p->source, p->source_port, p->ipv6))
+		return false;
 	if (p->ipv6) {
 		struct endpoint6_key key = { .port = p->source_port, .protocol = p->protocol };
 

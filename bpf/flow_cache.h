@@ -6,7 +6,7 @@
 #ifndef PEP_FLOW_CACHE_H
 #define PEP_FLOW_CACHE_H
 
-#include "packet.h"
+#include "hints.h"
 
 #define FLOW_CHECK_NS NANOSECONDS
 
@@ -43,6 +43,13 @@ static __always_inline bool is_frequent(const struct packet *p)
 		return true;
 	*seen = (tag & ~SIGHTING_COUNT) | (count + 1);
 	return false;
+}
+
+/* A flow that the cache knows has the Service's address on the one side or the endpoint's on the other. */
+static __always_inline bool may_be_known(const struct packet *p)
+{
+	return is_hinted(&p->destination, p->destination_port, p->ipv6) ||
+	       is_hinted(&p->source, p->source_port, p->ipv6);
 }
 
 static __always_inline struct fast_path *fast_path_word(void)
@@ -95,23 +102,6 @@ static __always_inline void reverse_key(const struct flow *f, const struct packe
 	key->destination_port = f->source_port;
 	key->protocol = p->protocol;
 	key->ipv6 = p->ipv6;
-}
-
-/* Both directions stop. The element stays where it is: nobody else gets it while another CPU reads it. */
-static __noinline __attribute__((unused)) int end_entries(const struct packet *p, struct flow *f)
-{
-	struct flow_key key = {};
-
-	if (!p || !f)
-		return 0;
-	f->ended = true;
-	if (f->passage == TO_STACK)
-		return 0;
-	reverse_key(f, p, &key);
-	f = bpf_map_lookup_elem(&flows, &key);
-	if (f)
-		f->ended = true;
-	return 0;
 }
 
 /* The kernel may give these ports to another connection now: nothing is sent by what was known before it is asked. */

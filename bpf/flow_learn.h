@@ -27,6 +27,7 @@ struct translated {
 	union address destination;
 	__u16 source_port;
 	__u16 destination_port;
+	bool reply;
 };
 
 static __always_inline __u32 mark_of(const struct nf_conn___pep *ct)
@@ -92,6 +93,7 @@ static __noinline int translation_of(struct __sk_buff *skb, const struct packet 
 		return FLOW_NOT_YET;
 	reason = judge(ct, p);
 	if (reason == REASON_UNSPECIFIED) {
+		t->reply = direction != DIRECTION_ORIGINAL;
 		/* The other direction's tuple, the other way round. Constant indices: the verifier wants them. */
 		if (direction == DIRECTION_ORIGINAL) {
 			BPF_CORE_READ_INTO(&t->source, ct, tuplehash[DIRECTION_REPLY].tuple.dst.u3);
@@ -330,6 +332,9 @@ __noinline int learn_flow(struct __sk_buff *skb, const struct packet *p, __u32 d
 	draft->back.address_sum = ~draft->there.address_sum;
 	draft->back.port_sum = ~draft->there.port_sum;
 	stamp(&draft->back, &draft->back_key, generation, now);
+	/* Whoever translates these flows: packets for that address are looked for in the cache from now on. */
+	if (t.reply)
+		set_hint(&t.source, t.source_port, p->ipv6);
 	put(&draft->back_key, &draft->back);
 	return 1;
 }

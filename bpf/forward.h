@@ -6,6 +6,23 @@
 #include "flow_learn.h"
 #include "flow_send.h"
 
+/* Both directions stop. The element stays where it is: nobody else gets it while another CPU reads it. */
+static __noinline int end_entries(const struct packet *p, struct flow *f)
+{
+	struct flow_key key = {};
+
+	if (!p || !f)
+		return 0;
+	f->ended = true;
+	if (f->passage == TO_STACK)
+		return 0;
+	reverse_key(f, p, &key);
+	f = bpf_map_lookup_elem(&flows, &key);
+	if (f)
+		f->ended = true;
+	return 0;
+}
+
 static __noinline int end_flow(struct __sk_buff *skb, const struct packet *p)
 {
 	struct flow *f;
@@ -49,14 +66,16 @@ static __noinline int learn_and_send(struct __sk_buff *skb, const struct packet 
  * The way of every packet that cannot open a flow, and of UDP.  What opens a UDP
  * flow goes by what serve() finds: its endpoint may be gone.
  */
-static __always_inline int fast_way(struct __sk_buff *skb, const struct packet *p, __u32 device)
+static __always_inline int fast_way(struct __sk_buff *skb, const struct packet *p)
 {
+	__u32 device;
 	int verdict;
 
-	if (p->protocol == SCTP)
+	if (p->protocol == SCTP || !may_be_known(p))
 		return NOT_SENT;
 	if (is_turning_point(p))
 		return end_flow(skb, p);
+	device = ip_device(skb);
 	verdict = send_by_cache(skb, p, device);
 	if (verdict == NOT_SURE && p->protocol == TCP)
 		return learn_and_send(skb, p, device, true);

@@ -3,7 +3,7 @@
 #ifndef PEP_FRONTEND_H
 #define PEP_FRONTEND_H
 
-#include "packet.h"
+#include "hints.h"
 
 static __always_inline bool is_loopback6(const union address *address)
 {
@@ -55,14 +55,6 @@ static __always_inline struct frontend *exact_frontend(const union address *addr
 	}
 }
 
-static __always_inline bool may_be_node_port(__u16 port)
-{
-	__u32 word = port / 64;
-	__u64 *hints = bpf_map_lookup_elem(&node_port_hints, &word);
-
-	return hints && (*hints >> (port % 64) & 1);
-}
-
 /*
  * A NodePort at an address of this node that serves none (service-semantics 8),
  * not even to the node itself, if it is ::1.  In iptables mode its REJECT and
@@ -98,8 +90,10 @@ static __always_inline bool find_node_port(const struct packet *p, struct fronte
 
 static __always_inline bool find_frontend(const struct packet *p, struct frontend *f)
 {
-	struct frontend *found = exact_frontend(&p->destination, p->destination_port, p->protocol, p->ipv6);
+	struct frontend *found = NULL;
 
+	if (is_hinted(&p->destination, p->destination_port, p->ipv6))
+		found = exact_frontend(&p->destination, p->destination_port, p->protocol, p->ipv6);
 	if (!found)
 		return find_node_port(p, f);
 	*f = *found;

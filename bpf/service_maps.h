@@ -69,6 +69,21 @@ struct {
 	__type(value, __u64);
 } node_port_hints SEC(".maps");
 
+#define ADDRESS_HINT_BITS 20
+
+/*
+ * One bit for each address and port of a frontend or an endpoint, and for where flows of the cache are for, by a
+ * hash (hints.h), 64 in a word.  Most packets of no service need ask none of those maps.  A bit is set before
+ * the entry is there, and stays: without it the entry would not be found.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 1 << (ADDRESS_HINT_BITS - 6));
+	__type(key, __u32);
+	__type(value, __u64);
+} address_hints SEC(".maps");
+
 /* ---- a service port and its version in force --------------------------- */
 
 /*

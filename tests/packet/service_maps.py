@@ -149,6 +149,8 @@ def wipe(loaded: Loaded) -> None:
     for name, size in (("services", SIZES["services"]), ("slots", SIZES["slots"])):
         numbers = b"".join(i.to_bytes(4, sys.byteorder) for i in range(size))
         loaded.maps[name].update_batch(numbers, bytes(8 * size))
+    hints = loaded.maps["address_hints"].mmap()
+    hints[:] = bytes(len(hints))
     for name in SIZES:
         if name not in ("services", "slots"):
             loaded.maps[name].delete_batch(loaded.maps[name].dump()[0])

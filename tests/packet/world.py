@@ -32,6 +32,7 @@ from scapy.packet import Packet, Raw
 import pyebpf_proxy
 from pyebpf_proxy.datapath.loader.libbpf import Link, Object, Program, RunResult, SkBuff
 from pyebpf_proxy.datapath.loader.programs import unused_maps
+from pyebpf_proxy.datapath.tables.hints import AddressHints
 from pyebpf_proxy.services.model import FrontendKind
 
 # Another object can be named, to see that the tests fail for a program that is wrong (tests/packet/mutants.py).
@@ -62,6 +63,7 @@ ADDRESSES: dict[str, tuple[str, str]] = {
     "outside": ("172.16.0.10", "fd00:ac::10"),
     "nowhere": ("100.64.0.9", "fd99::9"),
     **{f"pod{i}": (f"10.244.3.{i}", f"fd00:10:244:3::{i:x}") for i in range(1, 13)},
+    **{f"caller{i}": (f"10.244.1.{100 + i}", f"fd00:10:244:1:1::{i:x}") for i in range(100)},
 }
 KINDS = {
     "cluster_ip": FrontendKind.CLUSTER_IP,
@@ -82,6 +84,7 @@ SIZES = dict.fromkeys(
     "socket_flows": 64,
     "flows": int(os.environ.get("PEP_FLOW_CACHE") or 1024),
 }
+ARRAYS = {"services", "slots", "node_port_hints", "address_hints", "turns", "fast_path", "flow_sightings"}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -168,6 +171,7 @@ class World:
             self.xdp = self._loaded[b"xdp" + rodata].programs["xdp_ethernet"]
             for device in self.devices:
                 self.xdp_device(device)
+        self._hints = AddressHints(self.object.maps["address_hints"], self.object.btf)
         self._next_slot, self._next_id = 1, 1
         self.backend_ids: dict[tuple[str, int], int] = {}
         self._write_node()
@@ -192,7 +196,7 @@ class World:
     def _wipe(self) -> None:
         """Loading takes long (the verifier); tests share objects and begin with empty maps."""
         for name, of in self.object.maps.items():
-            if name in ("services", "slots", "node_port_hints", "turns", "fast_path", "flow_sightings"):
+            if name in ARRAYS:
                 keys = b"".join(_u32(i) for i in range(of.max_entries))
                 of.update_batch(keys, bytes(of.max_entries * of.value_size))
             elif name in ("reasons", "last_refused", "flow_drafts", "tracing"):
@@ -317,6 +321,7 @@ class World:
             key = btf.struct(f"frontend{self.family}_key").pack(
                 address=address, port=node_port if name == "node_port" else port, protocol=number
             )
+            self._hints.add([key])
             maps[f"frontends{self.family}"].update(key, btf.struct("frontend").pack(service=service, kind=int(kind)))
 
     def endpoint(self, name: str, service: int, port: int = 8080, protocol: str = "udp", present: bool = True) -> None:
@@ -325,6 +330,7 @@ class World:
         )
         where = self.object.maps[f"endpoints{self.family}"]
         if present:
+            self._hints.add([key])
             where.update(key, b"\1\0\0\0")
         else:
             where.delete(key)

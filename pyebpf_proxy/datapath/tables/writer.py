@@ -29,9 +29,9 @@ from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.tables.adopt import adopt
 from pyebpf_proxy.datapath.tables.affinity import Memory
 from pyebpf_proxy.datapath.tables.changes import Change, Garbage, NoRoomError, Problem
+from pyebpf_proxy.datapath.tables.hints import Hints
 from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.datapath.tables.mirror import Mirror
-from pyebpf_proxy.datapath.tables.node_port_hints import NodePortHints
 from pyebpf_proxy.services.model import Family, ServicePort, ServicePortName
 
 MAPS = (
@@ -70,7 +70,7 @@ class Writer:
         self._all_netfilter = loaded.lane != "direct"
         self._services = maps["services"].mmap().cast("Q")
         self._slots = maps["slots"].mmap().cast("Q")
-        self._hints = NodePortHints(maps["node_port_hints"], loaded.tc.btf)
+        self._hints = Hints(maps, loaded.tc.btf)
         #: Service ports that are not as they should be.
         self.problems: dict[ServicePortName, Problem] = {}
         self._pending: dict[ServicePortName, ServicePort | None] = {}
@@ -93,7 +93,7 @@ class Writer:
             self._flip(number, 0)
         for name, (keys, values) in repairs.puts.items():
             maps[name].update_batch(keys, values)
-        self._hints.rebuild(self._mirror.owners)
+        self._hints.rebuild(self._mirror.owners, self._mirror.endpoint_counts)
         self._broken = False
 
     @contextmanager
@@ -318,7 +318,9 @@ class Writer:
         if not rows:
             return []
         table = self._maps[name]
-        keys = memoryview(b"".join([row[1] for row in rows]))
+        joined = b"".join([row[1] for row in rows])
+        self._hints.add(name, joined)
+        keys = memoryview(joined)
         values = memoryview(b"".join([row[2] for row in rows]))
         ends = []
         at = 0
@@ -343,7 +345,6 @@ class Writer:
     def _put_frontends(self, changes: list[Change], family: Family) -> None:
         """Entries that the kernel refuses are missing from then on; the rest of the change stands."""
         name = f"frontends{family.value}"
-        self._hints.add(key for change in changes for key, _ in change.frontend_puts)
         rows = [
             (c, b"".join([key for key, _ in c.frontend_puts]), b"".join([value for _, value in c.frontend_puts]))
             for c in changes

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What saves most packets a look into the maps: is a port anybody's NodePort, may an address and port be a service's?
+
+A bit is set before the entry is there: one that is set for nothing costs a lookup, one that is missing would cost the
+service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from struct import Struct
+
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import Map
+from pyebpf_proxy.services.model import Family
+
+# bpf/hints.h
+_BITS = 20
+_SPREAD = 0x9E3779B1
+_MIX = (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
+
+
+class Hints:
+    """Writes ``node_port_hints`` and ``address_hints``; knows the maps that they are for by name."""
+
+    def __init__(self, maps: Mapping[str, Map], btf: Btf) -> None:
+        self._sizes = {name: maps[name].key_size for name in ("frontends4", "frontends6")}
+        self._node_ports = NodePortHints(maps["node_port_hints"], btf)
+        self._addresses = AddressHints(maps["address_hints"], btf)
+
+    def rebuild(self, frontends: Iterable[bytes], endpoints: Iterable[bytes]) -> None:
+        """Exactly these keys and no others exist."""
+        self._node_ports.rebuild(frontends)
+        self._addresses.add(frontends)
+        self._addresses.add(endpoints)
+
+    def add(self, name: str, keys: bytes) -> None:
+        """These keys, one after the other, are about to be written to the map of that name."""
+        if name in self._sizes:
+            size = self._sizes[name]
+            self._node_ports.add(keys[at : at + size] for at in range(0, len(keys), size))
+        if name.startswith(("frontends", "endpoints")):
+            self._addresses.add_all(name, keys)
+
+
+class NodePortHints:
+    """One bit for each port number. Keys are those of the maps ``frontends4`` and ``frontends6``.
+
+    Bits are cleared by :meth:`rebuild` only, at a start.
+    """
+
+    def __init__(self, hints: Map, btf: Btf) -> None:
+        self._words = hints.mmap().cast("Q")
+        self._fields = {}
+        for family in Family:
+            layout = btf.struct(f"frontend{family.value}_key")
+            self._fields[layout.size] = layout.packer("address", "port")
+
+    def rebuild(self, keys: Iterable[bytes]) -> None:
+        """Exactly these frontends and no others exist."""
+        words = [0] * len(self._words)
+        for port in self._ports(keys):
+            words[port // 64] |= 1 << port % 64
+        for index, word in enumerate(words):
+            if self._words[index] != word:
+                self._words[index] = word
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """These frontends are about to be written."""
+        for port in self._ports(keys):
+            self._words[port // 64] |= 1 << port % 64
+
+    def _ports(self, keys: Iterable[bytes]) -> Iterable[int]:
+        for key in keys:
+            address, port = self._fields[len(key)].unpack(key)
+            if not any(address):
+                yield port
+
+
+class AddressHints:
+    """One bit for each address and port, by a hash. Keys are those of the maps ``frontends*`` and ``endpoints*``.
+
+    Bits are never cleared: the programs set some, too, for what the flow cache knows. The map lives until the node
+    starts anew; of a million bits some 200 000 make every fifth other packet pay for what it is not.
+    """
+
+    def __init__(self, hints: Map, btf: Btf) -> None:
+        self._words = hints.mmap().cast("Q")
+        if len(self._words) != 1 << _BITS - 6:
+            raise ValueError(f"map {hints.name} has {len(self._words)} words instead of {1 << _BITS - 6}")
+        self._fields: dict[str, Struct] = {}
+        for family in Family:
+            for name in ("frontend", "endpoint"):
+                layout = btf.struct(f"{name}{family.value}_key")
+                address, port = layout.fields["address"].offset, layout.fields["port"].offset
+                words = 1 if family == 4 else 4
+                if port != address + 4 * words:
+                    raise ValueError(f"struct {name}{family.value}_key has no port behind its address")
+                self._fields[f"{name}s{family.value}"] = Struct(f"={address}x{words}IH{layout.size - port - 2}x")
+        self._names = {fields.size: name for name, fields in self._fields.items()}
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """These keys, of any of the maps."""
+        found: dict[int, list[bytes]] = {}
+        for key in keys:
+            found.setdefault(len(key), []).append(key)
+        for size, some in found.items():
+            self.add_all(self._names[size], b"".join(some))
+
+    def add_all(self, name: str, keys: bytes) -> None:
+        """These keys, one after the other, of the map of that name."""
+        words = self._words
+        if name.endswith("4"):
+            for address, port in self._fields[name].iter_unpack(keys):
+                bit = (address ^ port) * _SPREAD >> 32 - _BITS & (1 << _BITS) - 1
+                words[bit >> 6] |= 1 << (bit & 63)
+            return
+        second, third, fourth = _MIX
+        for a, b, c, d, port in self._fields[name].iter_unpack(keys):
+            mixed = a ^ port ^ b * second ^ c * third ^ d * fourth
+            bit = mixed * _SPREAD >> 32 - _BITS & (1 << _BITS) - 1
+            words[bit >> 6] |= 1 << (bit & 63)
