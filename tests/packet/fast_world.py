@@ -114,7 +114,7 @@ class Flow:
             / Raw(bytes(i % 251 for i in range(size)))
         )
 
-    def run(self, reply: bool = False, frame: Packet | None = None, **skb: int) -> RunResult:
+    def run(self, reply: bool = False, frame: Packet | bytes | None = None, **skb: int) -> RunResult:
         """One packet through the program of the device it would come in by."""
         device = self.exit if reply else self.entrance
         context = SkBuff(ifindex=self.world.devices[device], **skb)
