@@ -184,12 +184,29 @@ def _others(directory: Path) -> Found:
     for path, (text, remedy) in _OTHERS.items():
         if (mounts.SYSTEM_BPFFS / path).exists():
             yield _bad("other proxies", text, remedy)
-    yield from _mark_users(directory)
-
-
-def _mark_users(directory: Path) -> Found:
-    own = mounts.table_name(directory)
     mark = _masquerade_mark(directory)
+    yield from _mark_users(directory, mark)
+    yield from _cni(mark)
+
+
+def _cni(mark: int) -> Found:
+    from pyebpf_proxy.see import cni
+
+    found = cni.read(mark)
+    if found.problem:
+        yield _warn("CNI", found.problem, "mend or remove the file: pods are not started with it either")
+    elif found.file is None:
+        # Before an installation, or in a container, which does not see the node's.
+        yield _good("CNI", f"no configuration in {cni.FOLDERS[0]}")
+    else:
+        for clash in found.clashes:
+            yield (_bad if clash.bad else _warn)("CNI", f"{found.file.name}: {clash.text}", clash.remedy)
+        if not found.clashes:
+            yield _good("CNI", f"{found.file.name}: {', '.join(found.plugins)}")
+
+
+def _mark_users(directory: Path, mark: int) -> Found:
+    own = mounts.table_name(directory)
     try:
         rules = [entry["rule"] for entry in facts.nft("list ruleset") or [] if "rule" in entry]
     except OSError as error:

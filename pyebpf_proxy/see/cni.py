@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the node's CNI configuration says that clashes with us. Files are read, nothing is asked of anybody."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+#: Where container runtimes look; the first file in alphabetical order is the one that counts.
+FOLDERS = (Path("/etc/cni/net.d"), Path("/var/lib/rancher/k3s/agent/etc/cni/net.d"))
+#: What Cilium's agent was started with.
+CILIUM = Path("/var/run/cilium/state/agent-runtime-config.json")
+_ENDINGS = frozenset({".conf", ".conflist", ".json"})
+_PORTMAP_BIT = 13
+
+Plugin = Mapping[str, Any]
+
+
+class Clash(NamedTuple):
+    """``bad``: Services are not served, or twice."""
+
+    bad: bool
+    text: str
+    remedy: str
+
+
+class Read(NamedTuple):
+    """``file``: the one that counts, None: there is none. ``plugins``: their types. ``problem``: it cannot be read."""
+
+    file: Path | None
+    plugins: list[str]
+    clashes: list[Clash]
+    problem: str = ""
+
+
+def read(mark: int, folders: tuple[Path, ...] = FOLDERS, cilium: Path = CILIUM) -> Read:
+    """The configuration in force, and what in it clashes. ``mark``: the masquerade bit in use."""
+    path = next((path for folder in folders for path in _files(folder)), None)
+    if path is None:
+        return Read(None, [], [])
+    try:
+        plugins = list(_plugins(json.loads(path.read_bytes())))
+    except (OSError, ValueError, AttributeError) as error:
+        return Read(path, [], [], f"{path} cannot be read: {error}")
+    clashes = [clash for plugin in plugins for clash in _clashes(plugin, mark, cilium)]
+    return Read(path, [str(plugin.get("type", "?")) for plugin in plugins], clashes)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    try:
+        yield from sorted(path for path in folder.iterdir() if path.suffix in _ENDINGS)
+    except OSError:
+        return
+
+
+def _plugins(document: Any) -> Iterator[Plugin]:
+    for each in document.get("plugins", [document]):
+        each.get("type")
+        yield each
+
+
+def _clashes(plugin: Plugin, mark: int, cilium: Path) -> Iterator[Clash]:
+    kind = str(plugin.get("type", ""))
+    if kind == "cilium-cni":
+        yield from _cilium(cilium)
+    elif kind == "portmap":
+        yield from _portmap(plugin, mark)
+    elif kind in _SERVE_THEMSELVES:
+        yield _SERVE_THEMSELVES[kind]
+    elif kind in _BY_KIND:
+        yield from _BY_KIND[kind](plugin)
+
+
+def _cilium(state: Path) -> Iterator[Clash]:
+    try:
+        said = json.loads(state.read_bytes()).get("KubeProxyReplacement")
+    except (OSError, ValueError, AttributeError):
+        return  # what it serves is seen by its maps
+    if str(said).lower() not in ("none", "", "false", "disabled"):
+        yield Clash(
+            True,
+            f"Cilium runs with kubeProxyReplacement {said}: it serves Services itself, before us",
+            "kubeProxyReplacement: false (Helm), or do without this agent",
+        )
+
+
+def _portmap(plugin: Plugin, mark: int) -> Iterator[Clash]:
+    chain = plugin.get("externalSetMarkChain")
+    bit = plugin.get("markMasqBit", _PORTMAP_BIT)
+    if chain:
+        yield Clash(
+            False,
+            f"portmap marks by the chain {chain}, which kube-proxy makes and we do not: pods with hostPorts do not"
+            " start once it is gone",
+            "take externalSetMarkChain out: portmap masquerades by itself then",
+        )
+    elif isinstance(bit, int) and 0 <= bit < 32 and 1 << bit == mark:
+        yield Clash(
+            False,
+            f"portmap's markMasqBit {bit} is our masquerade bit: what it marks is masqueraded by us",
+            "take another markMasqBit, or another masqueradeBit of iptables or nftables",
+        )
+    conditions = [name for name in ("conditionsV4", "conditionsV6") if plugin.get(name)]
+    if conditions:
+        yield Clash(
+            False,
+            f"portmap's {' and '.join(conditions)} hold for hostPorts alone: NodePorts and VIPs are translated before"
+            " iptables sees a packet",
+            "for Services use loadBalancerSourceRanges, nodePortAddresses or a NetworkPolicy",
+        )
+
+
+def _bandwidth(plugin: Plugin) -> Iterator[Clash]:
+    yield Clash(
+        False,
+        "bandwidth: packets of pods with the annotation kubernetes.io/egress-bandwidth go to an ifb device before our"
+        " program sees them, and may not reach Services",
+        "socketLB: all serves such pods' sockets; or limit them elsewhere",
+    )
+
+
+def _calico(plugin: Plugin) -> Iterator[Clash]:
+    if str(plugin.get("linuxDataplane", plugin.get("dataplane", ""))).lower() in ("bpf", "ebpf"):
+        yield Clash(True, "Calico's eBPF data plane serves Services itself", "linuxDataplane: Iptables or Nftables")
+
+
+_SERVE_THEMSELVES = {
+    "ovn-k8s-cni-overlay": Clash(True, "OVN-Kubernetes serves Services itself", "do without this agent"),
+    "antrea": Clash(
+        False,
+        "AntreaProxy serves the ClusterIPs of pods itself, in Open vSwitch",
+        "antreaProxy.enable: false, or do without this agent",
+    ),
+}
+_BY_KIND: Mapping[str, Callable[[Plugin], Iterator[Clash]]] = {"bandwidth": _bandwidth, "calico": _calico}

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CNI configuration files: what clashes is found and named with its fix, what does not is left in peace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyebpf_proxy.see import cni, doctor
+
+MARK = 0x4000
+PTP = {"type": "ptp", "ipam": {"type": "host-local"}}
+
+
+def write(folder: Path, *plugins: dict[str, Any], name: str = "10-net.conflist") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps({"cniVersion": "1.0.0", "name": "net", "plugins": list(plugins)}))
+    return folder
+
+
+def found(tmp_path: Path, *plugins: dict[str, Any], cilium: object = None) -> cni.Read:
+    state = tmp_path / "cilium.json"
+    if cilium is not None:
+        state.write_text(json.dumps({"KubeProxyReplacement": cilium}))
+    return cni.read(MARK, (write(tmp_path / "net.d", *plugins),), state)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "bad", "words"),
+    [
+        ({"type": "bandwidth"}, False, "kubernetes.io/egress-bandwidth"),
+        ({"type": "portmap", "markMasqBit": 14}, False, "markMasqBit 14 is our masquerade bit"),
+        ({"type": "portmap", "externalSetMarkChain": "KUBE-MARK-MASQ"}, False, "the chain KUBE-MARK-MASQ"),
+        ({"type": "portmap", "conditionsV4": ["!", "-d", "192.0.2.0/24"]}, False, "conditionsV4 hold for hostPorts"),
+        ({"type": "calico", "linuxDataplane": "BPF"}, True, "eBPF data plane serves Services"),
+        ({"type": "ovn-k8s-cni-overlay"}, True, "OVN-Kubernetes"),
+        ({"type": "antrea"}, False, "AntreaProxy"),
+    ],
+)
+def test_what_clashes_is_named_with_its_fix(tmp_path: Path, plugin: dict[str, Any], bad: bool, words: str) -> None:
+    (clash,) = found(tmp_path, PTP, plugin).clashes
+    assert clash.bad is bad
+    assert words in clash.text
+    assert clash.remedy
+
+
+@pytest.mark.parametrize("said", [True, "true", "strict", "partial"])
+def test_cilium_that_serves_services(tmp_path: Path, said: object) -> None:
+    (clash,) = found(tmp_path, {"type": "cilium-cni"}, cilium=said).clashes
+    assert clash.bad
+    assert "kubeProxyReplacement: false" in clash.remedy
+
+
+@pytest.mark.parametrize("said", [None, False, "false", "disabled"])
+def test_what_does_not_clash(tmp_path: Path, said: object) -> None:
+    read = found(tmp_path, PTP, {"type": "portmap"}, {"type": "cilium-cni"}, {"type": "calico"}, cilium=said)
+    assert read.clashes == []
+    assert read.plugins == ["ptp", "portmap", "cilium-cni", "calico"]
+
+
+def test_the_first_file_counts(tmp_path: Path) -> None:
+    folder = write(tmp_path / "net.d", PTP)
+    write(folder, {"type": "bandwidth"}, name="20-other.conflist")
+    (folder / "05-notes.txt").write_text("not for the runtime")
+    (folder / "00-old.conf").write_text('{"cniVersion": "0.3.1", "name": "old", "type": "bridge"}')
+    read = cni.read(MARK, (tmp_path / "none", folder), tmp_path / "none.json")
+    assert (read.file, read.plugins, read.clashes) == (folder / "00-old.conf", ["bridge"], [])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"plugins": ["ptp"]}', '"ptp"', "{\x00"])
+def test_a_file_that_is_none_is_named(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "net.d"
+    folder.mkdir()
+    (folder / "10-net.conf").write_text(text)
+    monkeypatch.setattr(cni, "read", lambda mark, read=cni.read: read(mark, (folder,)))
+    (finding,) = doctor._cni(MARK)
+    assert (finding.what, finding.state) == ("CNI", "warning")
+    assert finding.text.startswith(f"{folder}/10-net.conf cannot be read: ")
+
+
+def test_doctor_says_each_clash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "net.d", {"type": "bandwidth"}, {"type": "calico", "linuxDataplane": "BPF"})
+    monkeypatch.setattr(cni, "read", lambda mark, read=cni.read: read(mark, (folder,)))
+    assert [(each.state, bool(each.remedy)) for each in doctor._cni(MARK)] == [("warning", True), ("bad", True)]
