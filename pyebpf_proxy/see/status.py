@@ -219,10 +219,14 @@ def text(status: model.Status, sheet: Paper) -> list[str]:
         pairs.append(("fast path", fast_path.text(status.fast_path)))
     if status.conntrack is not None:
         pairs.append(("conntrack", _fill_text(status.conntrack)))
-    pairs += [(fill.name, _fill_text(fill)) for fill in status.source_ports[:3]]
     lines += fields(sheet, pairs, indent="")
     used = [fill for fill in status.maps if fill.used]
     lines += ["", *table(sheet, ["MAP", "USED", "ROOM", ""], [_fill_row(fill) for fill in used])]
+    if status.source_ports:
+        lines += [
+            "",
+            *table(sheet, ["BUSIEST ENDPOINTS", "USED", "ROOM", ""], list(map(_fill_row, status.source_ports))),
+        ]
     if status.drops:
         rows: list[list[str | Cell]] = [
             [drop.reason, str(drop.count), ago(drop.seconds_ago) if drop.seconds_ago is not None else ""]

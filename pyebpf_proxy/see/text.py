@@ -83,7 +83,7 @@ def fields(paper: Paper, pairs: Sequence[tuple[str, str | Cell]], indent: str = 
         title = f"{indent}{name}"
         parts = _broken(value.text, max(paper.width - margin, 10))
         if len(title) + 1 > margin:
-            lines.append(title)
+            lines += wrapped(paper, name, indent)
             title = ""
         for part in parts:
             lines.append((title.ljust(margin) + paper.paint(part, value.colour)).rstrip())

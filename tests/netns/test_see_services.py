@@ -158,14 +158,6 @@ def test_diff_against_another_source(node: Node, tmp_path: Path) -> None:
     assert {tuple(view["differences"]) for view in found} == {("is in the kernel, and not wanted",)}
 
 
-@pytest.mark.parametrize("words", [("services",), ("services", "web:http"), ("backends",)])
-def test_fits_40_columns(node: Node, words: tuple[str, ...]) -> None:
-    ran = see(node, *words, COLUMNS="40")
-    assert ran.returncode == 0
-    assert max(map(len, ran.stdout.splitlines())) <= 40
-    assert "\x1b" not in ran.stdout
-
-
 def test_colours_are_for_terminals_alone(node: Node) -> None:
     shown = _on_a_terminal(node, "services", "default/empty:http")
     assert "\x1b[31mno endpoints" in shown
@@ -177,16 +169,6 @@ def _on_a_terminal(node: Node, *arguments: str, **environment: str) -> str:
     known = {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory), "TERM": "xterm"}
     run = ["ip", "netns", "exec", node.namespace.name, *script]
     return subprocess.run(run, env=os.environ | known | environment, capture_output=True, text=True, check=True).stdout
-
-
-def test_a_closed_pipe_ends_it_quietly(node: Node) -> None:
-    name, program = node.namespace.name, " ".join(command())
-    shell = f"ip netns exec {name} {program} services -o json | head -c 1; echo ${{PIPESTATUS[0]}}"
-    known = {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory), "PYTHONUNBUFFERED": "1"}
-    ran = subprocess.run(["bash", "-c", shell], env=os.environ | known, capture_output=True, text=True, check=True)
-    # All of it may fit into the pipe before head goes.
-    assert ran.stdout in ("{141\n", "{0\n")
-    assert ran.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -208,32 +190,6 @@ def test_another_run_folder_is_said_to_be_empty(node: Node, tmp_path: Path) -> N
     line = error(node, "services", status=3, PYEBPF_PROXY_DIRECTORY=str(tmp_path / "elsewhere"))
     assert line.startswith(f"nothing of pyebpf-proxy is in the kernel for the run folder {tmp_path / 'elsewhere'}")
     assert line.endswith("start the agent, or name its folder with --directory")
-
-
-def test_who_may_not_is_told_so(node: Node) -> None:
-    ran = subprocess.run(
-        ["setpriv", "--reuid=65534", "--clear-groups", *command(), "services"],
-        env=os.environ | {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (ran.returncode, ran.stdout) == (3, "")
-    assert ran.stderr == "Error: not allowed to read the kernel's maps: run it as root (sudo)\n"
-
-
-def test_maps_of_another_layout_are_refused(node: Node) -> None:
-    pins = node.agent.pin("services").parents[1]
-    moved = pins.with_name("v99")
-    os.rename(pins, moved)
-    try:
-        line = error(node, "services", status=3)
-        assert line == (
-            f"the maps of {node.agent.directory} have layout v99, this program reads v1:"
-            " ask with the pyebpf-proxy that the agent is of"
-        )
-    finally:
-        os.rename(moved, pins)
 
 
 def test_without_the_agent_the_kernel_still_answers(node: Node, world: Lab) -> None:

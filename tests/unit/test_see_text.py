@@ -114,6 +114,7 @@ def test_sentences_and_fields_fit() -> None:
     text = "the masquerade bit 0x4000 is set by somebody else: give this one another with masqueradeBit"
     assert all(len(line) <= 40 for line in wrapped(Paper(40), text, indent="    "))
     assert " ".join(line.strip() for line in wrapped(Paper(40), text, indent="    ")) == text
+    assert fields(Paper(20), [("a name of many words", "yes")]) == ["  a name of many", "  words", "    yes"]
     assert fields(Paper(), [("lane", "direct"), ("kernel", "6.18")]) == ["  lane    direct", "  kernel  6.18"]
 
 

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever stands in the way, every command has one clear answer: tried with each of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from see_tools import error, see
+
+from pyebpf_proxy.lab.addresses import CLIENT, vip
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.client import ask
+from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.see import COMMANDS, model
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB, NEXT = Kind("web", 10), Kind("web-next", 11)
+EMPTY = Kind("empty", 12)
+#: A question for each command that reads the maps.
+READERS = {
+    "status": (),
+    "services": ("web:http",),
+    "backends": (),
+    "frontends": (),
+    "explain": (CLIENT.v4, f"{vip(12).v4}:80"),
+    "drops": (),
+    "flows": (),
+}
+EVERY = {**READERS, "doctor": ()}
+ANSWERS = {
+    "status": model.Status,
+    "services": model.Services,
+    "backends": model.Backends,
+    "frontends": model.Frontends,
+    "explain": model.Explanation,
+    "drops": model.Drops,
+    "flows": model.Flows,
+    "doctor": model.Findings,
+}
+#: They go on until they are ended, or read nothing: their own tests try them.
+APART = {"completion", "top", "trace"}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Lab]:
+    with Lab(nodes=1) as made:
+        WEB.endpoints = NEXT.endpoints = (made.add_pod("web-1", made.nodes[0]),)
+        write_nodes(made)
+        write_services(made, WEB, NEXT, EMPTY)
+        made.start_agents()
+        # Something to be shown by each.
+        assert made.client.call(ask, vip(12).v4, 80).kind == "refused"
+        assert made.client.call(ask, vip(10).v6, 53, "udp").answer is not None
+        yield made
+
+
+@pytest.fixture
+def node(world: Lab) -> Node:
+    return world.nodes[0]
+
+
+def words(name: str) -> list[str]:
+    return [name, *EVERY[name]]
+
+
+def test_every_command_is_tried_here_or_by_itself() -> None:
+    assert set(EVERY) | APART >= COMMANDS
+    assert EVERY.keys() == ANSWERS.keys()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_answer_is_as_its_schema_says(node: Node, name: str) -> None:
+    ran = see(node, *words(name), "-o", "json")
+    assert ran.returncode in (0, 1), ran.stderr
+    found = msgspec.json.decode(ran.stdout, type=ANSWERS[name], strict=True)
+    # Nothing that is not in the type, either.
+    assert msgspec.json.decode(msgspec.json.encode(found)) == json.loads(ran.stdout)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize("name", EVERY)
+def test_fits_the_terminal(node: Node, name: str, width: int) -> None:
+    ran = see(node, *words(name), COLUMNS=str(width))
+    assert ran.returncode in (0, 1), ran.stderr
+    assert [line for line in ran.stdout.splitlines() if len(line) > width] == []
+    assert "\x1b" not in ran.stdout
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_closed_pipe_ends_it_quietly(node: Node, name: str) -> None:
+    """Nobody reads from the beginning, so there is no race of who is quicker."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    known = {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory)}
+    run = ["ip", "netns", "exec", node.namespace.name, *command(), *words(name), "-o", "json"]
+    try:
+        ran = subprocess.run(
+            run, env=os.environ | known, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    finally:
+        os.close(writing)
+    assert (ran.returncode, ran.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_who_may_not_is_told_so(node: Node, name: str) -> None:
+    ran = as_nobody(node, *words(name))
+    assert (ran.returncode, ran.stdout) == (3, "")
+    assert ran.stderr == "Error: not allowed to read the kernel's maps: run it as root (sudo)\n"
+
+
+def test_doctor_finds_that_it_may_not(node: Node) -> None:
+    ran = as_nobody(node, "doctor", "-o", "json")
+    assert (ran.returncode, ran.stderr) == (1, "")
+    last = json.loads(ran.stdout)["findings"][-1]
+    assert (last["what"], last["state"], bool(last["remedy"])) == ("rights", "bad", True)
+
+
+def as_nobody(node: Node, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["setpriv", "--reuid=65534", "--clear-groups", *command(), *arguments],
+        env=os.environ | {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def other_layout(node: Node) -> Iterator[None]:
+    pins = node.agent.pin("services").parents[1]
+    moved = pins.with_name("v99")
+    os.rename(pins, moved)
+    try:
+        yield
+    finally:
+        os.rename(moved, pins)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_maps_of_another_layout_are_refused(node: Node, other_layout: None, name: str) -> None:
+    assert error(node, *words(name), status=3) == (
+        f"the maps of {node.agent.directory} have layout v99, this program reads v1:"
+        " ask with the pyebpf-proxy that the agent is of"
+    )
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_another_run_folder_is_said_to_be_empty(node: Node, tmp_path: Path, name: str) -> None:
+    line = error(node, *words(name), "--directory", str(tmp_path / "elsewhere"), status=3)
+    assert line.startswith(f"nothing of pyebpf-proxy is in the kernel for the run folder {tmp_path / 'elsewhere'}")
+    assert line.endswith("start the agent, or name its folder with --directory")
+
+
+@pytest.mark.parametrize(
+    ("question", "status", "text"),
+    [
+        (("services", "wbe"), 2, "no Service is called wbe; did you mean web?"),
+        (("services", "we:http"), 2, "we:http may be default/web, default/web-next: say which"),
+        (("services", "-n", "defalt"), 2, "no services in namespace defalt; did you mean default?"),
+        (("services", "--diff", "--manifests", "/none"), 3, "the manifests folder /none is not there"),
+        (("services", "--diff", "--config", "/none"), 3, "failed complete: open /none: no such file or directory"),
+        (("backends", "web:dnss"), 2, "default/web has no port dnss: it has dns, http"),
+        (("backends", "we"), 2, "we may be default/web, default/web-next: say which"),
+        (("frontends", "we"), 2, "we may be default/web, default/web-next: say which"),
+        (("frontends", "crat"), 2, "no Service is called crat"),
+        (("frontends", "--address", "10.96.0"), 2, "10.96.0 is not an IP address"),
+        (("frontends", "--address", "10.96.0.99"), 2, "no service has the address 10.96.0.99"),
+        (("flows", "wbe"), 2, "no Service is called wbe; did you mean web?"),
+        (
+            ("flows", "servce=web"),
+            2,
+            "flows have no field servce: service, client, endpoint, destination, protocol, state, lane;"
+            " did you mean service?",
+        ),
+        (
+            ("explain", CLIENT.v4, f"[{vip(10).v6}]:80"),
+            2,
+            f"{CLIENT.v4} and [{vip(10).v6}]:80 are of two families: no packet has both",
+        ),
+        (("explain", CLIENT.v4), 2, "the following arguments are required: DST:PORT; see pyebpf-proxy explain --help"),
+        (("status", "web"), 2, "unrecognized arguments: web; see pyebpf-proxy status --help"),
+        (("drops", "--minute"), 2, "unrecognized arguments: --minute; see pyebpf-proxy drops --help"),
+        (
+            ("doctor", "-o", "yaml"),
+            2,
+            "argument -o/--output: invalid choice: 'yaml' (choose from 'table', 'json', 'name');"
+            " see pyebpf-proxy doctor --help",
+        ),
+    ],
+)
+def test_bad_questions(node: Node, question: tuple[str, ...], status: int, text: str) -> None:
+    assert error(node, *question, status=status) == text
+
+
+@pytest.fixture(scope="module")
+def dead(world: Lab) -> Iterator[Node]:
+    node = world.nodes[0]
+    node.agent.kill()
+    yield node
+    node.agent.start()
+    node.agent.wait_synced()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_without_the_agent_the_kernel_still_answers(dead: Node, name: str) -> None:
+    ran = see(dead, *words(name), "-o", "json")
+    assert ran.returncode in (0, 1), ran.stderr
+    assert msgspec.json.decode(ran.stdout, type=ANSWERS[name])
+    assert ran.stderr == ""
