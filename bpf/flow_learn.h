@@ -297,7 +297,8 @@ __noinline int learn_flow(struct __sk_buff *skb, const struct packet *p, __u32 d
 	__u32 zero = 0;
 	__u64 now;
 
-	if (!p)
+	/* Linux 6.1 reads it by itself, also where nobody calls it; the maps are not there then. */
+	if (!p || !settings.fast_path)
 		return 0;
 	draft = bpf_map_lookup_elem(&flow_drafts, &zero);
 	if (!draft)
@@ -307,13 +308,14 @@ __noinline int learn_flow(struct __sk_buff *skb, const struct packet *p, __u32 d
 	if (reason == FLOW_NOT_YET)
 		return 0;
 	__builtin_memset(draft, 0, sizeof(*draft));
+	__builtin_memcpy(&draft->key, p, sizeof(draft->key));
 	if (reason == REASON_UNSPECIFIED)
 		reason = find_ways(skb, p, &t, draft, device);
-	stamp(&draft->there, p, generation, now);
+	stamp(&draft->there, &draft->key, generation, now);
 	if (reason) {
 		draft->there.passage = TO_STACK;
 		draft->there.why = reason;
-		put(p, &draft->there);
+		put(&draft->key, &draft->there);
 		return 1;
 	}
 	__builtin_memcpy(draft->back_key.source, &t.destination, 16);
@@ -324,7 +326,7 @@ __noinline int learn_flow(struct __sk_buff *skb, const struct packet *p, __u32 d
 	draft->back_key.ipv6 = p->ipv6;
 	describe(&draft->there, &t.source, &t.destination, t.source_port, t.destination_port);
 	sums(&draft->there, p, &draft->back_key);
-	put(p, &draft->there);
+	put(&draft->key, &draft->there);
 	/* Its neighbour is not known: the first packet that way finds out. */
 	if (draft->back.why)
 		return 1;

@@ -82,6 +82,7 @@ struct {
 
 /* Room to put entries together, too large for the stack. */
 struct flow_draft {
+	struct flow_key key;	/* Linux 6.1 takes no argument of a function that is not static for a key */
 	struct flow_key back_key;
 	struct flow there;
 	struct flow back;

@@ -29,9 +29,12 @@ static __always_inline void own_address(union address *to, bool ipv6)
 /* What is known of an address if it is one of this node's (address type LOCAL), else NULL. */
 static __always_inline struct node_address *node_address(const union address *address, bool ipv6)
 {
+	/* Linux 6.1 takes no argument of a function that is not static for a key. */
+	const union address key = *address;
+
 	if (ipv6)
-		return bpf_map_lookup_elem(&node_addresses6, address);
-	return bpf_map_lookup_elem(&node_addresses4, address);
+		return bpf_map_lookup_elem(&node_addresses6, &key);
+	return bpf_map_lookup_elem(&node_addresses4, &key);
 }
 
 static __always_inline bool is_node_address(const union address *address, bool ipv6)

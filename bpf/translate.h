@@ -240,7 +240,8 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	__u32 table_id;
 	__u32 device = 0;
 
-	if (!p || !b || !find_frontend(p, &f))
+	/* As in learn_flow: by itself it is read without sockets of pods, too. */
+	if (!settings.pod_sockets || !p || !b || !find_frontend(p, &f))
 		return ALLOW;
 	key.service = f.service;
 	key.kind = f.kind;

@@ -17,7 +17,7 @@ from tests.kernels import guest, image, report
 from tests.kernels.cpio import join
 from tests.kernels.debian import codename
 from tests.kernels.problem import KernelsError
-from tests.kernels.suites import REFUSED, SUITES
+from tests.kernels.suites import REFUSED, SUITES, paths
 
 DEFAULT = ("6.1", "6.12")
 #: Handed on to the guests.
@@ -73,7 +73,7 @@ def _run(series: list[str], scratch: Path) -> int:
     kernels = [image.kernel(name) for name in series]
     root = image.root()
     project = scratch / "project.cpio"
-    image.project(project, {name: os.environ.get(name, "") for name in PASSED_ON})
+    image.project(project, {name: os.environ.get(name, "") for name in PASSED_ON}, paths(names))
     machine = guest.choose_machine(command, kernels[0].image, scratch)
     print(f"{machine.accelerator}{f' ({machine.why})' if machine.why else ''}", flush=True)
 

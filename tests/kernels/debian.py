@@ -118,7 +118,7 @@ class Apt:
     def kernel(self, package: str, version: str, target: Path) -> None:
         """Unpack an image with its modules; newer kernels have them in packages of their own."""
         shown = self.run("apt-cache", "show", f"{package}={version}")
-        parts = re.findall(r"(linux-(?:binary|modules)-\S+-cloud-amd64) \(= \S+\)", shown)
+        parts = re.findall(r"(linux-(?:base|binary|modules)-\S+-cloud-amd64) \(= \S+\)", shown)
         self.unpack([f"{name}={version}" for name in [package, *parts]], target)
 
     def unpack(self, packages: list[str], target: Path) -> None:

@@ -9,7 +9,8 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -104,9 +105,10 @@ def _fetch(series: str, folder: Path) -> None:
             )
         print(f"fetching {found[0]} {found[1]}", flush=True)
         debian(own_suite_only).kernel(*found, scratch / "files")
-        (image,) = (scratch / "files").glob("**/boot/vmlinuz-*")
-        release = image.name.removeprefix("vmlinuz-")
-        (place,) = (scratch / "files").glob(f"**/lib/modules/{release}")
+        (place,) = (scratch / "files").glob("**/lib/modules/*")
+        release = place.name
+        # Newer packages have the image beside the modules.
+        (image,) = [*(scratch / "files").glob(f"**/boot/vmlinuz-{release}"), *place.glob("vmlinuz")]
         subprocess.run(["depmod", "-b", place.parents[2], release], check=True)
         shutil.move(image, scratch / "vmlinuz")
         _write(scratch / "modules.cpio", lambda archive: _add_modules(archive, place, release))
@@ -130,9 +132,14 @@ def _add_modules(archive: Archive, place: Path, release: str) -> None:
             archive.tree(place / part, f"{target}/{part}", partial(left_out, part))
 
 
-def project(path: Path, environment: dict[str, str]) -> None:
+def project(path: Path, environment: dict[str, str], suites: Iterable[str]) -> None:
     """This checkout at its own place, its environment, and init with what it is told."""
     site = next((REPOSITORY / ".venv/lib").glob("python3.*/site-packages"))
+    # Compiled here, tests with what pytest puts into their assertions: an emulated processor takes half a minute for it.
+    collect = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *suites]
+    done = subprocess.run(collect, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise KernelsError(f"the tests cannot be collected: {done.stdout.strip().splitlines()[-1]}")
 
     def write(archive: Archive) -> None:
         here = str(REPOSITORY)

@@ -29,6 +29,7 @@ _NETNS = ("attach/test_attach_links.py", "attach/test_attach_tc.py", "attach/tes
 SUITES = (
     Suite("start", (f"{_CASES}/test_guest_start.py",), "", first=True),
     Suite("refused", (f"{_CASES}/test_guest_refused.py",), "", refused=True),
+    Suite("load", (f"{_CASES}/test_guest_load.py",), "plain or scheduler-8"),
     Suite("unit", tuple(f"tests/unit/{name}" for name in _UNIT), ""),
     Suite("packet", tuple(f"tests/packet/test_{name}.py" for name in _PACKET), "IPv4 and not xdp"),
     Suite("sctp", (f"{_CASES}/test_guest_sctp.py",), "direct"),
@@ -47,6 +48,11 @@ def chosen(names: str) -> tuple[Suite, ...]:
         return tuple(suite for suite in SUITES if suite.name in names.split())
     quick = [suite for suite in SUITES if suite.quick is not None]
     return tuple(replace(suite, arguments=(*suite.arguments, "-k", suite.quick or "")) for suite in quick)
+
+
+def paths(names: str) -> list[str]:
+    """The files of the tests that a run may need."""
+    return [word.partition("::")[0] for suite in chosen(names) for word in suite.arguments if word.startswith("tests/")]
 
 
 #: Loaded after the first suites, if the kernel has them: tests write settings that come with them.
