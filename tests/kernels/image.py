@@ -135,7 +135,7 @@ def _add_modules(archive: Archive, place: Path, release: str) -> None:
 def project(path: Path, environment: dict[str, str], suites: Iterable[str]) -> None:
     """This checkout at its own place, its environment, and init with what it is told."""
     site = next((REPOSITORY / ".venv/lib").glob("python3.*/site-packages"))
-    # Compiled here, tests with what pytest puts into their assertions: an emulated processor takes half a minute for it.
+    # Compiled here, with what pytest puts into assertions: an emulated processor takes half a minute for it.
     collect = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *suites]
     done = subprocess.run(collect, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -7,6 +7,7 @@ Verifiers differ: some read a function by itself although nobody calls it, and r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module")
 def best() -> Iterator[Loaded]:
-    """What this kernel carries if everything is asked of it; conntrack's modules come with the table, as for the agent."""
+    """What this kernel carries of everything; conntrack's modules come with the table, as for the agent."""
     table = Table("guest_load")
     table.ensure(Behaviour(masquerade_mark=0x4000))
     try:
@@ -77,9 +78,5 @@ def test_doctor_finds_the_same(best: Loaded, attempt: tuple[str, str, dict[str, 
         "socketLB: all": bool(best.why_not_pods),
         "fast path": bool(best.why_not_fast),
     }
-    try:
+    with pytest.raises(BpfError) if refused.get(name) else nullcontext():
         loading.attempt(program, settings)
-    except BpfError as error:
-        assert refused.get(name), error
-    else:
-        assert not refused.get(name)
