@@ -185,6 +185,19 @@ static __always_inline enum passage passage_of(__u32 device)
 	return d ? d->passage : TO_STACK;
 }
 
+/* What XDP asks of a frame, and of the device that `f` leaves by. `back` leads to where it comes in. */
+static __always_inline void find_frames(struct flow *f, const struct flow *back)
+{
+	struct xdp_device *out = bpf_map_lookup_elem(&xdp_devices, &f->device_out);
+
+	__builtin_memcpy(f->mac_in, back->mac_from, 6);
+	if (!out)
+		return;
+	if (f->device_out == f->device_in)
+		f->returns = out->returns;
+	f->takes = out->takes;
+}
+
 /* The way there, and the proof that the way back leads to where the packet came from: nobody else speaks for it. */
 static __noinline int find_ways(struct __sk_buff *skb, const struct packet *p, struct translated *t,
 				struct flow_draft *draft, __u32 device)
@@ -220,6 +233,10 @@ static __noinline int find_ways(struct __sk_buff *skb, const struct packet *p, s
 	draft->there.device_in = device;
 	draft->back.device_in = draft->there.device_out;
 	draft->back.why = reason;
+	if (settings.xdp) {
+		find_frames(&draft->there, &draft->back);
+		find_frames(&draft->back, &draft->there);
+	}
 	return REASON_UNSPECIFIED;
 }
 

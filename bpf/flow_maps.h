@@ -20,6 +20,13 @@ struct flow_key {
 	__u8 zero[2];
 };
 
+/* Which frames of XDP a device sends. */
+enum xdp_frames {
+	NO_FRAMES = 0,
+	ONE_BUFFER = 1,
+	ANY_FRAMES = 2,		/* those of several buffers, too */
+} __attribute__((packed));
+
 struct flow {
 	__u32 tag;		/* of the key; as in tag_again, or the element is just being used for another flow */
 	__u32 generation;	/* of fast_path when this was learned */
@@ -34,12 +41,16 @@ struct flow {
 	__u32 next_hop_family;	/* AF_INET, AF_INET6 */
 	__u32 address_sum;	/* what the addresses and the ports change a checksum by */
 	__u32 port_sum;
-	__u8 mac_to[6];		/* TO_PEER alone */
+	__u8 mac_to[6];		/* TO_PEER, and XDP */
 	__u8 mac_from[6];
 	__u16 mtu;
 	enum passage passage;
 	__u8 ended;		/* a FIN or RST came by */
 	enum reason why;	/* TO_STACK: for what */
+	/* XDP alone: the device's own address where it comes in, and what struct xdp_device says of where it leaves */
+	__u8 mac_in[6];
+	enum xdp_frames returns;	/* NO_FRAMES also where it leaves by another device than it came in by */
+	enum xdp_frames takes;
 	__u32 tag_again;
 };
 

@@ -47,8 +47,7 @@ static __always_inline bool direct_lane(struct context *ctx, const struct packet
 		return only_said(b, &c);
 	switch (create_flow(ctx, p, b, &c)) {
 	case CREATED:
-		if (e->masquerade)
-			say_masqueraded(ctx);
+		say_opened(ctx, p, e->masquerade);
 		decided(ctx, p, e, b, NEW_FLOW_DIRECT);
 		return true;
 	case EXISTS_ALREADY:

@@ -49,11 +49,10 @@ enum reason {
 	FLOW_FORGOTTEN,
 	FLOW_NOT_YET,
 	/* XDP: sent by it; packets that the cache knows left to tc: their way out takes no frames; the sender left the
-	 * checksum to a device; the kernel does not know the neighbour, or another way than the cache */
+	 * checksum to a device */
 	XDP_FLOW_HIT,
 	XDP_LEFT_DEVICE,
 	XDP_LEFT_CHECKSUM,
-	XDP_LEFT_NEIGHBOUR,
 	/* why a packet of a flow goes to the kernel and not by the cache */
 	STACK_NO_AGENT,
 	STACK_POLICY_ROUTED,

@@ -104,6 +104,14 @@ static __always_inline void say_masqueraded(struct context *ctx)
 	ctx->mark |= settings.masquerade_mark;
 }
 
+/* The packet's flow has just been opened. */
+static __always_inline void say_opened(struct context *ctx, const struct packet *p __attribute__((unused)),
+				       bool masqueraded)
+{
+	if (masqueraded)
+		say_masqueraded(ctx);
+}
+
 /* ---- the fast path ----------------------------------------------------------------- */
 
 /* Why a packet of a flow that the cache knows is not sent from here, if anything but the flow and the packet says so. */

@@ -6,6 +6,7 @@
 #include "pods.h"
 #include "bridge.h"
 #include "forward.h"
+#include "opened.h"
 
 /* The device as the IP layer will see it: a port's packets come in by its bridge. */
 static __always_inline __u32 ip_device(struct __sk_buff *skb)
@@ -50,6 +51,22 @@ static __noinline int take_over_from_xdp(const struct packet *p, const struct en
 	if (choice.service != e->service || !position_in_list(e, choice.backend, 0))
 		return 0;
 	return load_backend(choice.backend, p->ipv6, b);
+}
+
+/* XDP has just opened this packet's flow: there is nothing to decide, nor to learn yet. */
+static __noinline int is_opened_by_xdp(struct __sk_buff *skb, const struct packet *p)
+{
+	struct xdp_opened *o;
+
+	if (!p)
+		return 0;
+	o = opened_at(p);
+	if (!o || !o->when || !is_same_flow(&o->key, p) || bpf_ktime_get_coarse_ns() - o->when > NANOSECONDS)
+		return 0;
+	o->when = 0;
+	if (o->masqueraded)
+		say_masqueraded(skb);
+	return 1;
 }
 
 static __always_inline bool chosen_before(struct __sk_buff *skb, const struct packet *p, const struct entitlement *e,
@@ -122,6 +139,8 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 			lift_later_fragment(skb);
 		return TC_ACT_UNSPEC;
 	}
+	if (settings.xdp && p.opens && is_opened_by_xdp(skb, &p))
+		return TC_ACT_UNSPEC;
 	/* What the redirects to neighbours need is an Ethernet header that comes off. */
 	fast = settings.fast_path && link == ETH_HLEN && is_for_node(skb, bridge_port);
 	if (fast) {

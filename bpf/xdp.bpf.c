@@ -22,20 +22,6 @@ static __always_inline bool chosen_before(struct xdp_md *ctx __attribute__((unus
 	return false;
 }
 
-/* The frame is meant for this node, not for somebody whose traffic it only sees. */
-static __always_inline bool is_for_node(struct xdp_md *ctx, const struct xdp_device *device)
-{
-	__u8 *frame = bytes_at(ctx, 0, ETH_HLEN);
-	int i;
-
-	if (!frame)
-		return false;
-	for (i = 0; i < 6; i++)
-		if (frame[i] != device->mac[i])
-			return false;
-	return true;
-}
-
 static __always_inline int serve(struct xdp_md *ctx, struct packet *p, const struct frontend *f)
 {
 	struct table *table;
@@ -56,23 +42,24 @@ static __always_inline int ingress(struct xdp_md *ctx)
 	bool parsed, opens;
 	int verdict;
 
-	device = bpf_map_lookup_elem(&xdp_devices, &ifindex);
-	if (!device || !is_for_node(ctx, device))
-		return XDP_PASS;
-	opens = device->opens;
-	parsed = parse_packet(ctx, ETH_HLEN, &p);
-	if (goes_to_loopback(&p))
-		return drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION);
-	if (!parsed || p.protocol == SCTP)
-		return XDP_PASS;
-	if (settings.fast_path && p.tcp_flags & TCP_SYN)
-		ask_again(&p);
-	if (settings.fast_path && !is_turning_point(&p)) {
+	parsed = parse_packet(ctx, ETH_HLEN, &p) && p.protocol != SCTP;
+	/* First, since it is most of the traffic: an entry of the cache knows the device's address, too. */
+	if (settings.fast_path && parsed && !is_turning_point(&p)) {
 		verdict = send_by_cache(ctx, &p, ifindex);
 		/* What the cache is not sure of, tc asks the kernel about; and so the kernel looks after the neighbour. */
 		if (verdict != NOT_KNOWN)
 			return verdict < 0 ? XDP_PASS : verdict;
 	}
+	device = bpf_map_lookup_elem(&xdp_devices, &ifindex);
+	if (!device || !is_for(ctx, device->mac))
+		return XDP_PASS;
+	opens = device->opens;
+	if (goes_to_loopback(&p))
+		return drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION);
+	if (!parsed)
+		return XDP_PASS;
+	if (settings.fast_path && p.tcp_flags & TCP_SYN)
+		ask_again(&p);
 	if (!settings.direct_lane || !opens || !p.opens || !find_frontend(&p, &f))
 		return XDP_PASS;
 	return serve(ctx, &p, &f);

@@ -8,6 +8,8 @@
 #define PEP_CONTEXT_H
 
 #include "checksum.h"
+#include "opened.h"
+
 /* No typedef: type information would name that, and not the kernel's type. */
 #define context xdp_md
 #define HOOK AT_XDP
@@ -79,9 +81,17 @@ static __always_inline void reject(struct context *ctx __attribute__((unused)),
 {
 }
 
-/* There is no mark yet. tc sets it, by the conntrack entry. */
-static __always_inline void say_masqueraded(struct context *ctx __attribute__((unused)))
+/* There is no mark yet: tc sets it. */
+static __always_inline void say_opened(struct context *ctx __attribute__((unused)), const struct packet *p,
+				       bool masqueraded)
 {
+	struct xdp_opened *o = opened_at(p);
+
+	if (!o)
+		return;
+	__builtin_memcpy(&o->key, p, sizeof(o->key));
+	o->masqueraded = masqueraded;
+	o->when = bpf_ktime_get_coarse_ns();
 }
 
 /* ---- the fast path ----------------------------------------------------------------- */
@@ -119,45 +129,19 @@ static __always_inline bool fits(struct context *ctx, enum xdp_frames frames)
 /* The action that sends this frame by the device that the flow leaves by; XDP_PASS: none. */
 static __always_inline enum xdp_action sending_action(struct context *ctx, const struct flow *f)
 {
-	__u32 out = f->device_out;
-	bool back = out == ctx->ingress_ifindex;
-	struct xdp_device *device;
-
 	/* Made into a packet before it leaves: any device does. */
 	if (settings.xdp_generic)
-		return back ? XDP_TX : XDP_REDIRECT;
-	device = bpf_map_lookup_elem(&xdp_devices, &out);
-	if (!device)
-		return XDP_PASS;
-	if (back && fits(ctx, device->returns))
+		return f->device_out == ctx->ingress_ifindex ? XDP_TX : XDP_REDIRECT;
+	if (fits(ctx, f->returns))
 		return XDP_TX;
-	return fits(ctx, device->takes) ? XDP_REDIRECT : XDP_PASS;
+	return fits(ctx, f->takes) ? XDP_REDIRECT : XDP_PASS;
 }
 
-/* The kernel is asked for each packet: no link address is kept. False: tc makes the kernel look for the neighbour. */
-static __always_inline bool find_link_addresses(struct context *ctx, const struct packet *p, struct flow *f)
+static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 {
-	struct bpf_fib_lookup fib = {};
+	__u8 *frame = bytes_at(ctx, 0, ETH_HLEN);
 
-	fib.ifindex = ctx->ingress_ifindex;
-	fib.l4_protocol = p->protocol;
-	fib.sport = bpf_htons(f->source_port);
-	fib.dport = bpf_htons(f->destination_port);
-	fib.tot_len = p->length;
-	if (p->ipv6) {
-		fib.family = AF_INET6;
-		__builtin_memcpy(fib.ipv6_src, f->source, 16);
-		__builtin_memcpy(fib.ipv6_dst, f->destination, 16);
-	} else {
-		fib.family = AF_INET;
-		__builtin_memcpy(&fib.ipv4_src, f->source, 4);
-		__builtin_memcpy(&fib.ipv4_dst, f->destination, 4);
-	}
-	if (bpf_fib_lookup(ctx, &fib, sizeof(fib), 0) != BPF_FIB_LKUP_RET_SUCCESS || fib.ifindex != f->device_out)
-		return false;
-	__builtin_memcpy(f->mac_to, fib.dmac, 6);
-	__builtin_memcpy(f->mac_from, fib.smac, 6);
-	return true;
+	return frame && !((*(__u32 *)frame ^ *(__u32 *)mac) | (*(__u16 *)(frame + 4) ^ *(__u16 *)(mac + 4)));
 }
 
 /* Why a packet of a flow that the cache knows is left to tc. REASON_UNSPECIFIED: `f` is ready for send(). */
@@ -169,14 +153,15 @@ static __noinline enum reason why_not_here(struct context *ctx, const struct pac
 
 	if (!p || !f)
 		return XDP_LEFT_DEVICE;
+	/* Not the node's, but somebody's whose traffic the device only sees. */
+	if (!is_for(ctx, f->mac_in))
+		return STACK_OTHER_DEVICE;
 	check = bytes_at(ctx, ETH_HLEN + transport_check(p), sizeof(*check));
 	action = sending_action(ctx, f);
 	if (action == XDP_PASS)
 		reason = XDP_LEFT_DEVICE;
 	else if (!check || lacks_checksum(p, *check))
 		reason = XDP_LEFT_CHECKSUM;
-	else if (!find_link_addresses(ctx, p, f))
-		reason = XDP_LEFT_NEIGHBOUR;
 	if (reason)
 		count(reason);
 	else if (action == XDP_TX)

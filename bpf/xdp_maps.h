@@ -5,13 +5,6 @@
 
 #include "flow_maps.h"
 
-/* Which frames of XDP a device sends. */
-enum xdp_frames {
-	NO_FRAMES = 0,
-	ONE_BUFFER = 1,
-	ANY_FRAMES = 2,		/* those of several buffers, too */
-} __attribute__((packed));
-
 /* Every device that a program is on, or that frames may be redirected to (key: ifindex). */
 struct xdp_device {
 	__u8 mac[6];		/* frames for this address are the node's */
@@ -41,5 +34,26 @@ struct {
 	__type(key, struct flow_key);
 	__type(value, struct xdp_choice);
 } xdp_choices SEC(".maps");
+
+/* More than a driver takes from its queue before the first of them reaches tc. */
+#define OPENED_BITS 8
+
+/*
+ * A flow that XDP has opened on this CPU just now: tc, which gets its first packet next, has nothing to look up. What
+ * is lost, or is another flow's, is looked up.
+ */
+struct xdp_opened {
+	struct flow_key key;
+	__u64 when;		/* bpf_ktime_get_coarse_ns(); 0: nothing, or tc has seen it */
+	__u32 masqueraded;
+	__u32 zero;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1 << OPENED_BITS);
+	__type(key, __u32);
+	__type(value, struct xdp_opened);
+} xdp_opened SEC(".maps");
 
 #endif

@@ -261,7 +261,10 @@ class Datapath:
         if not loaded.settings.fast_path:
             return
         btf = loaded.tc.btf
-        parts.fast = FastPath(loaded.maps["fast_path"], btf.struct("fast_path"), btf.enum("reason"))
+        xdp = loaded.xdp is not None
+        parts.fast = FastPath(loaded.maps["fast_path"], btf.struct("fast_path"), btf.enum("reason"), xdp)
+        if parts.frames is not None:
+            parts.frames.on_written = parts.fast.moved
         self._stack.callback(parts.fast.close)
         parts.fast.follow(asyncio.get_running_loop())
         _log.info("established flows take the fast path", entries=loaded.maps["flows"].max_entries)

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fast_lab import ON, World, made
 from lab_tools import wait_until
-from talk import PORT, Talk
+from talk import PORT
+from xdp_lab import NODE_PORT, XDP, as_nics, counted, offloads, receive, restart, shown, talking
 
 import pyebpf_proxy
 from pyebpf_proxy.datapath.loader import _libbpf
@@ -21,12 +21,9 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.client import REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, service, slices
-from pyebpf_proxy.lab.namespace import Namespace
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
-XDP = {**ON, "xdpDevices": ["eth0"]}
-NODE_PORT = 30007
 OBJECT = Path(pyebpf_proxy.__file__).parent / "bpf" / "xdp.bpf.o"
 
 
@@ -38,36 +35,7 @@ def shared() -> Iterator[World]:
 
 @pytest.fixture
 def outside(shared: World) -> World:
-    """As real NICs are: senders make their checksums, and the other end of the wire takes frames."""
-    offloads(shared, "off")
-    receive(shared, "on")
-    restart(shared, XDP)
-    wait_until(lambda: shown(shared.node), "XDP on eth0")
-    return shared
-
-
-def restart(world: World, own: dict[str, object]) -> None:
-    if world.node.agent.process is not None:
-        world.node.agent.stop()
-    world.node.agent.start(own=own)
-    world.node.agent.wait_synced()
-
-
-def offloads(world: World, state: str) -> None:
-    for namespace in (world.lab.client, *(pod.namespace for pod in (world.client, world.near, world.far))):
-        namespace.run("ethtool", "-K", "eth0", "tx", state)
-
-
-def receive(world: World, state: str) -> None:
-    """Whether the wire's other end, in the core, takes frames of XDP: a veth does with GRO."""
-    world.lab.core.run("ethtool", "-K", world.node.name, "gro", state)
-
-
-def shown(node: Node, device: str = "eth0") -> dict[str, object]:
-    """The XDP program on a device, as iproute2 sees it; empty: none."""
-    (link,) = json.loads(node.namespace.run("ip", "-j", "-d", "link", "show", "dev", device))
-    found = link.get("xdp", {})
-    return found if isinstance(found, dict) else {}
+    return as_nics(shared)
 
 
 def program_id(node: Node) -> int:
@@ -77,21 +45,6 @@ def program_id(node: Node) -> int:
 
 def said(node: Node, text: str) -> bool:
     return text in node.agent.log()
-
-
-@contextlib.contextmanager
-def talking(namespace: Namespace, address: str, protocol: str, port: int = PORT, size: int = 100) -> Iterator[Talk]:
-    talk = Talk(namespace, address, protocol, port, size)
-    try:
-        talk.wait()
-        yield talk
-    finally:
-        talk.end()
-
-
-def counted(world: World, name: str, more: int = 10) -> None:
-    before = world.count(name)
-    wait_until(lambda: world.count(name) > before + more, name, 60.0)
 
 
 # ---- packets ---------------------------------------------------------------------------------------------------

@@ -48,8 +48,8 @@ def passage(world: World, *devices: str, how: int = TO_NEIGHBOUR) -> None:
         world.object.maps["devices"].update(world.devices[name].to_bytes(4, "little"), value)
 
 
-def neighbour(world: World, verb: str, name: str, device: str) -> None:
-    address = ["lladdr", FAR, "nud", "permanent"] if verb == "replace" else []
+def neighbour(world: World, verb: str, name: str, device: str, at: str = FAR) -> None:
+    address = ["lladdr", at, "nud", "permanent"] if verb == "replace" else []
     command = ["ip", "neigh", verb, world.address(name), *address, "dev", device]
     subprocess.run(command, check=True, capture_output=True)
 

@@ -142,25 +142,36 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "XDP: a choice is not handed over": ("xdp.h", "bpf_map_update_elem(&xdp_choices, p, &choice, BPF_ANY);", ""),
     "XDP: a choice is taken over twice": ("tc.bpf.c", "bpf_map_delete_elem(&xdp_choices, p);", ""),
     "XDP: a choice is always believed": ("tc.bpf.c", "|| !position_in_list(e, choice.backend, 0)", ""),
-    "XDP: no mark for what it opened": ("tc.bpf.c", "say_masqueraded(skb);", ";"),
+    "XDP: no mark for what it opened": ("tc.bpf.c", "if (o->masqueraded)", "if (false)"),
     "XDP: a mark for answered flows": ("conntrack.h", "(IPS_SRC_NAT_ | IPS_SEEN_REPLY_)", "IPS_SRC_NAT_"),
-    "XDP: other addresses' frames": ("xdp.bpf.c", "frame[i] != device->mac[i]", "false"),
+    "XDP: other addresses' frames": ("xdp.bpf.c", "|| !is_for(ctx, device->mac)", ""),
+    "XDP: other addresses' flows": ("xdp.h", "!is_for(ctx, f->mac_in)", "false"),
+    "XDP: tc looks up what it opened": ("tc.bpf.c", "settings.xdp && p.opens && is_opened_by_xdp(skb, &p)", "false"),
+    "XDP: what it opened is believed twice": ("tc.bpf.c", "\to->when = 0;", ""),
+    "XDP: what it opened is any flow": ("tc.bpf.c", "!is_same_flow(&o->key, p) ||", ""),
+    "XDP: what it opened is believed for ever": (
+        "tc.bpf.c",
+        "|| bpf_ktime_get_coarse_ns() - o->when > NANOSECONDS",
+        "",
+    ),
     "XDP: flows opened everywhere": ("xdp.bpf.c", "!opens ||", ""),
     "XDP: no guard of loopback": ("xdp.bpf.c", "return drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION);", ";"),
     "XDP: any device takes frames": (
         "xdp.h",
-        "return fits(ctx, device->takes) ? XDP_REDIRECT",
+        "return fits(ctx, f->takes) ? XDP_REDIRECT",
         "return true ? XDP_REDIRECT",
     ),
-    "XDP: sent back by a veth": ("xdp.h", "back && fits(ctx, device->returns)", "back"),
+    "XDP: sent back by a veth": ("xdp.h", "fits(ctx, f->returns)", "f->device_out == ctx->ingress_ifindex"),
     "XDP: several buffers as one": ("xdp.h", "frames == ONE_BUFFER && ", "frames == ONE_BUFFER || "),
     "XDP: partial checksums": ("xdp.h", "|| lacks_checksum(p, *check)", ""),
-    "XDP: the way is not compared": ("xdp.h", "|| fib.ifindex != f->device_out", ""),
     "XDP: UDP without a checksum gets one": ("xdp.h", "p->protocol == UDP && !*check", "false"),
     "XDP: turning points by the cache": ("xdp.bpf.c", "&& !is_turning_point(&p)", ""),
     "XDP: counted as tc counts": ("xdp.h", "count(XDP_FLOW_HIT);", "count(FLOW_HIT);"),
     "every bridged packet lifted": ("bridge.h", "!is_translated_reply(skb, p) ||", ""),
 }
+
+
+_XDP = ("test_xdp.py", "test_xdp_flows.py")
 
 
 def main() -> int:
@@ -190,8 +201,8 @@ def main() -> int:
                 "-x",
                 "-p",
                 "no:cacheprovider",
-                # What only XDP does has one module.
-                str(ROOT / "tests" / "packet" / ("test_xdp.py" if name.startswith("XDP: ") else "")),
+                # What only XDP does has modules of its own.
+                *(str(ROOT / "tests" / "packet" / each) for each in (_XDP if name.startswith("XDP: ") else ("",))),
             ]
             tests += ["--ignore-glob=*test_maps*", "-W", "ignore"]
             done = subprocess.run(tests, env={**os.environ, "PEP_TC_OBJECT": built}, capture_output=True, text=True)

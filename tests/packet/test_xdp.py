@@ -6,18 +6,20 @@ The decision table goes through both mains in test_decisions; PEP_XDP=1 sends ev
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-from fast_world import FAR, REDIRECT, Flow, ip, mac_of, neighbour, open_fast_path, say
+from fast_world import Flow
 from scapy.layers.inet import IP, TCP, UDP, IPOption_NOP
 from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt, IPv6ExtHdrFragment
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
-from world import GO_ON, MARK, PRIORITY_BACKEND, XDP_DROP, XDP_PASS, XDP_REDIRECT, XDP_TX, World
+from world import GO_ON, MARK, PRIORITY_BACKEND, XDP_DROP, XDP_PASS, World
 
-from pyebpf_proxy.datapath.loader.libbpf import RunResult, SkBuff
+from pyebpf_proxy.datapath.loader.libbpf import SkBuff
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -31,12 +33,6 @@ def before(node: World) -> World:
     return node
 
 
-def alone(world: World, frame: Packet, device: str = "nic") -> RunResult:
-    """Through XDP, and no further."""
-    assert world.xdp is not None
-    return world.xdp.run_frame(bytes(frame), world.devices[device])
-
-
 # ---- new flows -------------------------------------------------------------------------------------------------
 
 
@@ -45,7 +41,7 @@ def alone(world: World, frame: Packet, device: str = "nic") -> RunResult:
 def test_a_flow_is_opened_and_its_packet_goes_up_unchanged(before: World, protocol: str, source: str) -> None:
     before.service(["remote"], protocol=protocol)
     frame = (before.tcp if protocol == "tcp" else before.udp)(source, "cluster_ip", 80)
-    found = alone(before, frame)
+    found = before.run_xdp(frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
     (flow,) = before.flows()
     assert flow.reply[0] == before.address("remote")
@@ -59,6 +55,72 @@ def test_a_flow_is_opened_and_its_packet_goes_up_unchanged(before: World, protoc
     assert before.reasons() == {"NEW_FLOW_DIRECT": 1}
 
 
+@pytest.fixture
+def one_cpu() -> Iterator[None]:
+    """Both programs see a packet on the same CPU, as they do on a device."""
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    yield
+    os.sched_setaffinity(0, cpus)
+
+
+def just_now() -> bytes:
+    """By the programs' clock, which is some milliseconds behind."""
+    return (time.clock_gettime_ns(time.CLOCK_MONOTONIC) - 20_000_000).to_bytes(8, "little")
+
+
+def by_tc(world: World, frame: Packet) -> int:
+    """Through tc, without XDP: the mark that the packet has then."""
+    program = world.object.programs["tc_ethernet"]
+    result = program.test_run(bytes(frame), SkBuff(ifindex=world.devices["nic"]))
+    assert result.skb is not None
+    assert result.retval == GO_ON
+    return result.skb.mark
+
+
+@pytest.mark.usefixtures("one_cpu")
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("source", ["client", "pod"])
+def test_tc_does_not_look_up_what_xdp_has_just_opened(before: World, protocol: str, source: str) -> None:
+    before.service(["remote"], protocol=protocol)
+    frame = (before.tcp if protocol == "tcp" else before.udp)(source, "cluster_ip", 80)
+    assert before.run_xdp(frame).retval == XDP_PASS
+    before.forget_flows()
+    rewrite_notes(before, 40, just_now())
+    # If it asked, it would open the flow again.
+    assert by_tc(before, frame) == (MARK if source == "client" else 0)
+    assert not before.flows()
+    assert by_tc(before, frame) == (MARK if source == "client" else 0)
+    assert len(before.flows()) == 1, "only once"
+
+
+# Where it stands in struct xdp_opened, and what is there then.
+NOT_BELIEVED = {"another flow's": (32, b"\1"), "of another time": (40, (1).to_bytes(8, "little"))}
+
+
+def rewrite_notes(world: World, at: int, what: bytes) -> None:
+    """In every note of a flow that XDP has opened."""
+    notes = world.object.maps["xdp_opened"]
+    for number in range(notes.max_entries):
+        key = number.to_bytes(4, "little")
+        each = notes.lookup_cpus(key) or []
+        if any(map(any, each)):
+            notes.update(key, b"".join(value[:at] + what + value[at + len(what) :] for value in each))
+
+
+@pytest.mark.usefixtures("one_cpu")
+@pytest.mark.parametrize("name", NOT_BELIEVED)
+def test_what_xdp_opened_is_not_believed_if_it_is(before: World, name: str) -> None:
+    before.service(["remote"])
+    frame = before.tcp("client", "cluster_ip", 80)
+    assert before.run_xdp(frame).retval == XDP_PASS
+    before.forget_flows()
+    rewrite_notes(before, 40, just_now())
+    rewrite_notes(before, *NOT_BELIEVED[name])
+    by_tc(before, frame)
+    assert len(before.flows()) == 1
+
+
 def test_the_mark_is_for_flows_without_an_answer(before: World) -> None:
     before.service(["remote"], protocol="udp")
     flow = Flow(before, "udp", "client", "vip", masquerade="node")
@@ -70,7 +132,7 @@ def test_the_mark_is_for_flows_without_an_answer(before: World) -> None:
 
 def test_a_drop_is_given_before_there_is_a_packet(before: World) -> None:
     before.service(["remote"], ranges=[f"{before.address('client')}/{32 if before.family == 4 else 128}"])
-    assert alone(before, before.tcp("blocked", "vip", 80)).retval == XDP_DROP
+    assert before.run_xdp(before.tcp("blocked", "vip", 80)).retval == XDP_DROP
     assert before.reasons() == {"DROP_SOURCE_RANGE": 1}
 
 
@@ -80,7 +142,7 @@ def test_loopback_addresses_are_guarded(node: World) -> None:
     node.settings = {"xdp": 1, "localhost_node_ports": 1}
     node.load()
     frame = Ether(dst="02:00:00:00:00:02") / IP(src=node.address("client"), dst="127.0.0.1") / Raw(b"x" * 20)
-    assert alone(node, frame).retval == XDP_DROP
+    assert node.run_xdp(frame).retval == XDP_DROP
     assert node.reasons() == {"DROP_LOOPBACK_DESTINATION": 1}
 
 
@@ -96,13 +158,13 @@ def with_options(world: World) -> Packet:
 
 def test_headers_may_have_options(before: World) -> None:
     before.service(["remote"])
-    assert alone(before, with_options(before)).retval == XDP_PASS
+    assert before.run_xdp(with_options(before)).retval == XDP_PASS
     assert before.reasons() == {"NEW_FLOW_DIRECT": 1}
 
 
 def test_a_first_fragment_opens_its_flow_as_in_tc(before: World) -> None:
     before.service(["remote"], protocol="udp")
-    assert alone(before, first_fragment(before)).retval == XDP_PASS
+    assert before.run_xdp(first_fragment(before)).retval == XDP_PASS
     assert before.reasons() == {"NEW_FLOW_DIRECT": 1}
 
 
@@ -143,7 +205,7 @@ def test_what_is_not_for_xdp_goes_up_untouched(before: World, name: str) -> None
     for number, protocol in enumerate(("tcp", "udp", "sctp")):
         before.service(["remote"], protocol=protocol, service=1 + number)
     frame = LEFT[name](before)
-    found = alone(before, frame)
+    found = before.run_xdp(frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
     assert not before.flows()
     assert not before.reasons()
@@ -152,7 +214,7 @@ def test_what_is_not_for_xdp_goes_up_untouched(before: World, name: str) -> None
 def test_where_no_flows_may_be_opened_they_are_left_to_tc(before: World) -> None:
     before.service(["remote"])
     before.xdp_device("nic", opens=0)
-    assert alone(before, before.tcp("client", "vip", 80)).retval == XDP_PASS
+    assert before.run_xdp(before.tcp("client", "vip", 80)).retval == XDP_PASS
     assert not before.flows()
 
 
@@ -169,7 +231,7 @@ def test_headers_that_are_not_in_the_first_buffer_go_up(before: World) -> None:
 def test_a_refusal_is_tcs_and_counted_once(before: World) -> None:
     before.service([])
     frame = before.tcp("client", "vip", 80)
-    assert alone(before, frame).retval == XDP_PASS
+    assert before.run_xdp(frame).retval == XDP_PASS
     assert not before.reasons()
     before.run("tc_ethernet", frame)
     assert before.reasons() == {"REJECT_NO_ENDPOINTS": 1}
@@ -196,7 +258,7 @@ def test_the_endpoint_that_xdp_chose_is_the_one_that_tc_carries_out(before: Worl
     tc = before.object.programs["tc_ethernet"]
     for sport in range(41000, 41016):
         frame = before.tcp("client", "cluster_ip", 80, sport=sport)
-        assert alone(before, frame).retval == XDP_PASS
+        assert before.run_xdp(frame).retval == XDP_PASS
         ((_, choice),) = choices(before)
         result = tc.test_run(bytes(frame), SkBuff(ifindex=before.devices["nic"]))
         assert result.skb is not None
@@ -233,215 +295,8 @@ def test_a_choice_of_another_time_is_not_believed(before: World) -> None:
     """Between the two programs the service may have got another list."""
     before.service(["outside"])
     frame = before.tcp("client", "cluster_ip", 80)
-    assert alone(before, frame).retval == XDP_PASS
+    assert before.run_xdp(frame).retval == XDP_PASS
     before.service(["nowhere"])
     result = before.object.programs["tc_ethernet"].test_run(bytes(frame), SkBuff(ifindex=before.devices["nic"]))
     assert result.skb is not None
     assert result.skb.priority == PRIORITY_BACKEND | before.backend_ids["nowhere", 1]
-
-
-# ---- established flows -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fast(node: World) -> Iterator[World]:
-    node.forget_flows()
-    node.settings = {}
-    open_fast_path(node, xdp=1)
-    node.service(["remote", "local"])
-    node.service(["remote", "local"], protocol="udp", service=2)
-    for device in ("nic", "pods"):
-        mac = mac_of(device, node.devices[device], id(node))
-        node.xdp_device(device, mac=bytes.fromhex(mac.replace(":", "")))
-    yield node
-    ip("link", "set", "nic", "mtu", "1500")
-    ip("link", "set", "pods", "mtu", "1500")
-
-
-def known(world: World, protocol: str = "tcp", **changes: str) -> Flow:
-    """A flow that tc has learned."""
-    flow = Flow(world, protocol, **changes)  # type: ignore[arg-type]
-    flow.track()
-    flow.learn()
-    return flow
-
-
-def in_and_out_by(device: str) -> dict[str, str]:
-    return {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": device, "exit": device}
-
-
-def through(flow: Flow, reply: bool = False, frame: Packet | None = None) -> RunResult:
-    given = flow.frame(reply) if frame is None else frame
-    return alone(flow.world, given, flow.exit if reply else flow.entrance)
-
-
-@pytest.mark.parametrize("protocol", ["tcp", "udp"])
-@pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-@pytest.mark.parametrize("masquerade", ["", "node"], ids=["own address", "masqueraded"])
-@pytest.mark.parametrize("size", [0, 1, 1000])
-def test_a_frame_becomes_what_tc_would_make_of_it(
-    fast: World, protocol: str, reply: bool, masquerade: str, size: int
-) -> None:
-    flow = known(fast, protocol, masquerade=masquerade)
-    found = through(flow, reply, flow.frame(reply, size=size))
-    assert found.retval == XDP_REDIRECT, fast.reasons()
-    expected = bytes(flow.expected(reply, size=size))
-    assert found.data[14:] == expected[14:]
-    by_tc = flow.run(reply, flow.frame(reply, size=size))
-    assert by_tc.retval == REDIRECT
-    assert by_tc.data[14:] == found.data[14:]
-    out = "pods" if reply else "nic"
-    # The neighbour's address and the device's own, as the kernel would have written them.
-    assert Ether(found.data).dst == FAR
-    assert Ether(found.data).src == mac_of(out, fast.devices[out], id(fast))
-    counted = fast.reasons()
-    assert (counted["XDP_FLOW_HIT"], counted["FLOW_HIT"]) == (1, 2)
-
-
-@pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-def test_what_leaves_by_the_device_it_came_in_by_is_sent_back(fast: World, reply: bool) -> None:
-    flow = known(fast, **in_and_out_by("nic"))
-    found = through(flow, reply)
-    assert found.retval == XDP_TX, fast.reasons()
-    assert found.data[14:] == bytes(flow.expected(reply))[14:]
-    # A veth sends nothing back, but takes what is redirected to it.
-    fast.xdp_device("nic", mac=found.data[6:12], returns=0)
-    again = through(flow, reply)
-    assert (again.retval, again.data) == (XDP_REDIRECT, found.data)
-    fast.xdp_device("nic", mac=found.data[6:12], returns=0, takes=0)
-    assert through(flow, reply).retval == XDP_PASS
-
-
-def test_udp_without_a_checksum_stays_without_in_xdp(fast: World) -> None:
-    if fast.family == 6:
-        pytest.skip("IPv6 has no UDP without a checksum")
-    flow = known(fast, "udp")
-    frame = flow.frame()
-    frame[UDP].chksum = 0
-    found = through(flow, frame=frame)
-    assert found.retval == XDP_REDIRECT
-    assert Ether(found.data)[UDP].chksum == 0
-
-
-def test_a_jumbo_frame_of_several_buffers_is_sent(fast: World) -> None:
-    ip("link", "set", "nic", "mtu", "9000")
-    ip("link", "set", "pods", "mtu", "9000")
-    flow = known(fast, "udp")
-    found = through(flow, frame=flow.frame(size=8000))
-    assert found.retval == XDP_REDIRECT, fast.reasons()
-    assert found.data[14:] == bytes(flow.expected(size=8000))[14:]
-    # Where the device takes one buffer at a time, short ones go and long ones do not.
-    fast.xdp_device("nic", takes=1)
-    assert through(flow).retval == XDP_REDIRECT
-    assert through(flow, frame=flow.frame(size=8000)).retval == XDP_PASS
-    assert fast.reasons()["XDP_LEFT_DEVICE"] == 1
-
-
-def with_partial_checksum(flow: Flow) -> Packet:
-    """As a socket of this machine leaves it to a device: the sum of the pseudo header."""
-    frame = flow.frame()
-    layer = frame[TCP] if flow.protocol == "tcp" else frame[UDP]
-    length = len(layer)
-    number = 6 if flow.protocol == "tcp" else 17
-    ends = flow.world.packed(flow.client) + flow.world.packed(flow.frontend)
-    words = ends + number.to_bytes(2, "big") + length.to_bytes(2, "big")
-    total = sum(int.from_bytes(words[i : i + 2], "big") for i in range(0, len(words), 2))
-    while total >> 16:
-        total = (total & 0xFFFF) + (total >> 16)
-    layer.chksum = total
-    return frame
-
-
-@pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_a_checksum_that_was_left_to_a_device_is_left_to_tc(fast: World, protocol: str) -> None:
-    flow = known(fast, protocol)
-    frame = with_partial_checksum(flow)
-    found = through(flow, frame=frame)
-    assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
-    assert fast.reasons()["XDP_LEFT_CHECKSUM"] == 1
-
-
-def no_frames(flow: Flow) -> None:
-    flow.world.xdp_device("nic", takes=0)
-
-
-def another_way(flow: Flow) -> None:
-    address = flow.world.address("remote")
-    ip("route", "add", f"{address}/{32 if flow.world.family == 4 else 128}", "dev", "pods")
-    neighbour(flow.world, "replace", "remote", "pods")
-
-
-def back_again(flow: Flow) -> None:
-    address = flow.world.address("remote")
-    ip("route", "del", f"{address}/{32 if flow.world.family == 4 else 128}", "dev", "pods")
-    neighbour(flow.world, "del", "remote", "pods")
-
-
-TO_TC: dict[str, tuple[Callable[[Flow], object], Callable[[Flow], object], str]] = {
-    "its way out takes no frames": (no_frames, lambda flow: None, "XDP_LEFT_DEVICE"),
-    "nobody's link address": (
-        lambda flow: neighbour(flow.world, "del", "gateway", "nic"),
-        lambda flow: neighbour(flow.world, "replace", "gateway", "nic"),
-        "XDP_LEFT_NEIGHBOUR",
-    ),
-    "the route has moved": (another_way, back_again, "XDP_LEFT_NEIGHBOUR"),
-    "the generation has moved": (lambda flow: say(flow.world, generation=2), lambda flow: None, ""),
-    "nobody watches": (lambda flow: say(flow.world, trust=-1.0), lambda flow: None, ""),
-    "the family is closed": (lambda flow: say(flow.world, closed="STACK_IPSEC"), lambda flow: None, ""),
-}
-
-
-@pytest.mark.parametrize("name", TO_TC)
-def test_a_known_flow_is_left_to_tc_when(fast: World, name: str) -> None:
-    flow = known(fast)
-    change, undo, reason = TO_TC[name]
-    counted = fast.reasons()
-    change(flow)
-    try:
-        frame = flow.frame()
-        found = through(flow, frame=frame)
-        assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
-        assert fast.reasons() - counted == (Counter({reason: 1}) if reason else Counter())
-    finally:
-        undo(flow)
-
-
-@pytest.mark.parametrize("flags", ["FA", "RA", "S", "SA"])
-def test_a_turning_point_goes_to_tc(fast: World, flags: str) -> None:
-    flow = known(fast)
-    counted = fast.reasons()
-    assert through(flow, frame=flow.frame(flags=flags)).retval == XDP_PASS
-    assert fast.reasons() == counted
-
-
-def test_a_packet_that_is_too_big_or_at_its_last_hop_goes_to_tc(fast: World) -> None:
-    flow = known(fast)
-    assert through(flow, frame=flow.frame(size=1461)).retval == XDP_PASS
-    assert through(flow, frame=flow.frame(hops=1)).retval == XDP_PASS
-    assert fast.reasons()["XDP_FLOW_HIT"] == 0
-
-
-def test_what_came_by_another_device_goes_to_tc(fast: World) -> None:
-    flow = known(fast)
-    frame = flow.frame()
-    frame[Ether].dst = mac_of("nic", fast.devices["nic"], id(fast))
-    assert alone(fast, frame, "nic").retval == XDP_PASS
-
-
-def test_a_new_datagram_of_an_unknown_flow_is_opened_with_the_fast_path_on(fast: World) -> None:
-    frame = Flow(fast, "udp", sport=41000).frame()
-    assert alone(fast, frame, "pods").retval == XDP_PASS
-    assert len(fast.flows()) == 1
-    assert fast.reasons() == {"NEW_FLOW_DIRECT": 1}
-
-
-def test_on_packets_any_device_does(node: World) -> None:
-    """Generic mode: the kernel sends what it made of the frame."""
-    node.forget_flows()
-    node.settings = {}
-    open_fast_path(node, xdp=1, xdp_generic=1)
-    node.service(["remote"])
-    for device in ("nic", "pods"):
-        mac = bytes.fromhex(mac_of(device, node.devices[device], id(node)).replace(":", ""))
-        node.xdp_device(device, mac=mac, takes=0, returns=0)
-    assert through(known(node)).retval == XDP_REDIRECT

@@ -199,7 +199,7 @@ class World:
             if name in ARRAYS:
                 keys = b"".join(_u32(i) for i in range(of.max_entries))
                 of.update_batch(keys, bytes(of.max_entries * of.value_size))
-            elif name in ("reasons", "last_refused", "flow_drafts", "tracing"):
+            elif name in ("reasons", "last_refused", "flow_drafts", "tracing", "xdp_opened"):
                 size = len(of.lookup(bytes(4)) or b"")
                 for number in range(of.max_entries):
                     of.update(_u32(number), bytes(size))
@@ -356,12 +356,17 @@ class World:
     def sctp(self, source: str, destination: str, port: int, sport: int = 40000) -> Packet:
         return self.frame(source, destination, SCTP(sport=sport, dport=port), SCTPChunkInit())
 
+    def run_xdp(self, frame: Packet | bytes, device: str = "nic") -> RunResult:
+        """Through XDP, and no further."""
+        assert self.xdp is not None
+        return self.xdp.run_frame(bytes(frame), self.devices[device])
+
     def run(
         self, program: str, frame: Packet | bytes, device: str = "nic", mark: int = 0, priority: int = 0
     ) -> RunResult:
         skb = SkBuff(ifindex=self.devices[device], mark=mark, priority=priority)
         if self.xdp is not None and program == "tc_ethernet":
-            first = self.xdp.run_frame(bytes(frame), self.devices[device])
+            first = self.run_xdp(frame, device)
             if first.retval == XDP_DROP:
                 return RunResult(SHOT, first.data, first.duration, skb)
             assert first.retval == XDP_PASS

@@ -87,7 +87,7 @@ _SCHEDULER_MAPS = {
 # Maps that are made only where sockets of pods are translated.
 _POD_MAPS = {"pod_sources", "left_sockets", "excluded_pods"}
 # Maps of XDP alone.
-_XDP_MAPS = {"xdp_devices", "xdp_choices"}
+_XDP_MAPS = {"xdp_devices", "xdp_choices", "xdp_opened"}
 # Only for programs that are run to see what they would do.
 _DRY_MAPS = {"dry_results"}
 # Maps of the flow cache alone.

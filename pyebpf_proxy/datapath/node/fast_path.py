@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the flow cache cannot see by itself: routes, devices, rules of routing and IPsec that change.
+"""What the flow cache cannot see by itself: routes, devices, neighbours, rules of routing and IPsec that change.
 
 The programs ask the kernel again about a flow when the generation in the map ``fast_path`` has moved, and once a
 second. Policy routing and IPsec are nothing they could ask about: while there is any, the family is closed. All of it
@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from pyebpf_proxy.datapath.connections.rawlink import RawLink, attributes
+from pyebpf_proxy.datapath.node.neighbours import Neighbours
 from pyebpf_proxy.log import Logger
 
 # include/uapi/linux/netlink.h, rtnetlink.h, xfrm.h
@@ -61,10 +62,10 @@ class FastPath:
     """The map ``fast_path`` of the network namespace it was made in.
 
     ``layout`` is that of its value, ``reasons`` are numbers of enum reason by name. Make it, then give :meth:`follow`
-    a loop. :meth:`close` sends every packet to the kernel again.
+    a loop. :meth:`close` sends every packet to the kernel again. ``xdp``: link addresses are in the cache, too.
     """
 
-    def __init__(self, word: Word, layout: Layout, reasons: Mapping[str, int]) -> None:
+    def __init__(self, word: Word, layout: Layout, reasons: Mapping[str, int], xdp: bool = False) -> None:
         self._word = word
         self._layout = layout
         self._reasons = reasons
@@ -80,6 +81,7 @@ class FastPath:
                 self._routes.close()
                 raise
             self._policies = None  # A kernel without IPsec.
+        self._neighbours = Neighbours() if xdp else None
         self._look()
         self._write()
 
@@ -89,6 +91,8 @@ class FastPath:
         loop.add_reader(self._routes, self._read, self._routes)
         if self._policies is not None:
             loop.add_reader(self._policies, self._read, self._policies)
+        if self._neighbours is not None:
+            loop.add_reader(self._neighbours, self._read_neighbours, self._neighbours)
         self._beat()
 
     def moved(self) -> None:
@@ -103,10 +107,14 @@ class FastPath:
             self._loop.remove_reader(self._routes)
             if self._policies is not None:
                 self._loop.remove_reader(self._policies)
+            if self._neighbours is not None:
+                self._loop.remove_reader(self._neighbours)
         self._write(trust=0.0)
         self._routes.close()
         if self._policies is not None:
             self._policies.close()
+        if self._neighbours is not None:
+            self._neighbours.close()
 
     def _beat(self) -> None:
         self._write()
@@ -129,6 +137,15 @@ class FastPath:
         if look:
             self._look()
         self.moved()
+
+    def _read_neighbours(self, neighbours: Neighbours) -> None:
+        try:
+            moved = neighbours.read()
+        except OSError as error:
+            _log.error("changes of neighbours could not be followed", error=str(error))
+            moved = True
+        if moved:
+            self.moved()
 
     def _look(self) -> None:
         """What there is of policy routing and IPsec."""

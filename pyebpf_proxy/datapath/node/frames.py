@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pyebpf_proxy.datapath.loader.programs import Loaded
@@ -25,6 +25,8 @@ class Frames:
             raise ValueError("the XDP program is not loaded")
         program, layout = loaded.xdp.programs["xdp_ethernet"], loaded.xdp.btf.struct("xdp_device")
         self._xdp = Xdp(program, loaded.maps["xdp_devices"], layout, config, folder, _log.warning)
+        #: Called when the map says something else of a device: entries of the flow cache have it from there.
+        self.on_written: Callable[[], None] = lambda: None
         self._features = Features()
         self._node = node
         node.on_change = self._changed
@@ -54,8 +56,11 @@ class Frames:
 
     def _changed(self, links: Mapping[int, Link], wanted: Wanted) -> None:
         features = self._features.by_device if self._features.known else None
+        before = self._xdp.writes
         for name in self._xdp.apply(links, wanted.programs, features):
             _log.info("XDP", device=name, mode=self._xdp.mode)
+        if self._xdp.writes != before:
+            self.on_written()
 
     def _read(self) -> None:
         try:

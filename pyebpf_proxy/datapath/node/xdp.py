@@ -175,6 +175,8 @@ class Xdp:
         self._say_line = say
         self._said: dict[str, str] = {}
         self._written: dict[int, Entry] = {}
+        #: How often the map was changed.
+        self.writes = 0
         #: Names of the devices that carry the program, by ifindex.
         self.attached: dict[int, str] = {}
 
@@ -191,6 +193,7 @@ class Xdp:
             if self._written.get(index) != entry:
                 self._table.update(struct.pack("=I", index), self._layout.pack(**entry._asdict()))
                 self._written[index] = entry
+                self.writes += 1
         for pin in _pins(self._folder):
             index, mode = _of(pin)
             if index not in wanted.attach or mode != self._config.mode:
@@ -204,6 +207,7 @@ class Xdp:
         for index in [index for index in self._written if index not in wanted.entries]:
             self._table.delete(struct.pack("=I", index))
             del self._written[index]
+            self.writes += 1
         return fresh
 
     def _put(self, index: int, name: str) -> bool:

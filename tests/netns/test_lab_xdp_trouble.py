@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Neighbours change while XDP sends to them by what the flow cache knows: nothing goes astray, nobody waits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from fast_lab import World, at_once, made
+from lab_tools import Capture, wait_until
+from talk import Talk
+from xdp_lab import NODE_PORT, as_nics, counted, talking
+
+from pyebpf_proxy.lab.cluster import Lab, Node
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+OTHER = "02:00:00:00:0e:02"
+
+
+@pytest.fixture(scope="module")
+def outside() -> Iterator[World]:
+    with Lab() as lab:
+        yield as_nics(made(lab))
+
+
+@pytest.fixture
+def far(outside: World, protocol: str) -> Iterator[Talk]:
+    """The client outside with the other node's pod, sent back by XDP."""
+    with talking(outside.lab.client, outside.node.address.v4, protocol, NODE_PORT) as talk:
+        counted(outside, "xdp_flow_hit")
+        yield talk
+
+
+def test_a_neighbour_has_another_link_address(outside: World, far: Talk) -> None:
+    other = outside.lab.nodes[1]
+    old = other.namespace.run("cat", "/sys/class/net/eth0/address").strip()
+
+    def becomes(address: str) -> None:
+        """As a machine that has taken an address over, and tells so."""
+        other.namespace.ip(f"link set dev eth0 address {address}")
+        outside.node.namespace.ip(f"neigh replace {other.address.v4} lladdr {address} dev eth0 nud reachable")
+
+    try:
+        with at_once(far):
+            becomes(OTHER)
+        counted(outside, "xdp_flow_hit")
+        former = bytes.fromhex(old.replace(":", ""))
+        stray = Capture(other.namespace, "eth0", lambda frame: frame[:6] == former, deadline=1.0)
+        far.wait()
+        assert stray.frame() is None, "something still goes to the old link address"
+    finally:
+        becomes(old)
+    counted(outside, "xdp_flow_hit")
+
+
+@pytest.mark.parametrize("how", ["del {} dev eth0", "replace {} lladdr 02:00:00:00:0e:03 dev eth0 nud failed"])
+def test_a_neighbours_entry_is_gone(outside: World, far: Talk, how: str) -> None:
+    with at_once(far):
+        outside.node.namespace.ip("neigh " + how.format(outside.lab.nodes[1].address.v4))
+    counted(outside, "xdp_flow_hit")
+
+
+def test_the_cache_is_told(outside: World, far: Talk) -> None:
+    """At once, and not when the second is over that an entry is good for."""
+    node = outside.node
+    address = outside.lab.nodes[1].address.v4
+    neighbour = next(iter(node.namespace.run("ip", "neigh", "show", address, "dev", "eth0").split("lladdr ")[1:]))
+    before = generation(node)
+    node.namespace.ip(f"neigh replace {address} lladdr {neighbour.split()[0]} dev eth0 nud stale")
+    node.namespace.ip("neigh add 192.0.2.77 lladdr 02:00:00:00:0e:07 dev eth0 nud reachable")
+    node.namespace.ip("neigh del 192.0.2.77 dev eth0")
+    wait_until(lambda: generation(node) != before, "a link address that nobody has any more is told of")
+    assert generation(node) == before + 1, "what says nothing new is not"
+    counted(outside, "xdp_flow_hit")
+
+
+def generation(node: Node) -> int:
+    """As the programs read it."""
+    dump = node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin("fast_path")))
+    return int(json.loads(dump)[0]["formatted"]["value"]["generation"])

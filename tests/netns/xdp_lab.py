@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lab whose first node has XDP on eth0: what it needs, and how to see that packets went by it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+
+from fast_lab import ON, World
+from lab_tools import wait_until
+from talk import PORT, Talk
+
+from pyebpf_proxy.lab.cluster import Node
+from pyebpf_proxy.lab.namespace import Namespace
+
+XDP = {**ON, "xdpDevices": ["eth0"]}
+NODE_PORT = 30007
+
+
+def as_nics(world: World) -> World:
+    """As real NICs are: senders make their checksums, and the other end of the wire takes frames."""
+    offloads(world, "off")
+    receive(world, "on")
+    restart(world, XDP)
+    wait_until(lambda: shown(world.node), "XDP on eth0")
+    return world
+
+
+def restart(world: World, own: dict[str, object]) -> None:
+    if world.node.agent.process is not None:
+        world.node.agent.stop()
+    world.node.agent.start(own=own)
+    world.node.agent.wait_synced()
+
+
+def offloads(world: World, state: str) -> None:
+    for namespace in (world.lab.client, *(pod.namespace for pod in (world.client, world.near, world.far))):
+        namespace.run("ethtool", "-K", "eth0", "tx", state)
+
+
+def receive(world: World, state: str) -> None:
+    """Whether the wire's other end, in the core, takes frames of XDP: a veth does with GRO."""
+    world.lab.core.run("ethtool", "-K", world.node.name, "gro", state)
+
+
+def shown(node: Node, device: str = "eth0") -> dict[str, object]:
+    """The XDP program on a device, as iproute2 sees it; empty: none."""
+    (link,) = json.loads(node.namespace.run("ip", "-j", "-d", "link", "show", "dev", device))
+    found = link.get("xdp", {})
+    return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def talking(namespace: Namespace, address: str, protocol: str, port: int = PORT, size: int = 100) -> Iterator[Talk]:
+    talk = Talk(namespace, address, protocol, port, size)
+    try:
+        talk.wait()
+        yield talk
+    finally:
+        talk.end()
+
+
+def counted(world: World, name: str, more: int = 10) -> None:
+    before = world.count(name)
+    wait_until(lambda: world.count(name) > before + more, name, 60.0)
