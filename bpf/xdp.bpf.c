@@ -33,35 +33,41 @@ static __always_inline int serve(struct xdp_md *ctx, struct packet *p, const str
 	return open_flow(ctx, p, f, table, table_id, NULL);
 }
 
-static __always_inline int ingress(struct xdp_md *ctx)
+/* The frame is meant for this node, not for somebody whose traffic it only sees; NULL if it is not. */
+static __always_inline struct xdp_device *device_of_node(struct xdp_md *ctx)
 {
 	__u32 ifindex = ctx->ingress_ifindex;
+	struct xdp_device *device = bpf_map_lookup_elem(&xdp_devices, &ifindex);
+
+	return device && is_for(ctx, device->mac) ? device : NULL;
+}
+
+static __always_inline int ingress(struct xdp_md *ctx)
+{
 	struct xdp_device *device;
 	struct packet p = {};
 	struct frontend f;
-	bool parsed, opens;
+	bool parsed;
 	int verdict;
 
 	parsed = parse_packet(ctx, ETH_HLEN, &p) && p.protocol != SCTP;
 	/* First, since it is most of the traffic: an entry of the cache knows the device's address, too. */
-	if (settings.fast_path && parsed && !is_turning_point(&p)) {
-		verdict = send_by_cache(ctx, &p, ifindex);
+	if (settings.fast_path && parsed && !is_turning_point(&p) && may_be_known(&p)) {
+		verdict = send_by_cache(ctx, &p, ctx->ingress_ifindex);
 		/* What the cache is not sure of, tc asks the kernel about; and so the kernel looks after the neighbour. */
 		if (verdict != NOT_KNOWN)
 			return verdict < 0 ? XDP_PASS : verdict;
 	}
-	device = bpf_map_lookup_elem(&xdp_devices, &ifindex);
-	if (!device || !is_for(ctx, device->mac))
-		return XDP_PASS;
-	opens = device->opens;
 	if (goes_to_loopback(&p))
-		return drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION);
-	if (!parsed)
+		return device_of_node(ctx) ? drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION) : XDP_PASS;
+	if (!settings.direct_lane || !parsed || !p.opens || !find_frontend(&p, &f))
 		return XDP_PASS;
+	device = device_of_node(ctx);
+	if (!device || !device->opens)
+		return XDP_PASS;
+	/* As tc does it, which will not look at the packet of a flow that is opened here. */
 	if (settings.fast_path && p.tcp_flags & TCP_SYN)
 		ask_again(&p);
-	if (!settings.direct_lane || !opens || !p.opens || !find_frontend(&p, &f))
-		return XDP_PASS;
 	return serve(ctx, &p, &f);
 }
 
