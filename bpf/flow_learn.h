@@ -326,8 +326,14 @@ __noinline int learn_flow(struct __sk_buff *skb, const struct packet *p, __u32 d
 		return 0;
 	__builtin_memset(draft, 0, sizeof(*draft));
 	__builtin_memcpy(&draft->key, p, sizeof(draft->key));
-	if (reason == REASON_UNSPECIFIED)
+	if (reason == REASON_UNSPECIFIED) {
+		/* Whoever translates these flows: packets for that address are looked for in the cache from now on. */
+		if (t.reply)
+			set_hint(&t.source, t.source_port, p->ipv6);
+		else
+			set_hint(&p->destination, p->destination_port, p->ipv6);
 		reason = find_ways(skb, p, &t, draft, device);
+	}
 	stamp(&draft->there, &draft->key, generation, now);
 	if (reason) {
 		draft->there.passage = TO_STACK;
@@ -351,9 +357,6 @@ __noinline int learn_flow(struct __sk_buff *skb, const struct packet *p, __u32 d
 	draft->back.address_sum = ~draft->there.address_sum;
 	draft->back.port_sum = ~draft->there.port_sum;
 	stamp(&draft->back, &draft->back_key, generation, now);
-	/* Whoever translates these flows: packets for that address are looked for in the cache from now on. */
-	if (t.reply)
-		set_hint(&t.source, t.source_port, p->ipv6);
 	put(&draft->back_key, &draft->back);
 	return 1;
 }

@@ -155,7 +155,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "",
     ),
     "XDP: flows opened everywhere": ("xdp.bpf.c", "|| !device->opens", ""),
-    "XDP: no guard of loopback": ("xdp.bpf.c", "device_of_node(ctx) ? drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION) :", ""),
+    "XDP: no guard of loopback": (
+        "xdp.bpf.c",
+        "device_of_node(ctx) ? drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION) :",
+        "",
+    ),
     "XDP: any device takes frames": (
         "xdp.h",
         "return fits(ctx, f->takes) ? XDP_REDIRECT",

@@ -83,6 +83,18 @@ def test_what_somebody_else_translates(fast: World) -> None:
     assert beyond_the_link(found.data) == beyond_the_link(bytes(flow.expected()))
 
 
+def test_what_a_datagram_to_a_node_port_made_known_stays_known(fast: World) -> None:
+    """No answer has come by, and nobody else knows the node's address as a service's."""
+    flow = Flow(fast, "udp", client="client", frontend="node", port=30080, masquerade="node", entrance="nic")
+    flow.track()
+    neighbour(fast, "replace", "client", "nic")
+    for hits in range(3):
+        found = flow.run()
+        assert found.retval == REDIRECT, fast.reasons()
+        counted = fast.reasons()
+        assert (counted["FLOW_STALE"], counted["FLOW_HIT"]) == (1, hits + 1), "asked of the kernel once"
+
+
 def test_no_route(fast: World) -> None:
     flow = flow_of(fast)
     flow.learn()
