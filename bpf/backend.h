@@ -78,7 +78,7 @@ __noinline int choose_by_scheduler(const struct packet *p, const struct entitlem
 		position -= 1;
 	else
 		position = scheduled_position(scheduler, p, e);
-	if (!load_backend(slot_at(e->first_slot + position), p->ipv6, b))
+	if (!load_backend(take_slot(e->first_slot + position), p->ipv6, b))
 		return 0;
 	if (scheduler >= LEAST_CONNECTIONS)
 		count_choice(b->id);
@@ -100,7 +100,7 @@ __noinline int choose_at_random(const struct packet *p, const struct entitlement
 		position -= 1;
 	else
 		position = random_position(e);
-	if (!load_backend(slot_at(e->first_slot + position), p->ipv6, b))
+	if (!load_backend(take_slot(e->first_slot + position), p->ipv6, b))
 		return 0;
 	if (e->affinity_seconds)
 		remember_affinity(&r, b, position);

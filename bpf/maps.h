@@ -58,6 +58,35 @@ struct {
 	__type(value, struct refused);
 } last_refused SEC(".maps");
 
+/* The same refusals, counted by periods of REFUSED_PERIOD seconds: what came within the last minute. */
+#define REFUSED_PERIOD 4
+#define REFUSED_PERIODS 16
+
+struct refused_lately {
+	__u32 period[REFUSED_PERIODS];	/* seconds of bpf_ktime_get_boot_ns() / REFUSED_PERIOD */
+	__u32 count[REFUSED_PERIODS];	/* within that one */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, REASON_COUNT);
+	__type(key, __u32);
+	__type(value, struct refused_lately);
+} refused_lately SEC(".maps");
+
+/* The same by service; 0: no service's. Those that were refused nothing for longest are forgotten. */
+struct refusal_key {
+	__u32 service;
+	__u32 reason;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_PERCPU_HASH);
+	__uint(max_entries, 2048);
+	__type(key, struct refusal_key);
+	__type(value, __u64);
+} refusals SEC(".maps");
+
 /* Pinned nowhere: what a dry run (settings.h) would have written into the kernel's flow table. */
 struct dry_result {
 	__u32 backend;

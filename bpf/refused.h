@@ -5,12 +5,36 @@
 
 #include "packet.h"
 
-/* `device`: where the packet came in; 0: a socket asked. */
-static __always_inline void remember_refused(const struct packet *p, __u32 device, enum reason reason)
+/* How many in this period, and how many of this service. With a frame of its own: the sockets' programs have none left. */
+static __noinline int count_refusal(__u32 service, enum reason reason)
+{
+	__u32 period = bpf_ktime_get_boot_ns() / (REFUSED_PERIOD * NANOSECONDS);
+	struct refusal_key key = { .service = service, .reason = reason };
+	struct refused_lately *lately = bpf_map_lookup_elem(&refused_lately, &key.reason);
+	__u32 i = period % REFUSED_PERIODS;
+	__u64 first = 1, *count;
+
+	if (lately && lately->period[i] != period) {
+		lately->period[i] = period;
+		lately->count[i] = 0;
+	}
+	if (lately)
+		lately->count[i] += 1;
+	count = bpf_map_lookup_elem(&refusals, &key);
+	if (count)
+		*count += 1;
+	else
+		bpf_map_update_elem(&refusals, &key, &first, BPF_NOEXIST);
+	return 0;
+}
+
+/* `device`: where the packet came in; 0: a socket asked. `service`: 0 for no service's. */
+static __always_inline void remember_refused(const struct packet *p, __u32 device, __u32 service, enum reason reason)
 {
 	__u32 key = reason;
 	struct refused *last = bpf_map_lookup_elem(&last_refused, &key);
 
+	count_refusal(service, reason);
 	if (!last)
 		return;
 	last->when = bpf_ktime_get_boot_ns();

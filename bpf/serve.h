@@ -27,7 +27,7 @@ static __always_inline bool goes_to_loopback(const struct packet *p)
 static __always_inline int drop_flow(struct context *ctx, const struct packet *p, const struct entitlement *e,
 				     const struct backend *b, enum reason reason)
 {
-	remember_refused(p, receiving_device(ctx), reason);
+	remember_refused(p, receiving_device(ctx), e ? e->service : 0, reason);
 	decided(ctx, p, e, b, reason);
 	return DROPPED;
 }
@@ -60,7 +60,7 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 	case VERDICT_DROP:
 		return drop_flow(ctx, p, &e, NULL, reason);
 	case VERDICT_REJECT:
-		remember_refused(p, receiving_device(ctx), reason);
+		remember_refused(p, receiving_device(ctx), e.service, reason);
 		reject(ctx, p, &e);
 		return LEFT;
 	case VERDICT_PASS:

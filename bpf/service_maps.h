@@ -149,7 +149,7 @@ struct {
 
 struct slot {
 	__u32 backend;
-	__u32 zero;
+	__u32 chosen;	/* by the programs: how many new flows this endpoint got by this list (`pyebpf-proxy top`) */
 };
 
 /* Ranges of backend ids; a table names its range. Written through mmap. */

@@ -104,7 +104,7 @@ static __always_inline int refuse(struct context *ctx, const struct packet *p, c
 	default:
 		reason = DROP_NO_LOCAL_ENDPOINTS_SOCKET;
 	}
-	remember_refused(p, 0, reason);
+	remember_refused(p, 0, e->service, reason);
 	decided(ctx, p, e, NULL, reason);
 	bpf_set_retval(error);
 	return REFUSE;

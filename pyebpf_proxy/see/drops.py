@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 #: Seconds: what is newer is told as happening now.
 RECENT = 60.0
+#: Seconds of a period that refusals are counted by (REFUSED_PERIOD of bpf/maps.h), and how many make a minute.
+PERIOD = 4
+_PERIODS = 60 // PERIOD
 
 
 def read(maps: Pinned) -> list[model.Drop]:
@@ -29,6 +32,7 @@ def read(maps: Pinned) -> list[model.Drop]:
 
     counts = maps.counts()
     newest = {} if "last_refused" not in maps.names else dict(_newest(maps))
+    lately = _lately(maps)
     found = []
     for reason, count in counts.items():
         if not count or not is_refusal(reason):
@@ -40,7 +44,9 @@ def read(maps: Pinned) -> list[model.Drop]:
             meaning=meaning.text if meaning is not None else "not known to this version",
             remedy=meaning.remedy if meaning is not None else "",
         )
-        last = newest.get(maps.enum("reason")[reason.upper()])
+        number = maps.enum("reason")[reason.upper()]
+        drop.last_minute = lately.get(number, 0) if lately is not None else None
+        last = newest.get(number)
         if last is not None:
             when, source, destination, source_port, destination_port, protocol, ipv6, device = last
             size = 16 if ipv6 else 4
@@ -64,6 +70,22 @@ def _newest(maps: Pinned) -> Iterator[tuple[int, tuple[int, bytes, bytes, int, i
         last = max(rows, key=lambda row: row[0], default=None)
         if last is not None and last[0]:
             yield number, last
+
+
+def _lately(maps: Pinned) -> dict[int, int] | None:
+    """How many came within the last minute, by reason; None: maps of an agent that does not count that."""
+    if "refused_lately" not in maps.names:
+        return None
+    opened = maps.map("refused_lately")
+    layout = maps.packer("refused_lately", "period", "count")
+    now = int(time.clock_gettime(time.CLOCK_BOOTTIME)) // PERIOD
+    found: dict[int, int] = {}
+    for reason in range(opened.max_entries):
+        for value in opened.lookup_cpus(U32.pack(reason)) or ():
+            periods, counts = (memoryview(half).cast("I") for half in layout.unpack(value))
+            within = sum(count for period, count in zip(periods, counts, strict=True) if 0 <= now - period < _PERIODS)
+            found[reason] = found.get(reason, 0) + within
+    return found
 
 
 def whose(drops: Sequence[model.Drop], state: State) -> None:
@@ -93,6 +115,7 @@ def text(drops: Sequence[model.Drop], sheet: Paper) -> list[str]:
         [
             Cell(drop.reason, "red" if _is_recent(drop) else ""),
             str(drop.count),
+            minute(drop),
             ago(drop.seconds_ago) if drop.seconds_ago is not None else "",
             f"{drop.source} > {drop.destination} {drop.protocol}" if drop.source else "",
             drop.service,
@@ -100,12 +123,17 @@ def text(drops: Sequence[model.Drop], sheet: Paper) -> list[str]:
         ]
         for drop in drops
     ]
-    lines = table(sheet, ["REASON", "COUNT", "NEWEST", "PACKET", "SERVICE", "FROM"], rows)
+    lines = table(sheet, ["REASON", "COUNT", "LAST MINUTE", "NEWEST", "PACKET", "SERVICE", "FROM"], rows)
     lines.append("")
     for drop in drops:
         lines += wrapped(sheet, f"{drop.reason}: {drop.meaning}")
         lines += wrapped(sheet, drop.remedy, indent="  ", colour="dim") if drop.remedy else []
     return lines
+
+
+def minute(drop: model.Drop) -> str:
+    """How many came within the last minute, for a table; "" where that is not counted."""
+    return str(drop.last_minute) if drop.last_minute is not None else ""
 
 
 def _is_recent(drop: model.Drop) -> bool:

@@ -36,7 +36,9 @@ _PRIVATE = {
     "socket_flows": _SMALL,
     "xdp_choices": _SMALL,
 }
-_OWN = frozenset((*_PRIVATE, "reasons", "last_refused", "turns", "dry_results", "tracing", "decisions"))
+_OWN = frozenset(
+    (*_PRIVATE, "reasons", "last_refused", "refused_lately", "refusals", "turns", "dry_results", "tracing", "decisions")
+)
 
 
 class Outcome(NamedTuple):

@@ -134,7 +134,8 @@ def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Troubl
             )
     for drop in drops.recent(status.drops):
         whom = f", the newest from {drop.source} to {drop.destination} {drop.protocol}" if drop.source else ""
-        yield model.Trouble(what=f"within the last minute: {drop.meaning}{whom}", remedy=drop.remedy)
+        times = f"{drop.last_minute} times " if drop.last_minute else ""
+        yield model.Trouble(what=f"{times}within the last minute: {drop.meaning}{whom}", remedy=drop.remedy)
 
 
 def _about_programs(status: model.Status, attached: Programs) -> Iterator[model.Trouble]:
@@ -229,10 +230,15 @@ def text(status: model.Status, sheet: Paper) -> list[str]:
         ]
     if status.drops:
         rows: list[list[str | Cell]] = [
-            [drop.reason, str(drop.count), ago(drop.seconds_ago) if drop.seconds_ago is not None else ""]
+            [
+                drop.reason,
+                str(drop.count),
+                drops.minute(drop),
+                ago(drop.seconds_ago) if drop.seconds_ago is not None else "",
+            ]
             for drop in status.drops
         ]
-        lines += ["", *table(sheet, ["REFUSED OR DROPPED", "COUNT", "NEWEST"], rows)]
+        lines += ["", *table(sheet, ["REFUSED OR DROPPED", "COUNT", "LAST MINUTE", "NEWEST"], rows)]
     return lines
 
 

@@ -112,7 +112,7 @@ def test_no_endpoints_is_named_with_the_packet(node: Node, world: Lab, protocol:
     assert drop["device"] == "eth0"
     assert drop["secondsAgo"] < 60
     assert any("no endpoint is usable" in text for text in warnings(node))
-    assert re.search(r"reject_no_endpoints +\d+ +\d+ s ago +\[2001:db8:2::2\]:\d+ >", see(node, "drops").stdout)
+    assert re.search(r"reject_no_endpoints +\d+ +\d+ +\d+ s ago +\[2001:db8:2::2\]:\d+ >", see(node, "drops").stdout)
 
 
 def test_policy_local_without_local_endpoints_is_named(node: Node, world: Lab) -> None:

@@ -50,7 +50,7 @@ def rows(loaded: Loaded, name: str) -> dict[Any, dict[str, Any]]:
 
 
 def word(loaded: Loaded, name: str, index: int) -> int:
-    """The number in an entry of services or slots; the rest of the entry must be zero."""
+    """The number in an entry of services or slots. The rest must be zero: no flow was given out."""
     raw = loaded.maps[name].lookup(index.to_bytes(4, sys.byteorder))
     assert raw is not None
     assert raw[4:] == bytes(4)

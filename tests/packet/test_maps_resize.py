@@ -261,7 +261,7 @@ def test_the_sizes_of_the_model_are_those_of_the_header(bpf_objects: Path) -> No
     for name in ("tc.bpf.o", "sock.bpf.o"):
         with Object.open(bpf_objects / name) as opened:
             sizes |= opened.sizes
-    fixed = {"reasons", "last_refused", "dry_results", "node_port_hints", "turns"}
+    fixed = {"refused_lately", "refusals", "reasons", "last_refused", "dry_results", "node_port_hints", "turns"}
     fixed |= {"address_hints", "flows", "fast_path", "flow_drafts", "flow_sightings", "tracing", "decisions"}
     fixed |= {"xdp_devices", "xdp_choices", "xdp_opened"}
     assert sizes["turns"] == sizes["slots"]

@@ -199,7 +199,7 @@ class World:
             if name in ARRAYS:
                 keys = b"".join(_u32(i) for i in range(of.max_entries))
                 of.update_batch(keys, bytes(of.max_entries * of.value_size))
-            elif name in ("reasons", "last_refused", "flow_drafts", "tracing", "xdp_opened"):
+            elif name in ("reasons", "last_refused", "refused_lately", "flow_drafts", "tracing", "xdp_opened"):
                 size = len(of.lookup(bytes(4)) or b"")
                 for number in range(of.max_entries):
                     of.update(_u32(number), bytes(size))
