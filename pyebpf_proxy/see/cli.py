@@ -119,6 +119,19 @@ def _flows(arguments: argparse.Namespace) -> int:
     return flows.run(arguments)
 
 
+def _top_arguments(parser: argparse.ArgumentParser) -> None:
+    from pyebpf_proxy.see import top_arguments
+
+    _named(parser)
+    top_arguments.add(parser)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from pyebpf_proxy.see import top
+
+    return top.run(arguments)
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from pyebpf_proxy.see import doctor
 
@@ -178,6 +191,14 @@ COMMANDS = {
         "pyebpf-proxy flows default/web state=ESTABLISHED",
         _flows,
         _flows_arguments,
+    ),
+    "top": Command(
+        "services by what happens just now: new flows, packets, bytes, drops a second, and their endpoints' shares",
+        "pyebpf-proxy top                 # keys: f p b d n order, e endpoints, + - interval, space pause, q quit\n"
+        "  pyebpf-proxy top web --once      # one interval, in plain text\n"
+        "  pyebpf-proxy top -o json -i 10   # an object every ten seconds, each on a line",
+        _top,
+        _top_arguments,
     ),
     "doctor": Command(
         "can this machine carry services? kernel, programs by loading them, mounts, settings, other proxies, limits",

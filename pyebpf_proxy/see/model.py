@@ -89,10 +89,13 @@ class Frontends(Answer, kw_only=True, tag_field="kind", tag="Frontends"):
 
 
 class Drop(Answer, kw_only=True):
-    """A reason for which packets or socket calls were refused; ``secondsAgo`` and the rest: of the newest, if known."""
+    """A reason for which packets or socket calls were refused. ``lastMinute``: null where that is not counted;
+    ``secondsAgo`` and the rest: of the newest, if known.
+    """
 
     reason: str
     count: int
+    last_minute: int | None = None
     meaning: str
     remedy: str
     seconds_ago: float | None = None
@@ -210,6 +213,62 @@ class Flows(Answer, kw_only=True, tag_field="kind", tag="Flows"):
     """``pyebpf-proxy flows``."""
 
     flows: list[FlowView]
+
+
+class TopBackend(Answer, kw_only=True):
+    """An endpoint of a service port. Rates are a second; ``packets``, ``bytes``: both directions, null: not measured.
+    ``share``, 0 to 1: of its service's new flows; where there were none, of its bytes.
+    """
+
+    address: str
+    local: bool
+    new_flows: float
+    packets: float | None
+    bytes: float | None
+    share: float
+
+
+class TopService(Answer, kw_only=True):
+    """A service port of one IP family. ``packets``, ``bytes``: also those of no known endpoint, as a flow's first."""
+
+    name: str
+    namespace: str
+    service: str
+    port: str
+    protocol: str
+    family: int
+    new_flows: float
+    packets: float | None
+    bytes: float | None
+    drops: float
+    backends: list[TopBackend]
+
+
+class TopDrops(Answer, kw_only=True):
+    """How many packets and socket calls a second were refused or dropped for a reason."""
+
+    reason: str
+    drops: float
+
+
+class Top(Answer, kw_only=True, tag_field="kind", tag="Top"):
+    """``pyebpf-proxy top``, an object for each interval, each on a line. ``time``: Unix time of its end; ``seconds``:
+    its length. First the rates of these services together, and ``drops``, by ``reasons``, of anything. ``services`` and
+    their backends: those with traffic, and all of those that are named; ``atRest``: how many other services.
+    ``oneIn``: one of so many packets was looked at.
+    """
+
+    time: float
+    seconds: float
+    new_flows: float
+    packets: float | None
+    bytes: float | None
+    drops: float
+    reasons: list[TopDrops]
+    services: list[TopService]
+    at_rest: int
+    one_in: int
+    notes: list[str]
 
 
 class ChoiceView(Answer, kw_only=True):

@@ -26,7 +26,8 @@ __all__ = ["BpfError", "Link", "Map", "Object", "Program", "RunResult", "SkBuff"
 
 _DATA_OUT_MAX = 65536
 # include/uapi/linux/bpf.h, if_link.h
-_ATTACH_XDP = 37
+_ATTACH_XDP, _ATTACH_TCX_INGRESS = 37, 46
+_BEFORE = 1 << 3
 _XDP_GENERIC, _XDP_DRIVER = 2, 4
 
 
@@ -128,6 +129,16 @@ class Program:
                 checked(self._lib.bpf_obj_pin(link, os.fsencode(pin)), f"pin link {pin}")
             finally:
                 os.close(link)
+
+    def attach_tcx(self, ifindex: int) -> int:
+        """Attach to a device's tc ingress, before everything that is there; the descriptor of the link.
+
+        It ends when that is closed, also by the end of the process. BpfError; EINVAL: a kernel before Linux 6.6.
+        """
+        options = ffi.new("struct link_options *", {"sz": ffi.sizeof("struct link_options"), "flags": _BEFORE})
+        with captured():
+            what = f"attach program {self.name} to device {ifindex}"
+            return checked(self._lib.bpf_link_create(self.fd, ifindex, _ATTACH_TCX_INGRESS, options), what)
 
     def run_frame(self, frame: bytes, ifindex: int = 0, repeat: int = 1) -> RunResult:
         """Run an XDP program on a frame that came in by that device, which must carry one; 0: by the loopback."""

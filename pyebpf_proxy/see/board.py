@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of the maps, read again and again: new flows from the slots, refusals by service and reason.
+
+Everything is read once; after that only what the control plane has changed, so that a sample of ten thousand services
+at rest is two copies of memory.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+from struct import Struct
+from typing import NamedTuple
+
+from pyebpf_proxy.see import state
+from pyebpf_proxy.see.maps import U32, Pinned, Row
+from pyebpf_proxy.see.meter import Amount, Meter, Place
+from pyebpf_proxy.see.state import Backend, Service
+
+_SLOT = struct.Struct("=II")
+_WORD = 0xFFFFFFFF
+
+
+class Sample(NamedTuple):
+    """``flows`` and ``refused`` since the last sample; ``amounts`` since the meter began, None: there is no meter."""
+
+    flows: dict[int, dict[int, int]]
+    refused: dict[tuple[int, str], int]
+    amounts: dict[Place, Amount] | None
+
+
+class Board:
+    """The services in force, and what happened to them since the last :meth:`sample`. SeeError as of ``maps``."""
+
+    def __init__(self, maps: Pinned, meter: Meter | None = None) -> None:
+        self._maps = maps
+        self.meter = meter
+        found = state.read(maps)
+        self.services: dict[int, Service] = found.services
+        self.backends: dict[int, Backend] = found.backends
+        self._reasons = {number: name.lower() for name, number in maps.enum("reason").items()}
+        self._key = maps.packer("refusal_key", "service", "reason")
+        self._words = maps.map("services").mmap()
+        self._slots = maps.map("slots").mmap()
+        self._in_force = bytes(self._words)
+        self._chosen = bytes(self._slots)
+        self._refused = dict(self._refusals())
+        self._xdp = self._xdp_count()
+        #: Packets that XDP has sent since the last sample: the meter does not see them.
+        self.sent_by_xdp = 0
+
+    def sample(self) -> Sample:
+        """What happened since the last one, or since this board was made."""
+        if self.meter is not None:
+            self.meter.follow()
+        now, chosen = bytes(self._words), bytes(self._slots)
+        flows: dict[int, dict[int, int]] = {}
+        for number, service in self.services.items():
+            first, last = 8 * service.first_slot, 8 * (service.first_slot + len(service.cluster) + len(service.local))
+            if chosen[first:last] != self._chosen[first:last]:
+                _add(flows.setdefault(number, {}), chosen[first:last], self._chosen[first:last])
+        if now != self._in_force:
+            for number in self._changed(now):
+                service = self.services[number]
+                first = 8 * service.first_slot
+                last = first + 8 * (len(service.cluster) + len(service.local))
+                _add(flows.setdefault(number, {}), chosen[first:last], b"")
+            self._in_force = now
+        self._chosen = chosen
+        last, self._xdp = self._xdp, self._xdp_count()
+        self.sent_by_xdp = self._xdp - last
+        before, self._refused = self._refused, dict(self._refusals())
+        refused = {key: count - _since(before.get(key, 0), count) for key, count in self._refused.items()}
+        return Sample(
+            {number: counts for number, counts in flows.items() if any(counts.values())},
+            {key: count for key, count in refused.items() if count},
+            None if self.meter is None else dict(self.meter.read()),
+        )
+
+    def _xdp_count(self) -> int:
+        number = next((n for n, name in self._reasons.items() if name == "xdp_flow_hit"), None)
+        values = self._maps.map("reasons").lookup_cpus(U32.pack(number)) if number is not None else None
+        return sum(int.from_bytes(value, sys.byteorder) for value in values or ())
+
+    def _refusals(self) -> Iterator[tuple[tuple[int, str], int]]:
+        if "refusals" not in self._maps.names:
+            return
+        for key, value in self._maps.map("refusals").items():
+            service, reason = self._key.unpack(key)
+            counts = struct.unpack(f"={len(value) // 8}Q", value)
+            yield (service, self._reasons.get(reason, str(reason))), sum(counts)
+
+    def _changed(self, now: bytes) -> list[int]:
+        """Bring ``services`` up to date; the numbers of those that have another list now."""
+        new, old = memoryview(now).cast("Q"), memoryview(self._in_force).cast("Q")
+        step = 512
+        numbers = [
+            number
+            for begin in range(0, len(new), step)
+            if now[8 * begin : 8 * (begin + step)] != self._in_force[8 * begin : 8 * (begin + step)]
+            for number in range(begin, min(begin + step, len(new)))
+            if new[number] != old[number]
+        ]
+        found = state.read(_Some(self._maps, {number: _halves(new[number])[0] for number in numbers}))
+        self.backends.update(found.backends)
+        for number in numbers:
+            self.services.pop(number, None)
+        self.services.update(found.services)
+        return list(found.services)
+
+
+class _Some:
+    """What :func:`state.read` asks of the maps, for a few services: looked up one by one. No addresses, no ranges."""
+
+    def __init__(self, maps: Pinned, tables: dict[int, int]) -> None:
+        self._maps = maps
+        self._tables = tables
+        self._ids: set[int] = set()
+        self.packer = maps.packer
+
+    def words(self, name: str) -> list[int]:
+        """``services``: zero but for those that are meant."""
+        words = self._maps.words(name)
+        if name != "services":
+            return words
+        return [word if number in self._tables else 0 for number, word in enumerate(words)]
+
+    def rows(self, name: str, key: Struct, value: Struct) -> Iterator[tuple[Row, Row]]:
+        """Entries of these services."""
+        if name == "tables":
+            return self._tables_rows(value)
+        if name == "service_names":
+            return self._looked_up(name, self._tables, value)
+        return self._looked_up(name, self._ids, value) if name.startswith("backends") else iter(())
+
+    def _tables_rows(self, value: Struct) -> Iterator[tuple[Row, Row]]:
+        slots = self._maps.words("slots")
+        for row in self._looked_up("tables", self._tables.values(), value):
+            _, first, cluster, local, *_ = row[1]
+            self._ids |= {_halves(word)[0] for word in slots[first : first + cluster + local]}
+            yield row
+
+    def _looked_up(self, name: str, numbers: Iterable[int], value: Struct) -> Iterator[tuple[Row, Row]]:
+        opened = self._maps.map(name)
+        for number in numbers:
+            found = opened.lookup(U32.pack(number)) if number else None
+            if found is not None:
+                yield (number,), value.unpack(found)
+
+
+def _halves(word: int) -> tuple[int, int]:
+    """The two numbers of a word as the programs have them: the first is the one at the lower address."""
+    first, second = _SLOT.unpack(word.to_bytes(8, sys.byteorder))
+    return first, second
+
+
+def _since(before: int, now: int) -> int:
+    """What to count from: what was there before, or nothing, if the counter began anew."""
+    return before if now >= before else 0
+
+
+def _add(counts: dict[int, int], now: bytes, before: bytes) -> None:
+    """Add, by backend, what these slots were chosen since. ``before`` is empty for slots that were not in force."""
+    earlier = _SLOT.iter_unpack(before) if before else repeat((0, 0))
+    for (backend, chosen), (was, until) in zip(_SLOT.iter_unpack(now), earlier, strict=False):
+        # Another backend's by now: the list was given up, and what it counted last is lost.
+        if backend and (not before or was == backend) and chosen != until:
+            counts[backend] = counts.get(backend, 0) + (chosen - until & _WORD)

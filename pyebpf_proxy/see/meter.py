@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packets and bytes of services and endpoints, by a program of our own that is there while somebody looks.
+
+bpf/meter.bpf.c runs before the programs that carry traffic, on the same devices, with the maps in force, and changes
+nothing. Its links are held by this process alone: however it ends, the kernel takes them off.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from pyebpf_proxy.datapath.loader.btf import StaleObjectError
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Object
+from pyebpf_proxy.datapath.loader.programs import OBJECTS, unused_maps
+from pyebpf_proxy.see import programs
+from pyebpf_proxy.see.answers import SeeError
+from pyebpf_proxy.see.maps import Pinned
+
+_OWN = frozenset(("meters", "meter_one_in"))
+_LEAST_ENTRIES = 4096
+
+
+class Place(NamedTuple):
+    """An endpoint of a service; address and port empty: not known."""
+
+    service: int
+    address: bytes
+    port: int
+
+
+class Amount(NamedTuple):
+    """Since the meter began."""
+
+    packets: int
+    bytes: int
+
+
+class Meter:
+    """The program on every device that has ours, to be used by ``with``. SeeError: this kernel cannot have it."""
+
+    def __init__(self, maps: Pinned, endpoints: int) -> None:
+        self._maps = maps
+        self._links: dict[int, int] = {}
+        self._devices: frozenset[tuple[int, str]] = frozenset()
+        self._raw: dict[bytes, bytes] = {}
+        self._amounts: dict[Place, Amount] = {}
+        attached = programs.read(maps)
+        if attached.settings is None:
+            raise SeeError("no program of ours is attached")
+        try:
+            self._object = _load(maps, attached.settings, endpoints)
+        except StaleObjectError as error:
+            raise SeeError(f"{error.what} is missing in the objects beside this command") from None
+        except BpfError as error:
+            raise SeeError(f"the program cannot be loaded: {error}") from None
+        try:
+            self._one_in = self._object.maps["meter_one_in"].mmap().cast("Q")
+            self._key = self._object.btf.struct("meter_key").packer("service", "port", "ipv6", "address")
+            self.follow()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Off all devices."""
+        for link in self._links.values():
+            os.close(link)
+        self._links.clear()
+        self._object.close()
+
+    @property
+    def one_in(self) -> int:
+        """One of so many packets is looked at."""
+        return self._one_in[0] or 1
+
+    @one_in.setter
+    def one_in(self, number: int) -> None:
+        self._one_in[0] = number
+
+    def follow(self) -> None:
+        """Devices come and go: be on those that have our program now."""
+        there = frozenset(socket.if_nameindex())
+        if there == self._devices:
+            return
+        self._devices = there
+        wanted = {
+            device.ifindex: "meter_l3" if device.program.name == "tc_l3" else "meter_ethernet"
+            for device in programs.read(self._maps).devices
+            if device.program is not None
+        }
+        for gone in self._links.keys() - wanted.keys():
+            os.close(self._links.pop(gone))
+        for ifindex in wanted.keys() - self._links.keys():
+            try:
+                self._links[ifindex] = self._object.programs[wanted[ifindex]].attach_tcx(ifindex)
+            except BpfError as error:
+                if error.errno == errno.EINVAL:
+                    raise SeeError("this kernel is older than Linux 6.6, and has no place for the program") from None
+                if error.errno != errno.ENODEV:
+                    raise SeeError(str(error)) from None
+
+    def read(self) -> Mapping[Place, Amount]:
+        """What was counted, all CPUs together."""
+        meters = self._object.maps["meters"]
+        for key, value in meters.items():
+            if self._raw.get(key) == value:
+                continue
+            self._raw[key] = value
+            service, port, ipv6, address = self._key.unpack(key)
+            words = struct.unpack(f"={len(value) // 8}Q", value)
+            place = Place(service, address[: 16 if ipv6 else 4] if port else b"", port)
+            self._amounts[place] = Amount(sum(words[0::2]), sum(words[1::2]))
+        return dict(self._amounts)
+
+
+def _load(maps: Pinned, settings: Mapping[str, Any], endpoints: int) -> Object:
+    path = OBJECTS / "meter.bpf.o"
+    with Object.open(path) as unset:
+        layout = unset.btf.struct("settings")
+        packed = layout.pack(**{name: value for name, value in settings.items() if name in layout.fields})
+        wanted = frozenset(unset.sizes)
+    shared = {name: maps.map(name) for name in wanted - _OWN if name in maps.names}
+    without = (unused_maps(0, False) | wanted) - shared.keys() - _OWN
+    sizes = {"meters": max(_LEAST_ENTRIES, 2 * endpoints)}
+    opened = Object.open(path, rodata={"settings": packed}, max_entries=sizes, reuse=shared, without=without)
+    try:
+        return opened.load()
+    except BaseException:
+        opened.close()
+        raise

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of ``top``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Literal
+
+Order = Literal["flows", "packets", "bytes", "drops", "name"]
+ORDERS: tuple[Order, ...] = ("flows", "packets", "bytes", "drops", "name")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """All but the name, which other commands have too."""
+    parser.add_argument("-s", "--sort", choices=ORDERS, default="flows", help="what comes first (default: flows)")
+    parser.add_argument("-i", "--interval", type=seconds, default=1.0, metavar="SECONDS", help="default: 1")
+    parser.add_argument("-c", "--count", type=number, metavar="N", help="end after so many intervals")
+    parser.add_argument("--once", action="store_true", help="one interval, in plain text; as --count 1")
+    text = "endpoints shown of each service (default: 3)"
+    parser.add_argument("-b", "--backends", type=number, default=3, metavar="N", help=text)
+    text = "attach no program: new flows and drops, neither packets nor bytes"
+    parser.add_argument("--light", action="store_true", help=text)
+
+
+def seconds(word: str) -> float:
+    """An interval, as an argument: 0.1 to 3600 seconds."""
+    try:
+        found = float(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word} is no number of seconds") from None
+    if not 0.1 <= found <= 3600:
+        raise argparse.ArgumentTypeError(f"{word} is not between 0.1 and 3600 seconds")
+    return found
+
+
+def number(word: str) -> int:
+    """A count, as an argument: 0 or more."""
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word} is no number")
+    return int(word)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``top`` on a terminal: drawn anew each interval, with keys."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pyebpf_proxy.see import model
+from pyebpf_proxy.see.rates import Part, ordered, short
+from pyebpf_proxy.see.text import Paper, wrapped
+from pyebpf_proxy.see.top import Watch, head, notes
+from pyebpf_proxy.see.top_arguments import Order
+
+#: Keys, and the order they stand for.
+ORDER_KEYS: dict[str, Order] = {"f": "flows", "p": "packets", "b": "bytes", "d": "drops", "n": "name"}
+_TICK = 0.25
+#: From so many columns on there is room for what a narrower terminal does without.
+_WIDE, _MIDDLE = 78, 58
+
+
+class Screen:
+    """What is on the terminal: the last rates, and what the keys have set."""
+
+    def __init__(self, order: Order, backends: int, interval: float) -> None:
+        self.order = order
+        self.backends = backends
+        self.interval = interval
+        self.paused = False
+        self.ended = False
+        self._usual = backends or 3
+
+    def press(self, key: str) -> bool:
+        """One key; whether that changes the picture."""
+        if key in ORDER_KEYS:
+            self.order = ORDER_KEYS[key]
+        elif key == "e":
+            self.backends = 0 if self.backends else self._usual
+        elif key == "+":
+            self.interval = min(self.interval * 2, 60.0)
+        elif key == "-":
+            self.interval = max(self.interval / 2, 0.25)
+        elif key == " ":
+            self.paused = not self.paused
+        elif key == "q":
+            self.ended = True
+        else:
+            return False
+        return True
+
+    def draw(self, found: model.Top, width: int, height: int) -> Group:
+        """The picture, no wider and no higher than that."""
+        sheet = Paper(width)
+        parts: list[Text | Table] = [_line(line, "bold") for line in wrapped(sheet, head(found))]
+        said = [line for note in notes(found) for line in wrapped(sheet, note)]
+        parts += [_line(line, "yellow") for line in said[: max(0, height // 3)]]
+        room = max(0, height - len(parts) - 3)
+        parts.append(self._table(found, width, room))
+        rest = f"{found.at_rest} at rest, " if found.at_rest else ""
+        state = "paused" if self.paused else f"every {self.interval:g} s"
+        parts.append(_line(f"{rest}{state}, by {self.order}", "dim"))
+        parts.append(_line("q quit  f p b d n order  e endpoints  + - interval  space pause", "dim"))
+        return Group(*parts)
+
+    def _table(self, found: model.Top, width: int, room: int) -> Table:
+        made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="bold")
+        made.add_column("SERVICE", no_wrap=True, overflow="ellipsis", ratio=1)
+        titles = {"FLOWS/S": 7, "BYTES/S": 7, "DROPS/S": 7}
+        if width >= _MIDDLE:
+            titles = {"FLOWS/S": 7, "PACKETS/S": 9, "BYTES/S": 7, "DROPS/S": 7, "SHARE": 5}
+        if width >= _WIDE:
+            titles = {"PROTO": 5, **titles}
+        if width < _MIDDLE:
+            titles = {"FLOWS": 5, "BYTES": 5, "DROPS": 5}
+        for title, least in titles.items():
+            made.add_column(title, justify="left" if title == "PROTO" else "right", no_wrap=True, min_width=least)
+        for view in _lines(found, self.order, self.backends, room):
+            cells = _cells(view)
+            made.add_row(_name(view), *(cells[title.removesuffix("/S")] for title in titles))
+        return made
+
+
+def _lines(found: model.Top, order: Order, backends: int, most: int) -> list[Part]:
+    """What fits on so many lines: services, each followed by its endpoints."""
+    lines: list[Part] = []
+    for view in ordered(found.services, order):
+        if len(lines) >= most:
+            break
+        lines += [view, *view.backends[:backends]]
+    return lines[:most]
+
+
+def _line(words: str, style: str) -> Text:
+    return Text(words, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _name(view: Part) -> Text:
+    if isinstance(view, model.TopService):
+        return Text(view.name, style="cyan")
+    return Text(f"  {view.address}" + (" (here)" if view.local else ""), style="dim")
+
+
+def _cells(view: Part) -> dict[str, Text]:
+    cells = {
+        "FLOWS": Text(short(view.new_flows)),
+        "PACKETS": Text(short(view.packets)),
+        "BYTES": Text(short(view.bytes)),
+    }
+    if isinstance(view, model.TopService):
+        drops = Text(short(view.drops), style="red" if view.drops else "")
+        return {**cells, "PROTO": Text(view.protocol), "DROPS": drops, "SHARE": Text("")}
+    return {**cells, "PROTO": Text(""), "DROPS": Text(""), "SHARE": Text(f"{view.share:.0%}")}
+
+
+@contextmanager
+def _keys() -> Iterator[None]:
+    """Keys arrive one by one, and are not shown; afterwards the terminal is as it was."""
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def live(watch: Watch, arguments: argparse.Namespace, count: int | None) -> None:
+    """Until q, Ctrl-C, or ``count`` intervals."""
+    screen = Screen(arguments.sort, arguments.backends, arguments.interval)
+    console = Console()
+    with _keys(), Live(console=console, screen=True, auto_refresh=False, transient=True) as shown:
+        shown.update(_line("measuring …", "dim"), refresh=True)
+        found: model.Top | None = None
+        due = time.monotonic() + screen.interval
+        done = 0
+        size = console.size
+        while not screen.ended and (count is None or done < count):
+            changed = _pressed(screen, max(0.0, min(_TICK, due - time.monotonic())))
+            if time.monotonic() >= due:
+                looked = watch.look()
+                found = found if screen.paused and found is not None else looked
+                done += 1
+                changed = True
+                due = time.monotonic() + screen.interval
+            if found is not None and (changed or console.size != size):
+                size = console.size
+                shown.update(screen.draw(found, size.width, size.height), refresh=True)
+
+
+def _pressed(screen: Screen, seconds: float) -> bool:
+    """Wait for keys as long as that."""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    if not ready:
+        return False
+    typed = os.read(sys.stdin.fileno(), 64).decode(errors="ignore")
+    if not typed:  # the terminal is gone
+        screen.ended = True
+    pressed = [screen.press(key) for key in typed]
+    return any(pressed)

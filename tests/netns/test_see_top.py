@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``top`` beside real traffic: rates, shares, drops; without the agent, on a narrow terminal, into a pipe."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import wait_until
+from see_tools import answer, error, see
+
+from pyebpf_proxy.lab.addresses import cluster_ip, vip
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.client import Outcome, ask
+from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.see import model
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 10)
+OTHER = Kind("other", 11)
+EMPTY = Kind("empty", 12)
+UDP_HEADERS = {4: 28, 6: 48}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Lab]:
+    with Lab(nodes=2) as made:
+        first, second = made.add_pod("web-1", made.nodes[0]), made.add_pod("web-2", made.nodes[1])
+        WEB.endpoints, OTHER.endpoints = (first, second), (second,)
+        write_nodes(made)
+        write_services(made, WEB, OTHER, EMPTY)
+        made.start_agents()
+        yield made
+
+
+@pytest.fixture
+def node(world: Lab) -> Node:
+    return world.nodes[0]
+
+
+class Watching:
+    """``top -o json`` as it goes on, and the sums of all its intervals."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.flows: dict[str, float] = {}
+        self.packets: dict[str, float] = {}
+        self.bytes: dict[str, float] = {}
+        self.drops: dict[str, float] = {}
+        self.reasons: dict[str, float] = {}
+        self.backends: dict[str, float] = {}
+        self.last = self.next()
+
+    def next(self) -> model.Top:
+        """The next interval, as scripts have it; its rates are added."""
+        assert self.process.stdout is not None
+        found = msgspec.json.decode(self.process.stdout.readline(), type=model.Top)
+        for view in found.services:
+            name = f"{view.name} {view.family}"
+            for sums, rate in (
+                (self.flows, view.new_flows),
+                (self.packets, view.packets),
+                (self.bytes, view.bytes),
+                (self.drops, view.drops),
+            ):
+                sums[name] = sums.get(name, 0) + (rate or 0.0) * found.seconds
+            assert view.new_flows == 0 or sum(each.share for each in view.backends) == pytest.approx(1)
+            for each in view.backends:
+                self.backends[each.address] = self.backends.get(each.address, 0) + each.new_flows * found.seconds
+        for drop in found.reasons:
+            self.reasons[drop.reason] = self.reasons.get(drop.reason, 0) + drop.drops * found.seconds
+        self.last = found
+        return found
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Read on until the sums are so."""
+        end = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < end, f"{what}: {self.flows}, {self.packets}, {self.bytes}, {self.drops}"
+            self.next()
+
+
+def start(node: Node, *words: str, **given: Any) -> subprocess.Popen[str]:
+    """A ``top`` that goes on."""
+    known = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    known["PYEBPF_PROXY_DIRECTORY"] = str(node.agent.directory)
+    return subprocess.Popen(
+        ["ip", "netns", "exec", node.namespace.name, *command(), "top", *words],
+        env={**known, "TERM": "xterm-256color"},
+        text=True,
+        **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **given},
+    )
+
+
+@contextmanager
+def watching(node: Node, *words: str) -> Iterator[Watching]:
+    with start(node, "-o", "json", "-i", "0.3", *words) as process:
+        try:
+            yield Watching(process)
+        finally:
+            process.kill()
+
+
+def answered(outcome: Outcome) -> Outcome:
+    assert outcome.kind == "answered", outcome
+    return outcome
+
+
+def near(found: dict[str, float], name: str, wanted: float) -> bool:
+    return abs(found.get(name, 0) - wanted) < 0.01
+
+
+@pytest.fixture(params=["the agent runs", "the agent was killed"])
+def however(request: pytest.FixtureRequest, node: Node) -> Iterator[str]:
+    if request.param == "the agent runs":
+        yield request.param
+        return
+    node.agent.kill()
+    yield request.param
+    node.agent.start()
+    node.agent.wait_synced()
+
+
+def test_what_two_services_did_is_told(node: Node, world: Lab, however: str) -> None:
+    with watching(node) as seen:
+        for _ in range(12):
+            answered(world.client.call(ask, vip(10).v4, 80))
+        for _ in range(5):
+            answered(world.client.call(ask, vip(11).v6, 80))
+        moved = [answered(world.client.call(ask, vip(11).v4, 53, "udp", size=200, reply_size=400)) for _ in range(4)]
+        for _ in range(3):
+            assert world.client.call(ask, vip(12).v4, 80).kind == "refused"
+        wanted = {"default/web:http 4": 12, "default/other:http 6": 5, "default/other:dns 4": 4}
+        seen.until(lambda: all(near(seen.flows, name, count) for name, count in wanted.items()), "new flows")
+        seen.until(lambda: near(seen.drops, "default/empty:http 4", 3), "drops")
+        assert near(seen.reasons, "reject_no_endpoints", 3)
+        assert near(seen.packets, "default/other:dns 4", 8)
+        assert all(each.answer is not None for each in moved)
+        sizes = sum(each.size + each.answer.received for each in moved if each.answer is not None)
+        assert near(seen.bytes, "default/other:dns 4", sizes + 8 * UDP_HEADERS[4])
+        # A connection with an answer, both ways: more than the two packets that open it.
+        assert seen.packets["default/web:http 4"] >= 12 * 6
+        first, second = (pod.address.v4 for pod in WEB.endpoints)
+        assert seen.backends[f"{first}:8080"] + seen.backends[f"{second}:8080"] == pytest.approx(12)
+        assert seen.backends[f"{second}:5353"] == pytest.approx(4)
+        assert set(seen.flows) <= {*wanted, "default/empty:http 4"}
+        assert ("the agent does not run" in seen.last.notes) == (however != "the agent runs")
+
+
+def test_flows_of_this_nodes_own_processes_are_counted(node: Node) -> None:
+    """Their packets go straight to the endpoint: nobody sees whose they are."""
+    with watching(node, "default/web") as seen:
+        for _ in range(3):
+            answered(node.namespace.call(ask, cluster_ip(10).v4, 80))
+        seen.until(lambda: near(seen.flows, "default/web:http 4", 3), "new flows")
+        assert seen.packets["default/web:http 4"] == 0
+
+
+def test_a_service_that_changes_goes_on_to_be_counted(node: Node, world: Lab) -> None:
+    first, second = WEB.endpoints
+    with watching(node) as seen:
+        try:
+            for count, endpoints in enumerate([(first,), (second,), (first, second)], 1):
+                WEB.endpoints = endpoints
+                moment = write_services(world, WEB)
+                node.agent.wait_synced(moment)
+                answered(world.client.call(ask, vip(10).v4, 80))
+                seen.until(lambda count=count: near(seen.flows, "default/web:http 4", count), "new flows")
+        finally:
+            WEB.endpoints = (first, second)
+            write_services(world, WEB)
+        assert seen.backends[f"{first.address.v4}:8080"] >= 0.99
+        assert seen.backends[f"{second.address.v4}:8080"] >= 0.99
+
+
+def test_a_named_service_is_shown_at_rest_and_others_are_not(node: Node) -> None:
+    (line,) = see(node, "top", "web", "--once", "-o", "json").stdout.splitlines()
+    found = msgspec.json.decode(line, type=model.Top)
+    assert {view.name for view in found.services} == {"default/web:http", "default/web:dns"}
+    assert all(len(view.backends) == 2 for view in found.services)
+    assert see(node, "top", "-n", "default", "--once", "-o", "name").stdout == ""
+    assert error(node, "top", "wbe", status=2) == "no Service is called wbe; did you mean web?"
+    assert error(node, "top", "-n", "defautl", status=2).startswith("no services in namespace defautl")
+    assert error(node, "top", "-i", "0", status=2).startswith("argument -i/--interval: 0 is not between 0.1 and 3600")
+
+
+def test_light_attaches_nothing(node: Node, world: Lab) -> None:
+    with watching(node, "--light") as seen:
+        assert meters(seen.process) == set()
+        answered(world.client.call(ask, vip(10).v4, 80))
+        seen.until(lambda: near(seen.flows, "default/web:http 4", 1), "new flows")
+        (view,) = seen.last.services
+        assert (view.packets, view.bytes, seen.last.packets) == (None, None, None)
+
+
+def meters(process: subprocess.Popen[str]) -> set[int]:
+    """Numbers of the programs that a ``top`` has attached."""
+    found = set()
+    for file in Path(f"/proc/{process.pid}/fdinfo").iterdir():
+        text = file.read_text()
+        if "link_type:\ttcx" in text:
+            found |= {int(number) for number in re.findall(r"prog_id:\s*(\d+)", text)}
+    return found
+
+
+def there(program: int) -> bool:
+    return subprocess.run(["bpftool", "prog", "show", "id", str(program)], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
+def test_however_it_ends_nothing_stays(node: Node, number: int, status: int) -> None:
+    with watching(node) as seen:
+        programs = meters(seen.process)
+        assert programs
+        assert all(map(there, programs))
+        seen.process.send_signal(number)
+        _, said = seen.process.communicate(timeout=20)
+        assert (seen.process.returncode, said) == (status, "")
+        wait_until(lambda: not any(map(there, programs)), "the kernel takes the programs off")
+
+
+def test_nothing_fits_more_than_40_columns(node: Node, world: Lab) -> None:
+    answered(world.client.call(ask, vip(10).v4, 80))
+    ran = see(node, "top", "web", "--once", COLUMNS="40")
+    assert ran.returncode == 0
+    assert max(map(len, ran.stdout.splitlines())) <= 40
+    assert "default/web:http" in ran.stdout
+
+
+def test_a_closed_pipe_ends_it(node: Node) -> None:
+    with start(node, "-i", "0.2") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(20) == 141
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_without_permission_there_is_one_line(node: Node) -> None:
+    ran = subprocess.run(
+        ["setpriv", "--reuid=65534", "--clear-groups", *command(), "top", "--once"],
+        env={**os.environ, "PYEBPF_PROXY_DIRECTORY": str(node.agent.directory)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (3, "")
+    assert ran.stderr == "Error: not allowed to read the kernel's maps: run it as root (sudo)\n"
+
+
+class Terminal:
+    """A ``top`` on a terminal of its own."""
+
+    def __init__(self, node: Node, width: int, height: int) -> None:
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+        self.before = termios.tcgetattr(slave)
+        self._slave = slave
+        self.process = start(node, "-i", "0.3", stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        self.text = ""
+
+    def until(self, wanted: str) -> str:
+        """What was drawn until this is on it, escape sequences left out."""
+        end = time.monotonic() + 20
+        while not re.search(wanted, self.plain()):
+            assert time.monotonic() < end, self.plain()
+            if select.select([self.master], [], [], 0.2)[0]:
+                self.text += os.read(self.master, 65536).decode(errors="replace")
+        return self.plain()
+
+    def plain(self) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.text.replace("\x1b[H", "\n"))
+
+    def press(self, keys: str) -> None:
+        self.text = ""
+        os.write(self.master, keys.encode())
+
+    def as_before(self) -> bool:
+        return termios.tcgetattr(self._slave) == self.before
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+        os.close(self._slave)
+
+
+@contextmanager
+def terminal(node: Node, width: int, height: int = 12) -> Iterator[Terminal]:
+    made = Terminal(node, width, height)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_on_a_terminal_it_is_as_wide_as_that_and_obeys_keys(node: Node, world: Lab, width: int) -> None:
+    with terminal(node, width) as shown:
+        shown.until(r"by flows")
+        task = world.client.start(many, vip(10).v4, 20)
+        drawn = shown.until(r"default/web:http +\S")
+        task.result()
+        lines = re.split(r"[\r\n]+", drawn)
+        assert max(map(len, lines)) <= width
+        assert ("PACKETS/S" in drawn) == (width == 100)
+        shown.press("b")
+        shown.until(r"by bytes")
+        shown.press(" ")
+        shown.until("paused")
+        shown.press("q")
+        assert shown.process.wait(20) == 0
+        assert shown.as_before()
+
+
+def many(address: str, count: int) -> None:
+    for _ in range(count):
+        ask(address, 80)
+        time.sleep(0.1)
+
+
+def test_a_terminal_is_as_before_after_a_signal(node: Node) -> None:
+    with terminal(node, 80) as shown:
+        shown.until("by flows")
+        assert not shown.as_before()
+        os.killpg(shown.process.pid, signal.SIGTERM)
+        assert shown.process.wait(20) == 143
+        assert shown.as_before()
+
+
+def test_drops_of_the_last_minute_are_counted(node: Node, world: Lab) -> None:
+    """Also by the maps alone. What came before the minute is only in the count since the maps were made."""
+
+    def count() -> tuple[int, int]:
+        found = [each for each in answer(node, "drops", status=1)["drops"] if each["reason"] == "reject_no_endpoints"]
+        return found[0]["lastMinute"], found[0]["count"]
+
+    assert world.client.call(ask, vip(12).v4, 80).kind == "refused"
+    lately, ever = count()
+    assert 1 <= lately <= ever
+    for _ in range(2):
+        assert world.client.call(ask, vip(12).v4, 80).kind == "refused"
+    # What fell out of the minute meanwhile is less than what came.
+    assert count()[1] == ever + 2
+    assert count()[0] >= 2
+    assert re.search(r"LAST MINUTE", see(node, "drops").stdout)
+    assert re.search(r"\d+ times within the last minute: no endpoint is usable", see(node, "status").stdout)
