@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .contenders import CONTENDERS, LIMIT, NONE, WAYS, field, turns
-from .loads import Samples, connect, rows
-from .measure import Result, Row, machine, say, speed
+from .contenders import CONTENDERS, LIMIT, NONE, Ground, field
+from .loads import Samples, alternate, connect, latest, rows
+from .measure import Result, Row, machine
 from .proxies import NFTABLES
 
 GOALS = {
@@ -34,21 +34,17 @@ PAIRS = [
 
 def run(quick: bool) -> Result:
     rounds, seconds, families = (5, 0.2, (4,)) if quick else (7, 0.6, (4, 6))
-    speeds = speed(1)
-    samples: Samples = {}
     grounds = field().grounds([name for name in CONTENDERS if name != LIMIT])
-    for number, order in turns(rounds, grounds):
-        for way in WAYS:
-            for family in families:
-                of = samples.setdefault(f"{WAYS[way]}, IPv{family}", {ground.contender.name: [] for ground in grounds})
-                for ground in order:
-                    if way == "client" and ground.contender.name in ("dnat", "socket"):
-                        continue  # the rule is for the ClusterIP; outside are no sockets of ours
-                    of[ground.contender.name].append(connect(ground, way, family, seconds))
-        speeds += speed(1)
-        last = next(iter(samples.values()))
-        say(f"connect {number + 1}: " + ", ".join(f"{name} {values[-1]:.0f}" for name, values in last.items()))
-    found = {key: {name: values for name, values in of.items() if values} for key, of in samples.items()}
+
+    def take(ground: Ground, way: str, family: int) -> dict[str, float]:
+        if way == "client" and ground.contender.name in ("dnat", "socket"):
+            return {}  # the rule is for the ClusterIP; outside are no sockets of ours
+        return {"rates": connect(ground, way, family, seconds)}
+
+    samples, speeds = alternate(
+        rounds, grounds, families, take, lambda number, of: f"connect {number}: {latest(of['rates'], '.0f')}"
+    )
+    found = samples["rates"]
     return Result(
         figure="connect",
         title="Connect, request, reset, one service",

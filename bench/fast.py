@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .contenders import NONE, PROXIES, WAYS, Ground, field, turns
-from .loads import Samples, exchange, rows, stream
-from .measure import Result, Row, machine, say, speed
+from .contenders import NONE, PROXIES, Ground, field
+from .loads import Samples, alternate, exchange, latest, rows, stream
+from .measure import Result, Row, machine
 from .proxies import NFTABLES
 
 EXCHANGES, STREAMS, CPU = "exchanges", "streams", "cpu_ns_per_byte"
@@ -32,23 +32,17 @@ PAIRS = [
 
 def run(quick: bool) -> Result:
     rounds, seconds, families = (5, 0.2, (4,)) if quick else (5, 1.0, (4, 6))
-    speeds = speed(1)
-    samples: dict[str, Samples] = {EXCHANGES: {}, STREAMS: {}, CPU: {}}
-    grounds = field().grounds([*PROXIES, "xdp"])
-    for number, order in turns(rounds, grounds):
-        for way in WAYS:
-            for family in families:
-                key = f"{WAYS[way]}, IPv{family}"
-                for ground in order:
-                    name = ground.contender.name
-                    if takes_part(ground, way):
-                        taken = [exchange(ground, way, family, seconds), *stream(ground, way, family, seconds)]
-                        for what, value in zip(samples, taken, strict=True):
-                            samples[what].setdefault(key, {}).setdefault(name, []).append(value)
-        speeds += speed(1)
-        for what in (EXCHANGES, STREAMS):
-            of = next(iter(samples[what].values()))
-            say(f"fast {number + 1}: {what}: " + ", ".join(f"{name} {of[name][-1]:.4g}" for name in sorted(of)))
+
+    def take(ground: Ground, way: str, family: int) -> dict[str, float]:
+        if not takes_part(ground, way):
+            return {}
+        rate = exchange(ground, way, family, seconds)
+        return {EXCHANGES: rate, **dict(zip((STREAMS, CPU), stream(ground, way, family, seconds), strict=True))}
+
+    def tell(number: int, of: dict[str, Samples]) -> str:
+        return "\n".join(f"fast {number}: {what}: {latest(of[what], '.4g')}" for what in (EXCHANGES, STREAMS))
+
+    samples, speeds = alternate(rounds, field().grounds([*PROXIES, "xdp"]), families, take, tell)
     return Result(
         figure="fast",
         title="One connection: request-response and stream",

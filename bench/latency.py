@@ -10,10 +10,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from .contenders import NONE, PROXIES, WAYS, field, turns
+from .contenders import NONE, PROXIES, WAYS, Ground, field
 from .fast import takes_part
-from .loads import Samples, paced, rows
-from .measure import Result, Row, machine, say, speed
+from .loads import Samples, alternate, latest, paced, rows
+from .measure import Result, Row, machine
 from .proxies import NFTABLES
 
 CONNECTIONS = 16
@@ -26,22 +26,19 @@ PAIRS = [*((each, NONE) for each in OURS), (NFTABLES, NONE), ("iptables", NONE),
 
 def run(quick: bool) -> Result:
     rounds, seconds = (5, 0.3) if quick else (5, 1.5)
-    speeds = speed(1)
-    samples: dict[str, Samples] = {name: {} for name in PERCENTILES}
     grounds = field().grounds([*PROXIES, "xdp"])
     rates = {way: LOAD * statistics.median(_most(way, seconds / 2) for _ in range(5)) for way in WAYS}
-    for number, order in turns(rounds, grounds):
-        for way, words in WAYS.items():
-            for ground in order:
-                if takes_part(ground, way):
-                    found = paced(ground, way, 4, CONNECTIONS, rates[way], seconds)
-                    for name in PERCENTILES:
-                        of = samples[name].setdefault(f"{words}, IPv4", {})
-                        of.setdefault(ground.contender.name, []).append(found[name])
-        speeds += speed(1)
-        of = next(iter(samples["p99_us"].values()))
-        shown = ", ".join(f"{name} {of[name][-1]:.0f}" for name in sorted(of))
-        say(f"latency {number + 1}: {rates['pod']:.0f} requests a second, p99 µs: {shown}")
+
+    def take(ground: Ground, way: str, family: int) -> dict[str, float]:
+        if not takes_part(ground, way):
+            return {}
+        found = paced(ground, way, family, CONNECTIONS, rates[way], seconds)
+        return {name: found[name] for name in PERCENTILES}
+
+    def tell(number: int, of: dict[str, Samples]) -> str:
+        return f"latency {number}: {rates['pod']:.0f} requests a second, p99 µs: {latest(of['p99_us'], '.0f')}"
+
+    samples, speeds = alternate(rounds, grounds, (4,), take, tell)
     return Result(
         figure="latency",
         title=f"Latency of request-response under {LOAD:.0%} load",

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .contenders import CONNECT, CONTENDERS, EXCHANGE, STREAM, Ground
-from .measure import TOOLS, Row
+from .contenders import CONNECT, CONTENDERS, EXCHANGE, STREAM, WAYS, Ground, turns
+from .measure import TOOLS, Row, say, speed
 from .rows import ratio
 
 IN_FLIGHT = 64
@@ -55,6 +55,37 @@ def paced(ground: Ground, way: str, family: int, connections: int, rate: float, 
     command = [str(TOOLS / "paced"), *ground.target(CONNECT, way, family), str(connections), str(rate)]
     found: dict[str, float] = _ask(ground, way, [*command, str(seconds / 4), str(seconds)])
     return found
+
+
+def alternate(
+    rounds: int,
+    grounds: Sequence[Ground],
+    families: Sequence[int],
+    take: Callable[[Ground, str, int], Mapping[str, float]],
+    tell: Callable[[int, dict[str, Samples]], str],
+) -> tuple[dict[str, Samples], list[float]]:
+    """``take`` of each ground in turns, each way, in each family: samples by what it measured, and the speed measures.
+
+    A ground of which it measures nothing takes no part that way. ``tell``: a line for each round.
+    """
+    speeds = speed(1)
+    samples: dict[str, Samples] = {}
+    for number, order in turns(rounds, grounds):
+        for way, words in WAYS.items():
+            for family in families:
+                for ground in order:
+                    for what, value in take(ground, way, family).items():
+                        of = samples.setdefault(what, {}).setdefault(f"{words}, IPv{family}", {})
+                        of.setdefault(ground.contender.name, []).append(value)
+        speeds += speed(1)
+        say(tell(number + 1, samples))
+    return samples, speeds
+
+
+def latest(samples: Samples, form: str) -> str:
+    """What each contender has shown last, the first way."""
+    of = next(iter(samples.values()))
+    return ", ".join(f"{name} {of[name][-1]:{form}}" for name in sorted(of))
 
 
 def rows(

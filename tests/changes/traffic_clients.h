@@ -1,0 +1,156 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What both clients do: connections in the order in which they began, each recorded at its end. */
+#ifndef TESTS_CHANGES_TRAFFIC_CLIENTS_H
+#define TESTS_CHANGES_TRAFFIC_CLIENTS_H
+
+#include <netinet/tcp.h>
+#include <stdbool.h>
+#include <string.h>
+
+#include "traffic_records.h"
+
+#define FILES 65536
+
+struct target {
+	struct sockaddr_storage to;
+	socklen_t length;
+	uint32_t in_flight;
+};
+
+struct connection {
+	struct record record;
+	bool open;
+	uint32_t named;			/* bytes of the name that are there */
+	/* hold */
+	uint64_t due;
+	bool waiting;
+	uint32_t back;
+	int next, previous;		/* in the order in which they began */
+};
+
+static struct connection connections[FILES];
+static struct target targets[64];
+static int target_count, first = -1, last = -1;
+static uint64_t made, answered;
+static bool stopping;
+
+static void unlink_connection(struct connection *c)
+{
+	if (c->previous >= 0)
+		connections[c->previous].next = c->next;
+	else
+		first = c->next;
+	if (c->next >= 0)
+		connections[c->next].previous = c->previous;
+	else
+		last = c->previous;
+}
+
+static uint32_t retransmissions(int fd)
+{
+	struct tcp_info info = {};
+	socklen_t length = sizeof(info);
+
+	getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length);
+	return info.tcpi_total_retrans;
+}
+
+static uint16_t own_port(int fd)
+{
+	struct sockaddr_in6 name = {};		/* the port of both families is at the same place */
+	socklen_t length = sizeof(name);
+
+	getsockname(fd, (struct sockaddr *)&name, &length);
+	return ntohs(name.sin6_port);
+}
+
+static void end(int fd, int error, bool load)
+{
+	struct connection *c = &connections[fd];
+
+	c->record.ended = now();
+	c->record.error = error;
+	c->record.port = own_port(fd);
+	unlink_connection(c);
+	if (load) {
+		c->record.count = retransmissions(fd);
+		made++;
+		answered += !error;
+	}
+	targets[c->record.target].in_flight--;
+	put_on_record(&c->record);
+	c->open = false;
+	close(fd);
+}
+
+static void begin(uint32_t target, bool load)
+{
+	struct linger reset = { .l_onoff = 1, .l_linger = 0 };
+	struct target *t = &targets[target];
+	int fd = socket(t->to.ss_family, SOCK_STREAM | SOCK_NONBLOCK, 0), error = 0;
+	struct connection *c = &connections[fd];
+
+	if (fd < 0 || fd >= FILES)
+		die("socket");
+	/* No side keeps anything of a connection that was reset: the next may have the same ports. */
+	setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof(reset));
+	memset(c, 0, sizeof(*c));
+	c->open = true;
+	c->record.target = target;
+	c->next = -1;
+	c->previous = last;
+	if (last >= 0)
+		connections[last].next = fd;
+	else
+		first = fd;
+	last = fd;
+	t->in_flight++;
+	c->record.begun = now();
+	if (connect(fd, (struct sockaddr *)&t->to, t->length) && errno != EINPROGRESS)
+		error = errno;
+	if (error)
+		end(fd, error, load);
+	else
+		watch(poller, fd, EPOLLIN | EPOLLET);
+}
+
+static int error_of(int fd)
+{
+	int error = 0;
+	socklen_t length = sizeof(error);
+
+	getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length);
+	return error;
+}
+
+/* True when the name is complete; a connection that ends before that is recorded. */
+static bool read_name(int fd, bool load)
+{
+	struct connection *c = &connections[fd];
+	ssize_t n = recv(fd, c->record.name + c->named, NAME - c->named, 0);
+
+	if (n < 0 && errno == EAGAIN)
+		return false;
+	if (n <= 0) {
+		end(fd, n ? errno : EPROTO, load);
+		return false;
+	}
+	c->named += n;
+	return c->named == NAME;
+}
+
+static void answer_command(void (*status)(void))
+{
+	char bytes[64];
+	ssize_t n = read(STDIN_FILENO, bytes, sizeof(bytes));
+
+	if (n <= 0 && !(n < 0 && errno == EAGAIN)) {
+		stopping = true;
+		epoll_ctl(poller, EPOLL_CTL_DEL, STDIN_FILENO, NULL);
+	}
+	for (; n > 0; n--)
+		status();
+	fflush(stdout);
+}
+
+#endif

@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What is kept of each connection, and of each moment in which nothing ran; and waiting, which notices those. */
+#ifndef TESTS_CHANGES_TRAFFIC_RECORDS_H
+#define TESTS_CHANGES_TRAFFIC_RECORDS_H
+
+#include <unistd.h>
+
+#include "../../bench/load.h"
+
+#define EVENTS 256
+#define NAME 24
+#define MILLISECOND 1000000ULL
+#define STALL_NS (10 * MILLISECOND)
+#define STALL_RECORD UINT32_MAX
+
+/* Read by tests/changes/traffic.py. */
+struct record {
+	uint64_t begun, ended;		/* CLOCK_MONOTONIC, nanoseconds */
+	uint32_t target;		/* STALL_RECORD: nothing ran in between */
+	int32_t error;			/* errno; 0: answered, or still there */
+	uint32_t count;			/* load: retransmissions. hold: rounds */
+	char name[NAME];
+	uint32_t port;			/* of our own */
+};
+
+static struct record *records;
+static size_t recorded, room;
+static int poller;
+
+static void put_on_record(const struct record *r)
+{
+	if (recorded == room) {
+		room = room ? 2 * room : 1 << 16;
+		records = realloc(records, room * sizeof(*records));
+		if (!records)
+			die("realloc");
+	}
+	records[recorded++] = *r;
+}
+
+static void write_records(const char *path)
+{
+	FILE *file = fopen(path, "wb");
+
+	if (!file || fwrite(records, sizeof(*records), recorded, file) != recorded || fclose(file))
+		die(path);
+}
+
+/* Waits for events, until `until` at the latest, and notes when that took longer than it should. */
+static int wait_until(uint64_t until, struct epoll_event *events)
+{
+	uint64_t begun = now(), wait = until > begun ? until - begun : 0, after;
+	struct timespec t = { .tv_sec = wait / SECOND, .tv_nsec = wait % SECOND };
+	static uint64_t busy_since;
+	struct record stall = { .target = STALL_RECORD };
+	int n;
+
+	/* Between two waits there is little to do: if that took long, we were not let run. */
+	if (busy_since && begun - busy_since > STALL_NS) {
+		stall.begun = busy_since;
+		stall.ended = begun;
+		put_on_record(&stall);
+	}
+	n = epoll_pwait2(poller, events, EVENTS, &t, NULL);
+	after = now();
+	if (after > begun + wait + STALL_NS) {
+		stall.begun = begun + wait;
+		stall.ended = after;
+		put_on_record(&stall);
+	}
+	busy_since = after;
+	return n;
+}
+
+#endif
