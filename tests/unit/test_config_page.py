@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 from pyebpf_proxy.config.datapath_model import DatapathConfiguration, Maps
 from pyebpf_proxy.config.decode import fields_of
@@ -15,27 +13,22 @@ from pyebpf_proxy.config.model import KubeProxyConfiguration
 from pyebpf_proxy.config.writer import document
 from tests.parity import recordings
 
+from .tool_module import tool
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def generator() -> Any:
-    spec = importlib.util.spec_from_file_location("configuration_page", ROOT / "tools" / "configuration_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_page_is_what_the_models_say() -> None:
     shown = (ROOT / "docs" / "configuration.md").read_text()
-    assert shown == generator().page(), "run .venv/bin/python tools/configuration_page.py >docs/configuration.md"
+    assert shown == tool("configuration_page").page(), (
+        "run .venv/bin/python tools/configuration_page.py >docs/configuration.md"
+    )
 
 
 def test_the_page_of_our_own_options_is_what_the_model_says() -> None:
     shown = (ROOT / "docs" / "datapath-configuration.md").read_text()
     command = ".venv/bin/python tools/configuration_page.py datapath >docs/datapath-configuration.md"
-    assert shown == generator().datapath_page(), f"run {command}"
+    assert shown == tool("configuration_page").datapath_page(), f"run {command}"
 
 
 def test_every_option_of_our_own_has_a_line_with_its_effect() -> None:
@@ -60,4 +53,7 @@ def test_an_empty_configuration_is_written_as_kube_proxy_writes_it() -> None:
     assert answer.document is not None
     # The document of the release, word for word; the recordings hold many more.
     assert answer.document.startswith("apiVersion: kubeproxy.config.k8s.io/v1alpha1\nbindAddress: 0.0.0.0\n")
-    assert document(generator().complete(generator().parse([]), lambda text, file: None)) == answer.document
+    assert (
+        document(tool("configuration_page").complete(tool("configuration_page").parse([]), lambda text, file: None))
+        == answer.document
+    )

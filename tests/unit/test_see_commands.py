@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -17,6 +16,8 @@ from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.see import COMMANDS
 from pyebpf_proxy.see import cli as see
 from pyebpf_proxy.see.reasons import MEANINGS
+
+from .tool_module import tool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,13 +46,10 @@ def test_every_command_is_in_its_page() -> None:
 
 
 def test_the_schema_is_the_one_of_the_code() -> None:
-    spec = importlib.util.spec_from_file_location("commands_schema", ROOT / "tools" / "commands_schema.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     wanted = (ROOT / "docs" / "commands.schema.json").read_text()
-    assert wanted == module.text(), "run .venv/bin/python tools/commands_schema.py >docs/commands.schema.json"
+    assert wanted == tool("commands_schema").text(), (
+        "run .venv/bin/python tools/commands_schema.py >docs/commands.schema.json"
+    )
 
 
 def test_every_refusal_has_a_meaning() -> None:
