@@ -55,7 +55,7 @@ FULL = Plan(
         Size(1_000, 10, 5, _CHANGES),
         Size(JUDGED, 10, 5, _CHANGES),
         # kube-proxy nftables takes one or two minutes to start here, and half a minute for a change.
-        Size(30_000, 3, 3, {OURS: 100, NFTABLES: 2, IPTABLES: 2}),
+        Size(30_000, 3, 3, {OURS: 100, NFTABLES: 1, IPTABLES: 2}),
     ),
     20,
     {OURS: 60, NFTABLES: 10, IPTABLES: 10},

@@ -11,6 +11,7 @@ Ours reads a folder of manifests, kube-proxy the same objects from a real API se
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -116,7 +117,7 @@ class Ground:
             [str(TOOLS / "pingpong"), "serve", str(EXCHANGE)],
             ["chrt", "-f", "1", "iperf3", "-s", "-p", str(STREAM), "--forceflush"],
         ):
-            stack.enter_context(serving(self.server.namespace, command))
+            stack.enter_context(serving(self.server.namespace, pinned(command)))
 
     def start(self, api: ApiServer | None, stack: ExitStack) -> None:
         """Bring the node into the contender's state; ``api`` is for kube-proxy."""
@@ -152,6 +153,15 @@ class Ground:
         if way == "pod":
             return ADDRESS.of(family), str(port)
         return self.node.address.of(family), str(NODE_PORT[port])
+
+
+def pinned(command: Sequence[str], *, apart: bool = False) -> list[str]:
+    """The command on the last CPU, where the servers are too; ``apart``: on the first.
+
+    Who wakes whom on another CPU pays for that several times what a proxy costs: chance must not choose.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    return ["taskset", "-c", str(cpus[0 if apart else -1]), *command]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .contenders import CONNECT, CONTENDERS, EXCHANGE, STREAM, WAYS, Ground, turns
+from .contenders import CONNECT, CONTENDERS, EXCHANGE, STREAM, WAYS, Ground, pinned, turns
 from .measure import TOOLS, Row, say, speed
 from .rows import ratio
 
@@ -43,7 +43,9 @@ def stream(ground: Ground, way: str, family: int, seconds: float) -> tuple[float
     before = _softirq_threads()
     # iperf3 takes whole seconds only.
     length = ["-t", str(round(seconds))] if seconds >= 1 else ["-n", f"{round(seconds * 2000)}M"]
-    end = _ask(ground, way, ["chrt", "-f", "1", "iperf3", "-c", address, "-p", port, *length, "-J"])["end"]
+    # Both ends are at work all the time: each has a CPU.
+    command = ["chrt", "-f", "1", "iperf3", "-c", address, "-p", port, *length, "-J"]
+    end = _ask(ground, way, command, apart=True)["end"]
     threads = _softirq_threads() - before
     got, use = end["sum_received"], end["cpu_utilization_percent"]
     ends = (use["host_total"] + use["remote_total"]) / 100 * got["seconds"]
@@ -117,8 +119,8 @@ def rows(
                 )
 
 
-def _ask(ground: Ground, way: str, command: Sequence[str]) -> dict[str, Any]:
-    outcome: dict[str, Any] = json.loads(ground.asks[way].run(*command))
+def _ask(ground: Ground, way: str, command: Sequence[str], *, apart: bool = False) -> dict[str, Any]:
+    outcome: dict[str, Any] = json.loads(ground.asks[way].run(*pinned(command, apart=apart)))
     return outcome
 
 
