@@ -14,6 +14,9 @@ from pyebpf_proxy.lab.cluster import Lab
 # Helper modules of this folder (lab_tools, lab_services) are imported by name.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from fast_lab import FAR, Ask, World, asking, made
+from talk import Talk
+
 
 @pytest.fixture(scope="module", params=("direct", "netfilter"))
 def lane(request: pytest.FixtureRequest) -> str:
@@ -39,3 +42,25 @@ def lab() -> Iterator[Lab]:
     """A lab of the test's own: two nodes, no pods, no agents."""
     with Lab() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def fast_world() -> Iterator[World]:
+    """The module's lab with the fast path on."""
+    with Lab() as lab:
+        yield made(lab)
+
+
+@pytest.fixture
+def ask() -> Iterator[Ask]:
+    """Begins conversations, which end with the test."""
+    with asking() as begin:
+        yield begin
+
+
+@pytest.fixture
+def far(fast_world: World, ask: Ask) -> Talk:
+    """A connection of the pod with the other node's pod, by the cache."""
+    talk = ask(fast_world.client.namespace, FAR.v4)
+    fast_world.fast(talk)
+    return talk

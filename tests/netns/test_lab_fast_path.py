@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import FAR, LIBERAL, NEAR, ON, Ask, World, asking, made
+from fast_lab import FAR, LIBERAL, NEAR, ON, Ask, World, made
 from lab_tools import wait_until
 from talk import Talk
 
@@ -18,50 +18,30 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[World]:
-    with Lab() as lab:
-        yield made(lab)
-
-
-@pytest.fixture(scope="module")
 def bridged() -> Iterator[World]:
     with Lab(pod_network="bridge") as lab:
         yield made(lab)
-
-
-@pytest.fixture
-def ask() -> Iterator[Ask]:
-    with asking() as begin:
-        yield begin
-
-
-@pytest.fixture
-def far(shared: World, ask: Ask) -> Talk:
-    """A connection of the pod with the other node's pod, by the cache."""
-    talk = ask(shared.client.namespace, FAR.v4)
-    shared.fast(talk)
-    return talk
 
 
 # ---- what arrives is right ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("address", [FAR, NEAR], ids=["other node", "same node"])
-def test_pod_to_cluster_ip(shared: World, ask: Ask, address: Dual, family: int, protocol: str) -> None:
-    talk = ask(shared.client.namespace, address.of(family), protocol)
-    shared.fast(talk)
-    assert talk.peer == shared.client.address.of(family)
+def test_pod_to_cluster_ip(fast_world: World, ask: Ask, address: Dual, family: int, protocol: str) -> None:
+    talk = ask(fast_world.client.namespace, address.of(family), protocol)
+    fast_world.fast(talk)
+    assert talk.peer == fast_world.client.address.of(family)
 
 
-def test_client_to_node_port(shared: World, ask: Ask, family: int, protocol: str) -> None:
-    talk = ask(shared.lab.client, shared.node.address.of(family), protocol, 30007)
-    shared.fast(talk)
-    assert talk.peer == shared.node.address.of(family), "masqueraded"
+def test_client_to_node_port(fast_world: World, ask: Ask, family: int, protocol: str) -> None:
+    talk = ask(fast_world.lab.client, fast_world.node.address.of(family), protocol, 30007)
+    fast_world.fast(talk)
+    assert talk.peer == fast_world.node.address.of(family), "masqueraded"
 
 
 @pytest.mark.parametrize("size", [1400, 40_000], ids=["whole packets", "a stream"])
-def test_much_in_one_question(shared: World, ask: Ask, size: int, family: int) -> None:
-    shared.fast(ask(shared.client.namespace, FAR.of(family), size=size))
+def test_much_in_one_question(fast_world: World, ask: Ask, size: int, family: int) -> None:
+    fast_world.fast(ask(fast_world.client.namespace, FAR.of(family), size=size))
 
 
 @pytest.mark.parametrize("address", [FAR, NEAR], ids=["other node", "same bridge"])
@@ -76,30 +56,30 @@ def test_pods_on_a_bridge(bridged: World, ask: Ask, address: Dual, family: int, 
 # ---- what closes it --------------------------------------------------------------------------------------------------
 
 
-def test_policy_routing_closes_it_and_opens_it_again(shared: World, far: Talk) -> None:
-    before = shared.count("stack_policy_routed")
-    shared.node.namespace.ip("rule add fwmark 0x77 lookup main")
+def test_policy_routing_closes_it_and_opens_it_again(fast_world: World, far: Talk) -> None:
+    before = fast_world.count("stack_policy_routed")
+    fast_world.node.namespace.ip("rule add fwmark 0x77 lookup main")
     try:
-        wait_until(lambda: shared.count("stack_policy_routed") > before, "closed for policy routing", 60.0)
+        wait_until(lambda: fast_world.count("stack_policy_routed") > before, "closed for policy routing", 60.0)
         far.wait()
     finally:
-        shared.node.namespace.ip("rule del fwmark 0x77 lookup main")
-    shared.fast(far)
+        fast_world.node.namespace.ip("rule del fwmark 0x77 lookup main")
+    fast_world.fast(far)
 
 
-def test_ipsec_closes_it(shared: World, far: Talk) -> None:
+def test_ipsec_closes_it(fast_world: World, far: Talk) -> None:
     policy = "xfrm policy {} src 198.18.0.0/15 dst 198.18.0.0/15 dir fwd"
     try:
-        shared.node.namespace.ip(policy.format("add"))
+        fast_world.node.namespace.ip(policy.format("add"))
     except Exception as error:
         pytest.skip(f"this kernel has no IPsec: {error}")
-    before = shared.count("stack_ipsec")
+    before = fast_world.count("stack_ipsec")
     try:
-        wait_until(lambda: shared.count("stack_ipsec") > before, "closed for IPsec", 60.0)
+        wait_until(lambda: fast_world.count("stack_ipsec") > before, "closed for IPsec", 60.0)
         far.wait()
     finally:
-        shared.node.namespace.ip(policy.format("del"))
-    shared.fast(far)
+        fast_world.node.namespace.ip(policy.format("del"))
+    fast_world.fast(far)
 
 
 # ---- the agent ------------------------------------------------------------------------------------------------
@@ -109,19 +89,19 @@ KEEP = """table ip keep { chain c { type nat hook prerouting priority 0;
  ip daddr 203.0.113.250 tcp dport 1 dnat to 203.0.113.251; }; }"""
 
 
-def test_the_agent_comes_and_goes(shared: World, far: Talk) -> None:
+def test_the_agent_comes_and_goes(fast_world: World, far: Talk) -> None:
     """One connection through it all; few starts, since each takes seconds."""
-    agent, namespace = shared.node.agent, shared.node.namespace
+    agent, namespace = fast_world.node.agent, fast_world.node.namespace
 
-    before = shared.count("stack_no_agent")
+    before = fast_world.count("stack_no_agent")
     agent.kill()
-    wait_until(lambda: shared.count("stack_no_agent") > before, "nobody watches: the kernel's way", 60.0)
+    wait_until(lambda: fast_world.count("stack_no_agent") > before, "nobody watches: the kernel's way", 60.0)
     far.wait()
 
-    before = shared.count("stack_device")
+    before = fast_world.count("stack_device")
     agent.start(own={**ON, "fastPathExcludedDevices": ["eth0"]})
     agent.wait_synced()
-    wait_until(lambda: shared.count("stack_device") > before, "to the kernel, for the device's sake", 60.0)
+    wait_until(lambda: fast_world.count("stack_device") > before, "to the kernel, for the device's sake", 60.0)
     far.wait()
     assert value(namespace) == "1"
     assert "invalid" in namespace.run("nft", "list", "ruleset"), "that it is liberal is our own doing"
@@ -129,7 +109,7 @@ def test_the_agent_comes_and_goes(shared: World, far: Talk) -> None:
 
     agent.start(own=ON)
     agent.wait_synced()
-    shared.fast(far)
+    fast_world.fast(far)
     agent.stop()
 
     # Turned off, conntrack is strict again, and what it calls invalid is dropped.
@@ -137,14 +117,14 @@ def test_the_agent_comes_and_goes(shared: World, far: Talk) -> None:
     agent.wait_synced()
     assert value(namespace) == "0"
     assert "invalid" in namespace.run("nft", "list", "ruleset")
-    hits = shared.count("flow_hit")
+    hits = fast_world.count("flow_hit")
     far.wait(100)
-    assert shared.count("flow_hit") == hits
+    assert fast_world.count("flow_hit") == hits
     agent.stop()
 
     agent.start(own=ON)
     agent.wait_synced()
-    shared.fast(far)
+    fast_world.fast(far)
     # Somebody else's NAT, as every node has it: without any the kernel translates nothing any more.
     namespace.run("nft", "-f", "-", stdin=KEEP)
     agent.stop()

@@ -8,12 +8,12 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import FAR, Ask, World, asking, at_once, made
+from fast_lab import FAR, Ask, World, at_once
 from lab_tools import Capture, full_conntrack, wait_until
 from talk import PORT, Talk, serve
 
 from pyebpf_proxy.lab.addresses import cluster_ip
-from pyebpf_proxy.lab.cluster import Lab, Node, Pod
+from pyebpf_proxy.lab.cluster import Node, Pod
 from pyebpf_proxy.lab.manifests import Object, Port, service, slices
 from pyebpf_proxy.lab.namespace import LabError
 
@@ -23,73 +23,53 @@ BOTH = [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
 MOVED = cluster_ip(9)
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[World]:
-    with Lab() as lab:
-        yield made(lab)
-
-
-@pytest.fixture
-def ask() -> Iterator[Ask]:
-    with asking() as begin:
-        yield begin
-
-
-@pytest.fixture
-def far(shared: World, ask: Ask) -> Talk:
-    """A connection of the pod with the other node's pod, by the cache."""
-    talk = ask(shared.client.namespace, FAR.v4)
-    shared.fast(talk)
-    return talk
-
-
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_the_neighbours_entry_is_gone(shared: World, ask: Ask, protocol: str) -> None:
-    talk = ask(shared.client.namespace, FAR.v4, protocol)
-    shared.fast(talk)
+def test_the_neighbours_entry_is_gone(fast_world: World, ask: Ask, protocol: str) -> None:
+    talk = ask(fast_world.client.namespace, FAR.v4, protocol)
+    fast_world.fast(talk)
     with at_once(talk):
-        shared.node.namespace.ip(f"neigh del {shared.lab.nodes[1].address.v4} dev eth0")
-    shared.fast(talk)
+        fast_world.node.namespace.ip(f"neigh del {fast_world.lab.nodes[1].address.v4} dev eth0")
+    fast_world.fast(talk)
 
 
-def test_the_neighbour_has_another_link_address(shared: World, far: Talk) -> None:
-    other = shared.lab.nodes[1]
+def test_the_neighbour_has_another_link_address(fast_world: World, far: Talk) -> None:
+    other = fast_world.lab.nodes[1]
     old = link_address(other)
     try:
         with at_once(far):
             other.namespace.ip("link set dev eth0 address 02:00:00:00:0e:02")
             # As a machine does that has taken an address over.
-            tell(shared, other, "02:00:00:00:0e:02")
-        shared.fast(far)
+            tell(fast_world, other, "02:00:00:00:0e:02")
+        fast_world.fast(far)
         stray = Capture(other.namespace, "eth0", lambda frame: frame[:6] == old, deadline=1.0)
         far.wait()
         assert stray.frame() is None, "something still goes to the old link address"
     finally:
         other.namespace.ip(f"link set dev eth0 address {old.hex(':')}")
-        tell(shared, other, old.hex(":"))
-    shared.fast(far)
+        tell(fast_world, other, old.hex(":"))
+    fast_world.fast(far)
 
 
-def tell(shared: World, other: Node, address: str) -> None:
-    shared.node.namespace.ip(f"neigh replace {other.address.v4} lladdr {address} dev eth0 nud reachable")
+def tell(fast_world: World, other: Node, address: str) -> None:
+    fast_world.node.namespace.ip(f"neigh replace {other.address.v4} lladdr {address} dev eth0 nud reachable")
 
 
-def test_the_mtu_is_lowered(shared: World, ask: Ask) -> None:
-    talk = ask(shared.client.namespace, FAR.v4, size=20_000)
-    shared.fast(talk)
+def test_the_mtu_is_lowered(fast_world: World, ask: Ask) -> None:
+    talk = ask(fast_world.client.namespace, FAR.v4, size=20_000)
+    fast_world.fast(talk)
     try:
         with at_once(talk):
-            shared.node.namespace.ip("link set dev eth0 mtu 1300")
-        shared.fast(talk)
+            fast_world.node.namespace.ip("link set dev eth0 mtu 1300")
+        fast_world.fast(talk)
     finally:
-        shared.node.namespace.ip("link set dev eth0 mtu 1500")
-    shared.fast(talk)
+        fast_world.node.namespace.ip("link set dev eth0 mtu 1500")
+    fast_world.fast(talk)
 
 
 @contextlib.contextmanager
-def second_device(shared: World) -> Iterator[None]:
-    lan = shared.node.namespace
-    shared.lab.core.ip(
+def second_device(fast_world: World) -> Iterator[None]:
+    lan = fast_world.node.namespace
+    fast_world.lab.core.ip(
         f"link add second type veth peer name eth1 netns {lan.name}",
         "link set second master lan0",
         "link set second up",
@@ -98,12 +78,12 @@ def second_device(shared: World) -> Iterator[None]:
         lan.ip("link set eth1 up", "addr add 192.0.2.211/32 dev eth1")
         yield
     finally:
-        shared.lab.core.ip("link del second")
+        fast_world.lab.core.ip("link del second")
 
 
-def test_the_route_moves_to_another_device(shared: World, far: Talk) -> None:
-    other, lan = shared.lab.nodes[1], shared.node.namespace
-    with second_device(shared):
+def test_the_route_moves_to_another_device(fast_world: World, far: Talk) -> None:
+    other, lan = fast_world.lab.nodes[1], fast_world.node.namespace
+    with second_device(fast_world):
         try:
             with at_once(far):
                 lan.ip(
@@ -113,18 +93,18 @@ def test_the_route_moves_to_another_device(shared: World, far: Talk) -> None:
             arrives = Capture(lan, "eth1", lambda frame: frame[12:14] == b"\x08\x00", deadline=60.0)
             far.wait()
             assert arrives.frame() is not None, "nothing leaves by the new way"
-            stray = Capture(lan, "eth0", lambda frame: is_between(frame, shared), deadline=1.0)
+            stray = Capture(lan, "eth0", lambda frame: is_between(frame, fast_world), deadline=1.0)
             far.wait()
             assert stray.frame() is None, "something still leaves by the old one"
         finally:
             lan.ip(f"route del {other.address.v4}/32 dev eth1")
     lan.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
-    shared.fast(far)
+    fast_world.fast(far)
 
 
-def is_between(frame: bytes, shared: World) -> bool:
+def is_between(frame: bytes, fast_world: World) -> bool:
     """From the client to the far pod."""
-    ends = b"".join(bytes(map(int, pod.address.v4.split("."))) for pod in (shared.client, shared.far))
+    ends = b"".join(bytes(map(int, pod.address.v4.split("."))) for pod in (fast_world.client, fast_world.far))
     return frame[26:34] == ends
 
 
@@ -132,84 +112,84 @@ def moved(pod: Pod) -> list[Object]:
     return [service("moved", BOTH, MOVED), *slices("moved", BOTH, [(pod.address, pod.node.name)])]
 
 
-def test_a_device_is_deleted(shared: World, ask: Ask, far: Talk) -> None:
+def test_a_device_is_deleted(fast_world: World, ask: Ask, far: Talk) -> None:
     """The endpoint's. When the service has another one, datagrams go there; other flows notice nothing."""
-    gone = shared.lab.add_pod(f"gone-{len(shared.lab.pods)}", shared.node, serve=False)
+    gone = fast_world.lab.add_pod(f"gone-{len(fast_world.lab.pods)}", fast_world.node, serve=False)
     serve(gone)
-    shared.node.agent.wait_synced(shared.lab.write("moved.yaml", moved(gone)))
-    talk = ask(shared.client.namespace, MOVED.v4, "udp")
-    shared.fast(talk)
-    before = shared.count("drop_rewrite_failed")
+    fast_world.node.agent.wait_synced(fast_world.lab.write("moved.yaml", moved(gone)))
+    talk = ask(fast_world.client.namespace, MOVED.v4, "udp")
+    fast_world.fast(talk)
+    before = fast_world.count("drop_rewrite_failed")
     with at_once(far):
-        shared.node.namespace.ip(f"link del {gone.device}")
+        fast_world.node.namespace.ip(f"link del {gone.device}")
     assert talk.stands()
-    shared.lab.write("moved.yaml", moved(shared.far))
+    fast_world.lab.write("moved.yaml", moved(fast_world.far))
     with at_once(far):
-        shared.fast(talk)
-    assert shared.count("drop_rewrite_failed") == before
-    assert not entries(shared, "udp", gone.address.v4), "the entry of the endpoint that is gone"
+        fast_world.fast(talk)
+    assert fast_world.count("drop_rewrite_failed") == before
+    assert not entries(fast_world, "udp", gone.address.v4), "the entry of the endpoint that is gone"
 
 
-def entries(shared: World, protocol: str, endpoint: str) -> list[str]:
+def entries(fast_world: World, protocol: str, endpoint: str) -> list[str]:
     """The kernel's entries of flows to the service that this endpoint answers."""
-    text = shared.node.namespace.run("conntrack", "-L", "-p", protocol, "--reply-src", endpoint)
+    text = fast_world.node.namespace.run("conntrack", "-L", "-p", protocol, "--reply-src", endpoint)
     return [line for line in text.splitlines() if MOVED.v4 in line]
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_conntracks_entry_is_deleted(shared: World, ask: Ask, protocol: str) -> None:
-    talk = ask(shared.client.namespace, FAR.v4, protocol)
-    shared.fast(talk)
-    before = shared.count("flow_forgotten")
-    shared.node.namespace.run("conntrack", "-D", "-p", protocol, "--orig-dst", FAR.v4)
+def test_conntracks_entry_is_deleted(fast_world: World, ask: Ask, protocol: str) -> None:
+    talk = ask(fast_world.client.namespace, FAR.v4, protocol)
+    fast_world.fast(talk)
+    before = fast_world.count("flow_forgotten")
+    fast_world.node.namespace.run("conntrack", "-D", "-p", protocol, "--orig-dst", FAR.v4)
     if protocol == "udp":
         with at_once(talk):
             pass
-        shared.fast(talk)
+        fast_world.fast(talk)
         return
     # As without the fast path: no connection any more that anybody translates.
     assert talk.stands()
-    wait_until(lambda: shared.count("flow_forgotten") > before, "the entry is taken out of the cache", 60.0)
-    again = ask(shared.client.namespace, FAR.v4)
+    wait_until(lambda: fast_world.count("flow_forgotten") > before, "the entry is taken out of the cache", 60.0)
+    again = ask(fast_world.client.namespace, FAR.v4)
     with at_once(again):
-        shared.fast(again)
+        fast_world.fast(again)
 
 
-def test_a_bond_fails_over(shared: World, far: Talk) -> None:
+def test_a_bond_fails_over(fast_world: World, far: Talk) -> None:
     """The bond is the device of an entry; which port a packet leaves by is the bond's own choice."""
-    node, core = shared.node.namespace, shared.lab.core
+    node, core = fast_world.node.namespace, fast_world.lab.core
     try:
         node.ip("link add bond9 type bond mode active-backup miimon 10")
     except LabError as error:
         pytest.skip(f"no bonding in this kernel: {str(error).splitlines()[0]}")
-    other = shared.lab.nodes[1]
+    other = fast_world.lab.nodes[1]
     try:
         for name in ("one", "two"):
             core.ip(f"link add {name} type veth peer name {name} netns {node.name}", f"link set {name} master lan0 up")
             node.ip(f"link set {name} master bond9")
         node.ip("link set bond9 up", f"route add {other.address.v4}/32 dev bond9")
         node.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
-        shared.fast(far)
+        fast_world.fast(far)
         with at_once(far):
             core.ip("link set one down")
-        shared.fast(far)
+        fast_world.fast(far)
     finally:
         node.ip("link del bond9")
         core.ip("link del one", "link del two")
         node.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
 
 
-def test_conntracks_table_is_full(shared: World, far: Talk) -> None:
+def test_conntracks_table_is_full(fast_world: World, far: Talk) -> None:
     """What is established goes on; new flows are refused, and counted, until there is room."""
-    node = shared.node.namespace
-    before, hits = shared.count("drop_conntrack_full"), shared.count("flow_hit")
+    node = fast_world.node.namespace
+    before, hits = fast_world.count("drop_conntrack_full"), fast_world.count("flow_hit")
     with full_conntrack(node):
-        asks = shared.client.namespace.start(_connect, FAR.v4)
-        wait_until(lambda: shared.count("drop_conntrack_full") > before, "a new flow is refused", 60.0)
+        asks = fast_world.client.namespace.start(_connect, FAR.v4)
+        wait_until(lambda: fast_world.count("drop_conntrack_full") > before, "a new flow is refused", 60.0)
         far.wait()
-        assert shared.count("flow_hit") > hits + 10
+        assert fast_world.count("flow_hit") > hits + 10
     asks.result()
-    shared.fast(far)
+    fast_world.fast(far)
 
 
 def _connect(address: str) -> None:
