@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import subprocess
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ from world import World
 from pyebpf_proxy.datapath.loader.libbpf import RunResult, SkBuff
 
 REDIRECT = 7
-SECOND = 1_000_000_000
 TO_NEIGHBOUR = 1
 FAR = "02:00:00:00:0f:01"
 
@@ -34,12 +32,7 @@ def open_fast_path(world: World, **changes: int) -> None:
 
 def say(world: World, generation: int = 1, trust: float = 3600.0, closed: str = "REASON_UNSPECIFIED") -> None:
     """The map that the agent writes."""
-    number = world.object.btf.enum("reason")[closed]
-    until = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(trust * SECOND)
-    value = world.object.btf.struct("fast_path").pack(
-        alive_until=until, generation=generation, closed4=number, closed6=number
-    )
-    world.object.maps["fast_path"].update(bytes(4), value)
+    world.say_of_fast_path(generation, trust, closed)
 
 
 def passage(world: World, *devices: str, how: int = TO_NEIGHBOUR) -> None:

@@ -320,7 +320,7 @@ def test_a_datagram_of_a_living_flow_is_sent_on_again(fast: World) -> None:
 
 def test_off_is_off(node: World) -> None:
     node.forget_flows()
-    node.load()
+    node.load(fast_path=0)
     node.service(["remote"])
     flow = flow_of(node)
     for reply in (True, False, True):

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from ipaddress import ip_address, ip_network
@@ -42,6 +43,8 @@ GO_ON, SHOT = -1, 2
 XDP_DROP, XDP_PASS, XDP_TX, XDP_REDIRECT = 1, 2, 3, 4
 # Every packet goes through XDP before tc, in all tests: the same must come of it.
 XDP_EVERYWHERE = bool(os.environ.get("PEP_XDP"))
+# The fast path is open to every packet, in all tests: the same must come of it, unless the test itself says so.
+FAST_EVERYWHERE = os.environ.get("PEP_FAST_PATH") == "1"
 NODE_MAC = "02:00:00:00:00:02"
 MARK = 0x4000
 PRIORITY_BACKEND, PRIORITY_REJECT = 0xEB000000, 0xEC000001
@@ -145,6 +148,7 @@ class World:
             "node_address4": ip_address(ADDRESSES["node"][0]).packed,
             "node_address6": ip_address(ADDRESSES["node"][1]).packed,
             "xdp": int(XDP_EVERYWHERE),
+            "fast_path": int(FAST_EVERYWHERE),
             **self.settings,
             **settings,
         }
@@ -175,7 +179,20 @@ class World:
         self._next_slot, self._next_id = 1, 1
         self.backend_ids: dict[tuple[str, int], int] = {}
         self._write_node()
+        if FAST_EVERYWHERE and values["fast_path"]:
+            self.say_of_fast_path()
+            for device in self.devices.values():
+                self.object.maps["devices"].update(_u32(device), self.object.btf.struct("node_device").pack(passage=1))
         return self.object
+
+    def say_of_fast_path(self, generation: int = 1, trust: float = 3600.0, closed: str = "REASON_UNSPECIFIED") -> None:
+        """The word that the agent writes: somebody watches for so many seconds more, and nothing forbids it."""
+        number = self.object.btf.enum("reason")[closed]
+        until = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(trust * 1_000_000_000)
+        word = self.object.btf.struct("fast_path")
+        self.object.maps["fast_path"].update(
+            bytes(4), word.pack(alive_until=until, generation=generation, closed4=number, closed6=number)
+        )
 
     def _attach(self, program: Program) -> None:
         """A test run takes only a device whose queues are those of XDP: one that has any program."""
