@@ -18,18 +18,18 @@ def flows(arguments: argparse.Namespace) -> list[model.FlowView]:
     """The service flows that fit the filter, the oldest first."""
     with Pinned(arguments.directory) as maps:
         known = state.read(maps)
-        own = own_addresses(maps)
+        names = Names(known, own_addresses(maps))
+        services = {f"{s.name.namespace}/{s.name.name}" for s in known.services.values()}
+        fits = made.parse_filter(arguments.filter, services)
         cached = _cache(maps)
-    names = Names(known, own)
-    fits = made.parse_filter(arguments.filter, {f"{s.name.namespace}/{s.name.name}" for s in known.services.values()})
-    now = time.time()
-    found = []
-    for flow in made.dump():
-        if not flow.status & DST_NAT and not names.service(flow):
-            continue
-        view = made.view(flow, names, cached, now)
-        if fits(view):
-            found.append(view)
+        now = time.time()
+        found = []
+        for flow in made.dump():
+            if not flow.status & DST_NAT and not names.service(flow):
+                continue
+            view = made.view(flow, names, cached, now)
+            if fits(view):
+                found.append(view)
     return sorted(found, key=lambda view: (view.service, -(view.seconds or 0.0), view.client))
 
 
@@ -43,7 +43,7 @@ def own_addresses(maps: Pinned) -> frozenset[bytes]:
 
 
 def _cache(maps: Pinned) -> Callable[[Flow], bool | None]:
-    """Whether the flow cache has a flow; None everywhere where there is none."""
+    """Whether the flow cache has a flow; None everywhere where there is none. Good for as long as the maps are open."""
     if "flows" not in maps.names:
         return lambda flow: None
     key = maps.packer("flow_key", "source", "destination", "source_port", "destination_port", "protocol", "ipv6")

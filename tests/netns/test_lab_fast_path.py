@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 from fast_lab import FAR, LIBERAL, NEAR, ON, Ask, World, made
 from lab_tools import wait_until
-from talk import Talk
+from see_tools import answer
+from talk import PORT, Talk
 
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.cluster import Lab
@@ -51,6 +52,12 @@ def test_pods_on_a_bridge(bridged: World, ask: Ask, address: Dual, family: int, 
         bridged.fast(talk)
     talk.wait()
     assert talk.peer == bridged.client.address.of(family)
+
+
+def test_flows_says_what_the_cache_knows(fast_world: World, far: Talk) -> None:
+    port = FAR.v4 + f":{PORT}"
+    assert port in {flow["destination"] for flow in answer(fast_world.node, "flows")["flows"] if flow["fastPath"]}
+    far.wait()
 
 
 # ---- what closes it --------------------------------------------------------------------------------------------------
