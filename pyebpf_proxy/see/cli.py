@@ -138,6 +138,18 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return doctor.run(arguments)
 
 
+def _trace_arguments(parser: argparse.ArgumentParser) -> None:
+    from pyebpf_proxy.trace import run
+
+    run.arguments(parser)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from pyebpf_proxy.trace import run
+
+    return run.run(arguments)
+
+
 def _completion(arguments: argparse.Namespace) -> int:
     from pyebpf_proxy.see import completion
 
@@ -204,6 +216,14 @@ COMMANDS = {
         "can this machine carry services? kernel, programs by loading them, mounts, settings, other proxies, limits",
         "pyebpf-proxy doctor              # before or after installing; status 0: everything is good",
         _doctor,
+    ),
+    "trace": Command(
+        "live, a line a decision: where from, which service, endpoint, lane, masquerade, reason",
+        "pyebpf-proxy trace default/web            # until Ctrl-C\n"
+        "  pyebpf-proxy trace drop,reject             # whatever gets no further; --count 1: the next one\n"
+        "  pyebpf-proxy trace client=198.51.100.2 port=80 --duration 30s -o json",
+        _trace,
+        _trace_arguments,
     ),
     "completion": Command(
         "shell completion of these commands, names of services too",

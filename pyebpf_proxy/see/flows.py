@@ -12,7 +12,8 @@ from pyebpf_proxy.datapath.connections import ctnetlink
 from pyebpf_proxy.datapath.connections.ctnetlink import FAMILY_HEADER, PROTOINFO, TUPLE_ORIG, TUPLE_REPLY, read_tuple
 from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attributes
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.answers import RIGHT, QuestionError, SeeError, near
+from pyebpf_proxy.see.answers import RIGHT, QuestionError, SeeError
+from pyebpf_proxy.see.filters import means, split
 from pyebpf_proxy.see.names import suggested
 from pyebpf_proxy.see.state import State
 from pyebpf_proxy.see.text import Cell, Paper, duration, paper, table
@@ -202,10 +203,8 @@ def parse_filter(words: list[str], services: set[str]) -> Filter:
     """``FIELD=VALUE …`` or bare words (address, name, protocol, state): all must fit. QuestionError."""
     checks: list[Filter] = []
     for word in words:
-        field, equals, value = word.partition("=")
-        if equals:
-            if field not in _FIELDS:
-                raise QuestionError(f"flows have no field {field}: {', '.join(_FIELDS)}{near(field, _FIELDS)}")
+        field, value = split(word, _FIELDS, "flows")
+        if field:
             checks.append(_check((field,), value))
         else:
             known = parse_address(word) is not None or word.upper() in (*_TCP_STATES, *Protocol.__members__)
@@ -234,16 +233,7 @@ _FIELDS: dict[str, Callable[[model.FlowView], tuple[str, ...]]] = {
 
 
 def _check(fields: tuple[str, ...], value: str) -> Filter:
-    wanted = value.lower()
-
-    def fits(text: str) -> bool:
-        text = text.lower()
-        address, _, _ = text.rpartition(":")
-        parts = {text, address, address.strip("[]"), text.partition("/")[2], text.partition("/")[2].partition(":")[0]}
-        parts |= {text.partition(":")[0]} if "/" in text else set()
-        return wanted in parts
-
-    return lambda flow: any(fits(text) for field in fields for text in _FIELDS[field](flow) if text)
+    return lambda flow: any(means(value, text) for field in fields for text in _FIELDS[field](flow) if text)
 
 
 def text(flows: list[model.FlowView], sheet: Paper) -> list[str]:

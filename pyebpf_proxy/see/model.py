@@ -333,6 +333,40 @@ class Findings(Answer, kw_only=True, tag_field="kind", tag="Findings"):
     findings: list[Finding]
 
 
+class Decision(Answer, kw_only=True, tag_field="kind", tag="Decision"):
+    """One line of ``pyebpf-proxy trace``: what a program decided on a packet, or on a socket's call.
+
+    ``time``: UTC. ``device``: where the packet came in, "" for a socket's call of ``process``. ``lane``: of what was
+    refused before one was chosen "". ``endpoint``: "" if none was chosen. ``masqueradedAs``: "" where it is not known.
+    """
+
+    time: str
+    hook: Literal["tc", "xdp", "socket"]
+    device: str
+    process: str
+    pid: int
+    protocol: str
+    source: str
+    destination: str
+    service: str
+    endpoint: str
+    endpoint_name: str
+    backend: int
+    lane: Literal["direct", "netfilter", "socket", ""]
+    masquerade: bool
+    masqueraded_as: str
+    verdict: Literal["served", "refused", "dropped", "replaced"]
+    reason: str
+
+
+class Lost(Answer, kw_only=True, tag_field="kind", tag="Lost"):
+    """A line of ``pyebpf-proxy trace``: so many events that there was no room for, since the last such line."""
+
+    time: str
+    what: Literal["decisions", "kernel events"]
+    count: int
+
+
 def encode(answer: msgspec.Struct) -> str:
     """The answer as JSON, for scripts."""
     return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()

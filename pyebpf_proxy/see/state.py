@@ -136,6 +136,20 @@ def read(maps: Rows) -> State:
     return state
 
 
+def read_names(maps: Rows) -> tuple[dict[int, ServicePortName], list[str]]:
+    """The names of service ports by their numbers, and which cannot be read, in words. SeeError."""
+    layout = maps.packer("service_name", "namespace_name", "name", "port", "family", "protocol")
+    names: dict[int, ServicePortName] = {}
+    problems = []
+    for (number,), (*texts, family, protocol) in maps.rows("service_names", Struct("=I"), layout):
+        namespace, name, port = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+        try:
+            names[number] = ServicePortName(namespace, name, port, Protocol(protocol), Family(family))
+        except ValueError:
+            problems.append(f"service {number} has a name that cannot be read")
+    return names, problems
+
+
 class _Reading:
     def __init__(self, maps: Rows) -> None:
         self.maps = maps
@@ -151,7 +165,8 @@ class _Reading:
 
     def _services(self, in_force: dict[int, int], slots: list[int]) -> None:
         u32 = Struct("=I")
-        names = self._names(u32)
+        names, unreadable = read_names(self.maps)
+        self.state.problems += unreadable
         row = self.maps.packer(
             "table",
             *("service", "first_slot", "cluster_count", "local_count", "affinity_seconds", "any_endpoints"),
@@ -183,17 +198,6 @@ class _Reading:
                 tuple(word & _WORD for word in slots[first:middle]),
                 tuple(word & _WORD for word in slots[middle:end]),
             )
-
-    def _names(self, u32: Struct) -> dict[int, ServicePortName]:
-        layout = self.maps.packer("service_name", "namespace_name", "name", "port", "family", "protocol")
-        names = {}
-        for (number,), (*texts, family, protocol) in self.maps.rows("service_names", u32, layout):
-            namespace, name, port = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
-            try:
-                names[number] = ServicePortName(namespace, name, port, _PROTOCOLS[protocol], _FAMILIES[family])
-            except KeyError:
-                self.state.problems.append(f"service {number} has a name that cannot be read")
-        return names
 
     def _backends(self) -> None:
         u32 = Struct("=I")

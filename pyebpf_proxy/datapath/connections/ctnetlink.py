@@ -80,6 +80,29 @@ def delete(flows: Iterable[Flow]) -> int:
     return deleted
 
 
+def reply_of(link: RawLink, protocol: int, source: tuple[bytes, int], destination: tuple[bytes, int]) -> Tuple | None:
+    """The answers' direction of the flow with this original one, as (address, port); None: there is no such flow.
+
+    OSError if the kernel refuses.
+    """
+    four = len(source[0]) == 4
+    addresses = attribute(1 if four else 3, source[0]) + attribute(2 if four else 4, destination[0])
+    ports = attribute(SRC_PORT, source[1].to_bytes(2, "big")) + attribute(DST_PORT, destination[1].to_bytes(2, "big"))
+    key = attribute(TUPLE_IP, addresses, nested=True)
+    key += attribute(TUPLE_PROTO, attribute(PROTO_NUM, bytes([protocol])) + ports, nested=True)
+    family = Family.IPV4 if four else Family.IPV6
+    try:
+        message = link.get(GET, _header(family) + attribute(TUPLE_ORIG, key, nested=True))
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
+    for kind, begin, end in attributes(message, FAMILY_HEADER, len(message)):
+        if kind == TUPLE_REPLY:
+            return read_tuple(message, begin, end)
+    return None
+
+
 def read_tuple(message: bytes, begin: int, end: int) -> Tuple | None:
     """The tuple between ``begin`` and ``end`` of a message; None: of a protocol without ports."""
     source = destination = b""

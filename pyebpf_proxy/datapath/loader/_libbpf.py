@@ -67,6 +67,13 @@ struct link_options { size_t sz; uint32_t flags; uint32_t iter_info_len; };
 int bpf_link_create(int program_fd, int target, int attach_type, const struct link_options *options);
 int bpf_obj_pin(int fd, const char *path);
 
+typedef void (*sample_fn)(void *context, int cpu, void *data, uint32_t size);
+struct perf_buffer *perf_buffer__new(int map_fd, size_t pages, sample_fn sample, void *lost, void *context,
+                                     const void *options);
+int perf_buffer__epoll_fd(const struct perf_buffer *rings);
+int perf_buffer__consume(struct perf_buffer *rings);
+void perf_buffer__free(struct perf_buffer *rings);
+
 struct batch_options { size_t sz; uint64_t element_flags; uint64_t flags; };
 int bpf_map_lookup_elem(int fd, const char *key, char *value);
 int bpf_map_update_elem(int fd, const char *key, const char *value, uint64_t flags);

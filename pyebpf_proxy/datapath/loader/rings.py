@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events that programs write into a map of rings (BPF_MAP_TYPE_PERF_EVENT_ARRAY), one ring per CPU."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any, Self
+
+from pyebpf_proxy.datapath.loader import _libbpf
+from pyebpf_proxy.datapath.loader._libbpf import captured, checked_pointer, ffi
+from pyebpf_proxy.datapath.loader._map import Map
+
+
+class Rings:
+    """This process' rings in ``events``, until :meth:`close`, or until it ends, however it does.
+
+    ``room``: bytes of each ring, rounded up to a power of two of pages. BpfError if the kernel refuses.
+    """
+
+    def __init__(self, events: Map, room: int) -> None:
+        self._lib = _libbpf.lib()
+        self._found: list[bytes] = []
+        # cffi frees a callback that nobody holds
+        self._callback = ffi.callback("sample_fn", self._take)
+        pages = 1
+        while pages * mmap.PAGESIZE < room:
+            pages *= 2
+        with captured():
+            made = self._lib.perf_buffer__new(events.fd, pages, self._callback, ffi.NULL, ffi.NULL, ffi.NULL)
+            self._pointer = checked_pointer(made, f"rings of {events.name}")
+
+    def _take(self, _context: Any, _cpu: int, data: Any, size: int) -> None:
+        self._found.append(bytes(ffi.buffer(data, size)))
+
+    @property
+    def fd(self) -> int:
+        """To poll: readable while there are events."""
+        return int(self._lib.perf_buffer__epoll_fd(self._pointer))
+
+    def read(self) -> list[bytes]:
+        """Every event that is there, CPU by CPU. Each may have a few bytes of padding behind it."""
+        self._lib.perf_buffer__consume(self._pointer)
+        found, self._found = self._found, []
+        return found
+
+    def close(self) -> None:
+        """Take the rings away."""
+        if self._pointer is not None:
+            self._lib.perf_buffer__free(self._pointer)
+            self._pointer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``trace`` shall tell: FILTER words, as a check of views, and as what the programs themselves look at. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from pyebpf_proxy.see import model
+from pyebpf_proxy.see.answers import QuestionError, listed, near
+from pyebpf_proxy.see.filters import means, split
+from pyebpf_proxy.see.names import matching, suggested
+from pyebpf_proxy.services.addresses import format_address, parse_address
+from pyebpf_proxy.services.model import Protocol, ServicePortName
+from pyebpf_proxy.trace.events import lane_of
+
+#: As many service ports as struct tracing (bpf/trace_maps.h) has room for.
+SERVICES_MAX = 16
+FIELDS = (
+    *("service", "address", "client", "destination", "endpoint", "port", "protocol", "reason", "lane", "device"),
+    "process",
+)
+LANES = ("direct", "netfilter", "socket")
+Check = Callable[[model.Decision], bool]
+
+
+class Known(NamedTuple):
+    """What words may mean. ``services``: numbers by names; ``reasons``: numbers by names, in lower case."""
+
+    services: Mapping[ServicePortName, int]
+    reasons: Mapping[str, int]
+    devices: Mapping[str, int]
+
+
+class Filter:
+    """All words must fit. ``wanted``: fields of struct tracing that make the programs leave out what cannot fit."""
+
+    def __init__(self, words: Collection[str], known: Known) -> None:
+        self.wanted: dict[str, Any] = {"reasons": (1 << 64) - 1}
+        self._checks: list[Check] = []
+        self._services: set[tuple[str, str, str]] | None = None
+        for word in words:
+            field, value = split(word, FIELDS, "decisions")
+            self._add(field or _field_of(word, known), value, known)
+
+    def fits(self, decision: model.Decision) -> bool:
+        """Whether it shall be told."""
+        return all(check(decision) for check in self._checks)
+
+    @property
+    def names_services(self) -> bool:
+        """Whether it depends on which number a service has, which changes with the services."""
+        return self._services is not None
+
+    def renumber(self, services: Mapping[ServicePortName, int]) -> dict[str, Any]:
+        """``wanted`` again, with the numbers that the services have now."""
+        if self._services is not None:
+            numbers = [
+                number
+                for name, number in services.items()
+                if not self._services.isdisjoint({(name.namespace, name.name, ""), _port_of(name)})
+            ]
+            # None would mean any: a number that nobody has keeps it at none.
+            some = numbers or [0xFFFFFFFF]
+            self.wanted["services"] = tuple(some) if len(some) <= SERVICES_MAX else ()
+        return self.wanted
+
+    def _add(self, field: str, value: str, known: Known) -> None:
+        if not value:
+            raise QuestionError(f"{field}= says nothing: give a value")
+        if field == "service":
+            self._service(value, known)
+        elif field in ("address", "client", "destination", "endpoint"):
+            self._address(field, value)
+        elif field == "port":
+            self._port(value)
+        elif field == "protocol":
+            protocol = _protocol(value)
+            self.wanted["protocol"] = int(protocol)
+            self._checks.append(lambda d: d.protocol == protocol.name)
+        elif field in ("reason", "lane"):
+            self._reasons(field, value, known)
+        elif field == "device":
+            if value not in known.devices:
+                raise QuestionError(f"there is no device {value}{near(value, known.devices)}")
+            self.wanted["device"] = known.devices[value]
+            self._checks.append(lambda d: d.device == value)
+        else:
+            self._checks.append(lambda d: value in (d.process, str(d.pid)))
+
+    def _service(self, value: str, known: Known) -> None:
+        ports = matching(value, known.services)
+        exact = ":" in value
+        found = {_port_of(name) if exact else (name.namespace, name.name, "") for name in ports}
+        self._services = found
+        texts = {f"{space}/{name}" + (f":{port}" if port else "") for space, name, port in found}
+
+        def check(decision: model.Decision) -> bool:
+            return decision.service in texts or decision.service.partition(":")[0] in texts
+
+        self._checks.append(check)
+        self.renumber(known.services)
+
+    def _address(self, field: str, value: str) -> None:
+        host, _, port = value.rpartition(":")
+        packed = parse_address(value.strip("[]"))
+        if packed is not None:
+            text = format_address(packed)
+        else:
+            packed = parse_address(host.strip("[]"))
+            if packed is None or not port.isdecimal():
+                raise QuestionError(f"{value} is no address and no ADDRESS:PORT")
+            text = f"[{format_address(packed)}]:{port}" if len(packed) == 16 else f"{format_address(packed)}:{port}"
+        self.wanted |= {"family": 4 if len(packed) == 4 else 6, "address": packed.ljust(16, b"\0")}
+        get: dict[str, Callable[[model.Decision], tuple[str, ...]]] = {
+            "address": lambda d: (d.source, d.destination, d.endpoint),
+            "client": lambda d: (d.source,),
+            "destination": lambda d: (d.destination,),
+            "endpoint": lambda d: (d.endpoint,),
+        }
+        self._checks.append(lambda d: any(means(text, place) for place in get[field](d) if place))
+
+    def _port(self, value: str) -> None:
+        if not value.isdecimal() or not 0 < int(value) < 65536:
+            raise QuestionError(f"{value} is no port: 1 to 65535")
+        self.wanted["port"] = int(value)
+        end = f":{int(value)}"
+        self._checks.append(lambda d: any(place.endswith(end) for place in (d.source, d.destination, d.endpoint)))
+
+    def _reasons(self, field: str, value: str, known: Known) -> None:
+        if field == "lane":
+            if value not in LANES:
+                raise QuestionError(f"there is no lane {value}: {', '.join(LANES)}")
+            found = {name for name in known.reasons if lane_of(name) == value}
+        else:
+            found = _reasons(value, known)
+            if not found:
+                raise QuestionError(f"there is no reason {value}{near(value.lower(), known.reasons)}")
+        self.wanted["reasons"] &= sum(1 << known.reasons[name] for name in found)
+        self._checks.append(lambda d: d.reason in found)
+
+
+def _port_of(name: ServicePortName) -> tuple[str, str, str]:
+    return name.namespace, name.name, name.port
+
+
+def _protocol(value: str) -> Protocol:
+    try:
+        return Protocol[value.upper()]
+    except KeyError:
+        raise QuestionError(f"there is no protocol {value}: {listed(Protocol.__members__)}") from None
+
+
+def _reasons(value: str, known: Known) -> set[str]:
+    """The reasons of these names (``a,b``), or that begin with their words: ``drop`` is every drop."""
+    wanted = [each for part in value.lower().split(",") if (each := part.rstrip("_*"))]
+    return {name for name in known.reasons if any(name == each or name.startswith(each + "_") for each in wanted)}
+
+
+def _field_of(word: str, known: Known) -> str:
+    """Which field a word without one means. QuestionError if it is nothing that is known."""
+    if parse_address(word.strip("[]")) is not None or parse_address(word.rpartition(":")[0].strip("[]")) is not None:
+        return "address"
+    if word.upper() in Protocol.__members__:
+        return "protocol"
+    if word in LANES:
+        return "lane"
+    if _reasons(word, known):
+        return "reason"
+    if word in known.devices:
+        return "device"
+    try:
+        matching(word, known.services)
+    except QuestionError as error:
+        if suggested(word, {(name.namespace, name.name) for name in known.services}) or "may be" in str(error):
+            raise
+        raise QuestionError(f"{word} is no address, service, protocol, lane, reason or device") from None
+    return "service"

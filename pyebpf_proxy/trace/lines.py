@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``trace`` prints: a line for people, a line of JSON, or a name. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from datetime import datetime
+
+import msgspec
+
+from pyebpf_proxy.see import model
+from pyebpf_proxy.see.text import Colour, Paper
+
+Line = model.Decision | model.Lost
+
+_COLOURS: dict[str, Colour] = {"refused": "red", "dropped": "red", "replaced": "dim"}
+
+
+def printed(line: Line, form: str, sheet: Paper) -> str:
+    """As it was asked for: ``table``, ``json`` or ``name``; "" if there is nothing to say that way."""
+    if form == "json":
+        return msgspec.json.encode(line).decode()
+    if form == "name":
+        return line.service if isinstance(line, model.Decision) else ""
+    text, colour = (_decision(line)) if isinstance(line, model.Decision) else _lost(line)
+    text = f"{_clock(line.time)} {text}"
+    parts = [text]
+    if len(text) > sheet.width:
+        parts = textwrap.wrap(text, sheet.width, subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join(sheet.paint(part, colour) for part in parts)
+
+
+def _clock(utc: str) -> str:
+    return datetime.fromisoformat(utc).astimezone().strftime("%H:%M:%S.%f")[:-3]
+
+
+def _decision(decision: model.Decision) -> tuple[str, Colour]:
+    where = decision.device or f"{decision.process}[{decision.pid}]"
+    if decision.hook == "xdp":
+        where += "(xdp)"
+    # A socket has no port yet when it asks.
+    source = decision.source.removesuffix(":0")
+    words = [f"{where} {source} > {decision.destination} {decision.protocol}"]
+    if decision.service:
+        words.append(decision.service)
+    if decision.endpoint:
+        name = f" ({decision.endpoint_name})" if decision.endpoint_name else ""
+        words.append(f"to {decision.endpoint}{name}")
+    if decision.lane:
+        words.append(decision.lane)
+    if decision.masquerade:
+        words.append("masqueraded" + (f" as {decision.masqueraded_as}" if decision.masqueraded_as else ""))
+    if decision.verdict in ("refused", "dropped"):
+        words.append(decision.verdict.upper())
+    words.append(decision.reason)
+    return ", ".join(words), _COLOURS.get(decision.verdict, "")
+
+
+def _lost(lost: model.Lost) -> tuple[str, Colour]:
+    return f"{lost.count} {lost.what} lost: more than could be read; a FILTER or a larger --buffer helps", "yellow"

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names for what events have numbers of, asked of the kernel while tracing: services, devices, masquerade addresses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from pyebpf_proxy.datapath.connections import ctnetlink
+from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink
+from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.programs import device_name
+from pyebpf_proxy.see.services import name_text
+from pyebpf_proxy.see.state import read_names
+from pyebpf_proxy.services.addresses import format_address_port
+from pyebpf_proxy.services.model import ServicePortName
+from pyebpf_proxy.trace.events import Event, Names, Place
+
+#: Seconds: no name is looked for more often than that.
+_PATIENCE = 1.0
+
+
+class Lookup:
+    """Answers from the maps and from conntrack. Names are kept; a number that is new makes it read them again."""
+
+    def __init__(self, maps: Pinned) -> None:
+        self._maps = maps
+        self._names: dict[int, ServicePortName] = {}
+        self._read_at = -_PATIENCE
+        self._devices: dict[int, str] = {}
+        self._value = maps.packer("frontend", "service")
+        self._keys = {
+            4 + 12 * i: maps.packer(f"frontend{4 + 2 * i}_key", "address", "port", "protocol") for i in (0, 1)
+        }
+        self._conntrack = RawLink(NETLINK_NETFILTER)
+        self.read()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._conntrack.__exit__(kind, error, at)
+
+    def read(self) -> Mapping[ServicePortName, int]:
+        """The numbers that service ports have now."""
+        self._names, _ = read_names(self._maps)
+        self._read_at = time.monotonic()
+        return {name: number for number, name in self._names.items()}
+
+    @property
+    def names(self) -> Names:
+        """For :func:`events.view`."""
+        return Names(self._service, self._device, lambda address: "", self._masqueraded_as)
+
+    def _service(self, event: Event) -> str:
+        number = event.service or self._frontend(event.destination, event.protocol)
+        if number and number not in self._names and time.monotonic() - self._read_at > _PATIENCE:
+            self.read()
+        name = self._names.get(number)
+        return name_text(name) if name is not None else ""
+
+    def _frontend(self, place: Place, protocol: int) -> int:
+        """Of a decision that came before the service was looked up: the service of that address, or NodePort."""
+        address, port = place
+        key = self._keys[len(address)]
+        frontends = self._maps.map("frontends4" if len(address) == 4 else "frontends6")
+        for each in (address, bytes(len(address))):
+            found = frontends.lookup(key.pack(each, port, protocol))
+            if found is not None:
+                return int(self._value.unpack(found)[0])
+        return 0
+
+    def _device(self, ifindex: int) -> str:
+        if ifindex not in self._devices:
+            self._devices[ifindex] = device_name(ifindex)
+        return self._devices[ifindex]
+
+    def _masqueraded_as(self, event: Event) -> str:
+        """As conntrack has it; the netfilter lane's flows are there when their packet has left."""
+        try:
+            reply = ctnetlink.reply_of(self._conntrack, event.protocol, event.source, event.destination)
+        except OSError:
+            return ""
+        if reply is None or reply.destination == event.source[0]:
+            return ""
+        return format_address_port(reply.destination, int.from_bytes(reply.destination_port, "big"))

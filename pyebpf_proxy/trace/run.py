@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``trace [FILTER …]``: lines as they come, until it is ended."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from typing import Self
+
+from pyebpf_proxy.config import durations
+from pyebpf_proxy.see import model
+from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError
+from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.text import paper
+from pyebpf_proxy.trace import events
+from pyebpf_proxy.trace.filters import Filter, Known
+from pyebpf_proxy.trace.lines import Line, printed
+from pyebpf_proxy.trace.names import Lookup
+from pyebpf_proxy.trace.session import Session
+
+#: Seconds between looks at what does not wake us: lost events, numbers of services, whether the programs still tell.
+_LOOK = 1.0
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    text = "address, service, protocol, lane, reason or device; or FIELD=VALUE: service, address, client, destination,"
+    parser.add_argument(
+        "filter", nargs="*", metavar="FILTER", help=f"{text} endpoint, port, protocol, reason, …; all must fit"
+    )
+    parser.add_argument("--count", type=int, metavar="N", help="end after so many decisions")
+    parser.add_argument("--duration", metavar="TIME", help="end after this time: 30s, 5m")
+    parser.add_argument("--buffer", type=int, default=256, metavar="KIB", help="of each CPU's ring (default 256)")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Status 1: events were lost."""
+    if parsed.count is not None and parsed.count < 1:
+        raise QuestionError(f"--count {parsed.count}: at least 1")
+    if not 4 <= parsed.buffer <= 1 << 16:
+        raise QuestionError(f"--buffer {parsed.buffer}: from 4 to 65536 KiB")
+    seconds = _seconds(parsed.duration)
+    with Pinned(parsed.directory) as maps, Lookup(maps) as lookup:
+        known = Known(lookup.read(), _reasons(maps), {name: index for index, name in socket.if_nameindex()})
+        chosen = Filter(parsed.filter, known)
+        with Session(maps, parsed.buffer << 10) as session:
+            session.word.ask(chosen.wanted)
+            print("tracing; Ctrl-C ends it", file=sys.stderr, flush=True)
+            return _Trace(parsed, maps, lookup, chosen, session, known).follow(seconds)
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        seconds = durations.parse(text) / durations.SECOND
+    except ValueError as error:
+        raise QuestionError(f"--duration: {error}") from None
+    if seconds <= 0:
+        raise QuestionError(f"--duration {text}: more than nothing")
+    return seconds
+
+
+def _reasons(maps: Pinned) -> dict[str, int]:
+    names = {name.lower(): number for name, number in maps.enum("reason").items()}
+    return {name: number for name, number in names.items() if name not in ("reason_unspecified", "reason_count")}
+
+
+class _Signals:
+    """SIGINT and SIGTERM as something to poll: an exception would come while events are read, and lose them."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.fd, self._write = os.pipe()
+
+    def _take(self, number: int, _frame: object) -> None:
+        self.received = number
+        os.write(self._write, b"!")
+
+    def __enter__(self) -> Self:
+        self._former = {number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        os.close(self.fd)
+        os.close(self._write)
+
+
+class _Trace:
+    def __init__(
+        self,
+        parsed: argparse.Namespace,
+        maps: Pinned,
+        lookup: Lookup,
+        chosen: Filter,
+        session: Session,
+        known: Known,
+    ) -> None:
+        self._form: str = parsed.output
+        self._left: int | None = parsed.count
+        self._lookup = lookup
+        self._filter = chosen
+        self._session = session
+        self._layout = maps.packer("decision", *events.FIELDS)
+        self._reasons = {number: name for name, number in known.reasons.items()}
+        self._sheet = paper()
+        self._lost_any = False
+
+    def follow(self, seconds: float | None) -> int:
+        """Print what comes, until enough has, or a signal: what was decided before it is still printed."""
+        with _Signals() as signals:
+            self._follow(seconds, signals)
+        self._look()
+        if signals.received:
+            return 128 + signals.received
+        return NOT_RIGHT if self._lost_any else RIGHT
+
+    def _follow(self, seconds: float | None, signals: _Signals) -> None:
+        poll = select.poll()
+        poll.register(self._session.rings.fd, select.POLLIN)
+        # Only that nobody reads any more: that is said without being asked for.
+        poll.register(sys.stdout.fileno(), 0)
+        poll.register(signals.fd, select.POLLIN)
+        end = None if seconds is None else time.monotonic() + seconds
+        look = time.monotonic() + _LOOK
+        while self._left is None or self._left > 0:
+            now = time.monotonic()
+            if end is not None and now >= end:
+                break
+            until = look if end is None else min(look, end)
+            ready = dict(poll.poll(max(0.0, until - now) * 1000))
+            if ready.get(sys.stdout.fileno(), 0) & (select.POLLERR | select.POLLHUP):
+                raise BrokenPipeError
+            self._print(self._decisions())
+            if signals.received:
+                break
+            if time.monotonic() >= look:
+                look = time.monotonic() + _LOOK
+                self._look()
+
+    def _decisions(self) -> list[Line]:
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        names = self._lookup.names
+        found = sorted(events.decode(raw, self._layout, self._reasons) for raw in self._session.rings.read())
+        lines: list[Line] = []
+        for event in found:
+            view = events.view(event, names, booted)
+            if not self._filter.fits(view):
+                continue
+            lines.append(view)
+            if self._left is not None:
+                self._left -= 1
+                if not self._left:
+                    break
+        return lines
+
+    def _look(self) -> None:
+        lost = self._session.word.lost()
+        if lost:
+            self._lost_any = True
+            self._print([model.Lost(time=events.utc(time.time()), what="decisions", count=lost)])
+        if self._filter.names_services:
+            before = dict(self._filter.wanted)
+            if self._filter.renumber(self._lookup.read()) != before:
+                self._session.word.ask(self._filter.wanted)
+        if not self._session.word.asked():
+            self._session.word.ask(self._filter.wanted)
+
+    def _print(self, lines: Iterable[Line]) -> None:
+        texts = [text for line in lines if (text := printed(line, self._form, self._sheet))]
+        if texts:
+            sys.stdout.write("\n".join(texts) + "\n")
+            sys.stdout.flush()

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tracing turned on and off: the lock, the rings, and the word that the programs look at.
+
+Nothing remains of a session that is killed: the lock and the rings go with its descriptors, and the first decision
+that finds no ring clears the word.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pyebpf_proxy.datapath.loader.btf import Layout
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
+from pyebpf_proxy.datapath.loader.rings import Rings
+from pyebpf_proxy.see.answers import SeeError
+from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.trace.filters import SERVICES_MAX
+
+MAPS = ("tracing", "decisions")
+_OLD = "the programs in force cannot tell what they decide: they are of an older version; restart the agent"
+_ORDER = sys.byteorder
+
+
+class Word:
+    """struct tracing of bpf/trace_maps.h: what the programs look at before they tell."""
+
+    def __init__(self, tracing: Map, layout: Layout) -> None:
+        self._layout = layout
+        self._raw = tracing.mmap()
+        self._lost = self._get("lost")
+
+    def ask(self, wanted: Mapping[str, Any]) -> None:
+        """Say what is wanted (fields of the struct), and begin, or go on."""
+        services = tuple(wanted.get("services", ()))
+        self.clear()
+        for name in ("reasons", "device", "family", "protocol", "port"):
+            self._set(name, wanted.get(name, 0))
+        self._set("address", wanted.get("address", bytes(16)))
+        numbers = services + (0,) * (SERVICES_MAX - len(services))
+        self._set("services", b"".join(number.to_bytes(4, _ORDER) for number in numbers))
+        self._set("service_count", len(services))
+        self._set("process", os.getpid())
+
+    def asked(self) -> bool:
+        """Whether the programs still tell: they cease when one of them runs on a CPU that has no ring."""
+        return self._get("process") == os.getpid()
+
+    def clear(self) -> None:
+        """Nothing is told."""
+        self._set("process", 0)
+
+    def lost(self) -> int:
+        """Events that there was no room for since this was asked last."""
+        before, self._lost = self._lost, self._get("lost")
+        return self._lost - before
+
+    def _get(self, name: str) -> int:
+        field = self._layout.fields[name]
+        return int.from_bytes(self._raw[field.offset : field.offset + field.size], _ORDER)
+
+    def _set(self, name: str, value: int | bytes) -> None:
+        field = self._layout.fields[name]
+        raw = value.to_bytes(field.size, _ORDER) if isinstance(value, int) else value
+        self._raw[field.offset : field.offset + field.size] = raw
+
+
+class Session:
+    """Decisions can be told to this process, until :meth:`close`. SeeError: somebody else traces; programs too old."""
+
+    def __init__(self, maps: Pinned, room: int) -> None:
+        if missing := [name for name in MAPS if name not in maps.names]:
+            raise SeeError(f"{_OLD} (there is no map {missing[0]} in {maps.folder}/maps)")
+        maps.packer("decision", "when")  # a layout that is not there is said before anything is changed
+        maps.packer("tracing", "process")
+        self._lock = _lock(maps.folder / "maps")
+        try:
+            self.word = Word(maps.map("tracing"), maps.btf.struct("tracing"))
+            self.rings = Rings(maps.map("decisions"), room)
+        except BpfError as error:
+            os.close(self._lock)
+            raise SeeError(f"tracing cannot be turned on: {error}") from None
+
+    def close(self) -> None:
+        """Nothing is told any more."""
+        self.word.clear()
+        self.rings.close()
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _lock(folder: Path) -> int:
+    """One at a time: the programs look at one word. The lock is on the folder of the pins."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise SeeError("another trace runs on this node: end it first") from None
+    return descriptor

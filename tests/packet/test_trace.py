@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the programs tell of their decisions, to whom, and what of it they leave out themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ipaddress import ip_address
+from typing import Any
+
+import pytest
+from world import World
+
+from pyebpf_proxy.datapath.loader.rings import Rings
+from pyebpf_proxy.trace import events
+from pyebpf_proxy.trace.events import Event
+from pyebpf_proxy.trace.session import Word
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+EVERYTHING: dict[str, Any] = {"reasons": (1 << 64) - 1}
+
+
+class Listener:
+    """A reader with rings of its own."""
+
+    def __init__(self, world: World, room: int = 1 << 16) -> None:
+        btf = world.object.btf
+        self.word = Word(world.object.maps["tracing"], btf.struct("tracing"))
+        self.rings = Rings(world.object.maps["decisions"], room)
+        self._layout = btf.struct("decision").packer(*events.FIELDS)
+        self._reasons = {number: name.lower() for name, number in btf.enum("reason").items()}
+
+    def heard(self) -> list[Event]:
+        return [events.decode(raw, self._layout, self._reasons) for raw in self.rings.read()]
+
+
+@pytest.fixture
+def listener(lanes: World) -> Iterator[Listener]:
+    made = Listener(lanes)
+    yield made
+    made.word.clear()
+    made.rings.close()
+
+
+def test_a_new_flow_is_told_with_all_that_was_decided(lanes: World, listener: Listener) -> None:
+    lanes.service(["remote"])
+    listener.word.ask(EVERYTHING)
+    lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80, sport=41000))
+    (event,) = listener.heard()
+    assert event.source == (lanes.packed("client"), 41000)
+    assert event.destination == (lanes.packed("vip"), 80)
+    assert event.endpoint == (lanes.packed("remote"), 8080)
+    assert (event.service, event.backend) == (1, lanes.backend_ids["remote", 1])
+    assert event.device == lanes.devices["nic"]
+    assert event.masquerade
+    assert event.reason == ("new_flow_direct" if lanes.direct else "lane_forced")
+    assert event.hook == (2 if lanes.xdp is not None else 1)
+
+
+def test_what_is_refused_is_told(lanes: World, listener: Listener) -> None:
+    lanes.service([], service=1)
+    listener.word.ask(EVERYTHING)
+    lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80))
+    (event,) = listener.heard()
+    assert (event.reason, event.service, event.endpoint, event.masquerade) == ("reject_no_endpoints", 1, None, False)
+
+
+def test_packets_of_known_flows_and_of_no_service_are_no_decisions(lanes: World, listener: Listener) -> None:
+    lanes.service(["remote"])
+    listener.word.ask(EVERYTHING)
+    lanes.run("tc_ethernet", lanes.tcp("client", "elsewhere", 80))
+    lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80, flags="A"))
+    assert listener.heard() == []
+
+
+FILTERS: list[tuple[str, dict[str, Any], bool]] = [
+    ("its source", {"address": "client"}, True),
+    ("its destination", {"address": "vip"}, True),
+    ("its endpoint", {"address": "remote"}, True),
+    ("an address of another", {"address": "pod"}, False),
+    ("its source port", {"port": 40000}, True),
+    ("its destination port", {"port": 80}, True),
+    ("its endpoint's port", {"port": 8080}, True),
+    ("a port of another", {"port": 443}, False),
+    ("its protocol", {"protocol": 6}, True),
+    ("another protocol", {"protocol": 17}, False),
+    ("its device", {"device": "nic"}, True),
+    ("another device", {"device": "pods"}, False),
+    ("its service, the last of many", {"services": (9, 8, 7, 6, 5, 4, 3, 2, 16, 15, 14, 13, 12, 11, 10, 1)}, True),
+    ("other services", {"services": (2, 3)}, False),
+    ("its reason", {"reasons": ("NEW_FLOW_DIRECT", "LANE_FORCED")}, True),
+    ("other reasons", {"reasons": ("REJECT_NO_ENDPOINTS", "NEW_FLOW_SOCKET")}, False),
+]
+
+
+@pytest.mark.parametrize(("wanted", "told"), [each[1:] for each in FILTERS], ids=[each[0] for each in FILTERS])
+def test_programs_leave_out_what_was_not_asked_for(
+    lanes: World, listener: Listener, wanted: dict[str, Any], told: bool
+) -> None:
+    lanes.service(["remote"])
+    asked = EVERYTHING | wanted
+    if "address" in wanted:
+        packed = ip_address(lanes.address(wanted["address"])).packed
+        asked |= {"address": packed.ljust(16, b"\0"), "family": lanes.family}
+    if "device" in wanted:
+        asked["device"] = lanes.devices[wanted["device"]]
+    if "reasons" in wanted:
+        enum = lanes.object.btf.enum("reason")
+        asked["reasons"] = sum(1 << enum[name] for name in wanted["reasons"])
+    listener.word.ask(asked)
+    lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80))
+    assert len(listener.heard()) == told
+
+
+def test_an_address_of_the_other_family_is_not_the_same_bytes(world: World) -> None:
+    listener = Listener(world)
+    world.service(["remote"])
+    packed = ip_address(world.address("client")).packed.ljust(16, b"\0")
+    listener.word.ask(EVERYTHING | {"address": packed, "family": 10 - world.family})
+    world.run("tc_ethernet", world.tcp("client", "vip", 80))
+    assert listener.heard() == []
+    listener.rings.close()
+
+
+def test_what_there_is_no_room_for_is_counted(lanes: World) -> None:
+    lanes.service([])
+    listener = Listener(lanes, 4096)
+    listener.word.ask(EVERYTHING)
+    assert listener.word.lost() == 0
+    for i in range(100):
+        lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80, sport=1000 + i))
+    heard, lost = len(listener.heard()), listener.word.lost()
+    assert heard > 10
+    assert lost > 10
+    assert heard + lost == 100
+    listener.rings.close()
+
+
+def test_a_reader_that_died_is_found_out_by_the_next_decision(lanes: World) -> None:
+    lanes.service([])
+    listener = Listener(lanes)
+    listener.word.ask(EVERYTHING)
+    listener.rings.close()
+    assert listener.word.asked()
+    lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80))
+    assert not listener.word.asked()
+    assert listener.word.lost() == 0
+    assert lanes.reasons()["REJECT_NO_ENDPOINTS"] == 1
+
+
+def test_nothing_is_told_unasked(lanes: World, listener: Listener) -> None:
+    lanes.service(["remote"])
+    lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80))
+    assert listener.heard() == []

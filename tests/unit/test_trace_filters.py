@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FILTER words of ``trace``: what they mean, for views and for the programs; and what is said of those without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pyebpf_proxy.see import model
+from pyebpf_proxy.see.answers import QuestionError
+from pyebpf_proxy.services.model import Family, Protocol, ServicePortName
+from pyebpf_proxy.trace.filters import FIELDS, Filter, Known
+
+
+def name(service: str, port: str, family: Family = Family.IPV4) -> ServicePortName:
+    return ServicePortName("default", service, port, Protocol.TCP, family)
+
+
+KNOWN = Known(
+    {name("web", "http"): 1, name("web", "dns"): 2, name("web", "http", Family.IPV6): 3, name("shop", "http"): 4},
+    {"new_flow_direct": 1, "lane_sctp": 2, "drop_source_range": 3, "drop_nat_failed": 4, "insert_race": 5},
+    {"eth0": 2, "cni0": 3},
+)
+ALL = (1 << 64) - 1
+
+
+def decision(**fields: Any) -> model.Decision:
+    known: dict[str, Any] = {
+        "time": "2026-01-01T00:00:00.000000Z",
+        "hook": "tc",
+        "device": "eth0",
+        "process": "",
+        "pid": 0,
+        "protocol": "TCP",
+        "source": "198.51.100.2:40000",
+        "destination": "203.0.113.10:80",
+        "service": "default/web:http",
+        "endpoint": "10.244.2.10:8080",
+        "endpoint_name": "",
+        "backend": 1,
+        "lane": "direct",
+        "masquerade": False,
+        "masqueraded_as": "",
+        "verdict": "served",
+        "reason": "new_flow_direct",
+    }
+    return model.Decision(**(known | fields))
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted", "other"),
+    [
+        ("web", {"services": (1, 2, 3)}, {"service": "default/shop:http"}),
+        ("default/web:http", {"services": (1, 3)}, {"service": "default/web:dns"}),
+        ("service=we", {"services": (1, 2, 3)}, {"service": "default/shop:http"}),
+        ("198.51.100.2", {"family": 4, "address": bytes([198, 51, 100, 2]).ljust(16, b"\0")}, {"source": "10.0.0.1:1"}),
+        ("10.244.2.10:8080", {"family": 4}, {"endpoint": "10.244.2.10:8081"}),
+        ("client=198.51.100.2", {"family": 4}, {"source": "10.0.0.1:1", "destination": "198.51.100.2:80"}),
+        ("port=8080", {"port": 8080}, {"endpoint": "10.244.2.10:80"}),
+        ("tcp", {"protocol": 6}, {"protocol": "UDP"}),
+        ("eth0", {"device": 2}, {"device": "cni0"}),
+        ("lane=direct", {"reasons": 1 << 1 | 1 << 4 | 1 << 5}, {"reason": "lane_sctp"}),
+        ("new_flow", {"reasons": 1 << 1}, {"reason": "insert_race"}),
+        ("reason=new_flow_direct,drop", {"reasons": 1 << 1 | 1 << 3 | 1 << 4}, {"reason": "insert_race"}),
+        ("tcp web eth0", {"protocol": 6, "services": (1, 2, 3), "device": 2}, {"device": "cni0"}),
+    ],
+)
+def test_words(words: str, wanted: dict[str, Any], other: dict[str, Any]) -> None:
+    chosen = Filter(words.split(), KNOWN)
+    assert wanted.items() <= chosen.wanted.items()
+    assert chosen.fits(decision())
+    assert not chosen.fits(decision(**other))
+
+
+def test_ipv6_with_a_port() -> None:
+    chosen = Filter(["client=[2001:db8::0:2]:40000"], KNOWN)
+    assert chosen.wanted["family"] == 6
+    assert chosen.fits(decision(source="[2001:db8::2]:40000"))
+    assert not chosen.fits(decision(source="[2001:db8::2]:40001"))
+
+
+def test_a_process_is_for_the_reader_alone() -> None:
+    chosen = Filter(["process=curl"], KNOWN)
+    assert chosen.wanted == {"reasons": ALL}
+    assert chosen.fits(decision(process="curl", pid=7))
+    assert Filter(["process=7"], KNOWN).fits(decision(process="curl", pid=7))
+    assert not chosen.fits(decision())
+
+
+def test_services_are_renumbered() -> None:
+    chosen = Filter(["web:http"], KNOWN)
+    assert chosen.renumber({name("web", "http"): 9, name("shop", "http"): 1})["services"] == (9,)
+    # None at all must not mean any; more than there is room for are left to the reader.
+    assert len(chosen.renumber({})["services"]) == 1
+    many = {name("web", "http", Family.IPV4)._replace(namespace=f"n{i}"): i for i in range(20)}
+    assert Filter(["n3/web"], KNOWN._replace(services=many)).wanted["services"] == (3,)
+    ports = {name("web", f"p{i}"): i for i in range(1, 20)}
+    assert Filter(["web"], KNOWN._replace(services=ports)).wanted["services"] == ()
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("servce=web", f"decisions have no field servce: {', '.join(FIELDS)}; did you mean service or device?"),
+        ("default/wbe", "no Service is called default/wbe; did you mean default/web?"),
+        ("nonsense", "nonsense is no address, service, protocol, lane, reason or device"),
+        ("reason=insert_rcae", "there is no reason insert_rcae; did you mean insert_race?"),
+        ("device=eth9", "there is no device eth9; did you mean eth0?"),
+        ("protocol=icmp", "there is no protocol icmp: TCP, UDP, SCTP"),
+        ("lane=fast", "there is no lane fast: direct, netfilter, socket"),
+        ("port=70000", "70000 is no port: 1 to 65535"),
+        ("client=10.0.0", "10.0.0 is no address and no ADDRESS:PORT"),
+        ("port=", "port= says nothing: give a value"),
+    ],
+)
+def test_words_that_mean_nothing(word: str, said: str) -> None:
+    with pytest.raises(QuestionError) as raised:
+        Filter([word], KNOWN)
+    assert str(raised.value) == said
