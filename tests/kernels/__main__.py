@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.kernels [SERIES…]``: boot kernels, run the suites in each, print what came of it."""
+"""``python -m tests.kernels [SERIES…]``: boot kernels, run the suites in each, print what came of it.
+
+``--fetch``: only get what that takes.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +51,16 @@ def main(arguments: list[str]) -> int:
     """0: every kernel did what it should; 1: something failed; 2: nothing could be tried."""
     signal.signal(signal.SIGTERM, _interrupted)
     signal.signal(signal.SIGHUP, _interrupted)
-    series = arguments or list(DEFAULT)
+    fetch_only = arguments[:1] == ["--fetch"]
+    series = arguments[fetch_only:] or list(DEFAULT)
     if os.geteuid() != 0:
         print("test-kernels: root is needed (debootstrap)", file=sys.stderr)
         return 2
     image.CACHE.mkdir(parents=True, exist_ok=True)
     try:
+        if fetch_only:
+            _fetch(series)
+            return 0
         with tempfile.TemporaryDirectory(prefix="run.", dir=image.CACHE) as scratch:
             return _run(series, Path(scratch))
     except KernelsError as error:
@@ -64,14 +71,17 @@ def main(arguments: list[str]) -> int:
         return 130
 
 
+def _fetch(series: list[str]) -> tuple[tuple[str, ...], list[image.Kernel], Path]:
+    """QEMU, kernels and Debian: from the cache, or from the mirror."""
+    return qemu(), [image.kernel(name) for name in series], image.root()
+
+
 def _run(series: list[str], scratch: Path) -> int:
     names = os.environ.get("SUITES", "")
     known = {"all", *(suite.name for suite in SUITES)}
     if unknown := sorted(set(names.split()) - known):
         raise KernelsError(f"SUITES: there is no {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    command = qemu()
-    kernels = [image.kernel(name) for name in series]
-    root = image.root()
+    command, kernels, root = _fetch(series)
     project = scratch / "project.cpio"
     image.project(project, {name: os.environ.get(name, "") for name in PASSED_ON}, paths(names))
     machine = guest.choose_machine(command, kernels[0].image, scratch)
@@ -85,6 +95,10 @@ def _run(series: list[str], scratch: Path) -> int:
         words = "REFUSED=1" if kernel.series in REFUSED else ""
         limit = float(os.environ.get("LIMIT") or _LIMIT)
         outcome = guest.run(machine, kernel.image, initrd, folder, limit, words)
+        if not outcome.booted:
+            # Emulators stumble now and then. What has said a word is never given another try.
+            print(f"{kernel.release}: {outcome.problem}; once more", flush=True)
+            outcome = guest.run(machine, kernel.image, initrd, folder, limit, words)
         initrd.unlink()
         print(f"{kernel.release}: {outcome.problem or 'done'}, {time.monotonic() - began:.0f} s", flush=True)
         return report.read(kernel, outcome, folder)
@@ -100,6 +114,8 @@ def _run(series: list[str], scratch: Path) -> int:
             guest.stop_all()
             raise
     print(report.table(rows))
+    if not names:
+        print(f"\n{report.left_out()}")
     return 1 if any(row.failed for row in rows) else 0
 
 

@@ -22,6 +22,8 @@ from tests.kernels.problem import KernelsError
 #: The last line of a guest that came to its end; what init prints.
 END = "VM_EXIT"
 BOOTED = "Linux version"
+#: What init begins with.
+UP = "guest: "
 # An emulated processor's time goes by its instructions, four nanoseconds each, and idle time is passed over: how busy
 # this machine is changes nothing that a guest could see, and what waits there costs nothing here. One processor only.
 CLOCK = ("-icount", "shift=2,sleep=off")
@@ -64,6 +66,11 @@ class Outcome:
     problem: str  # one line, or ""
     console: str
     seconds: float
+
+    @property
+    def booted(self) -> bool:
+        """Whether the guest has said its first word, which is its init's."""
+        return UP in self.console
 
 
 def find_qemu(unpacked: Path) -> tuple[str, ...]:

@@ -137,9 +137,11 @@ def project(path: Path, environment: dict[str, str], suites: Iterable[str]) -> N
     site = next((REPOSITORY / ".venv/lib").glob("python3.*/site-packages"))
     # Compiled here, with what pytest puts into assertions: an emulated processor takes half a minute for it.
     collect = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *suites]
-    done = subprocess.run(collect, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    writes = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(collect, cwd=REPOSITORY, env=writes, capture_output=True, text=True, check=False)
     if done.returncode:
         raise KernelsError(f"the tests cannot be collected: {done.stdout.strip().splitlines()[-1]}")
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "pyebpf_proxy"], cwd=REPOSITORY, env=writes, check=True)
 
     def write(archive: Archive) -> None:
         here = str(REPOSITORY)

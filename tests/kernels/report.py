@@ -104,3 +104,10 @@ def table(rows: list[Row]) -> str:
         if entries:
             lines += ["", f"{heading}:", "", *entries]
     return "\n".join(lines)
+
+
+def left_out() -> str:
+    """What a run does not try for which nobody named suites."""
+    parts = [suite.name for suite in SUITES if suite.quick]
+    none = [suite.name for suite in SUITES if suite.quick is None]
+    return f"Parts only: {', '.join(parts)}; not run: {', '.join(none)}. SUITES=all runs everything."

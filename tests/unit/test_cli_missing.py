@@ -78,8 +78,13 @@ def test_a_library_is_missing(tmp_path: Path, library: str, expected: str) -> No
 
 
 def test_the_kernel_has_no_btf(tmp_path: Path) -> None:
-    result = run(tmp_path, hide="mount -t tmpfs none /sys/kernel/btf")
-    assert re.match(r"the kernel has no BTF \(/sys/kernel/btf/vmlinux does not exist\).*; use a kernel", error(result))
+    """Doctor says the same words."""
+    result = run(tmp_path, hide="mount -t tmpfs none /sys/kernel/btf", after='"$0" -m pyebpf_proxy doctor -o json')
+    said = error(result)
+    assert re.match(r"the kernel has no BTF \(/sys/kernel/btf/vmlinux does not exist\).*; use a kernel", said)
+    findings = json.loads(result.stdout)["findings"]
+    assert f"{findings[1]['text']}; {findings[1]['remedy']}" == said
+    assert [each["state"] for each in findings if each["what"] == "BTF"] == ["bad"]
     assert not (tmp_path / "run").exists()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels import __main__ as runner
 from tests.kernels import debian, guest, report
 from tests.kernels.cpio import Archive
 from tests.kernels.image import Kernel
@@ -63,6 +64,31 @@ def test_a_guest_that_ends_well_leaves_its_results(tmp_path: Path) -> None:
     outcome = guest.run(qemu(tmp_path, script), tmp_path / "vmlinuz", None, tmp_path / "results", 60)
     assert outcome.problem == ""
     assert report.read(KERNEL, outcome, tmp_path / "results").probe == {"lane": "direct"}
+
+
+def _boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> int:
+    """The runner with a QEMU that does this, and everything else in the cache; its exit status."""
+    count = f"echo x >>{tmp_path / 'boots'}\n"
+    machine = qemu(tmp_path, count + script)
+    for name in ("vmlinuz", "modules.cpio", "root.cpio"):
+        (tmp_path / name).touch()
+    kernel = Kernel("6.1", "6.1.0", tmp_path / "vmlinuz", tmp_path / "modules.cpio")
+    monkeypatch.setenv("ACCEL", "tcg")
+    monkeypatch.setattr(runner.image, "CACHE", tmp_path)
+    monkeypatch.setattr(runner.image, "project", lambda path, environment, suites: path.touch())
+    monkeypatch.setattr(runner, "_fetch", lambda series: (machine.command, [kernel], tmp_path / "root.cpio"))
+    return runner._run(["6.1"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("script", "boots"),
+    [("exit 0", 2), ("echo guest: 6.1 is up", 1), ("echo guest: 6.1 is up; echo Kernel panic", 1)],
+)
+def test_only_what_has_not_said_a_word_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, boots: int
+) -> None:
+    assert _boot(tmp_path, monkeypatch, script) == 1
+    assert (tmp_path / "boots").read_text() == "x\n" * boots
 
 
 def test_results_that_are_cut_off_are_a_problem(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
+from see_tools import answer
 
 from pyebpf_proxy.lab.cluster import Lab
 
@@ -31,6 +32,9 @@ def test_the_agent_refuses_this_kernel_in_one_line() -> None:
         assert len(lines) == 1, node.agent.log()
         assert "Traceback" not in node.agent.log()
         assert f"this kernel, {os.uname().release}, is older than " in lines[0] or "the kernel has no BTF" in lines[0]
+        bad = [each for each in answer(node, "doctor", status=1)["findings"] if each["state"] == "bad"]
+        # Doctor gives the same reason with the same remedy; the agent ends with the first one.
+        assert any(f"{each['text']}; {each['remedy']}" in lines[0] for each in bad), bad
         assert "pyebpf" not in node.namespace.run("nft", "list", "ruleset")
         assert not list(Path(node.agent.directory, "bpf").rglob("*"))
         print(lines[0])
