@@ -95,11 +95,13 @@ def _run(series: list[str], scratch: Path) -> int:
         words = "REFUSED=1" if kernel.series in REFUSED else ""
         limit = float(os.environ.get("LIMIT") or _LIMIT)
         outcome = guest.run(machine, kernel.image, initrd, folder, limit, words)
-        if not outcome.booted:
+        if not outcome.booted and not guest.stopped():
             # Emulators stumble now and then. What has said a word is never given another try.
             print(f"{kernel.release}: {outcome.problem}; once more", flush=True)
             outcome = guest.run(machine, kernel.image, initrd, folder, limit, words)
         initrd.unlink()
+        if guest.stopped():
+            raise KeyboardInterrupt
         print(f"{kernel.release}: {outcome.problem or 'done'}, {time.monotonic() - began:.0f} s", flush=True)
         return report.read(kernel, outcome, folder)
 

@@ -174,6 +174,11 @@ def stop_all() -> None:
         process.kill()
 
 
+def stopped() -> bool:
+    """Whether :func:`stop_all` was called: what guests left says nothing then."""
+    return bool(_stopped)
+
+
 def _what_happened(console: str, status: int) -> str:
     lines = [line.strip() for line in console.splitlines() if line.strip()]
     for line in lines:
