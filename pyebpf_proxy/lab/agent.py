@@ -30,6 +30,8 @@ QUEUED = re.compile(_STAMP % "last_queued_timestamp", re.MULTILINE)
 START_DEADLINE = 60.0
 #: Environment variable: with 1 every agent has the fast path on, with 0 off, unless its test says which.
 FAST_PATH = "PEP_FAST_PATH"
+#: With 1 every agent has XDP on its node's eth0 (and the fast path with it), unless its test says which devices.
+XDP = "PEP_XDP"
 
 
 def command() -> list[str]:
@@ -99,7 +101,7 @@ class Agent:
         path.write_text(yaml.safe_dump(self.configuration(config), sort_keys=False))
         arguments = ["--config", str(path), "--manifests", str(self.manifests), *self._directory()]
         arguments += [] if lane is None else ["--lane", lane]
-        own = _with_fast_path(own)
+        own = _as_the_run_says(own)
         if own is not None:
             path = self.folder / "datapath.yaml"
             path.write_text(yaml.safe_dump({"apiVersion": API_VERSION, "kind": KIND, **own}, sort_keys=False))
@@ -205,12 +207,22 @@ def _stamps(which: re.Pattern[str], page: str) -> dict[str, float]:
     return {family: float(value) for family, value in which.findall(page)}
 
 
-def _with_fast_path(own: dict[str, Any] | None) -> dict[str, Any] | None:
+def _as_the_run_says(own: dict[str, Any] | None) -> dict[str, Any] | None:
     """A whole run of tests may say how it is where a test does not say."""
-    wanted = os.environ.get(FAST_PATH, "")
-    if wanted not in ("", "0", "1"):
-        raise LabError(f"{FAST_PATH} is {wanted}: 1 turns the fast path on, 0 off")
-    return {"fastPath": wanted == "1", **(own or {})} if wanted else own
+    said: dict[str, Any] = {}
+    if _wanted(XDP):
+        said = {"fastPath": True, "xdpDevices": ["eth0"]}
+    if (fast := _wanted(FAST_PATH)) is not None:
+        said["fastPath"] = fast
+    return {**said, **(own or {})} if said else own
+
+
+def _wanted(variable: str) -> bool | None:
+    """None: it does not say."""
+    said = os.environ.get(variable, "")
+    if said not in ("", "0", "1"):
+        raise LabError(f"{variable} is {said}: 1 turns it on, 0 off")
+    return said == "1" if said else None
 
 
 def _scrape() -> str:
