@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .contenders import CONTENDERS, LIMIT, NONE, Ground, field
+from .contenders import CONTENDERS, LIMITS, NONE, Ground, field
 from .loads import Samples, alternate, connect, latest, rows
 from .measure import Result, Row, machine
 from .proxies import NFTABLES
@@ -34,7 +34,7 @@ PAIRS = [
 
 def run(quick: bool) -> Result:
     rounds, seconds, families = (5, 0.2, (4,)) if quick else (7, 0.6, (4, 6))
-    grounds = field().grounds([name for name in CONTENDERS if name != LIMIT])
+    grounds = field().grounds([name for name in CONTENDERS if name not in LIMITS])
 
     def take(ground: Ground, way: str, family: int) -> dict[str, float]:
         if way == "client" and ground.contender.name in ("dnat", "socket"):

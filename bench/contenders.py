@@ -66,7 +66,9 @@ _DNAT = f"""table inet bench {{ chain c {{ type nat hook prerouting priority -10
  ip daddr {ADDRESS.v4} dnat ip to %(v4)s
  ip6 daddr {ADDRESS.v6} dnat ip6 to %(v6)s
 }}; }}"""
-NONE, LIMIT = "none", "limit"
+NONE = "none"
+#: No contenders: what there is to be had at all.
+FORWARD, LIMIT = LIMITS = ("forward", "limit")
 CONTENDERS = {
     each.name: each
     for each in (
@@ -80,6 +82,7 @@ CONTENDERS = {
         Contender("fast", "ours, fast path", proxy="ours", own={"fastPath": True}),
         Contender("xdp", "ours, XDP", proxy="ours", own={"fastPath": True, "xdpDevices": ["eth0"]}),
         Contender("socket", "ours, socketLB: all", proxy="ours", own={"socketLB": "all"}),
+        Contender(FORWARD, "XDP that only forwards", past=True),
         Contender(LIMIT, "XDP_DROP where it comes in", past=True),
         Contender("beside", "ours, past it to the pod", proxy="ours", own={}, past=True),
     )

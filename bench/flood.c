@@ -4,15 +4,18 @@
  *
  *	flood make OBJECT DEVICE CPU TO_MAC SOURCE DESTINATION PORT FLOWS SECONDS
  *	flood sink OBJECT DEVICE
+ *	flood pass_on OBJECT DEVICE OUT TO_MAC
  *
  * `make`: an XDP program makes live frames (BPF_F_TEST_XDP_LIVE_FRAMES) that leave by DEVICE as if they were
  * forwarded there.  FLOWS of them take turns, each with a source address and port of its own; 0: each frame is of a flow
- * that nobody has seen.  What the other side does not take in time is lost: it is the other side that is measured.
- * Prints one line of JSON.
+ * that nobody has seen.  On the same CPU the kernel takes each batch to its end, before the next one is made.
+ * Prints one line of JSON; where somebody else had the CPU all the while, `made` in it is 0.
  *
  * `sink`: counts the UDP frames that reach DEVICE in an XDP program, and drops them there.  Prints a line when it
  * is attached; then, for every line on standard input, how many there were so far.  The line is a number: from then on one
  * frame of so many is sent back; 0: none.  Ends with its standard input.
+ *
+ * `pass_on`: sends the UDP frames that reach DEVICE on by OUT, to TO_MAC. Prints a line when it is attached.
  */
 #define _GNU_SOURCE
 #include <bpf/bpf.h>
@@ -65,6 +68,14 @@ static unsigned int device_of(const char *name)
 	return device;
 }
 
+static void read_mac(const char *text, unsigned char *to)
+{
+	if (sscanf(text, "%hhx:%hhx:%hhx:%hhx:%hhx:%hhx", &to[0], &to[1], &to[2], &to[3], &to[4], &to[5]) != 6) {
+		errno = EINVAL;
+		die(text);
+	}
+}
+
 static void nothing(int number __attribute__((unused)))
 {
 }
@@ -88,9 +99,8 @@ static int make(char **arguments)
 	CPU_SET(atoi(arguments[2]), &cpu);
 	if (sched_setaffinity(0, sizeof(cpu), &cpu))
 		die("sched_setaffinity");
-	if (sscanf(arguments[3], "%hhx:%hhx:%hhx:%hhx:%hhx:%hhx", &s.to[0], &s.to[1], &s.to[2], &s.to[3], &s.to[4],
-		   &s.to[5]) != 6 ||
-	    inet_pton(AF_INET, arguments[4], &source) != 1 || inet_pton(AF_INET, arguments[5], &destination) != 1) {
+	read_mac(arguments[3], s.to);
+	if (inet_pton(AF_INET, arguments[4], &source) != 1 || inet_pton(AF_INET, arguments[5], &destination) != 1) {
 		errno = EINVAL;
 		die("an address");
 	}
@@ -118,7 +128,7 @@ static int make(char **arguments)
 	if (bpf_map_lookup_elem(map_of("made"), &zero, &made))
 		die("made");
 	if (made.last <= made.first)
-		die("nothing was made");
+		made.frames = 0;
 	printf("{\"made\": %llu, \"seconds\": %.6f}\n", made.frames, (made.last - made.first) / 1e9);
 	return 0;
 }
@@ -135,16 +145,36 @@ static uint64_t received(int map)
 	return sum;
 }
 
+static void attach(unsigned int device, int program)
+{
+	if (bpf_xdp_attach(device, program, XDP_FLAGS_DRV_MODE | XDP_FLAGS_UPDATE_IF_NOEXIST, NULL))
+		die("attach");
+	printf("listening\n");
+	fflush(stdout);
+}
+
+static int pass_on(char **arguments)
+{
+	struct flood s = { .device = device_of(arguments[2]) };
+	int program = load_program(arguments[0], "pass_on");
+	uint32_t zero = 0;
+
+	read_mac(arguments[3], s.to);
+	if (bpf_map_update_elem(map_of("flood_settings"), &zero, &s, BPF_ANY))
+		die("settings");
+	attach(device_of(arguments[1]), program);
+	while (getchar() != EOF)
+		;
+	return 0;
+}
+
 static int end_here(char **arguments)
 {
 	unsigned int device = device_of(arguments[1]);
 	int program = load_program(arguments[0], "sink"), counts = map_of("received"), echo = map_of("echo_one_of");
 	char line[32];
 
-	if (bpf_xdp_attach(device, program, XDP_FLAGS_DRV_MODE | XDP_FLAGS_UPDATE_IF_NOEXIST, NULL))
-		die("attach");
-	printf("listening\n");
-	fflush(stdout);
+	attach(device, program);
 	while (fgets(line, sizeof(line), stdin)) {
 		uint32_t zero = 0, one_of = atoi(line);
 
@@ -162,7 +192,10 @@ int main(int count, char **arguments)
 		return make(arguments + 2);
 	if (count == 4 && !strcmp(arguments[1], "sink"))
 		return end_here(arguments + 2);
+	if (count == 6 && !strcmp(arguments[1], "pass_on"))
+		return pass_on(arguments + 2);
 	fprintf(stderr, "usage: flood make OBJECT DEVICE CPU TO_MAC SOURCE DESTINATION PORT FLOWS SECONDS\n"
-			"       flood sink OBJECT DEVICE\n");
+			"       flood sink OBJECT DEVICE\n"
+			"       flood pass_on OBJECT DEVICE OUT TO_MAC\n");
 	return 2;
 }
