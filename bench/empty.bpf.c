@@ -11,4 +11,10 @@ int empty(struct __sk_buff *skb __attribute__((unused)))
 	return TC_ACT_UNSPEC;
 }
 
+SEC("xdp")
+int empty_xdp(struct xdp_md *ctx __attribute__((unused)))
+{
+	return XDP_PASS;
+}
+
 char LICENSE[] SEC("license") = "Apache-2.0";

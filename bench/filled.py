@@ -32,19 +32,19 @@ class Filled(NamedTuple):
 POD_CIDR6 = "fd00:32::/32"
 
 
-def load_programs(fast_path: bool = False, pod_sockets: bool = False) -> Loaded:
+def load_programs(fast_path: bool = False, pod_sockets: bool = False, xdp: bool = False) -> Loaded:
     """The programs, with maps of their own, as on node1 of the workload."""
     networks = [ip_network(workload.POD_CIDR), ip_network(POD_CIDR6)]
     (cidr4, mask4), (cidr6, mask6) = ((each.network_address.packed, each.netmask.packed) for each in networks)
     settings = Settings(
-        netns_cookie=netns_cookie(), detector4=1, detector6=1, fast_path=fast_path, pod_sockets=pod_sockets
+        netns_cookie=netns_cookie(), detector4=1, detector6=1, fast_path=fast_path, pod_sockets=pod_sockets, xdp=xdp
     )
     return load(replace(settings, pod_cidr4=cidr4, pod_mask4=mask4, pod_cidr6=cidr6, pod_mask6=mask6))
 
 
-def fill(changes: Sequence[Change], fast: bool = False) -> Filled:
+def fill(changes: Sequence[Change], fast: bool = False, xdp: bool = False) -> Filled:
     """Parsed objects → plan → maps; the programs are loaded before the clock starts."""
-    loaded = load_programs(fast_path=fast)
+    loaded = load_programs(fast_path=fast, xdp=xdp)
     planner = Planner(PlanSettings(node_name="node1"))
     pods = PodNetwork()
     pods.update([ip_network(workload.POD_CIDR), ip_network(POD_CIDR6)], [])

@@ -15,11 +15,12 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from pyebpf_proxy.datapath.loader.libbpf import Object, Program, SkBuff
+from pyebpf_proxy.datapath.loader.libbpf import Object, Program, RunResult, SkBuff
 
 from .measure import NORMAL_SECONDS, TOOLS, Result, Row, machine, say, speed, summary, undisturbed
-from .packet_world import GO_ON, REDIRECT, Flow, filled, node
+from .packet_world import GO_ON, REDIRECT, XDP_PASS, XDP_REDIRECT, Flow, filled, node
 from .rows import absolute
 
 SERVICES = 10_000
@@ -29,24 +30,71 @@ SINGLE = 200
 GOAL_NS = 25
 NO_SERVICE, NO_SERVICE_FAST = "no service", "no service, fast path on"
 HIT, FIRST = "a flow that the cache knows", "the first packet of a flow"
-KINDS = (NO_SERVICE, NO_SERVICE_FAST, HIT, FIRST)
-EMPTY = "an empty program"
+NO_SERVICE_XDP, HIT_XDP, FIRST_XDP = (f"{kind}, XDP" for kind in (NO_SERVICE, HIT, FIRST))
+KINDS = (NO_SERVICE, NO_SERVICE_FAST, NO_SERVICE_XDP, HIT, HIT_XDP, FIRST, FIRST_XDP)
+#: Flows that are new to the one are not to be known to the other.
+FIRST_PORTS = {FIRST: 1024, FIRST_XDP: 42000}
 FAMILIES = (4, 6)
 #: Protocol and flags of what is of no service.
 OTHERS = (("TCP data", "TCP", "A"), ("TCP SYN", "TCP", "S"), ("UDP", "UDP", ""))
 
 
+# Fast path, XDP.
+_WAYS = ((False, False), (True, False), (True, True))
+
+
+class Runs(NamedTuple):
+    """A program, or the empty one of its hook, on packets that come in from the pods."""
+
+    program: Program
+    device: int
+
+    def __call__(self, frame: bytes, repeat: int = 1) -> RunResult:
+        if "xdp" in self.program.name:
+            return self.program.run_frame(frame, self.device, repeat)
+        return self.program.test_run(frame, SkBuff(ifindex=self.device), repeat=repeat)
+
+
+class Kind(NamedTuple):
+    """What is measured of a kind of packets, what is taken off, and what must come of each packet."""
+
+    ours: Runs
+    empty: Runs
+    wanted: int
+
+
 class Costs:
     """Programs, maps and flows, ready to be measured. In the namespace of ``packet_world.node``."""
 
-    def __init__(self, devices: dict[str, int], empty: Program) -> None:
+    def __init__(self, devices: dict[str, int], empty: Object) -> None:
         self._devices = devices
-        self._empty = empty
-        self._plain = filled(SERVICES, False, devices)
-        self._fast = filled(SERVICES, True, devices)
-        for each in (self._plain, self._fast):
-            if each.loaded.lane != "direct" or each.loaded.why_not_fast:
-                raise RuntimeError(f"not all can be measured: {each.loaded.why}{each.loaded.why_not_fast}")
+        plain, fast, xdp = (filled(SERVICES, how, devices, how and frames) for how, frames in _WAYS)
+        for each in (plain, fast, xdp):
+            loaded = each.loaded
+            if loaded.lane != "direct" or loaded.why_not_fast or loaded.why_not_xdp:
+                why = f"{loaded.why}{loaded.why_not_fast}{loaded.why_not_xdp}"
+                raise RuntimeError(f"not all can be measured: {why}")
+        assert xdp.loaded.xdp is not None
+        self._all = (plain, fast, xdp)
+
+        def kind(program: Program, wanted: int) -> Kind:
+            nothing = empty.programs["empty_xdp" if "xdp" in program.name else "empty"]
+            return Kind(Runs(program, devices["pods"]), Runs(nothing, devices["pods"]), wanted)
+
+        tc, cached = (each.loaded.tc.programs["tc_ethernet"] for each in (plain, fast))
+        frames = xdp.loaded.xdp.programs["xdp_ethernet"]
+        self._learn_by = (cached, xdp.loaded.tc.programs["tc_ethernet"])
+        self._same = {
+            NO_SERVICE: kind(tc, GO_ON),
+            NO_SERVICE_FAST: kind(cached, GO_ON),
+            NO_SERVICE_XDP: kind(frames, XDP_PASS),
+        }
+        self._once = {
+            HIT: kind(cached, REDIRECT),
+            HIT_XDP: kind(frames, XDP_REDIRECT),
+            FIRST: kind(tc, GO_ON),
+            FIRST_XDP: kind(frames, XDP_PASS),
+        }
         self._known = [Flow(protocol, family, 40000) for protocol in ("TCP", "UDP") for family in FAMILIES]
         self._fresh = 0
 
@@ -59,46 +107,50 @@ class Costs:
     def _repeated(self, repeat: int) -> dict[str, float]:
         """Packets that go on as they came, many times in a row, less the neighbouring runs of the empty program."""
         found = {}
-        context = SkBuff(ifindex=self._devices["pods"])
-        for kind, of in ((NO_SERVICE, self._plain), (NO_SERVICE_FAST, self._fast)):
-            program = of.loaded.tc.programs["tc_ethernet"]
+        for name, kind in self._same.items():
             for words, protocol, flags in OTHERS:
                 for family in FAMILIES:
                     frame = Flow(protocol, family, 40001, served=False).frame(self._devices, flags, size=1000)
-                    took: dict[Program, list[int]] = {self._empty: [], program: []}
-                    for each in (self._empty, program, program, self._empty):
-                        result = each.test_run(frame, context, repeat=repeat)
-                        if result.retval != GO_ON or result.data != frame:
-                            raise RuntimeError(f"{each.name} did not let the packet go on: {result.retval}")
+                    took: dict[Runs, list[int]] = {kind.empty: [], kind.ours: []}
+                    for each in (kind.empty, kind.ours, kind.ours, kind.empty):
+                        result = each(frame, repeat)
+                        if result.retval != kind.wanted or result.data != frame:
+                            raise RuntimeError(f"{each.program.name} did not let the packet go on: {result.retval}")
                         took[each].append(result.duration)
-                    found[f"{kind}: {words}, IPv{family}"] = (sum(took[program]) - sum(took[self._empty])) / 2
+                    found[f"{name}: {words}, IPv{family}"] = (sum(took[kind.ours]) - sum(took[kind.empty])) / 2
         return found
 
     def _singly(self, single: int) -> dict[str, float]:
         """One packet after the other, all kinds in turns; the median of each, less the empty program's."""
-        fast, plain = (each.loaded.tc.programs["tc_ethernet"] for each in (self._fast, self._plain))
-        context = SkBuff(ifindex=self._devices["pods"])
-        taken: dict[str, list[int]] = {EMPTY: []}
+        taken: dict[str, list[int]] = {}
+        nothing: dict[str, list[int]] = {}
         for flow in self._known:
             flow.track()
-            flow.learn(fast, self._devices)
-        order: list[tuple[str, Flow]] = [(HIT, flow) for flow in self._known]
-        order += [(FIRST, flow) for flow in self._known]
+            for program in self._learn_by:
+                flow.learn(program, self._devices)
+        order = [(name, flow) for name in self._once for flow in self._known]
         for _ in range(single):
             self._fresh += 1
             random.shuffle(order)
-            for kind, flow in order:
-                if kind == FIRST:
-                    flow = flow._replace(sport=1024 + self._fresh % 32000)
-                flags = "S" if kind == FIRST and flow.protocol == "TCP" else "A"
-                program, wanted = (fast, REDIRECT) if kind == HIT else (plain, GO_ON)
-                result = program.test_run(flow.frame(self._devices, flags), context)
-                if result.retval != wanted:
-                    raise RuntimeError(f"{kind}: {flow}: {result.retval} instead of {wanted}")
-                taken.setdefault(f"{kind}: {flow.protocol}, IPv{flow.family}", []).append(result.duration)
-            taken[EMPTY].append(self._empty.test_run(self._known[0].frame(self._devices), context).duration)
-        medians = {what: statistics.median(of) for what, of in taken.items()}
-        return {what: medians[what] - medians[EMPTY] for what in sorted(medians) if what != EMPTY}
+            for name, flow in order:
+                kind = self._once[name]
+                first = FIRST_PORTS.get(name)
+                if first is not None:
+                    flow = flow._replace(sport=first + self._fresh % 20000)
+                flags = "S" if first is not None and flow.protocol == "TCP" else "A"
+                frame = flow.frame(self._devices, flags)
+                result = kind.ours(frame)
+                if name == HIT_XDP and result.retval == XDP_PASS:
+                    # Its second is over: tc asks the kernel again.
+                    flow.learn(self._learn_by[1], self._devices)
+                    result = kind.ours(frame)
+                if result.retval != kind.wanted:
+                    raise RuntimeError(f"{name}: {flow}: {result.retval} instead of {kind.wanted}")
+                taken.setdefault(f"{name}: {flow.protocol}, IPv{flow.family}", []).append(result.duration)
+            for name, kind in self._once.items():
+                nothing.setdefault(name, []).append(kind.empty(self._known[0].frame(self._devices)).duration)
+        empty = {name: statistics.median(of) for name, of in nothing.items()}
+        return {what: statistics.median(of) - empty[what.partition(":")[0]] for what, of in sorted(taken.items())}
 
 
 def run(quick: bool) -> Result:
@@ -106,7 +158,7 @@ def run(quick: bool) -> Result:
     samples: dict[str, list[float]] = {}
     speeds: list[float] = []
     with node("packet") as devices, Object.open(TOOLS / "empty.bpf.o") as reference:
-        costs = Costs(devices, reference.load().programs["empty"])
+        costs = Costs(devices, reference.load())
         for number in range(rounds):
             if number % 5 == 0:
                 speeds += speed(1)
@@ -145,7 +197,7 @@ def table(samples: Mapping[str, Sequence[float]], slow: float) -> list[Row]:
 def answer() -> None:
     """A round for each line of standard input."""
     with node("check") as devices, Object.open(TOOLS / "empty.bpf.o") as reference:
-        costs = Costs(devices, reference.load().programs["empty"])
+        costs = Costs(devices, reference.load())
         print("ready", flush=True)
         for _ in sys.stdin:
             print(json.dumps(costs.round()), flush=True)

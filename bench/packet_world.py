@@ -8,9 +8,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from scapy.layers.inet import IP, TCP, UDP
@@ -18,7 +20,7 @@ from scapy.layers.inet6 import IPv6
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
 
-from pyebpf_proxy.datapath.loader.libbpf import Program, SkBuff
+from pyebpf_proxy.datapath.loader.libbpf import Link, Object, Program, SkBuff
 from pyebpf_proxy.lab import manifests
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.namespace import Namespace, set_network_namespace
@@ -27,6 +29,8 @@ from . import workload
 from .filled import POD_CIDR6, Filled, fill
 
 REDIRECT, GO_ON = 7, -1
+XDP_PASS, XDP_REDIRECT = 2, 4
+_ANY_FRAMES = 2  # enum xdp_frames
 CLUSTER_IP = Dual("172.31.0.20", "fd00:10:96::20")
 NODE, GATEWAY = Dual("192.0.2.11", "2001:db8:1::11"), Dual("192.0.2.1", "2001:db8:1::1")
 POD, ENDPOINT = Dual("10.32.64.9", "fd00:32:0:1::9"), Dual("10.33.0.7", "fd00:32:0:2::7")
@@ -34,6 +38,8 @@ ELSEWHERE = Dual("198.51.100.7", "2001:db8:2::7")
 FAR = "02:00:00:00:0f:01"
 PORTS = {"TCP": (80, 8080), "UDP": (53, 8053)}
 _TO_NEIGHBOUR = 1
+#: Held until the process ends.
+_LINKS: list[Link] = []
 
 
 @contextmanager
@@ -60,12 +66,12 @@ def node(name: str) -> Iterator[dict[str, int]]:
         made.remove()
 
 
-def filled(services: int, fast: bool, devices: dict[str, int]) -> Filled:
+def filled(services: int, fast: bool, devices: dict[str, int], xdp: bool = False) -> Filled:
     """Programs whose maps hold so many services, the one that is asked, and what the agent would write of the node."""
     ports = [manifests.Port(protocol.lower(), *PORTS[protocol], protocol) for protocol in PORTS]
     objects = [manifests.service("asked", ports, CLUSTER_IP), *manifests.slices("asked", ports, [(ENDPOINT, None)])]
     changes = [*workload.parsed(services), *(change for each in objects for change in workload.read(each))]
-    found = fill(changes, fast)
+    found = fill(changes, fast, xdp)
     maps, btf = found.loaded.maps, found.loaded.tc.btf
     maps["node_addresses4"].update(socket.inet_aton(NODE.v4), _u32(1))
     maps["node_addresses6"].update(socket.inet_pton(socket.AF_INET6, NODE.v6), _u32(1))
@@ -76,7 +82,25 @@ def filled(services: int, fast: bool, devices: dict[str, int]) -> Filled:
         open_to_all = btf.enum("reason")["REASON_UNSPECIFIED"]
         word = btf.struct("fast_path").pack(alive_until=until, generation=1, closed4=open_to_all, closed6=open_to_all)
         maps["fast_path"].update(bytes(4), word)
+    if found.loaded.xdp is not None:
+        _attach(found.loaded.xdp, devices)
+        for device, index in devices.items():
+            here = bytes.fromhex(mac(device).replace(":", ""))
+            value = btf.struct("xdp_device").pack(mac=here, opens=1, returns=_ANY_FRAMES, takes=_ANY_FRAMES)
+            maps["xdp_devices"].update(_u32(index), value)
     return found
+
+
+def _attach(xdp: Object, devices: dict[str, int]) -> None:
+    """A test run takes only a device that carries a program. It stays as long as the device."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["mount", "-t", "bpf", "bpf", folder], check=True)
+        try:
+            for device, index in devices.items():
+                xdp.programs["xdp_ethernet"].attach_xdp(index, False, Path(folder, device))
+                _LINKS.append(Link.open_pinned(Path(folder, device)))
+        finally:
+            subprocess.run(["umount", folder], check=True)
 
 
 class Flow(NamedTuple):

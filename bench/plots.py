@@ -95,15 +95,16 @@ def _change(result: Result, figure: Figure) -> None:
 
 def _packet(result: Result, figure: Figure) -> None:
     samples = result.samples["ns"]
-    panels = figure.subplots(1, len(packet.KINDS), width_ratios=(3, 3, 2, 2))
-    figure.set_size_inches(10, 3.8)
-    for axes, kind in zip(panels, packet.KINDS, strict=True):
+    kinds = [kind for kind in packet.KINDS if any(what.startswith(f"{kind}: ") for what in samples)]
+    panels = figure.subplots(1, len(kinds), width_ratios=[3 if kind.startswith("no") else 2 for kind in kinds])
+    figure.set_size_inches(12, 3.8)
+    for axes, kind in zip(panels, kinds, strict=True):
         of = {what.removeprefix(f"{kind}: "): each for what, each in samples.items() if what.startswith(f"{kind}: ")}
         found = [summary(each) for each in of.values()]
         axes.bar(range(len(of)), [each.median for each in found], color=GREY if kind.startswith("no") else BLUE)
         whiskers(axes, range(len(of)), found, fmt="none", ecolor="black")
         axes.set_xticks(range(len(of)), list(of), rotation=45, ha="right", fontsize=7)
-        axes.set_title(kind, fontsize=8)
+        axes.set_title(kind.replace(", ", ",\n").replace(" that ", " that\n").replace(" of ", "\nof "), fontsize=8)
     panels[0].set_ylabel("ns more than an empty program, on this machine")
 
 
