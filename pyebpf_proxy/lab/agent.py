@@ -27,7 +27,7 @@ METRICS = ("127.0.0.1", 10249)
 _STAMP = r'^kubeproxy_sync_proxy_rules_%s_seconds\{.*?ip_family="(\w+)".*?\} (\S+)$'
 SYNCED = re.compile(_STAMP % "last_timestamp", re.MULTILINE)
 QUEUED = re.compile(_STAMP % "last_queued_timestamp", re.MULTILINE)
-START_DEADLINE = 60.0
+START_DEADLINE = 120.0
 #: Environment variable: with 1 every agent has the fast path on, with 0 off, unless its test says which.
 FAST_PATH = "PEP_FAST_PATH"
 #: With 1 every agent has XDP on its node's eth0 (and the fast path with it), unless its test says which devices.

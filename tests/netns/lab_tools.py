@@ -79,7 +79,7 @@ def _fill_conntrack(lines: str) -> None:
     subprocess.run(["conntrack", "-R", "-"], input=lines, text=True, capture_output=True, check=False)
 
 
-def wait_until(condition: Callable[[], Any], what: str, deadline: float = 20.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, deadline: float = 60.0) -> Any:
     """Poll until ``condition`` is true; its value. Fails with ``what`` after ``deadline`` seconds."""
     end = time.monotonic() + deadline
     while not (value := condition()):

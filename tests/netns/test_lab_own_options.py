@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons
+from lab_tools import moved, reasons, wait_until
 from test_lab_life import ECHO, Transfers
 
 from pyebpf_proxy.lab.addresses import Dual
@@ -68,6 +67,19 @@ def pods_of(lab: Lab, address: str) -> set[str]:
     return {outcome.answer.pod for outcome in lab.client.call(ask_many, 5, address, 80) if outcome.answer}
 
 
+def go_on(transfers: list[Transfers]) -> None:
+    """Every connection of all gets on by some rounds."""
+    least = [each.least() for each in transfers]
+    wait_until(
+        lambda: (
+            any(each.done() for each in transfers)
+            or all(each.least() > was + 3 for each, was in zip(transfers, least, strict=True))
+        ),
+        "transfers go on",
+    )
+    assert not any(each.done() for each in transfers), [each.stop() for each in transfers if each.done()]
+
+
 @pytest.mark.parametrize("ending", ["kill", "stop"])
 def test_other_map_sizes_while_connections_run(small: Lab, ending: str) -> None:
     node = small.nodes[0]
@@ -87,17 +99,13 @@ def test_other_map_sizes_while_connections_run(small: Lab, ending: str) -> None:
     ]  # fmt: skip
     web = WEB.target("LoadBalancer", node).address
     loads = [Load(small.client, web.v4, 80), Load(toolbox, WEB.target("ClusterIP", node).address.v6, 80)]
+    go_on(transfers)
     for sizes in (SMALL, {}, {"slots": 100_000, "affinities": 5000, "devices": 200}):
         getattr(agent, ending)()
         agent.start(own={"maps": sizes})
         agent.wait_synced()
         assert {name: shown(node, snake(name)) for name in sizes} == sizes
-        least = [each.least() for each in transfers]
-        deadline = time.monotonic() + 20
-        while not all(each.least() > was + 3 for each, was in zip(transfers, least, strict=True)):
-            assert time.monotonic() < deadline, "transfers go on"
-            assert not any(each.done() for each in transfers), [each.stop() for each in transfers if each.done()]
-            time.sleep(0.05)
+        go_on(transfers)
         assert {address: pods_of(small, address) for address in sticky} == kept
     assert [text for each in transfers if (text := each.stop())] == []
     for load in loads:

@@ -14,7 +14,7 @@ from pyebpf_proxy.kube.manifests import ManifestSource
 from pyebpf_proxy.kube.objects import Service
 from pyebpf_proxy.kube.source import Batch
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 def text(*ports: int, **named: int) -> str:

@@ -27,7 +27,7 @@ from pyebpf_proxy.kube.api.source import ApiSource
 from pyebpf_proxy.kube.api.timing import Timing
 from pyebpf_proxy.kube.source import Batch, Change
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 #: Short enough for tests, long enough for a busy machine.
 QUICK = Timing(
     connect=5,
