@@ -45,7 +45,7 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line that says what is missing and what to do.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup objects build wheel demo inspect test test-cluster test-kernels parity record lint bench bench-check profile image-root clean distclean
+.PHONY: help setup objects build wheel demo inspect test test-cluster test-kernels lab-test parity record lint bench bench-check profile image-root clean distclean
 
 help: ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -133,6 +133,11 @@ test-kernels: setup ## suites under stock Debian kernels in QEMU: KERNELS="6.1 6
 	@$(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE SUITES ACCEL QEMU LIMIT JOBS,$(if $($(name)),$(name)="$($(name))")) \
 		ARGS="$(ARGS)" $(PYTHON) -m tests.kernels $(KERNELS)
 
+lab-test: setup ## two machines by vagrant: requests, a restart and an upgrade under load; LAB_DRIVER, LAB_BOX, LAB_KERNEL (vagrant/README.md)
+	@tools/setup.sh packages vagrant/debian-packages.txt
+	@$(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE LAB_DRIVER LAB_BOX LAB_KERNEL LAB_BOOT_TIMEOUT,$(if $($(name)),$(name)="$($(name))")) \
+		nice -n 10 $(PYTHON) -m tests.vagrant
+
 parity: setup ## 300 made-up object sets beside the real kube-proxy, another draw in every run (docs/parity.md)
 	@tools/setup.sh packages tests/cluster/debian-packages.txt
 	@tests/cluster/build.sh
@@ -150,7 +155,7 @@ lint: setup ## ruff, mypy --strict, C warnings as errors, shellcheck where insta
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy --strict
 	@if command -v shellcheck >/dev/null; then \
-		set -x; shellcheck .ci/run $$(git ls-files '*.sh' 2>/dev/null || echo tools/*.sh); \
+		set -x; shellcheck .ci/run vagrant/build-box $$(git ls-files '*.sh' 2>/dev/null || echo tools/*.sh); \
 	else echo "shellcheck is not installed: shell scripts were not checked"; fi
 
 bench: setup ## measure, each figure beside what it is compared with; results and plots in bench/results/; QUICK=1: shorter

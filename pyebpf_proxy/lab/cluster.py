@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from . import addresses, leftovers
+from . import addresses, leftovers, links
 from .addresses import Dual
 from .agent import Agent
 from .namespace import LabError, Namespace, Task, batch
@@ -232,34 +232,26 @@ class Lab:
         namespace.sysctl(_HOST)
         address, gateway = addresses.pod_address(node.number, index), node.gateway
         device = f"pod{index}"
-        host = [
-            f"link add {device} type veth peer name eth0 netns {namespace.name}",
-            f"link set {device} up",
-        ]
-        inside = ["link set eth0 up"]
-        if self.pod_network == "bridge":
+        if self.pod_network == "routed":
+            host, inside = links.routed_pod(namespace.name, device, address, gateway)
+        elif self.pod_network == "bridge":
+            host = links.veth(namespace.name, device)
             # A pod that meets itself through a service comes back to the port it came from (hairpinMode of the plugin).
             host += [f"link set {device} master cbr0", f"link set {device} type bridge_slave hairpin on"]
-            inside += [f"addr add {address.v4}/24 dev eth0", f"addr add {address.v6}/64 dev eth0 nodad"]
-            via = gateway
-        else:
-            if self.pod_network == "routed":
-                host += [f"addr add {gateway.v4}/32 dev {device}", f"addr add {gateway.v6}/128 dev {device} nodad"]
-                via = gateway
-            else:
-                node.namespace.ip(*host)
-                node.namespace.sysctl({f"net.ipv4.conf.{device}.proxy_arp": 1})
-                host = [f"addr add fe80::1/64 dev {device} nodad"]
-                via = Dual("169.254.1.1", "fe80::1")
-            host += [f"route add {address.v4}/32 dev {device}", f"route add {address.v6}/128 dev {device}"]
-            inside += [
-                f"addr add {address.v4}/32 dev eth0",
-                f"addr add {address.v6}/128 dev eth0 nodad",
-                f"route add {via.v4}/32 dev eth0 scope link",
-                *([] if via.v6.startswith("fe80") else [f"route add {via.v6}/128 dev eth0"]),
+            inside = [
+                "link set eth0 up",
+                f"addr add {address.v4}/24 dev eth0",
+                f"addr add {address.v6}/64 dev eth0 nodad",
             ]
+            inside += links.by_way_of(gateway)
+        else:
+            node.namespace.ip(*links.veth(namespace.name, device))
+            node.namespace.sysctl({f"net.ipv4.conf.{device}.proxy_arp": 1})
+            host = [f"addr add fe80::1/64 dev {device} nodad", *links.pod_routes(device, address)]
+            via = Dual("169.254.1.1", "fe80::1")
+            inside = ["link set eth0 up", *links.alone(address, via), *links.by_way_of(via)]
         node.namespace.ip(*host)
-        namespace.ip(*inside, f"route add default via {via.v4} dev eth0", f"route add default via {via.v6} dev eth0")
+        namespace.ip(*inside)
         pod = Pod(name, node, namespace, address, device)
         node.pods.append(pod)
         self.pods[name] = pod

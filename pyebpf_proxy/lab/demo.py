@@ -47,7 +47,7 @@ def run(lab: Lab, examples: Path, lane: str = "auto") -> bool:
     for client, target in _pairs(lab):
         for family in target.families:
             for protocol in target.ports:
-                rows.append(_request(client, target, family, protocol))
+                rows.append(request_row(client, target, family, protocol))
                 print(rows[-1].text(), flush=True)
     print()
     shown = [_show_conntrack(lab), _show_frontend(lab)]
@@ -98,7 +98,8 @@ def _pairs(lab: Lab) -> list[tuple[Client, Target]]:
     ]  # fmt: skip
 
 
-def _request(client: Client, target: Target, family: int, protocol: str) -> Row:
+def request_row(client: Client, target: Target, family: int, protocol: str) -> Row:
+    """Ask until every endpoint that may answer has answered, and compare with the rules."""
     decision = decide(target.kind, client.kind, external_local=target.external_local)
     observed = observe(client, target, family, protocol, decision)
     answers = [outcome.answer for outcome in observed.outcomes if outcome.answer]

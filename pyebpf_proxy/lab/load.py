@@ -23,14 +23,25 @@ class Sample(NamedTuple):
 
 
 class Load:
-    """Requests from one namespace to one address, in a process of their own, from ``start`` to ``stop``."""
+    """Requests from one namespace to one address, in a process of their own, from ``start`` to ``stop``.
 
-    def __init__(self, namespace: Namespace, address: str, port: int, protocol: str = "tcp", timeout: float = 4.0):
+    ``pause``: seconds between two, so that slow machines do something else, too.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        address: str,
+        port: int,
+        protocol: str = "tcp",
+        timeout: float = 4.0,
+        pause: float = 0.0,
+    ):
         context = multiprocessing.get_context("fork")
         self._stop = context.Event()
         self._made = context.RawValue("L", 0)
         self._task: Task[list[Sample]] = namespace.start(
-            _ask_until, self._stop, self._made, address, port, protocol, timeout
+            _ask_until, self._stop, self._made, address, port, protocol, timeout, pause
         )
         self.name = f"{protocol} to [{address}]:{port}"
 
@@ -46,7 +57,13 @@ class Load:
 
 
 def _ask_until(
-    stop: multiprocessing.synchronize.Event, made: Any, address: str, port: int, protocol: str, timeout: float
+    stop: multiprocessing.synchronize.Event,
+    made: Any,
+    address: str,
+    port: int,
+    protocol: str,
+    timeout: float,
+    pause: float,
 ) -> list[Sample]:
     samples: list[Sample] = []
     while not stop.is_set():
@@ -54,6 +71,8 @@ def _ask_until(
         pod = outcome.answer.pod if outcome.answer else ""
         samples.append(Sample(outcome.begun, outcome.took, outcome.kind, pod, outcome.error))
         made.value += 1
+        if pause:
+            stop.wait(pause)
     return samples
 
 

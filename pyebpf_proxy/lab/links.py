@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a pod hangs on its node by a veth, in lines of ``ip``: of the lab here, and of nodes that are machines."""
+
+from __future__ import annotations
+
+from .addresses import Dual
+
+
+def veth(namespace: str, device: str) -> list[str]:
+    """The pair: ``device`` on the node, eth0 in the pod's namespace."""
+    return [f"link add {device} type veth peer name eth0 netns {namespace}", f"link set {device} up"]
+
+
+def routed_pod(namespace: str, device: str, address: Dual, gateway: Dual) -> tuple[list[str], list[str]]:
+    """A pod with a route of its own, as the ptp plugin makes it: lines for the node, lines for the pod."""
+    node = [
+        *veth(namespace, device),
+        f"addr add {gateway.v4}/32 dev {device}",
+        f"addr add {gateway.v6}/128 dev {device} nodad",
+        *pod_routes(device, address),
+    ]
+    return node, ["link set eth0 up", *alone(address, gateway), *by_way_of(gateway)]
+
+
+def pod_routes(device: str, address: Dual) -> list[str]:
+    """The node's routes to a pod."""
+    return [f"route add {address.v4}/32 dev {device}", f"route add {address.v6}/128 dev {device}"]
+
+
+def alone(address: Dual, via: Dual) -> list[str]:
+    """A pod's addresses, and its way to a gateway that is in no network of its own."""
+    return [
+        f"addr add {address.v4}/32 dev eth0",
+        f"addr add {address.v6}/128 dev eth0 nodad",
+        f"route add {via.v4}/32 dev eth0 scope link",
+        *([] if via.v6.startswith("fe80") else [f"route add {via.v6}/128 dev eth0"]),
+    ]
+
+
+def by_way_of(via: Dual) -> list[str]:
+    """A pod's default routes."""
+    return [f"route add default via {via.v4} dev eth0", f"route add default via {via.v6} dev eth0"]

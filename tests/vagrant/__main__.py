@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m tests.vagrant``: two machines by vagrant, what course.py tries on them, its table.
+
+Where no libvirtd answers, one of our own runs for that time (vagrant/libvirt.sh), and this program inside it: then
+whatever ends it, nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+
+from tests.kernels import guest
+from tests.kernels.problem import KernelsError
+from tests.vagrant.course import HEAD, Course, summary
+from tests.vagrant.nodes import BUILT, FOLDER, LOGS, Vagrant
+from tests.vagrant.problem import VagrantError
+
+CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "vagrant"
+INSIDE = "--inside"
+_NEEDED = {"vagrant": "vagrant", "qemu-system-x86_64": "qemu-system-x86", "rsync": "rsync", "ssh": "openssh-client"}
+#: Seconds until both have booted; provisioning.
+_BOOT, _PROVISION = 1200.0, 2400.0
+
+
+def need() -> None:
+    """VagrantError for the first program that is missing."""
+    for program, package in _NEEDED.items():
+        if shutil.which(program) is None:
+            raise VagrantError(f"{program} is missing: apt-get install {package}")
+    listed = subprocess.run(["vagrant", "plugin", "list"], capture_output=True, text=True, check=False).stdout
+    installed = subprocess.run(["dpkg-query", "-W", "vagrant-libvirt"], capture_output=True, check=False)
+    if "vagrant-libvirt" not in listed and installed.returncode:
+        raise VagrantError("vagrant's provider libvirt is missing: apt-get install vagrant-libvirt")
+
+
+def choose_driver(kernel: Path | None, scratch: Path) -> tuple[str, str]:
+    """``LAB_DRIVER``, or kvm where a kernel says its first word under it; and why not kvm, or nothing.
+
+    VagrantError for a driver that cannot be.
+    """
+    wanted = os.environ.get("LAB_DRIVER", "")
+    if wanted not in ("", "kvm", "qemu"):
+        raise VagrantError(f"LAB_DRIVER={wanted}: kvm or qemu")
+    if wanted == "qemu":
+        return "qemu", "LAB_DRIVER=qemu"
+    if kernel is None:  # a box of its own: its kernel is inside it
+        why = "" if os.access("/dev/kvm", os.R_OK | os.W_OK) else "there is no /dev/kvm that may be used"
+    else:
+        try:
+            why = guest.choose_machine(("qemu-system-x86_64",), kernel, scratch).why
+        except KernelsError as error:
+            raise VagrantError(str(error)) from None
+    if why and wanted == "kvm":
+        raise VagrantError(f"LAB_DRIVER=kvm: {why}")
+    return ("qemu", why) if why else ("kvm", "")
+
+
+def _answers() -> bool:
+    """Does a libvirtd of this machine answer."""
+    if shutil.which("virsh") is None:
+        return False
+    return (
+        subprocess.run(["virsh", "-q", "-c", "qemu:///system", "uri"], capture_output=True, check=False).returncode == 0
+    )
+
+
+def outside() -> int:
+    """Prepare; then run inside, beside a libvirtd."""
+    need()
+    CACHE.mkdir(parents=True, exist_ok=True)
+    if subprocess.run([FOLDER / "prepare.sh"], check=False).returncode:
+        raise VagrantError("the nodes could not be prepared: see above")
+    kernel = None
+    if not os.environ.get("LAB_BOX"):
+        path = subprocess.run([FOLDER / "build-box", "--path"], check=True, capture_output=True, text=True).stdout
+        kernel = Path(path.strip()).with_suffix(".vmlinuz")
+    with tempfile.TemporaryDirectory(prefix="run.", dir=CACHE) as scratch:
+        driver, why = choose_driver(kernel, Path(scratch))
+        print(f"driver {driver}{f' ({why})' if why else ''}", flush=True)
+        environment = os.environ | {"LAB_DRIVER": driver, "LAB_STATE": f"{scratch}/libvirt"}
+        if _answers():
+            os.environ.update(environment)
+            return inside(Path(scratch))
+        command = [
+            str(FOLDER / "libvirt.sh"),
+            "with",
+            "env",
+            "-C",
+            str(BUILT.parents[1]),
+            sys.executable,
+            "-m",
+            "tests.vagrant",
+        ]
+        process = subprocess.Popen([*command, INSIDE, scratch], env=environment)
+        try:
+            return process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+
+
+def inside(scratch: Path) -> int:
+    """Machines up, everything tried, machines gone; 0 if every row is as it must be."""
+    began = time.monotonic()
+    vagrant = Vagrant(os.environ["LAB_DRIVER"], CACHE / "home", scratch / "machines")
+    course = None
+    try:
+        vagrant.up(float(os.environ.get("LAB_BOOT_TIMEOUT") or _BOOT))
+        print(f"two nodes have booted after {time.monotonic() - began:.0f} s", flush=True)
+        vagrant.run("provision", limit=_PROVISION)
+        nodes = vagrant.nodes()
+        kernel = nodes[0].run("uname -r").strip()
+        print(f"agents run on {kernel} after {time.monotonic() - began:.0f} s", flush=True)
+        course = Course(nodes)
+        course.run()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        vagrant.run("destroy", "-f", limit=600)
+    table = [HEAD, *(row.text() for row in course.rows)]
+    table += ["", f"kernel {kernel}, driver {os.environ['LAB_DRIVER']}", summary(course.rows, time.monotonic() - began)]
+    (LOGS / "table.txt").write_text("\n".join(table) + "\n")
+    print("\n" + "\n".join(table))
+    return 1 if any(row.problem for row in course.rows) else 0
+
+
+def main(arguments: list[str]) -> int:
+    """0: everything as it must be; 1: something was not; 2: nothing could be tried; 130: interrupted."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupted)
+    try:
+        return inside(Path(arguments[1])) if arguments[:1] == [INSIDE] else outside()
+    except VagrantError as error:
+        print(f"lab-test: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if arguments[:1] != [INSIDE]:
+            print("lab-test: interrupted; no machine is left", file=sys.stderr)
+        return 130
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machines: vagrant brings them up, and what runs on them is run by ssh."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from tests.vagrant.problem import VagrantError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = REPOSITORY / "vagrant"
+BUILT = REPOSITORY / "build" / "vagrant"
+#: What vagrant and libvirt say, and the machines' consoles.
+LOGS = BUILT / "log"
+CONSOLES = Path("/var/log/libvirt/qemu")
+NODES = ("node1", "node2")
+_PYTHON = 'exec sudo env PYTHONDONTWRITEBYTECODE=1 "$(readlink -f /opt/pyebpf-proxy/current)/bin/python"'
+# vagrant's way to show progress, and what it says about each machine's settings.
+_NOISE = re.compile(r"\x1b|Progress|^==> \w+:  -- |^$")
+
+
+class Vagrant:
+    """Vagrant's commands, their words kept in ``log``."""
+
+    def __init__(self, driver: str, home: Path, dotfiles: Path) -> None:
+        self._environment = os.environ | {
+            "LAB_DRIVER": driver,
+            "VAGRANT_HOME": str(home),
+            "VAGRANT_DOTFILE_PATH": str(dotfiles),
+            "VAGRANT_CHECKPOINT_DISABLE": "1",
+            "VAGRANT_DEFAULT_PROVIDER": "libvirt",
+        }
+        LOGS.mkdir(parents=True, exist_ok=True)
+        self.log = LOGS / "vagrant.log"
+        self.log.write_text("")
+
+    def run(self, *arguments: str, limit: float) -> str:
+        """What a command says. VagrantError with its last words if it fails or takes more than ``limit`` seconds."""
+        began = self.log.stat().st_size
+        with self.log.open("ab") as output:
+            process = subprocess.Popen(
+                ["vagrant", *arguments],
+                cwd=FOLDER,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                _end(process)
+        said = self.log.read_bytes()[began:].decode(errors="replace")
+        if status == 0:
+            return said
+        lines = [line for line in said.replace("\r", "\n").splitlines() if not _NOISE.search(line)]
+        why = f"not done after {limit:.0f} s" if status is None else (lines or ["no word"])[-1].strip()
+        raise VagrantError(f"vagrant {arguments[0]}: {why} ({self.log})")
+
+    def up(self, limit: float) -> None:
+        """Boot both. A machine that does not come up is told with the last words of its console."""
+        try:
+            self.run("up", "--no-provision", limit=limit)
+        except VagrantError as error:
+            for node in NODES:
+                if problem := console_problem(node):
+                    raise VagrantError(f"{problem}; {error}") from None
+            raise
+
+    def nodes(self) -> list[Node]:
+        """How to reach them. VagrantError if one is not there."""
+        settings = LOGS / "ssh"
+        text = self.run("ssh-config", limit=120)
+        # ssh's own words: everything from the first Host on.
+        settings.write_text(text[text.index("Host ") :])
+        return [Node(name, settings) for name in NODES]
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def console_problem(node: str) -> str:
+    """What the console of a machine that cannot be reached has to say; empty where there is none, or it booted."""
+    kept = CONSOLES / f"pyebpf-proxy-{node}.console"
+    try:
+        text = kept.read_bytes().decode(errors="replace").replace("\r", "")
+    except FileNotFoundError:
+        return ""
+    shutil.copy(kept, LOGS / kept.name)
+    return judge_console(node, text)
+
+
+def judge_console(node: str, text: str) -> str:
+    """One line about a machine by the text of its console; empty if it came as far as its login."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return f"{node}: the box does not boot: no word on its console"
+    if any(line.endswith("login:") for line in lines):
+        return ""
+    panics = [line for line in lines if "Kernel panic" in line]
+    return f"{node}: the box does not boot: {(panics or lines)[-1][:200]}"
+
+
+class Node:
+    """One machine, by ssh; one connection for all that is asked."""
+
+    def __init__(self, name: str, settings: Path) -> None:
+        self.name = name
+        control = f"/run/lab-ssh-{os.getpid()}-{name}" if os.access("/run", os.W_OK) else str(LOGS / f"ssh-{name}")
+        self._ssh = [
+            *("ssh", "-F", str(settings), "-o", "ControlMaster=auto", "-o", f"ControlPath={control}"),
+            *("-o", "ControlPersist=60", "-o", "LogLevel=ERROR", "-o", "ServerAliveInterval=60", "-T", name),
+        ]
+
+    def run(self, script: str, stdin: bytes = b"", limit: float = 600) -> str:
+        """What a line of shell prints. VagrantError with its last words if it fails."""
+        try:
+            done = subprocess.run([*self._ssh, script], input=stdin, capture_output=True, timeout=limit, check=False)
+        except subprocess.TimeoutExpired:
+            raise VagrantError(f"{self.name}: {script.split()[0]}: not done after {limit:.0f} s") from None
+        if done.returncode:
+            last = (done.stderr.decode(errors="replace").strip() or "no word").splitlines()[-1]
+            raise VagrantError(f"{self.name}: exit status {done.returncode}: {last}")
+        return done.stdout.decode()
+
+    def install(self) -> None:
+        """Copy what is run there."""
+        self.run("sudo tee /run/lab-guest.py >/dev/null", (Path(__file__).with_name("guest.py")).read_bytes())
+
+    def ask(self, *words: str) -> list[Any]:
+        """What guest.py answers, a value a line."""
+        return [json.loads(line) for line in self.run(f"{_PYTHON} /run/lab-guest.py {' '.join(words)}").splitlines()]
+
+    def start(self, *words: str) -> Remote:
+        """guest.py, beside us."""
+        return Remote(self.name, [*self._ssh, f"{_PYTHON} /run/lab-guest.py {' '.join(words)}"])
+
+    def send(self, folder: Path, target: str) -> None:
+        """Replace a folder of the node by one of ours."""
+        tar = subprocess.run(["tar", "-C", folder, "-c", "."], check=True, capture_output=True)
+        self.run(f"sudo rm -rf {target} && sudo mkdir -p {target} && sudo tar -C {target} -x", tar.stdout)
+
+
+class Remote:
+    """A process on a node that is talked to by lines."""
+
+    def __init__(self, name: str, command: list[str]) -> None:
+        self._name = name
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin: IO[str] = self._process.stdin
+        self._stdout: IO[str] = self._process.stdout
+
+    def _say(self, word: str) -> None:
+        try:
+            self._stdin.write(word + "\n")
+            self._stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def _ended(self) -> VagrantError:
+        _, errors = self._process.communicate()
+        return VagrantError(f"{self._name}: the load ended by itself: {(errors.strip() or 'no word').splitlines()[-1]}")
+
+    def count(self) -> int:
+        """What its slowest part has done by now."""
+        self._say("count")
+        line = self._stdout.readline()
+        if not line:
+            raise self._ended()
+        return int(json.loads(line))
+
+    def wait_for(self, more: int, limit: float = 600) -> None:
+        """Until every part has done so much more. VagrantError if that takes too long."""
+        wanted, end = self.count() + more, time.monotonic() + limit
+        while (have := self.count()) < wanted:
+            if time.monotonic() > end:
+                raise VagrantError(f"{self._name}: a part of the load stands still at {have}")
+            threading.Event().wait(0.5)
+
+    def stop(self) -> Iterator[list[Any]]:
+        """End it; its rows."""
+        self._say("stop")
+        for line in self._stdout:
+            yield json.loads(line)
+        if self._process.wait():
+            raise self._ended()
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        _end_one(self._process)
+
+
+def _end_one(process: subprocess.Popen[Any]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
