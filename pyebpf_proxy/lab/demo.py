@@ -98,10 +98,10 @@ def _pairs(lab: Lab) -> list[tuple[Client, Target]]:
     ]  # fmt: skip
 
 
-def request_row(client: Client, target: Target, family: int, protocol: str) -> Row:
+def request_row(client: Client, target: Target, family: int, protocol: str, patience: float = 4.0) -> Row:
     """Ask until every endpoint that may answer has answered, and compare with the rules."""
     decision = decide(target.kind, client.kind, external_local=target.external_local)
-    observed = observe(client, target, family, protocol, decision)
+    observed = observe(client, target, family, protocol, decision, patience)
     answers = [outcome.answer for outcome in observed.outcomes if outcome.answer]
     pods = ", ".join(sorted({answer.pod for answer in answers})) or observed.outcomes[-1].kind
     seen = ", ".join(sorted({answer.peer[0] for answer in answers}))

@@ -48,12 +48,17 @@ class Observed(NamedTuple):
     problem: str
 
 
-def observe(client: Client, target: Target, family: int, protocol: str, decision: Decision) -> Observed:
-    """Ask until every endpoint that may answer has answered, or something is not as expected."""
+def observe(
+    client: Client, target: Target, family: int, protocol: str, decision: Decision, patience: float = 4.0
+) -> Observed:
+    """Ask until every endpoint that may answer has answered, or something is not as expected.
+
+    ``patience``: seconds for one answer, where there must be one.
+    """
     entrance = client.node or target.entrance
     own = client.kind == "node"
     wanted = expect(family, decision, entrance, client.address.of(family), target.endpoints, own_process=own)
-    timeout = DROPPED_AFTER if wanted.nobody == "timed out" else 4.0
+    timeout = DROPPED_AFTER if wanted.nobody == "timed out" else patience
     address, port = target.address.of(family), target.ports[protocol]
     outcomes: list[Outcome] = []
     silent = set(wanted.sources)

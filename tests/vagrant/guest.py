@@ -27,7 +27,7 @@ from pyebpf_proxy.lab.namespace import Namespace, Task
 from pyebpf_proxy.lab.scenario import Client, Target
 
 TIMEOUT = 30.0  # seconds for an answer; an emulated node that installs something is slow
-PAUSE = 0.05  # seconds between two requests of one load
+PAUSE = 0.2  # seconds between two requests of one load
 PODS = {"node1": ("web-1", "toolbox"), "node2": ("web-2", "web-3")}
 CLUSTER_PORTS = {"tcp": 80, "udp": 53}
 NODE_PORTS = {"tcp": 30080, "udp": 30053}
@@ -92,7 +92,7 @@ def ask_all(here: str) -> None:
     for client, target in pairs(Place(), here):
         for family in target.families:
             for protocol in target.ports:
-                row = request_row(client, target, family, protocol)
+                row = request_row(client, target, family, protocol, TIMEOUT)
                 print(json.dumps([here, *row]), flush=True)
 
 
