@@ -205,7 +205,7 @@ def test_the_table_counts_what_is_wrong() -> None:
     bad = good._replace(problem="web-2 never answered")
     assert good.text().endswith(" ok")
     assert bad.text().endswith("WRONG: web-2 never answered")
-    assert summary([good, bad], 12.4).startswith("2 rows, 1 not as they must be; 12 s")
+    assert summary([good, bad, good], 12.4).startswith("3 rows, 1 not as they must be; 12 s")
 
 
 def test_the_next_version_differs_in_its_name_and_its_layout(tmp_path: Path) -> None:
