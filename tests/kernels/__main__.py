@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -73,6 +74,9 @@ def main(arguments: list[str]) -> int:
 
 def _fetch(series: list[str]) -> tuple[tuple[str, ...], list[image.Kernel], Path]:
     """QEMU, kernels and Debian: from the cache, or from the mirror."""
+    for name in series:
+        if name != "newest" and not re.fullmatch(r"\d+\.\d+", name):
+            raise KernelsError(f"KERNELS: {name} is no series: a number as 6.12, or newest")
     return qemu(), [image.kernel(name) for name in series], image.root()
 
 

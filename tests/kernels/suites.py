@@ -31,12 +31,17 @@ SUITES = (
     Suite("refused", (f"{_CASES}/test_guest_refused.py",), "", refused=True),
     Suite("load", (f"{_CASES}/test_guest_load.py",), "plain or scheduler-8"),
     Suite("unit", tuple(f"tests/unit/{name}" for name in _UNIT), ""),
-    Suite("packet", tuple(f"tests/packet/test_{name}.py" for name in _PACKET), "IPv4 and not xdp"),
+    # Two of them are about sixty thousand ports and about two processors.
+    Suite(
+        "packet",
+        tuple(f"tests/packet/test_{name}.py" for name in _PACKET),
+        "IPv4 and not xdp and not ports_of_one and not two_cpus",
+    ),
     Suite("sctp", (f"{_CASES}/test_guest_sctp.py",), "direct"),
     Suite("underlays", (f"{_CASES}/test_guest_underlays.py",), "vxlan and direct"),
     Suite("netem", (f"{_CASES}/test_guest_netem.py",)),
     Suite("bridge", ("tests/netns/test_lab_bridge.py", "-k", "large or fragmented or talk")),
-    Suite("netns", tuple(f"tests/netns/{name}" for name in _NETNS)),
+    Suite("netns", tuple(f"tests/netns/{name}" for name in _NETNS), "lane_follows or second_agent"),
 )
 
 

@@ -140,6 +140,36 @@ def test_what_the_environment_names_wrongly(
     assert str(error.value) == words
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["6.12.1"], "KERNELS: 6.12.1 is no series: a number as 6.12, or newest"),
+        (["--fetch", "../6.1"], "KERNELS: ../6.1 is no series: a number as 6.12, or newest"),
+        (["6.1"], "SUITES: there is no packets; there are all, "),
+    ],
+)
+def test_words_that_mean_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    """One line and status 2, and nothing is left of the run."""
+    monkeypatch.setenv("SUITES", "packets" if "SUITES" in words else "")
+    monkeypatch.setattr(runner.image, "CACHE", tmp_path)
+    monkeypatch.setattr(runner.os, "geteuid", lambda: 0)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert runner.main(arguments) == 2
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"test-kernels: {words}")
+    assert not list(tmp_path.iterdir())
+
+
 def test_without_qemu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("QEMU", raising=False)
