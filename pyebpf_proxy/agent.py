@@ -23,6 +23,7 @@ from pyebpf_proxy.outside import Outside
 from pyebpf_proxy.proxy import Proxy
 from pyebpf_proxy.run_directory import RunDirectory
 from pyebpf_proxy.servers.health import Health
+from pyebpf_proxy.servers.local import Local
 from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
 from pyebpf_proxy.servers.observer import Observer
 from pyebpf_proxy.servers.serving import Servers
@@ -106,7 +107,8 @@ async def _serve(
 ) -> None:
     planner = _planner(settings)
     numbers = DatapathNumbers(datapath.reasons, datapath.fill, datapath.xdp_devices)
-    servers = Servers(settings, shown, planner, numbers, datapath.addresses, outside.events, outside.metrics)
+    local = Local(settings.directory, planner.pods, datapath.refusals)
+    servers = Servers(settings, shown, planner, numbers, datapath.addresses, outside.events, outside.metrics, local)
     observer = servers.observer
     datapath.on_cleaned = lambda cleaned: observer.reconciled(cleaned.family, cleaned.seconds, cleaned.flows)
     guards = [servers.guard, *([watch.wait] if watch is not None else [])]

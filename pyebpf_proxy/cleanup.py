@@ -16,7 +16,7 @@ from pyebpf_proxy.datapath.kube_proxy import leftovers
 from pyebpf_proxy.datapath.report import Report
 from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.log import Logger
-from pyebpf_proxy.run_directory import RunDirectory
+from pyebpf_proxy.run_directory import SOCKET, RunDirectory
 
 _log = Logger("cleanup")
 
@@ -32,7 +32,7 @@ def run(path: Path, exclude_cidrs: Sequence[Network] = (), keep_kube_proxy: bool
     directory = RunDirectory(path)
     directory.acquire()
     try:
-        report = cleanup(path)
+        report = cleanup(path, (SOCKET,))
     finally:
         directory.release(remove=True)
     others = Report() if keep_kube_proxy else leftovers.remove(exclude_cidrs)

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run folder of one instance, and the lock that keeps a second agent out of it."""
+"""The run folder of one instance: the lock that keeps a second agent out of it, the socket that commands ask by."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from pyebpf_proxy.errors import FatalError
+
+#: Root alone may use it.
+SOCKET = "agent.sock"
 
 
 class RunDirectory:
@@ -82,3 +88,49 @@ class RunDirectory:
             except OSError:
                 break
         self._made.clear()
+
+
+@contextlib.contextmanager
+def _short(directory: Path) -> Iterator[str]:
+    """A path of the socket that fits into its address, however long the folder's is."""
+    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{SOCKET}"
+    finally:
+        os.close(descriptor)
+
+
+def listening_socket(directory: Path) -> socket.socket:
+    """A listening socket in the run folder; one that a killed agent left is replaced. OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        # bind() makes the file with the mode of the socket.
+        os.fchmod(listener.fileno(), 0o600)
+        remove_socket(directory)
+        with _short(directory) as path:
+            listener.bind(path)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def remove_socket(directory: Path) -> None:
+    """Take the socket away, if it is there."""
+    with contextlib.suppress(OSError):
+        (directory / SOCKET).unlink()
+
+
+def connected(directory: Path, timeout: float) -> socket.socket:
+    """A connection to the agent of a run folder. OSError."""
+    asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        asking.settimeout(timeout)
+        with _short(directory) as path:
+            asking.connect(path)
+    except OSError:
+        asking.close()
+        raise
+    return asking

@@ -175,6 +175,7 @@ class Datapath:
         )
         loaded = load(wanted_settings, pins / "maps", map_sizes(effective), effective.lane)
         if why := why or loaded.why_not_fast:
+            loaded.why_not_fast = why
             _log.warning("there is no fast path", why=why)
         self._stack.callback(loaded.close)
         for name, (old, new) in loaded.resized.items():
@@ -329,6 +330,10 @@ class Datapath:
             name: sum(int.from_bytes(value, sys.byteorder) for value in counters.lookup_cpus(key) or ())
             for name, key in keys.items()
         }
+
+    def refusals(self) -> Mapping[str, str]:
+        """What was asked for and is not there, and why. Safe in any thread."""
+        return {} if self._parts is None else self._parts.loaded.refusals
 
     def xdp_devices(self) -> Mapping[str, str]:
         """Devices that carry our XDP program, and its mode. Safe in any thread."""

@@ -114,6 +114,13 @@ class EndpointHints(msgspec.Struct, rename="camel", gc=False):
     for_nodes: tuple[Hint, ...] | None = None
 
 
+class TargetRef(msgspec.Struct, gc=False):
+    """``endpoints[].targetRef``: whose address it is; its namespace is the slice's. For people; decides nothing."""
+
+    kind: str | None = None
+    name: str | None = None
+
+
 class Endpoint(msgspec.Struct, rename="camel", gc=False):
     """``endpoints[]`` of a slice; only the first address counts."""
 
@@ -121,6 +128,7 @@ class Endpoint(msgspec.Struct, rename="camel", gc=False):
     conditions: EndpointConditions | None = None
     node_name: str | None = None
     hints: EndpointHints | None = None
+    target_ref: TargetRef | None = None
 
 
 class EndpointPort(msgspec.Struct, gc=False):

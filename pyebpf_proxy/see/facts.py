@@ -3,19 +3,14 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.agent import Agent
 
 _NETFILTER = Path("/proc/sys/net/netfilter")
-_SECONDS = 0.3
-_SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 def number(path: Path) -> int | None:
@@ -57,31 +52,3 @@ def nft(command: str) -> list[dict[str, Any]] | None:
         raise OSError(f"nftables: {error.strip().splitlines()[0] if error.strip() else 'refused'}")
     listed: list[dict[str, Any]] = json.loads(output)["nftables"] if output else []
     return listed
-
-
-def samples(agent: Agent) -> dict[str, list[float]]:
-    """The agent's own metrics, by name, labels left out; empty if it does not answer."""
-    address = ("127.0.0.1", 10249)
-    if any("config" in word or "metrics" in word for word in agent.arguments):
-        from pyebpf_proxy.see.answers import SeeError
-        from pyebpf_proxy.see.wanted import settings_of
-
-        try:
-            found = settings_of(agent).metrics_address
-        except SeeError:
-            return {}
-        if found is None:
-            return {}
-        address = ("127.0.0.1" if found[0] == "0.0.0.0" else "::1" if found[0] == "::" else found[0], found[1])
-    connection = http.client.HTTPConnection(*address, timeout=_SECONDS)
-    try:
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-    except (OSError, http.client.HTTPException):
-        return {}
-    finally:
-        connection.close()
-    values: dict[str, list[float]] = {}
-    for name, value in _SAMPLE.findall(text):
-        values.setdefault(name, []).append(float(value))
-    return values

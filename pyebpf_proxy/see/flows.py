@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from pyebpf_proxy.datapath.connections import ctnetlink
@@ -148,11 +148,13 @@ def busiest(most: int = 5) -> list[model.Fill]:
 class Names:
     """From addresses to names: services by what was asked for, endpoints by whose they are."""
 
-    def __init__(self, state: State, own: frozenset[bytes]) -> None:
+    def __init__(self, state: State, own: frozenset[bytes], pods: Mapping[bytes, str] | None = None) -> None:
+        """``own``: addresses of this node. ``pods``: names of the pods with these addresses."""
         from pyebpf_proxy.see.services import name_text
 
         self._state = state
         self._own = own
+        self._pods = pods or {}
         self._text = name_text
         self._netfilter = {(b.address, b.port, b.protocol): b.netfilter for b in state.backends.values()}
 
@@ -167,8 +169,8 @@ class Names:
         return self._text(service.name) if service is not None else ""
 
     def place(self, address: bytes) -> str:
-        """Whose an address is, as far as the maps say: this node's."""
-        return "this node" if address in self._own else ""
+        """Whose an address is: this node's, a pod's, or "" if nobody says."""
+        return "this node" if address in self._own else self._pods.get(address, "")
 
     def lane(self, flow: Flow) -> str:
         """How a new flow to this endpoint would go; what a flow did when it was new is not written anywhere."""
@@ -199,8 +201,11 @@ def view(flow: Flow, names: Names, cached: Callable[[Flow], bool | None], now: f
 Filter = Callable[[model.FlowView], bool]
 
 
-def parse_filter(words: list[str], services: set[str]) -> Filter:
-    """``FIELD=VALUE …`` or bare words (address, name, protocol, state): all must fit. QuestionError."""
+def parse_filter(words: list[str], services: set[str], pods: Collection[str] = ()) -> Filter:
+    """``FIELD=VALUE …`` or bare words (address, name, protocol, state): all must fit. QuestionError.
+
+    ``services``, ``pods``: names that there are, with their namespaces.
+    """
     checks: list[Filter] = []
     for word in words:
         field, value = split(word, _FIELDS, "flows")
@@ -208,7 +213,7 @@ def parse_filter(words: list[str], services: set[str]) -> Filter:
             checks.append(_check((field,), value))
         else:
             known = parse_address(word) is not None or word.upper() in (*_TCP_STATES, *Protocol.__members__)
-            plausible = known or any(word in name for name in services) or ":" in word or "." in word
+            plausible = known or any(word in name for name in (*services, *pods)) or ":" in word or "." in word
             alike = "" if plausible else suggested(word, [_pair(name) for name in services])
             if alike:
                 raise QuestionError(f"no Service is called {word}{alike}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from struct import Struct
 
 from pyebpf_proxy.see import flows as made
-from pyebpf_proxy.see import model, state
+from pyebpf_proxy.see import local, model, state
 from pyebpf_proxy.see.flows import DST_NAT, Flow, Names
 from pyebpf_proxy.see.maps import Pinned
 
@@ -18,19 +18,19 @@ def flows(arguments: argparse.Namespace) -> list[model.FlowView]:
     """The service flows that fit the filter, the oldest first."""
     with Pinned(arguments.directory) as maps:
         known = state.read(maps)
-        names = Names(known, own_addresses(maps))
-        services = {f"{s.name.namespace}/{s.name.name}" for s in known.services.values()}
-        fits = made.parse_filter(arguments.filter, services)
-        cached = _cache(maps)
-        now = time.time()
-        found = []
-        for flow in made.dump():
-            if not flow.status & DST_NAT and not names.service(flow):
-                continue
-            view = made.view(flow, names, cached, now)
-            if fits(view):
-                found.append(view)
+        own = own_addresses(maps)
+        names = Names(known, own)
+        served = [flow for flow in made.dump() if flow.status & DST_NAT or names.service(flow)]
+        pods = local.pods(arguments.directory, _strangers(served, own))
+        services = {f"{service.name.namespace}/{service.name.name}" for service in known.services.values()}
+        fits = made.parse_filter(arguments.filter, services, pods.values())
+        names, cached, now = Names(known, own, pods), _cache(maps), time.time()
+        found = [view for flow in served if fits(view := made.view(flow, names, cached, now))]
     return sorted(found, key=lambda view: (view.service, -(view.seconds or 0.0), view.client))
+
+
+def _strangers(flows: Iterable[Flow], own: frozenset[bytes]) -> set[bytes]:
+    return {address for flow in flows for address in (flow.client[0], flow.endpoint[0])} - own
 
 
 def own_addresses(maps: Pinned) -> frozenset[bytes]:

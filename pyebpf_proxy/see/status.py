@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pyebpf_proxy import __version__
-from pyebpf_proxy.see import drops, facts, fast_path, model, programs
+from pyebpf_proxy.see import drops, facts, fast_path, local, model, programs
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, listed
 from pyebpf_proxy.see.maps import Pinned
@@ -44,7 +44,8 @@ def read(directory: Path) -> model.Status:
         ports = sum(word != 0 for word in maps.words("services"))
         folder = maps.folder
         cache = fast_path.read(maps, maps.counts())
-    lane, why = _lane(attached, directory)
+    refusals = local.refusals(directory)
+    lane, why = _lane(attached, refusals)
     made = model.Status(
         version=__version__,
         kernel=os.uname().release,
@@ -68,19 +69,27 @@ def read(directory: Path) -> model.Status:
         from pyebpf_proxy.see.flows import busiest
 
         made.source_ports = busiest()
-    made.warnings = list(_warnings(made, attached))
+    made.warnings = [*_warnings(made, attached), *_about_refusals(refusals or {})]
     return made
 
 
-def _lane(attached: Programs, directory: Path) -> tuple[str, str]:
+def _lane(attached: Programs, refusals: Mapping[str, str] | None) -> tuple[str, str]:
     if attached.settings is None:
         return "", "no program is attached"
     if attached.settings["direct_lane"]:
         return "direct", ""
-    agent = running_agent(directory)
-    if agent is not None and any("netfilter" in word for word in agent.arguments):
-        return "netfilter", "it was asked for"
-    return "netfilter", "the kernel did not take the direct one, or it was not wanted: pyebpf-proxy doctor tries again"
+    if refusals is None:
+        return "netfilter", "why, the agent would say: pyebpf-proxy doctor tries the direct one"
+    return "netfilter", refusals.get("direct lane", "")
+
+
+def _about_refusals(refusals: Mapping[str, str]) -> Iterator[model.Trouble]:
+    for what, why in refusals.items():
+        if what != "direct lane":
+            yield model.Trouble(
+                what=f"{what}: asked for, and not there: {why}",
+                remedy="pyebpf-proxy doctor tries it; or take it out of the datapath configuration",
+            )
 
 
 def _device(device: programs.Device) -> model.DeviceView:
@@ -94,7 +103,7 @@ def _agent(directory: Path) -> model.AgentView:
         return model.AgentView(running=False)
     now = time.time()
     view = model.AgentView(running=True, pid=agent.pid, seconds=max(0.0, now - agent.started))
-    values = facts.samples(agent)
+    values = local.samples(directory)
     synced = values.get("kubeproxy_sync_proxy_rules_last_timestamp_seconds")
     delivered = values.get("pyebpf_proxy_source_last_delivery_timestamp_seconds")
     complete = values.get("pyebpf_proxy_source_complete")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyebpf_proxy.errors import FatalError
-from pyebpf_proxy.see.agent import Agent, running_agent
+from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.services import endpoints
 from pyebpf_proxy.services.endpoints import FALLBACK, LOCAL, READY, TERMINATING, Known
@@ -104,16 +104,6 @@ def read_wanted(directory: Path, arguments: Sequence[str]) -> Wanted:
         flags = parse(list(_absolute(arguments, folder)))
         settings = _settings(flags)
         return asyncio.run(_read(settings, _source(settings)))
-    except (UsageError, FatalError) as error:
-        raise SeeError(str(error)) from None
-
-
-def settings_of(agent: Agent) -> Effective:
-    """What the agent's command line says. SeeError: a file of it cannot be read."""
-    from pyebpf_proxy.config.flags import UsageError, parse
-
-    try:
-        return _settings(parse(_absolute(agent.arguments, agent.folder)))
     except (UsageError, FatalError) as error:
         raise SeeError(str(error)) from None
 

@@ -162,6 +162,10 @@ class Server:
         self._opened.append(opened)
         return opened
 
+    def open_socket(self, listener: socket.socket, handler: Handler, pool: Pool) -> None:
+        """Serve a socket that listens already. Only in the server's thread."""
+        self._opened.append(Open(listener, handler, pool))
+
     def close(self, opened: Open) -> None:
         """The opposite of ``open``."""
         self._opened.remove(opened)

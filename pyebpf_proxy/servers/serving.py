@@ -13,14 +13,16 @@ from pyebpf_proxy.config.shown import Shown
 from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.kube.events import About, Recorder
 from pyebpf_proxy.log import Logger
+from pyebpf_proxy.run_directory import SOCKET, listening_socket, remove_socket
 from pyebpf_proxy.servers import server
 from pyebpf_proxy.servers.health import Health, HealthPages
 from pyebpf_proxy.servers.health_checks import Addresses, HealthCheckPorts, listen_addresses
 from pyebpf_proxy.servers.http import Handler
+from pyebpf_proxy.servers.local import Local, pages
 from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
 from pyebpf_proxy.servers.numbers import Family as Numbers
 from pyebpf_proxy.servers.observer import Known, Observer
-from pyebpf_proxy.servers.pages import metrics_pages
+from pyebpf_proxy.servers.pages import Mux, metrics_pages
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
 from pyebpf_proxy.services.model import Family
 
@@ -54,8 +56,12 @@ class Servers:
         addresses: Callable[[], Iterable[Address]],
         events: Recorder | None = None,
         more: Iterable[Numbers] = (),
+        local: Local | None = None,
     ) -> None:
-        """``addresses``: every address of this node's devices. ``more``: other rooms' metrics."""
+        """``addresses``: every address of this node's devices. ``more``: other rooms' metrics.
+
+        ``local``: what commands on the node may ask, None: nothing.
+        """
         self._settings = settings
         self._events = events
         self._loop = asyncio.get_running_loop()
@@ -78,6 +84,7 @@ class Servers:
         )
         self._health_pages = HealthPages(health, self.observer.node_eligible, self.metrics.count)
         self._metrics_pages = metrics_pages(shown, self.metrics, settings.enable_profiling)
+        self._local = local
 
     def start(self) -> None:
         """Returns at once; what cannot be bound is said, and tried again or fatal (bindAddressHardFail)."""
@@ -88,6 +95,18 @@ class Servers:
         if settings.metrics_address is not None:
             self._serve("metrics", settings.metrics_address, self._metrics_pages)
 
+        if self._local is not None:
+            self._server.call(self._serve_locally, self._local)
+
+    def _serve_locally(self, local: Local) -> None:
+        handler = Mux({**pages(local), "/metrics": self._metrics_pages}, {})
+        try:
+            listener = listening_socket(local.directory)
+        except OSError as error:
+            _log.warning("commands on this node cannot ask the agent", socket=SOCKET, error=error.strerror)
+            return
+        self._server.open_socket(listener, handler, self._server.pool(CONNECTIONS))
+
     async def guard(self) -> None:
         """Waits for ever; FatalError when an address cannot be had and bindAddressHardFail is set."""
         await self._unserved
@@ -95,6 +114,8 @@ class Servers:
     def stop(self) -> None:
         """Close every socket; requests being answered are given up with the process."""
         self._server.stop()
+        if self._local is not None:
+            remove_socket(self._local.directory)
 
     def _serve(self, what: str, address: tuple[str, int], handler: Handler) -> None:
         shown = join_host_port(*address)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from . import pods
 from .addresses import format_address_port, parse_address, unusable_reason
 from .model import Endpoint, Family, Protocol
 
@@ -52,7 +53,7 @@ class SliceView(msgspec.Struct, frozen=True, gc=False):
     """What a slice says: one family, port numbers by (name, protocol), endpoints in the slice's order.
 
     Endpoints are kept packed, a hundred thousand of them must not take much: addresses one after the other, one byte
-    of flags for each, and hints for each if any of them has some.
+    of flags for each, and hints for each if any of them has some. Their pods' names, if any has one, by :mod:`pods`.
     """
 
     family: Family
@@ -60,6 +61,7 @@ class SliceView(msgspec.Struct, frozen=True, gc=False):
     addresses: bytes
     flags: bytes
     hints: tuple[Hints, ...]
+    pods: bytes = b""
 
     def members(self) -> Iterator[tuple[bytes, int, Hints]]:
         """Packed address, flags and hints of every endpoint."""
@@ -110,6 +112,7 @@ def view_slice(endpoint_slice: objects.EndpointSlice, node_name: str) -> SliceVi
     addresses = []
     flags = bytearray()
     hints = []
+    names = []
     for endpoint in endpoint_slice.endpoints or ():
         if not endpoint.addresses:
             continue
@@ -118,9 +121,11 @@ def view_slice(endpoint_slice: objects.EndpointSlice, node_name: str) -> SliceVi
             continue
         addresses.append(address)
         flags.append(_flags(endpoint, node_name))
+        target = endpoint.target_ref
+        names.append(target.name or "" if target is not None and target.kind == "Pod" else "")
         hints.append(NO_HINTS if endpoint.hints is None else _hints(endpoint.hints))
     kept = tuple(hints) if any(each is not NO_HINTS for each in hints) else ()
-    return SliceView(family, _port_numbers(tuple(ports)), b"".join(addresses), bytes(flags), kept)
+    return SliceView(family, _port_numbers(tuple(ports)), b"".join(addresses), bytes(flags), kept, pods.packed(names))
 
 
 def _flags(endpoint: objects.Endpoint, node_name: str) -> int:

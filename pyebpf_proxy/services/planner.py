@@ -8,12 +8,12 @@ node's zone or IPs concern everybody.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import Collection, Iterable, KeysView, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from . import endpoints, frontends
+from . import endpoints, frontends, pods
 from .claims import Claim, Claims, Conflict, claim_of
 from .health_checks import HealthCheck, HealthCheckName, HealthChecks, health_check_port
 from .model import Family, FrontendKind, Protocol, ServicePort, ServicePortName
@@ -115,6 +115,11 @@ class Planner:
             return (known is None) != (service is None)
         now = self._read_service(key, service)
         return now is None or (now.ports, now.health_check_port) != (known.ports, known.health_check_port)
+
+    def pods(self, addresses: Collection[bytes]) -> Mapping[bytes, str]:
+        """The pods that have these addresses, as far as slices name them, ``namespace/name``. Safe in any thread."""
+        slices = list(self._slices.items())
+        return pods.named(((key.namespace, list(views.values())) for key, views in slices), addresses)
 
     def service_of_slice(self, namespace: str, name: str) -> tuple[str, str] | None:
         """Namespace and name of the Service that a slice in use belongs to."""

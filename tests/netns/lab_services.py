@@ -39,7 +39,11 @@ class Kind:
             externalIPs=list(self.external_ip),
             **self.spec,
         )
-        return [made, *slices(self.name, self.ports, [(pod.address, pod.node.name) for pod in self.endpoints])]
+        found = slices(self.name, self.ports, [(pod.address, pod.node.name) for pod in self.endpoints])
+        for each in found:
+            for endpoint, pod in zip(each["endpoints"], self.endpoints, strict=True):
+                endpoint["targetRef"] = {"kind": "Pod", "name": pod.name, "namespace": "default"}
+        return [made, *found]
 
     def target(self, kind: Destination, entrance: Node, at: Node | None = None) -> Target:
         """This service by one of its addresses. ``at``: the node whose NodePort is asked (default: the entrance)."""

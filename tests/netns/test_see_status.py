@@ -76,12 +76,15 @@ def test_a_flow_has_the_names_of_its_service(node: Node, world: Lab) -> None:
     assert flow["client"].startswith(f"{CLIENT.v4}:")
     assert flow["destination"] == f"{vip(10).v4}:80"
     assert flow["endpoint"] == f"{world.pods['web-2'].address.v4}:8080"
+    assert (flow["clientName"], flow["endpointName"]) == ("", "default/web-2")
     assert flow["masqueradedAs"].startswith(node.address.v4)
     assert (flow["protocol"], flow["lane"], flow["fastPath"] or None) == ("TCP", "direct", None)
     for words in (
         ("service=web",),
         ("client=" + CLIENT.v4,),
         ("tcp", "web"),
+        ("web-2",),
+        ("endpoint=default/web-2",),
         ("lane=direct", "state=" + flow["state"]),
     ):
         assert answer(node, "flows", *words)["flows"], words
@@ -135,6 +138,7 @@ def test_a_device_without_program_is_named(node: Node) -> None:
     node.agent.kill()
     try:
         node.namespace.run("tc", "filter", "del", "dev", "eth0", "ingress")
+        assert {each["endpointName"] for each in answer(node, "flows")["flows"]} <= {"", "this node"}
         told = warnings(node)
         assert "no program is on eth0: services are not reached through it" in told
         assert any(text.startswith("the agent does not run: traffic goes on") for text in told)

@@ -129,6 +129,17 @@ class Loaded:
         #: Maps that were pinned with another size: the old one and the new one.
         self.resized = resize.take_over(self.maps, tc.btf) if resize is not None else {}
 
+    @property
+    def refusals(self) -> dict[str, str]:
+        """What was asked for and is not there, and why."""
+        named = {
+            "direct lane": self.why,
+            "fast path": self.why_not_fast,
+            "sockets of pods": self.why_not_pods,
+            "XDP": self.why_not_xdp,
+        }
+        return {what: why for what, why in named.items() if why}
+
     def attached(self) -> None:
         """No program of a former run is attached any more: what those remembered last is in our maps then."""
         if self._resize is not None:

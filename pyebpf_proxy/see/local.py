@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the agent says of itself, while it runs: asked by the socket in its run folder (servers/local.py)."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pyebpf_proxy.services.addresses import format_address, parse_address
+
+_SECONDS = 2.0
+_SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+#: The agent takes requests of 64 KiB.
+_AT_ONCE = 1000
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, directory: Path) -> None:
+        super().__init__("localhost", timeout=_SECONDS)
+        self._directory = directory
+
+    def connect(self) -> None:
+        from pyebpf_proxy.run_directory import connected
+
+        self.sock = connected(self._directory, _SECONDS)
+
+
+def _ask(directory: Path, path: str, body: bytes | None = None) -> bytes:
+    """The page; b"": there is no agent, or it is of a version without it."""
+    connection = _Connection(directory)
+    try:
+        connection.request("GET" if body is None else "POST", path, body)
+        answer = connection.getresponse()
+        return answer.read() if answer.status == http.client.OK else b""
+    except (OSError, http.client.HTTPException):
+        return b""
+    finally:
+        connection.close()
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    found = json.loads(data) if data else {}
+    return found if isinstance(found, dict) else {}
+
+
+def samples(directory: Path) -> dict[str, list[float]]:
+    """The agent's own metrics, by name, labels left out; empty if it does not answer."""
+    values: dict[str, list[float]] = {}
+    for name, value in _SAMPLE.findall(_ask(directory, "/metrics").decode(errors="replace")):
+        values.setdefault(name, []).append(float(value))
+    return values
+
+
+def refusals(directory: Path) -> Mapping[str, str] | None:
+    """What was asked for and is not there, and why; None if the agent does not answer."""
+    data = _ask(directory, "/state")
+    return _object(data).get("refusals", {}) if data else None
+
+
+def pods(directory: Path, addresses: Iterable[bytes]) -> dict[bytes, str]:
+    """``namespace/name`` of the pods that have these addresses, as far as the agent knows."""
+    wanted = sorted({*addresses})
+    found: dict[bytes, str] = {}
+    for at in range(0, len(wanted), _AT_ONCE):
+        body = "\n".join(map(format_address, wanted[at : at + _AT_ONCE])).encode()
+        answer = _object(_ask(directory, "/pods", body))
+        if not answer:
+            continue
+        found.update((packed, str(name)) for text, name in answer.items() if (packed := parse_address(text)))
+    return found

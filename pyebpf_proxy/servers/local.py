@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands on the node ask of the agent, by a socket in its run folder that root alone may use.
+
+Nothing that they need stands here alone: without the agent they answer from the kernel, and these words are missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from pyebpf_proxy import __version__
+from pyebpf_proxy.servers.health import JSON_HEADERS
+from pyebpf_proxy.servers.http import Handler, Request, Response
+from pyebpf_proxy.services.addresses import format_address, parse_address
+
+_BAD = Response(400, (("Content-Type", "text/plain; charset=utf-8"),), b"addresses, one a line\n")
+
+
+class Local(NamedTuple):
+    """``pods``: names of the pods with these addresses. ``refusals``: what was asked for and is not there, and why.
+
+    Both are called in the servers' thread.
+    """
+
+    directory: Path
+    pods: Callable[[Collection[bytes]], Mapping[bytes, str]]
+    refusals: Callable[[], Mapping[str, str]]
+
+
+def pages(local: Local) -> Mapping[str, Handler]:
+    """``/state``, and ``/pods`` for addresses that are in the body."""
+
+    def state(request: Request) -> Response:
+        return _json({"version": __version__, "refusals": dict(local.refusals())})
+
+    def pods(request: Request) -> Response:
+        addresses = [parse_address(line) for line in request.body.decode("ascii", "replace").split()]
+        known = [address for address in addresses if address is not None]
+        if len(known) < len(addresses):
+            return _BAD
+        return _json({format_address(address): name for address, name in local.pods(known).items()})
+
+    return {"/state": state, "/pods": pods}
+
+
+def _json(answer: object) -> Response:
+    return Response(200, JSON_HEADERS, json.dumps(answer).encode())

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of pods, kept small and found again."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyebpf_proxy.kube.decode import decode_document
+from pyebpf_proxy.kube.source import Change
+from pyebpf_proxy.services import pods
+from pyebpf_proxy.services.planner import Planner, PlanSettings
+
+NAMES = st.text(string.ascii_lowercase + string.digits + "-.", min_size=1, max_size=20)
+
+
+@given(st.lists(st.one_of(st.just(""), NAMES, NAMES.map(lambda rest: f"web-7d9f8b6c5-{rest}")), max_size=12))
+def test_what_is_packed_is_found_again(names: list[str]) -> None:
+    assert list(pods.unpacked(pods.packed(names))) == (names if any(names) else [])
+
+
+def test_names_of_a_replica_set_take_their_last_letters() -> None:
+    names = [f"checkout-frontend-7d9f8b6c5-{i:05d}" for i in range(100)]
+    assert len(pods.packed(names)) < 7 * len(names)
+
+
+def made_slice(namespace: str, name: str, *endpoints: dict[str, Any]) -> Change:
+    document = {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {"name": name, "namespace": namespace, "labels": {"kubernetes.io/service-name": "web"}},
+        "addressType": "IPv4",
+        "ports": [{"name": "http", "port": 8080, "protocol": "TCP"}],
+        "endpoints": list(endpoints),
+    }
+    (found,) = decode_document(document)
+    assert found.key is not None, found.messages
+    return Change("EndpointSlice", namespace, name, found.object)
+
+
+def endpoint(address: str, kind: str = "Pod", name: str | None = None) -> dict[str, Any]:
+    target = {} if name is None else {"targetRef": {"kind": kind, "name": name, "namespace": "any", "uid": "1"}}
+    return {"addresses": [address], **target}
+
+
+@pytest.fixture
+def planner() -> Planner:
+    found = Planner(PlanSettings(node_name="node1"))
+    found.update(
+        [
+            # The one in the middle cannot be used: names must not slip.
+            made_slice(
+                "shop",
+                "web-a",
+                endpoint("10.0.0.1", name="web-1"),
+                endpoint("127.0.0.1", name="bad"),
+                endpoint("10.0.0.2"),
+            ),
+            made_slice("test", "web-b", endpoint("10.0.0.3", name="web-3"), endpoint("10.0.0.4", "Node", "node4")),
+        ]
+    )
+    return found
+
+
+def test_the_planner_knows_who_has_an_address(planner: Planner) -> None:
+    asked = [bytes((10, 0, 0, last)) for last in range(1, 6)]
+    assert planner.pods(asked) == {asked[0]: "shop/web-1", asked[2]: "test/web-3"}
+
+
+def test_a_changed_name_is_known(planner: Planner) -> None:
+    planner.update([made_slice("shop", "web-a", endpoint("10.0.0.1", name="web-9"))])
+    assert planner.pods([bytes((10, 0, 0, 1))]) == {bytes((10, 0, 0, 1)): "shop/web-9"}
