@@ -115,7 +115,10 @@ class EndpointHints(msgspec.Struct, rename="camel", gc=False):
 
 
 class TargetRef(msgspec.Struct, gc=False):
-    """``endpoints[].targetRef``: whose address it is; its namespace is the slice's. For people; decides nothing."""
+    """``endpoints[].targetRef``: whose address it is; its namespace is the slice's. For people; decides nothing.
+
+    Only while an object is read: then the slice has the names, packed.
+    """
 
     kind: str | None = None
     name: str | None = None
@@ -140,12 +143,13 @@ class EndpointPort(msgspec.Struct, gc=False):
 
 
 class EndpointSlice(msgspec.Struct, rename="camel", gc=False):
-    """``discovery.k8s.io/v1`` EndpointSlice."""
+    """``discovery.k8s.io/v1`` EndpointSlice. ``pods``: names of its pods (services/pods.py), no field of the API's."""
 
     metadata: ObjectMeta = field(default_factory=ObjectMeta)
     address_type: str | None = None
     endpoints: tuple[Endpoint, ...] | None = None
     ports: tuple[EndpointPort, ...] | None = None
+    pods: bytes = field(default=b"", name=" pods")
 
 
 class NodeAddress(msgspec.Struct, gc=False):

@@ -112,8 +112,9 @@ def view_slice(endpoint_slice: objects.EndpointSlice, node_name: str) -> SliceVi
     addresses = []
     flags = bytearray()
     hints = []
+    every = list(pods.unpacked(endpoint_slice.pods))
     names = []
-    for endpoint in endpoint_slice.endpoints or ():
+    for i, endpoint in enumerate(endpoint_slice.endpoints or ()):
         if not endpoint.addresses:
             continue
         address = parse_address(endpoint.addresses[0])
@@ -121,11 +122,12 @@ def view_slice(endpoint_slice: objects.EndpointSlice, node_name: str) -> SliceVi
             continue
         addresses.append(address)
         flags.append(_flags(endpoint, node_name))
-        target = endpoint.target_ref
-        names.append(target.name or "" if target is not None and target.kind == "Pod" else "")
+        if every:
+            names.append(every[i])
         hints.append(NO_HINTS if endpoint.hints is None else _hints(endpoint.hints))
     kept = tuple(hints) if any(each is not NO_HINTS for each in hints) else ()
-    return SliceView(family, _port_numbers(tuple(ports)), b"".join(addresses), bytes(flags), kept, pods.packed(names))
+    named = endpoint_slice.pods if len(names) == len(every) else pods.packed(names)
+    return SliceView(family, _port_numbers(tuple(ports)), b"".join(addresses), bytes(flags), kept, named)
 
 
 def _flags(endpoint: objects.Endpoint, node_name: str) -> int:
