@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from pyebpf_proxy.cycles import without_cycle_search
 from pyebpf_proxy.see import services as made
 from pyebpf_proxy.see import services_text, state
 from pyebpf_proxy.see.agent import running_agent
@@ -54,9 +55,9 @@ def services(arguments: argparse.Namespace) -> int:
         wanted = maybe_wanted(arguments, len(found.services))
     others = wanted.ports if wanted is not None and arguments.diff else ()
     names = made.chosen(found, arguments.name, arguments.namespace, others)
-    answer = made.services(found, names, wanted, arguments.diff)
-    sheet = paper()
-    lines = services_text.services_text(answer, sheet, arguments.name is not None)
+    with without_cycle_search():
+        answer = made.services(found, names, wanted, arguments.diff)
+        lines = services_text.services_text(answer, paper(), arguments.name is not None)
     if arguments.diff and not answer.services and not answer.problems:
         lines = ["the kernel has what is wanted"]
     show(arguments, answer, lines, (view.name for view in answer.services))

@@ -61,7 +61,7 @@ def frontend_view(name: ServicePortName, frontend: Frontend) -> model.FrontendVi
 
 def _endpoints(state: State, service: Service, wanted: Wanted | None) -> list[model.EndpointView]:
     cluster, local = set(service.cluster), set(service.local)
-    known = state.endpoints(service)
+    known = [state.backends[number] for number in service.backends if number in state.backends]
     found = [
         model.EndpointView(
             address=backend.text,
@@ -73,6 +73,7 @@ def _endpoints(state: State, service: Service, wanted: Wanted | None) -> list[mo
         )
         for backend in known
     ]
+    found.sort(key=lambda view: view.address)
     used = {(backend.address, backend.port) for backend in known}
     if wanted is not None:
         for entry, why in wanted.left_out(service.name, used):

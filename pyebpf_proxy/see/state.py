@@ -14,6 +14,7 @@ from typing import Protocol as Interface
 
 import msgspec
 
+from pyebpf_proxy.cycles import without_cycle_search
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import (
     Endpoint,
@@ -130,7 +131,8 @@ class State(msgspec.Struct):
 def read(maps: Rows) -> State:
     """Everything that the service maps say. SeeError for what cannot be read."""
     for _ in range(_ATTEMPTS):
-        state = _Reading(maps).state
+        with without_cycle_search():
+            state = _Reading(maps).state
         if not state.problems:
             break
     return state
