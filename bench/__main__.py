@@ -10,7 +10,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from . import api_load, change, cluster, connect, fast, first, latency, memory, packet, plan, services, udp, write
+from . import (
+    api_load,
+    change,
+    cluster,
+    commands,
+    connect,
+    fast,
+    first,
+    latency,
+    memory,
+    packet,
+    plan,
+    services,
+    udp,
+    write,
+)
 from .contenders import field
 from .measure import ROOT, Result, load_result, save, say
 from .plots import draw
@@ -29,6 +44,7 @@ FIGURES: dict[str, Figure] = {
     "udp": udp.run,
     "services": services.run,
     "memory": memory.run,
+    "commands": commands.run,
     "cluster": cluster.run,
 }
 #: They use the same grounds (contenders.py), which stay from one to the next.

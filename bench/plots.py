@@ -165,6 +165,17 @@ def _memory(result: Result, figure: Figure) -> None:
     axes.set(xlabel="MB in the kernel, by map; the line: the goal", yticks=[], xlim=(0, 72))
 
 
+def _commands(result: Result, figure: Figure) -> None:
+    axes = figure.subplots()
+    names = list(result.samples["clock_seconds"])[::-1]
+    for at, name in enumerate(names):
+        for samples, colour, shift in (("clock_seconds", BLUE, 0.12), ("cpu_seconds", ORANGE, -0.12)):
+            values = result.samples[samples][name]
+            axes.plot(values, [at + shift] * len(values), ".", color=colour, markersize=3, alpha=0.6)
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="seconds of a whole command; orange: of processor time", xlim=(0, None))
+
+
 _DRAWERS: dict[str, Callable[[Result, Figure], None]] = {
     "plan": _plan,
     "write": _write,
@@ -175,6 +186,7 @@ _DRAWERS: dict[str, Callable[[Result, Figure], None]] = {
     "fast": plots_peers.draw_fast,
     "udp": plots_peers.draw_udp,
     "memory": _memory,
+    "commands": _commands,
     "services": plots_peers.draw_services,
     "latency": plots_peers.draw_latency,
     "cluster": _cluster,

@@ -49,6 +49,13 @@ ATTEMPTS = (
         "tc.bpf.o",
         "leave fastPath off",
     ),
+    (
+        "XDP",
+        "new flows could be opened, and flows of the cache sent, by XDP",
+        {**_BASE, "direct_lane": 1, "fast_path": 1, "xdp": 1},
+        "xdp.bpf.o",
+        "leave xdpDevices empty",
+    ),
 )
 
 
@@ -58,6 +65,8 @@ def attempt(object_name: str, settings: Mapping[str, int]) -> None:
     with Object.open(path) as unset:
         packed = unset.btf.struct("settings").pack(**settings)
         sizes = {name: min(size, _ENTRIES) for name, size in unset.sizes.items()}
-    without = unused_maps(0, bool(settings.get("pod_sockets")), bool(settings.get("fast_path")))
+    without = unused_maps(
+        0, bool(settings.get("pod_sockets")), bool(settings.get("fast_path")), bool(settings.get("xdp"))
+    )
     with Object.open(path, rodata={"settings": packed}, max_entries=sizes, without=without) as opened:
         opened.load()

@@ -31,7 +31,7 @@ def test_a_machine_that_can_carry_services(node: Node) -> None:
     ran = see(node, "doctor", COLUMNS="60")
     assert max(map(len, ran.stdout.splitlines())) <= 60
     found = findings(node, ran.returncode)
-    loaded = ("netfilter lane", "direct lane", "socket programs", "socketLB: all", "fast path")
+    loaded = ("netfilter lane", "direct lane", "socket programs", "socketLB: all", "fast path", "XDP")
     for what in (
         "kernel",
         "BTF",
