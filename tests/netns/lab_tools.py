@@ -57,20 +57,26 @@ def moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 @contextmanager
-def full_conntrack(namespace: Namespace) -> Iterator[None]:
+def full_conntrack(namespace: Namespace) -> Iterator[Callable[[], None]]:
     """As many entries in this namespace's table as there may be, none of which the kernel would give up.
 
-    The limit is the whole machine's, and stays as it is: others are not disturbed.
+    The limit is the whole machine's, and stays as it is: others are not disturbed. What is given fills the room of
+    flows that have ended meanwhile.
     """
     limit = int(namespace.run("sysctl", "-n", "net.netfilter.nf_conntrack_max"))
     if limit > 1 << 18:
         pytest.skip(f"nf_conntrack_max of this machine is {limit}: too many entries to make")
-    flow = "-d 198.19.0.1 --dport 9 -t 600 -u SEEN_REPLY,ASSURED --state ESTABLISHED"
-    lines = (f"-I -p tcp -s 198.18.{n >> 16}.1 --sport {n & 0xFFFF} {flow}" for n in range(limit))
-    # One of them meets the limit.
-    namespace.call(_fill_conntrack, "\n".join(lines))
+    ports = iter(range(9, 65536))
+
+    def fill(entries: int) -> None:
+        flow = f"-d 198.19.0.1 --dport {next(ports)} -t 600 -u SEEN_REPLY,ASSURED --state ESTABLISHED"
+        lines = (f"-I -p tcp -s 198.18.{n >> 16}.1 --sport {n & 0xFFFF} {flow}" for n in range(entries))
+        # One of them meets the limit.
+        namespace.call(_fill_conntrack, "\n".join(lines))
+
+    fill(limit)
     try:
-        yield
+        yield lambda: fill(256)
     finally:
         namespace.run("conntrack", "-D", "-d", "198.19.0.1")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
@@ -165,19 +165,19 @@ def test_a_flushed_nft_table_is_named(node: Node, world: Lab) -> None:
 
 
 def test_a_full_connection_table_is_named(node: Node, world: Lab) -> None:
-    with full_conntrack(node.namespace):
+    with full_conntrack(node.namespace) as top_up:
         fill = answer(node, "status", status=1)["conntrack"]
         assert fill["used"] >= fill["room"] - 16
         assert any(re.match(r"conntrack: \d+ of \d+ are in use", text) for text in warnings(node))
-        # The kernel lets a few more in than the limit says, and takes them out again.
-        wait_until(lambda: _refused(node, world), "a new flow is refused")
+        wait_until(lambda: _refused(node, world, top_up), "a new flow is refused", 60.0)
         found = answer(node, "explain", CLIENT.v4, f"{vip(10).v4}:80", status=1)
         assert (found["verdict"], found["reason"]) == ("dropped", "drop_conntrack_full")
         assert found["steps"][-1].startswith("conntrack is full, ")
     assert answer(node, "explain", CLIENT.v4, f"{vip(10).v4}:80")["verdict"] == "served"
 
 
-def _refused(node: Node, world: Lab) -> bool:
+def _refused(node: Node, world: Lab, top_up: Callable[[], None]) -> bool:
+    top_up()
     world.client.call(ask, vip(10).v4, 80, timeout=0.2)
     ran = see(node, "drops", "-o", "json")
     drops = {each["reason"]: each for each in json.loads(ran.stdout)["drops"]}
