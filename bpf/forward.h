@@ -66,7 +66,7 @@ static __noinline int learn_and_send(struct __sk_buff *skb, const struct packet 
  * The way of every packet that cannot open a flow, and of UDP.  What opens a UDP
  * flow goes by what serve() finds: its endpoint may be gone.
  */
-static __always_inline int fast_way(struct __sk_buff *skb, const struct packet *p)
+static __always_inline int fast_way(struct __sk_buff *skb, const struct packet *p, bool bridge_port)
 {
 	__u32 device;
 	int verdict;
@@ -75,7 +75,7 @@ static __always_inline int fast_way(struct __sk_buff *skb, const struct packet *
 		return NOT_SENT;
 	if (is_turning_point(p))
 		return end_flow(skb, p);
-	device = ip_device(skb);
+	device = bridge_port ? ip_device(skb) : skb->ifindex;
 	verdict = send_by_cache(skb, p, device);
 	if (verdict == NOT_SURE && p->protocol == TCP)
 		return learn_and_send(skb, p, device, true);

@@ -144,7 +144,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 	/* What the redirects to neighbours need is an Ethernet header that comes off. */
 	fast = settings.fast_path && link == ETH_HLEN && is_for_node(skb, bridge_port);
 	if (fast) {
-		verdict = fast_way(skb, &p);
+		verdict = fast_way(skb, &p, bridge_port);
 		if (verdict != NOT_SENT && verdict != NOT_KNOWN && verdict != NOT_SURE)
 			return verdict;
 	}
