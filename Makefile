@@ -45,7 +45,7 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line that says what is missing and what to do.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup objects build wheel demo inspect test test-cluster test-kernels lab-test parity record lint bench bench-check profile image-root clean distclean
+.PHONY: help setup objects build wheel demo inspect screenshots test test-cluster test-kernels lab-test parity record lint bench bench-check profile image-root clean distclean
 
 help: ## list what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ demo: setup ## a two-node cluster in network namespaces, real requests, a table 
 
 inspect: setup ## a cluster as for demo, and its maps read by bpftool alone: from a VIP to its backends (docs/maps.md)
 	@$(SUDO) .venv/bin/pyebpf-proxy lab inspect
+
+screenshots: setup ## docs/top.svg and docs/explain.svg anew, of the real commands in a lab with traffic
+	@$(SUDO) $(PYTHON) tools/screenshots.py
 
 test: setup ## every test: unit, packet, netns; what was skipped, and why, is listed at the end
 	@$(SUDO) $(PYTHON) -m pytest $(PARALLEL) $(ARGS)

@@ -60,7 +60,6 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 	case VERDICT_DROP:
 		return drop_flow(ctx, p, &e, NULL, reason);
 	case VERDICT_REJECT:
-		remember_refused(p, receiving_device(ctx), e.service, reason);
 		reject(ctx, p, &e);
 		return LEFT;
 	case VERDICT_PASS:

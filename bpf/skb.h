@@ -95,6 +95,7 @@ static __always_inline void netfilter_lane(struct context *ctx, const struct pac
 static __always_inline void reject(struct context *ctx, const struct packet *p, const struct entitlement *e)
 {
 	ctx->priority = PRIORITY_REJECT;
+	remember_refused(p, receiving_device(ctx), e->service, REJECT_NO_ENDPOINTS);
 	decided(ctx, p, e, NULL, REJECT_NO_ENDPOINTS);
 }
 
