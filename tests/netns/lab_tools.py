@@ -52,7 +52,7 @@ def moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return {
         name: count - before[name]
         for name, count in after.items()
-        if count != before[name] and not name.startswith(("flow_", "stack_"))
+        if count != before[name] and not name.startswith(("flow_", "stack_", "xdp_"))
     }
 
 
