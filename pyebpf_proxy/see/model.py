@@ -359,6 +359,44 @@ class Decision(Answer, kw_only=True, tag_field="kind", tag="Decision"):
     reason: str
 
 
+class KernelDrop(Answer, kw_only=True, tag_field="kind", tag="KernelDrop"):
+    """A line of ``pyebpf-proxy trace``: the kernel dropped a packet, of a flow that was decided on before.
+
+    ``client`` and ``asked``: the flow's. ``reason``: enum skb_drop_reason. ``where``: a function of the kernel.
+    ``netns``: 0 for the network namespace that ``trace`` runs in, else its number; ``device`` is of that namespace.
+    """
+
+    time: str
+    protocol: str
+    source: str
+    destination: str
+    client: str
+    asked: str
+    service: str
+    reason: str
+    where: str
+    device: str
+    netns: int
+
+
+class TcpState(Answer, kw_only=True, tag_field="kind", tag="TcpState"):
+    """A line of ``pyebpf-proxy trace``: a socket of a flow that was decided on before is connected, or closed.
+
+    ``source`` is the socket's own end. The rest as of KernelDrop.
+    """
+
+    time: str
+    protocol: str
+    source: str
+    destination: str
+    client: str
+    asked: str
+    service: str
+    before: str
+    now: Literal["ESTABLISHED", "CLOSE"]
+    netns: int
+
+
 class Lost(Answer, kw_only=True, tag_field="kind", tag="Lost"):
     """A line of ``pyebpf-proxy trace``: so many events that there was no room for, since the last such line."""
 

@@ -11,7 +11,7 @@ import msgspec
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.text import Colour, Paper
 
-Line = model.Decision | model.Lost
+Line = model.Decision | model.KernelDrop | model.TcpState | model.Lost
 
 _COLOURS: dict[str, Colour] = {"refused": "red", "dropped": "red", "replaced": "dim"}
 
@@ -22,7 +22,12 @@ def printed(line: Line, form: str, sheet: Paper) -> str:
         return msgspec.json.encode(line).decode()
     if form == "name":
         return line.service if isinstance(line, model.Decision) else ""
-    text, colour = (_decision(line)) if isinstance(line, model.Decision) else _lost(line)
+    if isinstance(line, model.Decision):
+        text, colour = _decision(line)
+    elif isinstance(line, model.Lost):
+        text, colour = _lost(line)
+    else:
+        text, colour = _kernel(line)
     text = f"{_clock(line.time)} {text}"
     parts = [text]
     if len(text) > sheet.width:
@@ -54,6 +59,20 @@ def _decision(decision: model.Decision) -> tuple[str, Colour]:
         words.append(decision.verdict.upper())
     words.append(decision.reason)
     return ", ".join(words), _COLOURS.get(decision.verdict, "")
+
+
+def _kernel(line: model.KernelDrop | model.TcpState) -> tuple[str, Colour]:
+    words = [f"kernel{f' (netns {line.netns})' if line.netns else ''}: {line.source} > {line.destination}"]
+    words[0] += f" {line.protocol}"
+    if isinstance(line, model.KernelDrop):
+        words.append(f"dropped by {line.where}: {line.reason}" + (f" on {line.device}" if line.device else ""))
+    else:
+        words.append(f"{line.before} to {line.now}")
+    if (line.client, line.asked) != (line.source, line.destination):
+        words.append(f"of {line.client.removesuffix(':0')} > {line.asked}")
+    if line.service:
+        words.append(line.service)
+    return ", ".join(words), "yellow" if isinstance(line, model.KernelDrop) else "dim"
 
 
 def _lost(lost: model.Lost) -> tuple[str, Colour]:

@@ -20,6 +20,8 @@ from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.text import paper
 from pyebpf_proxy.trace import events
 from pyebpf_proxy.trace.filters import Filter, Known
+from pyebpf_proxy.trace.joins import Joins
+from pyebpf_proxy.trace.kernel import Kernel, MissingError
 from pyebpf_proxy.trace.lines import Line, printed
 from pyebpf_proxy.trace.names import Lookup
 from pyebpf_proxy.trace.session import Session
@@ -36,6 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--count", type=int, metavar="N", help="end after so many decisions")
     parser.add_argument("--duration", metavar="TIME", help="end after this time: 30s, 5m")
+    parser.add_argument("--no-kernel", action="store_true", help="decisions alone, not what the kernel says")
     parser.add_argument("--buffer", type=int, default=256, metavar="KIB", help="of each CPU's ring (default 256)")
 
 
@@ -50,9 +53,25 @@ def run(parsed: argparse.Namespace) -> int:
         known = Known(lookup.read(), _reasons(maps), {name: index for index, name in socket.if_nameindex()})
         chosen = Filter(parsed.filter, known)
         with Session(maps, parsed.buffer << 10) as session:
-            session.word.ask(chosen.wanted)
-            print("tracing; Ctrl-C ends it", file=sys.stderr, flush=True)
-            return _Trace(parsed, maps, lookup, chosen, session, known).follow(seconds)
+            kernel = _kernel(parsed, maps)
+            try:
+                session.word.ask(chosen.wanted)
+                print("tracing; Ctrl-C ends it", file=sys.stderr, flush=True)
+                return _Trace(parsed, maps, lookup, chosen, session, known, kernel).follow(seconds)
+            finally:
+                if kernel is not None:
+                    kernel.close()
+
+
+def _kernel(parsed: argparse.Namespace, maps: Pinned) -> Kernel | None:
+    """What the kernel says; None if that is not wanted, or cannot be had: then a line on stderr says why."""
+    if parsed.no_kernel:
+        return None
+    try:
+        return Kernel(maps.folder / "maps", parsed.buffer << 10)
+    except MissingError as missing:
+        print(f"not shown: what the kernel drops, and TCP states: {missing}", file=sys.stderr, flush=True)
+        return None
 
 
 def _seconds(text: str | None) -> float | None:
@@ -103,7 +122,13 @@ class _Trace:
         chosen: Filter,
         session: Session,
         known: Known,
+        kernel: Kernel | None,
     ) -> None:
+        self._kernel = kernel
+        if kernel is not None:
+            self._joins = Joins(kernel.reasons, lookup.names.device, os.stat("/proc/self/ns/net").st_ino)
+        self._kernel_lost = 0
+
         self._form: str = parsed.output
         self._left: int | None = parsed.count
         self._lookup = lookup
@@ -129,6 +154,8 @@ class _Trace:
         # Only that nobody reads any more: that is said without being asked for.
         poll.register(sys.stdout.fileno(), 0)
         poll.register(signals.fd, select.POLLIN)
+        if self._kernel is not None:
+            poll.register(self._kernel.fd, select.POLLIN)
         end = None if seconds is None else time.monotonic() + seconds
         look = time.monotonic() + _LOOK
         while self._left is None or self._left > 0:
@@ -139,15 +166,30 @@ class _Trace:
             ready = dict(poll.poll(max(0.0, until - now) * 1000))
             if ready.get(sys.stdout.fileno(), 0) & (select.POLLERR | select.POLLHUP):
                 raise BrokenPipeError
-            self._print(self._decisions())
+            if self._kernel is not None and self._kernel.ended:
+                poll.unregister(self._kernel.fd)
+                self._kernel = None
+                print("what the kernel says has ended", file=sys.stderr, flush=True)
+            self._print(self._news())
             if signals.received:
                 break
             if time.monotonic() >= look:
                 look = time.monotonic() + _LOOK
                 self._look()
 
-    def _decisions(self) -> list[Line]:
+    def _news(self) -> list[Line]:
+        """What came since, in its order. The kernel is read first: what it says is of decisions that came before."""
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        said = self._kernel.read() if self._kernel is not None else []
+        lines = self._decisions(booted)
+        for each in said:
+            self._kernel_lost += each.lost
+            line = self._joins.line(each, booted) if not each.lost else None
+            if line is not None:
+                lines.append(line)
+        return sorted(lines, key=lambda line: line.time)
+
+    def _decisions(self, booted: float) -> list[Line]:
         names = self._lookup.names
         found = sorted(events.decode(raw, self._layout, self._reasons) for raw in self._session.rings.read())
         lines: list[Line] = []
@@ -156,6 +198,8 @@ class _Trace:
             if not self._filter.fits(view):
                 continue
             lines.append(view)
+            if self._kernel is not None:
+                self._joins.remember(view)
             if self._left is not None:
                 self._left -= 1
                 if not self._left:
@@ -163,10 +207,12 @@ class _Trace:
         return lines
 
     def _look(self) -> None:
-        lost = self._session.word.lost()
-        if lost:
-            self._lost_any = True
-            self._print([model.Lost(time=events.utc(time.time()), what="decisions", count=lost)])
+        lost, self._kernel_lost = (self._session.word.lost(), self._kernel_lost), 0
+        now = events.utc(time.time())
+        lines = [model.Lost(time=now, what="decisions", count=lost[0])] if lost[0] else []
+        lines += [model.Lost(time=now, what="kernel events", count=lost[1])] if lost[1] else []
+        self._lost_any = self._lost_any or bool(lines)
+        self._print(lines)
         if self._filter.names_services:
             before = dict(self._filter.wanted)
             if self._filter.renumber(self._lookup.read()) != before:

@@ -20,13 +20,14 @@ Line = dict[str, Any]
 
 
 class Trace:
-    """``trace -o json`` with these words, from the moment on that the programs tell."""
+    """``trace -o json`` with these words, from the moment on that the programs tell. ``kernel``: what it says, too."""
 
-    def __init__(self, node: Node, *words: str, output: str = "json", **environment: str) -> None:
+    def __init__(self, node: Node, *words: str, output: str = "json", kernel: bool = False, **environment: str) -> None:
         known = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
         known["PYEBPF_PROXY_DIRECTORY"] = str(node.agent.directory)
+        told = ["trace", *words, *(() if kernel else ("--no-kernel",)), "-o", output]
         self.process = subprocess.Popen(
-            ["ip", "netns", "exec", node.namespace.name, *command(), "trace", *words, "-o", output],
+            ["ip", "netns", "exec", node.namespace.name, *command(), *told],
             env=known | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -185,6 +185,32 @@ class Btf:
                 }
         raise StaleObjectError(self.origin, f"no enum {name}")
 
+    def offset(self, struct_name: str, *path: str) -> int:
+        """Bytes from the beginning of a struct to a member, to a member of that, …; unnamed ones are looked into."""
+        number, offset = self._structs.get(struct_name, 0), 0
+        for name in path:
+            found = self._member(number, name)
+            if found is None:
+                raise StaleObjectError(self.origin, f"struct {struct_name} has no {'.'.join(path)}")
+            number, bits = found
+            offset += bits // 8
+        return offset
+
+    def _member(self, number: int, wanted: str) -> tuple[int, int] | None:
+        """Type, and offset in bits, of a member."""
+        t = self._types[self._resolve(number)]
+        if t.kind not in (_STRUCT, _UNION):
+            return None
+        for i in range(t.vlen):
+            name, kind, offset = struct.unpack_from("=III", self._types_raw, t.at + 12 * i)
+            at = offset & 0xFFFFFF if t.flag else offset
+            if name and self._string(name) == wanted:
+                return kind, at
+            inner = None if name else self._member(kind, wanted)
+            if inner is not None:
+                return inner[0], at + inner[1]
+        return None
+
     def variable(self, section: str, name: str) -> tuple[int, int]:
         """Offset and size of a global variable in its section (".rodata")."""
         for t in self._types:

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which decision an event of the kernel belongs to, by addresses and ports. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from pyebpf_proxy.see import model
+from pyebpf_proxy.services.addresses import format_address_port
+from pyebpf_proxy.services.model import Protocol
+from pyebpf_proxy.trace.events import utc
+from pyebpf_proxy.trace.kernel import Said
+
+#: Decisions that are remembered; the oldest are forgotten first.
+ROOM = 32768
+_STATES = (
+    *("", "ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "TIME_WAIT", "CLOSE", "CLOSE_WAIT"),
+    *("LAST_ACK", "LISTEN", "CLOSING", "NEW_SYN_RECV"),
+)
+_ESTABLISHED = 1
+Ends = tuple[str, str, str]
+#: What a closed socket still held is thrown away: no packet got lost.
+_NOT_LOST = "sk_stream_kill_queues"
+
+
+class Joins:
+    """The decisions that were printed. ``own``: number of the network namespace that this is asked in."""
+
+    def __init__(self, reasons: Mapping[int, str], device: Callable[[int], str], own: int) -> None:
+        self._reasons = reasons
+        self._device = device
+        self._own = own
+        self._flows: dict[Ends, model.Decision] = {}
+
+    def remember(self, decision: model.Decision) -> None:
+        """As the client sends it, and as the endpoint gets it. A socket has no port yet when it is decided on."""
+        self._put(decision, decision.source, decision.destination)
+        if decision.endpoint:
+            self._put(decision, decision.masqueraded_as or decision.source, decision.endpoint)
+        while len(self._flows) > ROOM:
+            del self._flows[next(iter(self._flows))]
+
+    def _put(self, decision: model.Decision, client: str, server: str) -> None:
+        key = (decision.protocol, client, server)
+        # Taken out first: what is put anew is the youngest.
+        self._flows.pop(key, None)
+        self._flows[key] = decision
+
+    def line(self, said: Said, booted: float) -> model.KernelDrop | model.TcpState | None:
+        """What the kernel said, if it is of a flow that was decided on."""
+        if said.where == _NOT_LOST:
+            return None
+        try:
+            protocol = Protocol(said.protocol).name
+        except ValueError:
+            return None
+        source = format_address_port(bytes.fromhex(said.source), said.source_port)
+        destination = format_address_port(bytes.fromhex(said.destination), said.destination_port)
+        found = self._find(protocol, source, destination)
+        if found is None:
+            return None
+        client, asked, service = found.source, found.destination, found.service
+        time, netns = utc(booted + said.when / 1e9), said.netns if said.netns != self._own else 0
+        if said.state:
+            return model.TcpState(
+                time=time,
+                protocol=protocol,
+                source=source,
+                destination=destination,
+                client=client,
+                asked=asked,
+                service=service,
+                before=_STATES[said.reason] if said.reason < len(_STATES) else str(said.reason),
+                now="ESTABLISHED" if said.state == _ESTABLISHED else "CLOSE",
+                netns=netns,
+            )
+        return model.KernelDrop(
+            time=time,
+            protocol=protocol,
+            source=source,
+            destination=destination,
+            client=client,
+            asked=asked,
+            service=service,
+            reason=self._reasons.get(said.reason, f"reason {said.reason:#x}"),
+            where=said.where,
+            device=self._device(said.ifindex) if said.ifindex and not netns else "",
+            netns=netns,
+        )
+
+    def _find(self, protocol: str, one: str, other: str) -> model.Decision | None:
+        for client, server in ((one, other), (other, one)):
+            for known in (client, client.rpartition(":")[0] + ":0"):
+                found = self._flows.get((protocol, known, server))
+                if found is not None:
+                    return found
+        return None

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parent's side of :mod:`kernel_side`: starts it where it can run, reads what it says, ends it."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
+
+#: The interpreter that Debian's python3-bpfcc is for. The environment may name another one.
+INTERPRETER = "/usr/bin/python3"
+INTERPRETER_VARIABLE = "PYEBPF_PROXY_BCC_PYTHON"
+_BTF = Path("/sys/kernel/btf/vmlinux")
+_SCRIPT = Path(__file__).with_name("kernel_side.py")
+_START_SECONDS = 30.0
+_REMEDY = "apt-get install python3-bpfcc"
+_OFFSETS = {
+    "SKB_HEAD": ("sk_buff", "head"),
+    "SKB_NETWORK": ("sk_buff", "network_header"),
+    "SKB_PROTOCOL": ("sk_buff", "protocol"),
+    "SKB_DEV": ("sk_buff", "dev"),
+    "DEV_IFINDEX": ("net_device", "ifindex"),
+    "DEV_NET": ("net_device", "nd_net", "net"),
+    "NET_INUM": ("net", "ns", "inum"),
+    "SOCK_PROTOCOL": ("sock", "sk_protocol"),
+    "SOCK_FAMILY": ("sock_common", "skc_family"),
+    # skc_num is 0 already when a socket is closed.
+    "SOCK_SPORT": ("inet_sock", "inet_sport"),
+    "SOCK_DPORT": ("sock_common", "skc_dport"),
+    "SOCK_SADDR": ("sock_common", "skc_rcv_saddr"),
+    "SOCK_DADDR": ("sock_common", "skc_daddr"),
+    "SOCK_SADDR6": ("sock_common", "skc_v6_rcv_saddr"),
+    "SOCK_DADDR6": ("sock_common", "skc_v6_daddr"),
+    "SOCK_NET": ("sock_common", "skc_net", "net"),
+}
+
+
+class Said(msgspec.Struct):
+    """A line of kernel_side. ``state``: the new TCP state, and ``reason`` the old one; 0: ``reason`` of a drop."""
+
+    when: int = 0
+    where: str = ""
+    netns: int = 0
+    ifindex: int = 0
+    reason: int = 0
+    state: int = 0
+    protocol: int = 0
+    source: str = ""
+    source_port: int = 0
+    destination: str = ""
+    destination_port: int = 0
+    lost: int = 0
+    ready: bool = False
+
+
+class MissingError(Exception):
+    """Why the kernel cannot be listened to, and what to do, in a line."""
+
+
+class Kernel:
+    """The kernel's events, until :meth:`close`. MissingError if they cannot be had."""
+
+    def __init__(self, pins: Path, room: int) -> None:
+        try:
+            btf = Btf(_BTF.read_bytes(), str(_BTF))
+            offsets = {name: btf.offset(*path) for name, path in _OFFSETS.items()}
+            reasons = btf.enum("skb_drop_reason")
+        except (OSError, ValueError, StaleObjectError) as error:
+            raise MissingError(f"the kernel's types cannot be read: {error}") from None
+        #: Names of the reasons for which the kernel drops packets, by number.
+        self.reasons = {number: name.removeprefix("SKB_DROP_REASON_") for name, number in reasons.items()}
+        self._decoder = msgspec.json.Decoder(Said)
+        self._rest = b""
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        interpreter = os.environ.get(INTERPRETER_VARIABLE) or INTERPRETER
+        asked = {"parent": os.getpid(), "pins": str(pins), "offsets": offsets, "pages": max(1, room // 4096)}
+        try:
+            self._process = subprocess.Popen(
+                [interpreter, "-I", str(_SCRIPT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+            )
+        except OSError as error:
+            self._errors.close()
+            raise MissingError(f"{interpreter}: {error.strerror}; it is for python3-bpfcc: {_REMEDY}") from None
+        try:
+            self._start(msgspec.json.encode(asked), interpreter)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, asked: bytes, interpreter: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(asked + b"\n")
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        end = time.monotonic() + _START_SECONDS
+        while select.select([self.fd], [], [], max(0.0, end - time.monotonic()))[0]:
+            if any(said.ready for said in self.read()):
+                return
+            if self._ended:
+                break
+        self._process.kill()
+        self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        last = lines[-1] if lines else "no answer"
+        if "No module named 'bcc'" in last:
+            raise MissingError(f"bcc is not installed for {interpreter}: {_REMEDY}")
+        raise MissingError(f"bcc could not be started: {last}")
+
+    @property
+    def fd(self) -> int:
+        """To poll: readable while something was said."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    _ended = False
+
+    def read(self) -> list[Said]:
+        """What was said since. Empty when there is nothing, or it has ended."""
+        if self._ended or not select.select([self.fd], [], [], 0)[0]:
+            return []
+        data = os.read(self.fd, 1 << 20)
+        self._ended = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [self._decoder.decode(line) for line in lines]
+
+    @property
+    def ended(self) -> bool:
+        """It says nothing more."""
+        return self._ended
+
+    def close(self) -> None:
+        """End the process, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        self._errors.close()

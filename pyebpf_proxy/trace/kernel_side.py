@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernel says of packets and connections of services: a program of its own, run by Debian's own Python.
+
+bcc is there for that Python alone, so nothing of this project is imported here. What the kernel's structs look like is
+told on stdin (one line of JSON, see :mod:`kernel`), since bcc cannot tell without the kernel's headers. Each event is a
+line of JSON on stdout. It ends with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import struct
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PROGRAM = r"""
+struct place4 { u8 address[4]; u16 port; u8 protocol; u8 zero; };
+struct place6 { u8 address[16]; u16 port; u8 protocol; u8 zero; };
+struct end4 { u32 service; u8 address[4]; u16 port; u8 protocol; u8 zero; };
+struct end6 { u32 service; u8 address[16]; u16 port; u8 protocol; u8 zero; };
+
+BPF_TABLE_PINNED("hash", struct place4, u64, frontends4, 1, "@PINS@/frontends4");
+BPF_TABLE_PINNED("hash", struct place6, u64, frontends6, 1, "@PINS@/frontends6");
+BPF_TABLE_PINNED("hash", struct end4, u32, endpoints4, 1, "@PINS@/endpoints4");
+BPF_TABLE_PINNED("hash", struct end6, u32, endpoints6, 1, "@PINS@/endpoints6");
+BPF_PERF_OUTPUT(said);
+
+struct event {
+    u64 when, location;
+    u32 netns, ifindex, reason;
+    u16 source_port, destination_port;
+    u8 state, protocol, ipv6, zero;
+    u8 source[16], destination[16];
+};
+
+#define READ(to, from, offset) bpf_probe_read_kernel(&(to), sizeof(to), (void *)((u64)(from) + (offset)))
+
+static int is_ours4(u8 *address, u16 port, u8 protocol)
+{
+    struct place4 place = { .port = port, .protocol = protocol };
+    struct end4 end = { .port = port, .protocol = protocol };
+
+    __builtin_memcpy(place.address, address, 4);
+    __builtin_memcpy(end.address, address, 4);
+    return frontends4.lookup(&place) || endpoints4.lookup(&end);
+}
+
+static int is_ours6(u8 *address, u16 port, u8 protocol)
+{
+    struct place6 place = { .port = port, .protocol = protocol };
+    struct end6 end = { .port = port, .protocol = protocol };
+
+    __builtin_memcpy(place.address, address, 16);
+    __builtin_memcpy(end.address, address, 16);
+    return frontends6.lookup(&place) || endpoints6.lookup(&end);
+}
+
+/* A NodePort is at no address. */
+static int is_of_services(struct event *e)
+{
+    u8 any[16] = {};
+
+    if (e->ipv6)
+        return is_ours6(e->source, e->source_port, e->protocol) ||
+               is_ours6(e->destination, e->destination_port, e->protocol) ||
+               is_ours6(any, e->destination_port, e->protocol);
+    return is_ours4(e->source, e->source_port, e->protocol) ||
+           is_ours4(e->destination, e->destination_port, e->protocol) ||
+           is_ours4(any, e->destination_port, e->protocol);
+}
+
+static u32 number_of(void *net)
+{
+    u32 number = 0;
+
+    if (net)
+        READ(number, net, NET_INUM);
+    return number;
+}
+
+static int swapped(u16 number)
+{
+    return (u16)(number << 8 | number >> 8);
+}
+
+static int read_ports(struct event *e, void *at)
+{
+    u16 ports[2];
+
+    if (READ(ports, at, 0))
+        return 0;
+    e->source_port = swapped(ports[0]);
+    e->destination_port = swapped(ports[1]);
+    return 1;
+}
+
+static int read_packet(struct event *e, void *skb)
+{
+    u16 network = 0, protocol = 0;
+    void *head = 0, *ip;
+    u8 first = 0;
+
+    READ(head, skb, SKB_HEAD);
+    READ(network, skb, SKB_NETWORK);
+    READ(protocol, skb, SKB_PROTOCOL);
+    ip = (void *)((u64)head + network);
+    if (protocol == 0x0008) {
+        READ(first, ip, 0);
+        READ(e->protocol, ip, 9);
+        bpf_probe_read_kernel(e->source, 4, (void *)((u64)ip + 12));
+        bpf_probe_read_kernel(e->destination, 4, (void *)((u64)ip + 16));
+        return first >> 4 == 4 && read_ports(e, (void *)((u64)ip + (first & 15) * 4));
+    }
+    if (protocol != 0xdd86)
+        return 0;
+    e->ipv6 = 1;
+    READ(e->protocol, ip, 6);
+    bpf_probe_read_kernel(e->source, 16, (void *)((u64)ip + 8));
+    bpf_probe_read_kernel(e->destination, 16, (void *)((u64)ip + 24));
+    return read_ports(e, (void *)((u64)ip + 40));
+}
+
+RAW_TRACEPOINT_PROBE(kfree_skb)
+{
+    struct event e = {};
+    void *skb = (void *)ctx->args[0], *device = 0, *net = 0;
+
+    if (!read_packet(&e, skb) || !is_of_services(&e))
+        return 0;
+    e.when = bpf_ktime_get_boot_ns();
+    e.location = ctx->args[1];
+    e.reason = ctx->args[2];
+    READ(device, skb, SKB_DEV);
+    if (device) {
+        READ(e.ifindex, device, DEV_IFINDEX);
+        READ(net, device, DEV_NET);
+    }
+    e.netns = number_of(net);
+    said.perf_submit(ctx, &e, sizeof(e));
+    return 0;
+}
+
+RAW_TRACEPOINT_PROBE(inet_sock_set_state)
+{
+    void *sk = (void *)ctx->args[0], *net = 0;
+    int from = ctx->args[1], to = ctx->args[2];
+    u16 family = 0, protocol = 0, port = 0;
+    struct event e = {};
+
+    /* That a connection is there, and that it is no more. */
+    if (to != 1 && to != 7)
+        return 0;
+    READ(protocol, sk, SOCK_PROTOCOL);
+    READ(family, sk, SOCK_FAMILY);
+    READ(port, sk, SOCK_SPORT);
+    e.source_port = swapped(port);
+    READ(port, sk, SOCK_DPORT);
+    e.destination_port = swapped(port);
+    e.protocol = protocol;
+    e.ipv6 = family == 10;
+    if (e.ipv6) {
+        bpf_probe_read_kernel(e.source, 16, (void *)((u64)sk + SOCK_SADDR6));
+        bpf_probe_read_kernel(e.destination, 16, (void *)((u64)sk + SOCK_DADDR6));
+    } else {
+        bpf_probe_read_kernel(e.source, 4, (void *)((u64)sk + SOCK_SADDR));
+        bpf_probe_read_kernel(e.destination, 4, (void *)((u64)sk + SOCK_DADDR));
+    }
+    if (!is_of_services(&e))
+        return 0;
+    e.when = bpf_ktime_get_boot_ns();
+    e.reason = from;
+    e.state = to;
+    READ(net, sk, SOCK_NET);
+    e.netns = number_of(net);
+    said.perf_submit(ctx, &e, sizeof(e));
+    return 0;
+}
+"""
+
+#: As much of the kernel's headers as bcc's own ask for: the program above reads by offsets.
+HEADERS = {
+    "linux/kconfig.h": "#define CONFIG_BPF_SYSCALL 1\n",
+    "linux/version.h": "#define KERNEL_VERSION(a, b, c) (((a) << 16) + ((b) << 8) + (c))\n"
+    "#define LINUX_VERSION_CODE KERNEL_VERSION(6, 1, 0)\n",
+    "linux/types.h": "#ifndef TYPES_H\n#define TYPES_H\n"
+    + "".join(
+        f"typedef unsigned {c} __u{n}, u{n}; typedef signed {c} __s{n}, s{n};\n"
+        for n, c in ((8, "char"), (16, "short"), (32, "int"), (64, "long long"))
+    )
+    + "typedef __u16 __be16, __le16, __sum16; typedef __u32 __be32, __le32, __wsum;\n"
+    "typedef __u64 __be64, __le64, __aligned_u64; typedef _Bool bool;\n"
+    "typedef unsigned long size_t, uintptr_t;\n#define NULL ((void *)0)\n#endif\n",
+    "linux/bpf_common.h": "",
+    "linux/log2.h": "",
+    "asm/page.h": "",
+    "uapi/linux/bpf.h": "",
+    "uapi/linux/ptrace.h": "",
+    "uapi/linux/if_packet.h": "",
+    "uapi/linux/if_ether.h": "",
+}
+EVENT = struct.Struct("=QQIIIHHBBBx16s16s")
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Say ``{"ready": true}``, then events, until the parent ends."""
+    asked = json.loads(sys.stdin.readline())
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != asked["parent"]:
+        return 1
+    # Ctrl-C is for the parent, who prints what is left.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    kernel = load(asked["pins"], asked["offsets"])
+    lines: list[str] = []
+    lost = 0
+
+    def take(_cpu: int, data: Any, size: int) -> None:
+        lines.append(told(ctypes.string_at(data, size), kernel))
+
+    def miss(count: int) -> None:
+        nonlocal lost
+        lost += count
+
+    kernel["said"].open_perf_buffer(take, page_cnt=asked["pages"], lost_cb=miss)
+    print('{"ready": true}', flush=True)
+    while True:
+        kernel.perf_buffer_poll(timeout=200)
+        if lost:
+            lines.append(json.dumps({"lost": lost}))
+            lost = 0
+        if lines:
+            sys.stdout.write("\n".join(lines) + "\n")
+            sys.stdout.flush()
+            lines.clear()
+
+
+def load(pins: str, offsets: dict[str, int]) -> Any:
+    """The programs, compiled and attached; they are gone with this process."""
+    from bcc import BPF
+
+    flags = [f"-D{name}={offset}" for name, offset in offsets.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in HEADERS.items():
+            path = Path(folder, "include", name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        os.environ["BCC_KERNEL_SOURCE"] = folder
+        return BPF(text=PROGRAM.replace("@PINS@", pins), cflags=flags)
+
+
+def told(raw: bytes, kernel: Any) -> str:
+    """One event as JSON: addresses in hexadecimal, in network order."""
+    when, location, netns, ifindex, reason, *rest = EVENT.unpack_from(raw)
+    source_port, destination_port, state, protocol, ipv6, source, destination = rest
+    size = 16 if ipv6 else 4
+    where = kernel.ksym(location).decode(errors="replace") if location else ""
+    return (
+        f'{{"when":{when},"where":"{where}","netns":{netns},"ifindex":{ifindex},"reason":{reason},"state":{state},'
+        f'"protocol":{protocol},"source":"{source[:size].hex()}","source_port":{source_port},'
+        f'"destination":"{destination[:size].hex()}","destination_port":{destination_port}}}'
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

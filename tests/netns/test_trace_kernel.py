@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernel says of packets and connections, beside the decisions that they belong to (bcc)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import wait_until
+from trace_tools import Trace
+
+from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
+from pyebpf_proxy.lab.client import ask
+from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.trace.kernel import INTERPRETER, INTERPRETER_VARIABLE
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 10)
+NEARBY = Kind("nearby", 13, externalTrafficPolicy="Local")
+REMEDY = "apt-get install python3-bpfcc"
+
+
+@pytest.fixture(scope="module")
+def bcc() -> None:
+    tried = subprocess.run([INTERPRETER, "-I", "-c", "import bcc"], capture_output=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"{INTERPRETER} has no bcc: {REMEDY}")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Lab]:
+    with Lab(nodes=2) as made:
+        pod = made.add_pod("web-2", made.nodes[1])
+        WEB.endpoints = NEARBY.endpoints = (pod,)
+        write_nodes(made)
+        write_services(made, WEB, NEARBY)
+        made.start_agents()
+        yield made
+
+
+@pytest.fixture
+def node(world: Lab) -> Node:
+    return world.nodes[0]
+
+
+@pytest.mark.usefixtures("bcc")
+def test_the_kernel_is_heard_beside_the_decisions(world: Lab, node: Node) -> None:
+    with Trace(node, kernel=True) as trace:
+        assert trace.said == ["tracing; Ctrl-C ends it"]
+        assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
+        (served,) = trace.until(kind="Decision", verdict="served")
+        states = trace.until(count=2, kind="TcpState", client=served["source"], now="ESTABLISHED")
+        trace.until(kind="TcpState", client=served["source"], now="CLOSE")
+        assert world.client.call(ask, vip(13).v6, 53, "udp", timeout=0.2).kind == "timed out"
+        (dropped,) = trace.until(kind="Decision", reason="drop_no_local_endpoints")
+        (lost,) = trace.until(kind="KernelDrop", service="default/nearby:dns")
+    ends = {(each["source"], each["destination"]) for each in states}
+    assert ends == {(served["source"], served["destination"]), (served["endpoint"], served["masqueradedAs"])}
+    for each in states:
+        assert (each["asked"], each["service"]) == (f"{vip(10).v4}:80", "default/web:http")
+        assert each["netns"] > 0
+    assert {each["before"] for each in states} == {"SYN_SENT", "SYN_RECV"}
+    assert (lost["source"], lost["destination"]) == (dropped["source"], dropped["destination"])
+    assert lost["source"].startswith(f"[{CLIENT.v6}]:")
+    assert (lost["reason"], lost["device"], lost["netns"], lost["protocol"]) == ("TC_INGRESS", "eth0", 0, "UDP")
+    assert lost["where"].startswith("__netif_receive_skb_core")
+
+
+@pytest.mark.usefixtures("bcc")
+def test_connections_of_the_node_itself(node: Node) -> None:
+    with Trace(node, "web", kernel=True) as trace:
+        assert node.namespace.call(ask, cluster_ip(10).v6, 80).kind == "answered"
+        (state,) = trace.until(kind="TcpState", now="ESTABLISHED", netns=0)
+    assert (state["asked"], state["before"]) == (f"[{cluster_ip(10).v6}]:80", "SYN_SENT")
+    assert state["destination"] == f"[{WEB.endpoints[0].address.v6}]:8080"
+
+
+@pytest.mark.usefixtures("bcc")
+def test_a_filter_is_for_the_kernel_too(world: Lab, node: Node) -> None:
+    with Trace(node, "nearby", kernel=True) as trace:
+        assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
+        world.client.call(ask, vip(13).v4, 53, "udp", timeout=0.2)
+        trace.until(kind="KernelDrop")
+    assert {line["service"] for line in trace.lines} == {"default/nearby:dns"}
+
+
+@pytest.mark.usefixtures("bcc")
+def test_its_process_ends_with_it(node: Node) -> None:
+    with Trace(node, kernel=True) as trace:
+        own = trace.process.pid
+        (child,) = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+        assert b"kernel_side.py" in Path("/proc", child, "cmdline").read_bytes()
+        os.kill(own, signal.SIGKILL)
+        wait_until(lambda: not Path("/proc", child).exists(), "it is gone")
+
+
+def test_without_bcc(world: Lab, node: Node, tmp_path: Path) -> None:
+    """Decisions are shown, and what to install is said."""
+    bare = tmp_path / "python3"
+    bare.write_text(f'#!/bin/sh\nexec {INTERPRETER} -S "$@"\n')
+    bare.chmod(0o755)
+    nothing = tmp_path / "nothing"
+    for interpreter, why in (
+        (bare, f"bcc is not installed for {bare}: {REMEDY}"),
+        (nothing, f"{nothing}: No such file or directory; it is for python3-bpfcc: {REMEDY}"),
+    ):
+        with Trace(node, kernel=True, **{INTERPRETER_VARIABLE: str(interpreter)}) as trace:
+            assert trace.said[0] == f"not shown: what the kernel drops, and TCP states: {why}"
+            assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
+            trace.until(kind="Decision")
+        assert {line["kind"] for line in trace.lines} == {"Decision"}
