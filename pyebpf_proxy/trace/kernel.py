@@ -20,6 +20,7 @@ INTERPRETER_VARIABLE = "PYEBPF_PROXY_BCC_PYTHON"
 _BTF = Path("/sys/kernel/btf/vmlinux")
 _SCRIPT = Path(__file__).with_name("kernel_side.py")
 _START_SECONDS = 30.0
+_END_SECONDS = 5.0
 _REMEDY = "apt-get install python3-bpfcc"
 _OFFSETS = {
     "SKB_HEAD": ("sk_buff", "head"),
@@ -80,7 +81,12 @@ class Kernel:
         self._rest = b""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         interpreter = os.environ.get(INTERPRETER_VARIABLE) or INTERPRETER
-        asked = {"parent": os.getpid(), "pins": str(pins), "offsets": offsets, "pages": max(1, room // 4096)}
+        asked = {
+            "parent": os.getpid(),
+            "pins": str(pins),
+            "offsets": offsets,
+            "pages": 1 << max(0, (room // 4096 - 1).bit_length()),
+        }
         try:
             self._process = subprocess.Popen(
                 [interpreter, "-I", str(_SCRIPT)],
@@ -135,6 +141,15 @@ class Kernel:
         self._ended = not data
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [self._decoder.decode(line) for line in lines]
+
+    def rest(self) -> list[Said]:
+        """Ask it to end: all that it has still to say, if it takes no longer than a few seconds."""
+        self._process.terminate()
+        end = time.monotonic() + _END_SECONDS
+        found: list[Said] = []
+        while not self._ended and select.select([self.fd], [], [], max(0.0, end - time.monotonic()))[0]:
+            found += self.read()
+        return found
 
     @property
     def ended(self) -> bool:

@@ -29,6 +29,7 @@ BPF_TABLE_PINNED("hash", struct place6, u64, frontends6, 1, "@PINS@/frontends6")
 BPF_TABLE_PINNED("hash", struct end4, u32, endpoints4, 1, "@PINS@/endpoints4");
 BPF_TABLE_PINNED("hash", struct end6, u32, endpoints6, 1, "@PINS@/endpoints6");
 BPF_PERF_OUTPUT(said);
+BPF_ARRAY(missed, u64, 1);
 
 struct event {
     u64 when, location;
@@ -72,6 +73,14 @@ static int is_of_services(struct event *e)
     return is_ours4(e->source, e->source_port, e->protocol) ||
            is_ours4(e->destination, e->destination_port, e->protocol) ||
            is_ours4(any, e->destination_port, e->protocol);
+}
+
+static void say(void *ctx, struct event *e)
+{
+    int zero = 0;
+
+    if (said.perf_submit(ctx, e, sizeof(*e)))
+        missed.atomic_increment(zero);
 }
 
 static u32 number_of(void *net)
@@ -141,7 +150,7 @@ RAW_TRACEPOINT_PROBE(kfree_skb)
         READ(net, device, DEV_NET);
     }
     e.netns = number_of(net);
-    said.perf_submit(ctx, &e, sizeof(e));
+    say(ctx, &e);
     return 0;
 }
 
@@ -177,7 +186,7 @@ RAW_TRACEPOINT_PROBE(inet_sock_set_state)
     e.state = to;
     READ(net, sk, SOCK_NET);
     e.netns = number_of(net);
-    said.perf_submit(ctx, &e, sizeof(e));
+    say(ctx, &e);
     return 0;
 }
 """
@@ -215,28 +224,31 @@ def main() -> int:
         return 1
     # Ctrl-C is for the parent, who prints what is left.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ending: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: ending.append(number))
     kernel = load(asked["pins"], asked["offsets"])
     lines: list[str] = []
-    lost = 0
+    missed, said = kernel["missed"], 0
 
     def take(_cpu: int, data: Any, size: int) -> None:
         lines.append(told(ctypes.string_at(data, size), kernel))
 
-    def miss(count: int) -> None:
-        nonlocal lost
-        lost += count
-
-    kernel["said"].open_perf_buffer(take, page_cnt=asked["pages"], lost_cb=miss)
+    kernel["said"].open_perf_buffer(take, page_cnt=asked["pages"], lost_cb=lambda count: None)
     print('{"ready": true}', flush=True)
-    while True:
-        kernel.perf_buffer_poll(timeout=200)
-        if lost:
-            lines.append(json.dumps({"lost": lost}))
-            lost = 0
+    last = False
+    while not last:
+        # What came before the signal is still told.
+        last = bool(ending)
+        kernel.perf_buffer_poll(timeout=0 if last else 200)
+        lost = missed[0].value
+        if lost != said:
+            lines.append(json.dumps({"lost": lost - said}))
+            said = lost
         if lines:
             sys.stdout.write("\n".join(lines) + "\n")
             sys.stdout.flush()
             lines.clear()
+    return 0
 
 
 def load(pins: str, offsets: dict[str, int]) -> Any:

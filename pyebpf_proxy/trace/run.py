@@ -21,7 +21,7 @@ from pyebpf_proxy.see.text import paper
 from pyebpf_proxy.trace import events
 from pyebpf_proxy.trace.filters import Filter, Known
 from pyebpf_proxy.trace.joins import Joins
-from pyebpf_proxy.trace.kernel import Kernel, MissingError
+from pyebpf_proxy.trace.kernel import Kernel, MissingError, Said
 from pyebpf_proxy.trace.lines import Line, printed
 from pyebpf_proxy.trace.names import Lookup
 from pyebpf_proxy.trace.session import Session
@@ -39,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, metavar="N", help="end after so many decisions")
     parser.add_argument("--duration", metavar="TIME", help="end after this time: 30s, 5m")
     parser.add_argument("--no-kernel", action="store_true", help="decisions alone, not what the kernel says")
-    parser.add_argument("--buffer", type=int, default=256, metavar="KIB", help="of each CPU's ring (default 256)")
+    parser.add_argument("--buffer", type=int, default=1024, metavar="KIB", help="of each CPU's ring (default 1024)")
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -143,6 +143,8 @@ class _Trace:
         """Print what comes, until enough has, or a signal: what was decided before it is still printed."""
         with _Signals() as signals:
             self._follow(seconds, signals)
+            if self._kernel is not None:
+                self._print(self._news(self._kernel.rest()))
         self._look()
         if signals.received:
             return 128 + signals.received
@@ -170,17 +172,18 @@ class _Trace:
                 poll.unregister(self._kernel.fd)
                 self._kernel = None
                 print("what the kernel says has ended", file=sys.stderr, flush=True)
-            self._print(self._news())
-            if signals.received:
+            # What comes while lines are printed is read by another turn.
+            last = bool(signals.received)
+            self._print(self._news(self._kernel.read() if self._kernel is not None else []))
+            if last:
                 break
             if time.monotonic() >= look:
                 look = time.monotonic() + _LOOK
                 self._look()
 
-    def _news(self) -> list[Line]:
-        """What came since, in its order. The kernel is read first: what it says is of decisions that came before."""
+    def _news(self, said: list[Said]) -> list[Line]:
+        """What came since, in its order. The kernel was read first: what it says is of decisions that came before."""
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        said = self._kernel.read() if self._kernel is not None else []
         lines = self._decisions(booted)
         for each in said:
             self._kernel_lost += each.lost
