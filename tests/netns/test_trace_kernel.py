@@ -87,7 +87,8 @@ def test_a_filter_is_for_the_kernel_too(world: Lab, node: Node) -> None:
         assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
         world.client.call(ask, vip(13).v4, 53, "udp", timeout=0.2)
         trace.until(kind="KernelDrop")
-    assert {line["service"] for line in trace.lines} == {"default/nearby:dns"}
+    # Other labs on this machine have the same addresses, and may be loud: what is lost is theirs.
+    assert {line["service"] for line in trace.lines if line["kind"] != "Lost"} == {"default/nearby:dns"}
 
 
 @pytest.mark.usefixtures("bcc")
