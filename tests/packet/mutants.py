@@ -171,7 +171,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "XDP: UDP without a checksum gets one": ("xdp.h", "p->protocol == UDP && !*check", "false"),
     "XDP: turning points by the cache": ("xdp.bpf.c", "&& !is_turning_point(&p)", ""),
     "XDP: counted as tc counts": ("xdp.h", "count(XDP_FLOW_HIT);", "count(FLOW_HIT);"),
-    "trace: everything told": ("trace.h", "if (!is_wanted(t, &event))", "if (false)"),
+    "trace: everything told": ("trace.h", "!is_wanted(t, &event)", "!is_wanted(t, &event) && !p"),
     "trace: the other family's addresses": ("trace.h", "if (t->family != (ipv6 ? 6 : 4))", "if (false)"),
     "trace: losses not counted": ("trace.h", "__sync_fetch_and_add(&t->lost, 1);", ";"),
     "trace: goes on for nobody": ("trace.h", "t->process = 0;", ";"),
