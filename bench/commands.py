@@ -61,7 +61,7 @@ def once(node: Node, arguments: tuple[str, ...], cache: str) -> tuple[float, flo
 
 
 def run(quick: bool) -> Result:
-    rounds = 5 if quick else 25
+    rounds = 3 if quick else 25
     speeds = speed()
     clock: dict[str, list[float]] = {" ".join(each): [] for each in COMMANDS}
     cpu: dict[str, list[float]] = {name: [] for name in clock}
