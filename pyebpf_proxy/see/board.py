@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import repeat
-from struct import Struct
 from typing import NamedTuple
 
 from pyebpf_proxy.see import state
-from pyebpf_proxy.see.maps import U32, Pinned, Row
+from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.meter import Amount, Meter, Place
+from pyebpf_proxy.see.some import Some, halves
 from pyebpf_proxy.see.state import Backend, Service
 
 _SLOT = struct.Struct("=II")
@@ -103,57 +103,12 @@ class Board:
             for number in range(begin, min(begin + step, len(new)))
             if new[number] != old[number]
         ]
-        found = state.read(_Some(self._maps, {number: _halves(new[number])[0] for number in numbers}))
+        found = state.read(Some(self._maps, {number: halves(new[number])[0] for number in numbers}))
         self.backends.update(found.backends)
         for number in numbers:
             self.services.pop(number, None)
         self.services.update(found.services)
         return list(found.services)
-
-
-class _Some:
-    """What :func:`state.read` asks of the maps, for a few services: looked up one by one. No addresses, no ranges."""
-
-    def __init__(self, maps: Pinned, tables: dict[int, int]) -> None:
-        self._maps = maps
-        self._tables = tables
-        self._ids: set[int] = set()
-        self.packer = maps.packer
-
-    def words(self, name: str) -> list[int]:
-        """``services``: zero but for those that are meant."""
-        words = self._maps.words(name)
-        if name != "services":
-            return words
-        return [word if number in self._tables else 0 for number, word in enumerate(words)]
-
-    def rows(self, name: str, key: Struct, value: Struct) -> Iterator[tuple[Row, Row]]:
-        """Entries of these services."""
-        if name == "tables":
-            return self._tables_rows(value)
-        if name == "service_names":
-            return self._looked_up(name, self._tables, value)
-        return self._looked_up(name, self._ids, value) if name.startswith("backends") else iter(())
-
-    def _tables_rows(self, value: Struct) -> Iterator[tuple[Row, Row]]:
-        slots = self._maps.words("slots")
-        for row in self._looked_up("tables", self._tables.values(), value):
-            _, first, cluster, local, *_ = row[1]
-            self._ids |= {_halves(word)[0] for word in slots[first : first + cluster + local]}
-            yield row
-
-    def _looked_up(self, name: str, numbers: Iterable[int], value: Struct) -> Iterator[tuple[Row, Row]]:
-        opened = self._maps.map(name)
-        for number in numbers:
-            found = opened.lookup(U32.pack(number)) if number else None
-            if found is not None:
-                yield (number,), value.unpack(found)
-
-
-def _halves(word: int) -> tuple[int, int]:
-    """The two numbers of a word as the programs have them: the first is the one at the lower address."""
-    first, second = _SLOT.unpack(word.to_bytes(8, sys.byteorder))
-    return first, second
 
 
 def _since(before: int, now: int) -> int:

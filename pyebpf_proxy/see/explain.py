@@ -17,6 +17,7 @@ from pyebpf_proxy.see.decide import Decision, Packet, World, decide, why_netfilt
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.programs import Programs, device_name
 from pyebpf_proxy.see.services import name_text, service_view
+from pyebpf_proxy.see.some import reached
 from pyebpf_proxy.see.state import Backend
 from pyebpf_proxy.see.text import ago, paper
 from pyebpf_proxy.services.addresses import format_address, format_address_port, parse_address
@@ -323,8 +324,9 @@ def ask(
     with Pinned(directory) as maps:
         node = Node(maps, programs.read(maps))
         packet = Packet(*asked, node.entrance(asked[0], device))
-        known = state.read(maps)
-        return explain(maps, packet, node, known, wanted(len(known.services)))
+        known = state.read(reached(maps, packet.destination, packet.protocol))
+        service_ports = sum(word != 0 for word in maps.words("services"))
+        return explain(maps, packet, node, known, wanted(service_ports))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -146,8 +146,8 @@ def read_names(maps: Rows) -> tuple[dict[int, ServicePortName], list[str]]:
     for (number,), (*texts, family, protocol) in maps.rows("service_names", Struct("=I"), layout):
         namespace, name, port = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
         try:
-            names[number] = ServicePortName(namespace, name, port, Protocol(protocol), Family(family))
-        except ValueError:
+            names[number] = ServicePortName(namespace, name, port, _PROTOCOLS[protocol], _FAMILIES[family])
+        except KeyError:
             problems.append(f"service {number} has a name that cannot be read")
     return names, problems
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service maps, as far as a few services go: not everything is read where one is asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container, Iterable, Iterator
+from struct import Struct
+
+from pyebpf_proxy.see.maps import U32, Pinned, Row
+from pyebpf_proxy.services.model import Protocol
+
+_SLOT = Struct("=II")
+
+
+class Some:
+    """What :func:`state.read` asks of the maps, for a few services: looked up one by one. ``whole``: maps that are read
+    all the same; of others, such as addresses and ranges, nothing is there.
+    """
+
+    def __init__(self, maps: Pinned, tables: dict[int, int], whole: Container[str] = ()) -> None:
+        """``tables``: by the number of the service."""
+        self._maps = maps
+        self._tables = tables
+        self._whole = whole
+        self._ids: set[int] = set()
+        self.packer = maps.packer
+
+    def words(self, name: str) -> list[int]:
+        """``services``: zero but for those that are meant."""
+        words = self._maps.words(name)
+        if name != "services":
+            return words
+        return [word if number in self._tables else 0 for number, word in enumerate(words)]
+
+    def rows(self, name: str, key: Struct, value: Struct) -> Iterator[tuple[Row, Row]]:
+        """Entries of these services."""
+        if name in self._whole:
+            return self._maps.rows(name, key, value)
+        if name == "tables":
+            return self._tables_rows(value)
+        if name == "service_names":
+            return self._looked_up(name, self._tables, value)
+        return self._looked_up(name, self._ids, value) if name.startswith("backends") else iter(())
+
+    def _tables_rows(self, value: Struct) -> Iterator[tuple[Row, Row]]:
+        slots = self._maps.words("slots")
+        for row in self._looked_up("tables", self._tables.values(), value):
+            _, first, cluster, local, *_ = row[1]
+            self._ids |= {halves(word)[0] for word in slots[first : first + cluster + local]}
+            yield row
+
+    def _looked_up(self, name: str, numbers: Iterable[int], value: Struct) -> Iterator[tuple[Row, Row]]:
+        opened = self._maps.map(name)
+        for number in numbers:
+            found = opened.lookup(U32.pack(number)) if number else None
+            if found is not None:
+                yield (number,), value.unpack(found)
+
+
+def halves(word: int) -> tuple[int, int]:
+    """The two numbers of a word as the programs have them: the first is the one at the lower address."""
+    first, second = _SLOT.unpack(word.to_bytes(8, sys.byteorder))
+    return first, second
+
+
+def reached(maps: Pinned, address: bytes, protocol: Protocol) -> Some:
+    """The services that are reached at an address, and those with NodePorts; every frontend. SeeError."""
+    family = 4 if len(address) == 4 else 6
+    key = maps.packer(f"frontend{family}_key", "address", "port", "protocol")
+    value = maps.packer("frontend", "service", "kind")
+    rows = maps.rows(f"frontends{family}", key, value)
+    numbers = {number for (at, _, _), (number, _) in rows if at == address or not any(at)}
+    words = maps.words("services")
+    whole = {"frontends4", "frontends6", "source_ranges4", "source_ranges6"}
+    # Only of UDP is it kept who serves on.
+    whole |= {"endpoints4", "endpoints6"} if protocol is Protocol.UDP else set()
+    return Some(maps, {number: halves(words[number])[0] for number in numbers if words[number]}, whole)
