@@ -55,8 +55,10 @@ def table(paper: Paper, head: Sequence[str], rows: Sequence[Sequence[Cell | str]
     head = [head[i] for i in used]
     cells = [[row[i] for i in used] for row in cells]
     natural = [max([len(title), *(len(row[i].text) for row in cells)]) for i, title in enumerate(head)]
-    least = [max(len(word) for row in cells for word in (title, *row[i].text.split())) for i, title in enumerate(head)]
-    widths = _widths(natural, least, paper.width)
+    widths: list[int] | None = natural
+    if sum(natural) + _GAP * (len(natural) - 1) > paper.width:
+        words = ((title, *(word for row in cells for word in row[i].text.split())) for i, title in enumerate(head))
+        widths = _widths(natural, [max(map(len, each)) for each in words], paper.width)
     if widths is None:
         return _blocks(paper, head, cells)
     lines = _row(paper, [Cell(title, "bold") for title in head], widths)
