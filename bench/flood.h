@@ -22,6 +22,6 @@ struct flood_made {
 #define FLOOD_CLOCK 256
 #define FLOOD_PAYLOAD 18		/* with 4 bytes of checksum that no virtual device has, 64 on the wire */
 #define FLOOD_FIRST_PORT 10000
-#define FLOOD_PORTS 0x4000		/* of each source address */
+#define FLOOD_PORTS 0x4000		/* of each source address; more than flows that take turns */
 
 #endif
