@@ -117,6 +117,11 @@ class Stream:
     def made(self) -> int:
         return int(self._made.value)
 
+    @property
+    def ended(self) -> bool:
+        """It is over though nobody told it to: lost."""
+        return self._task.done()
+
     def stop(self) -> Talk:
         self._stop.set()
         return self._task.result(2 * TIMEOUT)
@@ -198,7 +203,9 @@ def load(here: str) -> None:
     for line in sys.stdin:
         if line.strip() != "count":
             break
-        print(json.dumps(min(each.made for _, several in running for each in several)), flush=True)
+        # One that was lost is told at the end; it must not hold up the others.
+        going = [each for _, several in running for each in several if not (isinstance(each, Stream) and each.ended)]
+        print(json.dumps(min((each.made for each in going), default=sys.maxsize)), flush=True)
     for work, several in running:
         print(json.dumps([here, *_came_of(work, several)]), flush=True)
 
