@@ -144,18 +144,19 @@ def test_what_is_accepted_but_not_as_meant_is_a_warning(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--config", "/nonexistent/c.yaml"], "open /nonexistent/c.yaml: no such file or directory"),
+        (["--config", "{dir}/c.yaml"], "open {dir}/c.yaml: no such file or directory"),
         ([], "unable to load in-cluster configuration, KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT must be"),
-        (["--manifests", "/nonexistent"], "the manifests folder /nonexistent does not exist"),
+        (["--manifests", "{dir}/none"], "the manifests folder {dir}/none does not exist"),
         (["--manifests", "/etc/passwd"], "the manifests folder /etc/passwd is not a folder"),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(
     arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = tmp_path / "run" / "here"
-    assert main([*arguments, "--directory", str(directory)]) == 1
+    # A name that somebody else's folder may have would start an agent on this machine.
+    given = [each.format(dir=tmp_path) for each in arguments]
+    assert main([*given, "--directory", str(tmp_path / "run" / "here")]) == 1
     line = capsys.readouterr().err
-    assert expected in line
+    assert expected.format(dir=tmp_path) in line
     assert re.fullmatch(r"\S+Z error [^\n]*\n", line)
     assert list(tmp_path.iterdir()) == []

@@ -97,8 +97,8 @@ def test_nothing_can_be_run_beside_a_libvirtd_that_is_not_there(tmp_path: Path) 
     assert line == "libvirt.sh: none runs: vagrant/libvirt.sh start"
 
 
-def test_a_series_of_kernels_is_a_number() -> None:
-    line = refused(sys.executable, "-m", "tests.vagrant.kernel", "6.12.3-rc1", "initrd", "/nonexistent/target")
+def test_a_series_of_kernels_is_a_number(tmp_path: Path) -> None:
+    line = refused(sys.executable, "-m", "tests.vagrant.kernel", "6.12.3-rc1", "initrd", str(tmp_path / "target"))
     assert line == "kernel: LAB_KERNEL=6.12.3-rc1: a series as 6.12, or newest"
 
 
