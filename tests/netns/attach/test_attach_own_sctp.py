@@ -78,6 +78,17 @@ def lines(shell: Shell) -> list[str]:
     return sorted(re.sub(r" expires \w+", "", shell("nft list ruleset")).splitlines())
 
 
+_used: set[int] = set()
+
+
+def init() -> bytes:
+    """An INIT from a port that no other came from: of a flow that it knows conntrack keeps the endpoint."""
+    while (drawn := sctp.init(PORT))[0] in _used:
+        pass
+    _used.add(drawn[0])
+    return drawn[1]
+
+
 def reached(router: Router, shell: Shell, destination: str, times: int) -> Counter[str]:
     """Which endpoints so many INITs of the node come to."""
     found: Counter[str] = Counter()
@@ -87,7 +98,7 @@ def reached(router: Router, shell: Shell, destination: str, times: int) -> Count
         client = stack.enter_context(closing(socket.socket(socket.AF_INET, socket.SOCK_RAW, sctp.PROTOCOL)))
         server.settimeout(SECONDS)
         for _ in range(times):
-            client.sendto(sctp.init(PORT)[1], (destination, 0))
+            client.sendto(init(), (destination, 0))
             text = server.recv(2000)
             assert sctp.is_whole(text[20:])
             found[socket.inet_ntoa(text[16:20])] += 1
@@ -258,6 +269,6 @@ def test_what_is_refused_is_counted(destination: str, verdict: str, table: Table
         with_services(NOTHING, msgspec.structs.replace(refused, frontends=refused.frontends[:1]), guarded)
     )
     with closing(socket.socket(af(4), socket.SOCK_RAW, sctp.PROTOCOL)) as client, pytest.raises(PermissionError):
-        client.sendto(sctp.init(PORT)[1], (destination, 0))
+        client.sendto(init(), (destination, 0))
     chain = shell(f"nft list chain inet {table.name} {verdict}")
     assert "counter packets 1 " in chain
