@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pyebpf_proxy.lab.addresses import Dual, cluster_ip, vip
@@ -76,3 +78,16 @@ def write_services(lab: Lab, *kinds: Kind) -> float:
     for kind in kinds:
         moment = max(moment, lab.write(f"{kind.name}.yaml", kind.objects()))
     return moment
+
+
+@contextmanager
+def served_elsewhere(*kinds: Kind, empty: Kind | None = None) -> Iterator[Lab]:
+    """Two nodes with agents; the one endpoint of these services is a pod of the second node, ``empty`` has none."""
+    with Lab(nodes=2) as lab:
+        pod = lab.add_pod("web-2", lab.nodes[1])
+        for kind in kinds:
+            kind.endpoints = () if kind is empty else (pod,)
+        write_nodes(lab)
+        write_services(lab, *kinds)
+        lab.start_agents()
+        yield lab

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
+from lab_services import Kind, served_elsewhere
 from lab_tools import full_conntrack, wait_until
 from see_tools import answer, error, see
 
@@ -25,12 +25,7 @@ NEARBY = Kind("nearby", 13, externalTrafficPolicy="Local")
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
-    with Lab(nodes=2) as made:
-        pod = made.add_pod("web-2", made.nodes[1])
-        WEB.endpoints = NEARBY.endpoints = (pod,)
-        write_nodes(made)
-        write_services(made, WEB, EMPTY, NEARBY)
-        made.start_agents()
+    with served_elsewhere(WEB, EMPTY, NEARBY, empty=EMPTY) as made:
         yield made
 
 

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
+from lab_services import Kind, served_elsewhere, write_services
 from lab_tools import agent_lane, wait_until
 from see_tools import error
 from trace_tools import Trace
@@ -29,12 +29,7 @@ NEARBY = Kind("nearby", 13, externalTrafficPolicy="Local")
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
-    with Lab(nodes=2) as made:
-        pod = made.add_pod("web-2", made.nodes[1])
-        WEB.endpoints = NEARBY.endpoints = (pod,)
-        write_nodes(made)
-        write_services(made, WEB, EMPTY, NEARBY)
-        made.start_agents()
+    with served_elsewhere(WEB, EMPTY, NEARBY, empty=EMPTY) as made:
         yield made
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
+from lab_services import Kind, served_elsewhere
 from lab_tools import wait_until
 from trace_tools import Trace
 
@@ -35,12 +35,7 @@ def bcc() -> None:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
-    with Lab(nodes=2) as made:
-        pod = made.add_pod("web-2", made.nodes[1])
-        WEB.endpoints = NEARBY.endpoints = (pod,)
-        write_nodes(made)
-        write_services(made, WEB, NEARBY)
-        made.start_agents()
+    with served_elsewhere(WEB, NEARBY) as made:
         yield made
 
 
