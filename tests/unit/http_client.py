@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pyebpf_proxy.servers.http import Handler, Pool
 from pyebpf_proxy.servers.server import Server
+from tests.ports import free_port
 
 
 class Answer(NamedTuple):
@@ -33,13 +34,6 @@ def serving(handler: Handler, limit: int = 64) -> Iterator[tuple[int, Pool]]:
         yield port, pool
     finally:
         server.stop()
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def answers(port: int, host: str = "127.0.0.1") -> bool:

@@ -22,7 +22,8 @@ from pyebpf_proxy.servers import serving
 from pyebpf_proxy.servers.metrics import DatapathNumbers
 from pyebpf_proxy.servers.serving import Servers
 from pyebpf_proxy.services.planner import Planner, PlanSettings
-from tests.unit.http_client import answers, free_port, get, until
+from tests.ports import free_port
+from tests.unit.http_client import answers, get, until
 
 
 class Events(list[tuple[object, ...]]):

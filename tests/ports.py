@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports of this machine's loopback for servers that do not choose theirs themselves.
+
+A port that the kernel has just given and taken back may be given to somebody else before it is listened at: to another
+worker, or to a server that starts beside. These are outside of what the kernel gives, and each process has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+
+#: Below the kernel's own (net.ipv4.ip_local_port_range) and NodePorts.
+_FIRST, _BLOCK, _BLOCKS = 20_000, 50, 200
+#: Held until this process ends: an abstract name is gone with it, however it ends.
+_claims: list[socket.socket] = []
+
+
+def _claimed() -> Iterator[int]:
+    for number in range(_BLOCKS):
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            claim.bind(f"\0pyebpf-proxy-tests-ports-{number}")
+        except OSError:
+            claim.close()
+            continue
+        _claims.append(claim)
+        yield from range(_FIRST + number * _BLOCK, _FIRST + (number + 1) * _BLOCK)
+
+
+def _is_free(port: int) -> bool:
+    """Nobody listens there, in neither family."""
+    with contextlib.ExitStack() as stack:
+        for family, host in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
+            try:
+                stack.enter_context(socket.create_server((host, port), family=family))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return False
+    return True
+
+
+_ports = filter(_is_free, _claimed())
+
+
+def free_port() -> int:
+    """A port that nobody has, nor will have but who calls this."""
+    return next(_ports)
