@@ -10,11 +10,11 @@ import base64
 import contextlib
 import ctypes
 import http.client
+import itertools
 import json
 import os
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests.ports import free_port
 
 from .reference import cache
 
@@ -50,7 +52,7 @@ class ApiServer:
     def __init__(self, arguments: tuple[str, ...] = ()) -> None:
         _remove_leftovers()
         self.folder = Path(tempfile.mkdtemp(prefix=f"apiserver-{os.getpid()}-"))
-        self.port, self._etcd_port, self._etcd_peer = _free_ports(3)
+        self.port, self._etcd_port, self._etcd_peer = free_port(), free_port(), free_port()
         self._arguments = arguments
         self._etcd: subprocess.Popen[bytes] | None = None
         self._server: subprocess.Popen[bytes] | None = None
@@ -192,7 +194,10 @@ class ApiServer:
     # ---- accounts ----------------------------------------------------------------------------------------------
 
     def account(self, name: str, rules: list[Object], namespace: str = "kube-system") -> None:
-        """A ServiceAccount that may do what ``rules`` say (again: from now on no more than that)."""
+        """A ServiceAccount that may do what ``rules`` say (again: from now on no more than that).
+
+        What it may is so when this returns, if it is what is given; what is taken away may be so a moment later.
+        """
         self.apply(_object("v1", "ServiceAccount", name, namespace))
         role = _object("rbac.authorization.k8s.io/v1", "ClusterRole", name) | {"rules": rules}
         self.apply(role)
@@ -201,6 +206,23 @@ class ApiServer:
             "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
         }
         self.apply(binding)
+        # The server learns of its own objects as everybody does: a moment later.
+        end = time.monotonic() + START_SECONDS
+        while not all(self._may(f"system:serviceaccount:{namespace}:{name}", rule) for rule in rules):
+            if time.monotonic() > end:
+                raise RuntimeError(f"the account {name} may still not do what it is to: {rules}")
+            time.sleep(0.01)
+
+    def _may(self, user: str, rule: Object) -> bool:
+        """Whether the server lets this user do all that the rule says."""
+        for group, resource, verb in itertools.product(rule["apiGroups"], rule["resources"], rule["verbs"]):
+            asked = {"group": group, "resource": resource, "verb": verb}
+            review = {"user": user, "resourceAttributes": asked}
+            body = _object("authorization.k8s.io/v1", "SubjectAccessReview", "") | {"spec": review}
+            answer = self.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", body)
+            if not answer["status"]["allowed"]:
+                return False
+        return True
 
     def token(self, name: str, seconds: int = 3600, namespace: str = "kube-system") -> str:
         """A token of the ServiceAccount; the server gives none for less than 600 seconds."""
@@ -325,15 +347,6 @@ def _collection(item: Object) -> str:
     if kind in _CLUSTER_WIDE:
         return f"{root}/{plural}"
     return f"{root}/namespaces/{item['metadata'].get('namespace', 'default')}/{plural}"
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def _remove_leftovers() -> None:
