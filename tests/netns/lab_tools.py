@@ -8,6 +8,7 @@ import multiprocessing
 import re
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.lab.addresses import CLIENT, SERVICE_CIDR
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 from pyebpf_proxy.lab.namespace import Namespace
@@ -54,6 +56,18 @@ def moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
         for name, count in after.items()
         if count != before[name] and not name.startswith(("flow_", "stack_", "xdp_"))
     }
+
+
+def learned_just_now(node: Node, seconds: float = 20.0) -> None:
+    """No pod's sockets were learned longer ago: after a minute one is left to tc again, which no test may be amid."""
+    table = Map.open_pinned(node.agent.pin("pod_sources"))
+    try:
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        for key, value in list(table.items()):
+            if now - int.from_bytes(value[:8], sys.byteorder) > seconds * 1e9:
+                table.delete(key)
+    finally:
+        table.close()
 
 
 @contextmanager

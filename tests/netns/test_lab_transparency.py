@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from io_uring_calls import io_uring_connect, supported
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane, moved, reasons, wait_until
+from lab_tools import agent_lane, learned_just_now, moved, reasons, wait_until
 from small_dns import serve
 from socket_calls import TCP, UDP, Call, tcp_mapped, udp_mapped
 
@@ -68,6 +68,7 @@ def side(request: pytest.FixtureRequest, lab: Lab, family: int) -> Side:
         kind = pod.namespace.call(ask, cluster_ip(WEB.number).of(family), 80).kind
         return kind == ANSWERED and moved(before, reasons(node)) == {"new_flow_socket": 1}
 
+    learned_just_now(node)
     wait_until(by_socket, "the pod's sockets are translated", 60)
     return Side(pod.namespace, pod.address.of(family))
 
