@@ -133,9 +133,11 @@ class Container:
         assert self._cgroup is not None
         ours = {int(pid) for pid in (self._cgroup / "cgroup.procs").read_text().split()}
         for pid in ours:
-            (line,) = (
-                line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("NSpid")
-            )
+            try:
+                text = Path(f"/proc/{pid}/status").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # a program that the agent ran just then
+            (line,) = (line for line in text.splitlines() if line.startswith("NSpid"))
             if line.split()[-1] == "1" and len(line.split()) > 2:
                 os.kill(pid, signal.SIGTERM)
         return self.wait_ended()

@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane
+from lab_tools import agent_lane, wait_until
 
 from pyebpf_proxy.lab import leftovers
 from pyebpf_proxy.lab.client import ANSWERED, TIMED_OUT, UNREACHABLE, ask
@@ -90,16 +91,21 @@ def _mounts() -> list[str]:
         with open(f"/proc/{pid}/mountinfo") as file:
             points += [f"{pid} {line.split()[4]} {line.split(' - ')[1].split()[0]}" for line in file]
     mine = f"/pep-{os.getpid()}-"
-    # Named namespaces are mounts too: whoever makes one meanwhile.
-    others = ("/pep-", " nsfs")
+    # Named namespaces are mounts too: whoever makes one meanwhile. What other tests mount is in the temporary folder.
+    others = ("/pep-", " nsfs", f"{tempfile.gettempdir()}/")
     return sorted(point for point in points if mine in point or not any(word in point for word in others))
 
 
 def cgroup_programs() -> set[int]:
     """Ids of all programs attached to cgroups."""
     root = "/sys/fs/cgroup/unified" if os.path.isdir("/sys/fs/cgroup/unified") else "/sys/fs/cgroup"
-    text = subprocess.run(["bpftool", "-j", "cgroup", "tree", root], capture_output=True, text=True, check=True).stdout
-    return {program["id"] for group in json.loads(text or "[]") for program in group.get("programs", [])}
+
+    def tree() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["bpftool", "-j", "cgroup", "tree", root], capture_output=True, text=True, check=False)
+
+    # It stops at a group that goes while it looks: somebody's container.
+    shown = wait_until(lambda: done if (done := tree()).returncode == 0 else None, "bpftool can look at every group")
+    return {program["id"] for group in json.loads(shown.stdout or "[]") for program in group.get("programs", [])}
 
 
 def our_cgroup_programs(before: set[int], node: Node) -> set[int]:

@@ -108,6 +108,7 @@ with Lab(nodes=1) as lab:
 """
 
 
+@pytest.mark.alone  # whoever runs the demo beside cleans up, too
 def test_clean_removes_what_a_killed_run_left_and_nothing_else() -> None:
     killed = subprocess.run([sys.executable, "-c", DIES], stdout=subprocess.PIPE, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL
