@@ -248,7 +248,6 @@ def test_permission_for_one_resource_is_taken_away(server: ApiServer, proxy: Pro
 
 @pytest.mark.usefixtures("objects")
 def test_names_cannot_be_resolved(server: ApiServer, proxy: Proxy, kubeconfig: Path) -> None:
-    """The name is taken from, and given back to, the hosts file of a mount namespace of this test's own process."""
     name = "no-such-api-server.invalid"
     path = server.kubeconfig(kubeconfig.with_name("by-name"), {"tokenFile": "token"}, f"https://{name}:{proxy.port}")
     source, _ = following(path)

@@ -12,7 +12,7 @@ from tests.flows.flow import Flow
 from tests.flows.kube_proxy import KubeProxy
 from tests.flows.ours import Ours
 from tests.flows.scenarios import Scenario
-from tests.flows.world import BRIEF, LOOKS, World, briefly, unlisted
+from tests.flows.world import BRIEF, LONG, LOOKS, World, briefly, unlisted
 
 
 class Beside:
@@ -76,6 +76,6 @@ class Beside:
     def answers(self, flow: Flow, count: int) -> tuple[Counter[str], Counter[str]]:
         """Who answers ``count`` requests, each from a new port: with kube-proxy, with ours."""
         flows = [flow._replace(count=0)] * count
-        found = [world.start_asking(flows) for world in self._worlds]
+        found = [world.start_asking(flows, LONG) for world in self._worlds]
         theirs, ours = (Counter(outcome for seen in finish() for outcome in seen.outcomes) for finish in found)
         return theirs, ours
