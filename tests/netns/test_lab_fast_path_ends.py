@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 from fast_lab import World, made
+from lab_tools import wait_until
 from tcp_ends import End, converse
 
 from pyebpf_proxy.lab.addresses import cluster_ip
@@ -50,10 +51,14 @@ class Moving:
         return client, server, own_port
 
     def fast(self, client: End, server: End) -> None:
-        """Some rounds, by the cache."""
-        before = self.world.count("flow_hit")
-        converse(client, server, 10)
-        assert self.world.count("flow_hit") > before + 5
+        """Some rounds, by the cache: the last of them are, the first ones may not be."""
+
+        def by_the_cache() -> bool:
+            before = self.world.count("flow_hit")
+            converse(client, server, 10)
+            return self.world.count("flow_hit") > before + 5
+
+        wait_until(by_the_cache, "packets sent by the cache")
 
     def conntrack(self, own_port: int, family: int = 4) -> list[str]:
         """The kernel's entries of the connections from this port of the client's."""

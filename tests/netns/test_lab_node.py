@@ -193,9 +193,10 @@ def test_no_endpoints_is_econnrefused(node_lab: Lab, family: int, protocol: str)
     for kind in ("ClusterIP", "NodePort"):
         target = EMPTY.target(kind, node)  # type: ignore[arg-type]
         asked = (target.address.of(family), target.ports[protocol])
-        outcome = node.namespace.call(ask, *asked, protocol)
-        assert outcome.kind == REFUSED, outcome
-        assert outcome.took < 0.5, outcome
+        outcomes = node.namespace.call(ask_many, 3, *asked, protocol)
+        assert {outcome.kind for outcome in outcomes} == {REFUSED}, outcomes
+        # At once, but for a machine that stands still.
+        assert min(outcome.took for outcome in outcomes) < 0.5, outcomes
     if protocol == "udp":
         assert node.namespace.call(ask, *asked, "udp", connected=False).kind == REFUSED
 

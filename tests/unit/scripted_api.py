@@ -223,7 +223,7 @@ class Following:
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(10)
+        self._thread.join(60)
         logger = logging.getLogger("pyebpf_proxy")
         logger.removeHandler(self._handler)
         logger.setLevel(self._level)

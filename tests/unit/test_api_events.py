@@ -37,7 +37,7 @@ def events(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> Iterator[EventR
     yield events
     client.stop()
     events.stop()
-    events._thread.join(5)
+    events._thread.join(60)
     assert not events._thread.is_alive()
 
 
