@@ -60,7 +60,22 @@ def _no_kubectl() -> str | None:
     return None if shutil.which("kubectl") else "kubectl is missing: it builds the kustomizations of deploy/"
 
 
-NEEDS = {"needs_root": _not_root, "needs_netns": _no_netns, "needs_bpf": _no_bpf, "needs_kubectl": _no_kubectl}
+def _no_zsh() -> str | None:
+    return None if shutil.which("zsh") else "zsh is missing: make setup, or apt-get install zsh"
+
+
+def _no_fish() -> str | None:
+    return None if shutil.which("fish") else "fish is missing: make setup, or apt-get install fish"
+
+
+NEEDS = {
+    "needs_root": _not_root,
+    "needs_netns": _no_netns,
+    "needs_bpf": _no_bpf,
+    "needs_kubectl": _no_kubectl,
+    "needs_zsh": _no_zsh,
+    "needs_fish": _no_fish,
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:

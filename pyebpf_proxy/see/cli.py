@@ -153,12 +153,13 @@ def _trace(arguments: argparse.Namespace) -> int:
 def _completion(arguments: argparse.Namespace) -> int:
     from pyebpf_proxy.see import completion
 
-    print(completion.bash({name: command_parser(name) for name in COMMANDS}))
+    commands = completion.read({name: command_parser(name) for name in COMMANDS})
+    print(completion.SHELLS[arguments.shell](commands))
     return 0
 
 
 def _shell(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash",))
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose script is printed")
 
 
 COMMANDS = {
@@ -227,7 +228,9 @@ COMMANDS = {
     ),
     "completion": Command(
         "shell completion of these commands, names of services too",
-        "source <(pyebpf-proxy completion bash)",
+        "source <(pyebpf-proxy completion bash)\n"
+        "  source <(pyebpf-proxy completion zsh)    # after compinit\n"
+        "  pyebpf-proxy completion fish | source",
         _completion,
         _shell,
     ),
