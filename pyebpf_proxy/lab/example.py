@@ -45,5 +45,11 @@ def with_endpoint(text: str, lab: Lab, pod_name: str) -> str:
     documents = list(yaml.safe_load_all(text))
     for document in documents:
         family = 6 if document["addressType"] == "IPv6" else 4
-        document["endpoints"].append({"addresses": [pod.address.of(family)], "nodeName": pod.node.name})
+        document["endpoints"].append(
+            {
+                "addresses": [pod.address.of(family)],
+                "nodeName": pod.node.name,
+                "targetRef": {"kind": "Pod", "name": pod_name, "namespace": "default"},
+            }
+        )
     return yaml.safe_dump_all(documents, sort_keys=False)

@@ -111,6 +111,7 @@ def _drops(arguments: argparse.Namespace) -> int:
 def _flows_arguments(parser: argparse.ArgumentParser) -> None:
     text = "address, name of a service, protocol or state; or FIELD=VALUE: service, client, endpoint, destination, …"
     parser.add_argument("filter", nargs="*", metavar="FILTER", help=text + "; all must fit")
+    _source(parser)
 
 
 def _flows(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from struct import Struct
 from typing import TYPE_CHECKING
 
-from pyebpf_proxy.see import dryrun, facts, model, programs, routes, state
+from pyebpf_proxy.see import dryrun, facts, model, pods, programs, routes, state
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError, near
 from pyebpf_proxy.see.decide import Decision, Packet, World, decide, why_netfilter
 from pyebpf_proxy.see.maps import Pinned
@@ -325,8 +325,10 @@ def ask(
         node = Node(maps, programs.read(maps))
         packet = Packet(*asked, node.entrance(asked[0], device))
         known = state.read(reached(maps, packet.destination, packet.protocol))
-        service_ports = sum(word != 0 for word in maps.words("services"))
-        return explain(maps, packet, node, known, wanted(service_ports))
+        objects = wanted(sum(word != 0 for word in maps.words("services")))
+        view = explain(maps, packet, node, known, objects)
+    pods.tell([*view.endpoints, *view.left_out], pods.known_to(directory, objects))
+    return view
 
 
 def run(arguments: argparse.Namespace) -> int:

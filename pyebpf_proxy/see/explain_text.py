@@ -23,15 +23,13 @@ def text(view: model.Explanation, sheet: Paper) -> list[str]:
         lines += wrapped(sheet, f"{number}. {step}", indent="  ")
     lines += wrapped(sheet, f"It {verdict}" + (f" ({view.reason})" if view.reason else "") + ".", colour=colour)  # type: ignore[arg-type]
     if view.endpoints:
-        lines += [
-            "",
-            *table(sheet, ["ENDPOINT", "NODE", "LANE", "MASQUERADED AS", "WAY OUT"], list(map(_row, view.endpoints))),
-        ]
+        head = ["ENDPOINT", "POD", "NODE", "LANE", "MASQUERADED AS", "WAY OUT"]
+        lines += ["", *table(sheet, head, list(map(_row, view.endpoints)))]
     if view.left_out:
         rows: list[list[Cell | str]] = [
-            [e.address, "here" if e.local else "elsewhere", e.left_out] for e in view.left_out
+            [e.address, e.pod, "here" if e.local else "elsewhere", e.left_out] for e in view.left_out
         ]
-        lines += ["", *table(sheet, ["LEFT OUT", "NODE", "WHY"], rows)]
+        lines += ["", *table(sheet, ["LEFT OUT", "POD", "NODE", "WHY"], rows)]
     lines.append("")
     if not view.program.ran:
         return lines + wrapped(sheet, f"Not run: {view.program.why}.", colour="yellow")
@@ -61,4 +59,4 @@ def _ran_text(which: str, program: model.ProgramView, view: model.Explanation) -
 def _row(view: model.ChoiceView) -> list[Cell | str]:
     lane = f"{view.lane} ({view.lane_why})" if view.lane_why else view.lane
     masquerade = view.masquerade_as or ("an address of this node" if view.masquerade else "-")
-    return [view.address, "here" if view.local else "elsewhere", lane, masquerade, view.way_out]
+    return [view.address, view.pod, "here" if view.local else "elsewhere", lane, masquerade, view.way_out]

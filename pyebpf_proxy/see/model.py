@@ -16,7 +16,9 @@ class Answer(msgspec.Struct, rename="camel", kw_only=True):
 
 
 class EndpointView(Answer, kw_only=True):
-    """``lists``: which traffic it is for. ``leftOut``: why it is in none, "" if it is in one."""
+    """``lists``: which traffic it is for. ``leftOut``: why it is in none, "" if it is in one. ``pod``: as the agent
+    knows it, "" without it; so everywhere.
+    """
 
     address: str
     backend: int
@@ -25,6 +27,7 @@ class EndpointView(Answer, kw_only=True):
     lists: list[Literal["cluster", "local"]]
     serving: bool
     left_out: str = ""
+    pod: str = ""
 
 
 class FrontendView(Answer, kw_only=True):
@@ -74,6 +77,7 @@ class BackendView(Answer, kw_only=True):
     service: str
     local: bool
     lane: Literal["direct", "netfilter"]
+    pod: str = ""
 
 
 class Backends(Answer, kw_only=True, tag_field="kind", tag="Backends"):
@@ -226,6 +230,7 @@ class TopBackend(Answer, kw_only=True):
     packets: float | None
     bytes: float | None
     share: float
+    pod: str = ""
 
 
 class TopService(Answer, kw_only=True):
@@ -282,6 +287,7 @@ class ChoiceView(Answer, kw_only=True):
     masquerade: bool
     masquerade_as: str
     way_out: str
+    pod: str = ""
 
 
 class ProgramView(Answer, kw_only=True):
@@ -338,6 +344,7 @@ class Decision(Answer, kw_only=True, tag_field="kind", tag="Decision"):
 
     ``time``: UTC. ``device``: where the packet came in, "" for a socket's call of ``process``. ``lane``: of what was
     refused before one was chosen "". ``endpoint``: "" if none was chosen. ``masqueradedAs``: "" where it is not known.
+    ``sourceName``, ``endpointName``: pods, as the agent knows them; "" without it.
     """
 
     time: str
@@ -357,6 +364,7 @@ class Decision(Answer, kw_only=True, tag_field="kind", tag="Decision"):
     masqueraded_as: str
     verdict: Literal["served", "refused", "dropped", "replaced"]
     reason: str
+    source_name: str = ""
 
 
 class KernelDrop(Answer, kw_only=True, tag_field="kind", tag="KernelDrop"):

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from struct import Struct
 
 from pyebpf_proxy.see import flows as made
-from pyebpf_proxy.see import local, model, state
+from pyebpf_proxy.see import model, state
 from pyebpf_proxy.see.flows import DST_NAT, Flow, Names
 from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.pods import known_to
 
 
 def flows(arguments: argparse.Namespace) -> list[model.FlowView]:
@@ -21,12 +22,24 @@ def flows(arguments: argparse.Namespace) -> list[model.FlowView]:
         own = own_addresses(maps)
         names = Names(known, own)
         served = [flow for flow in made.dump() if flow.status & DST_NAT or names.service(flow)]
-        pods = local.pods(arguments.directory, _strangers(served, own))
+        pods = _pods(arguments)(_strangers(served, own))
         services = {f"{service.name.namespace}/{service.name.name}" for service in known.services.values()}
         fits = made.parse_filter(arguments.filter, services, pods.values())
         names, cached, now = Names(known, own, pods), _cache(maps), time.time()
         found = [view for flow in served if fits(view := made.view(flow, names, cached, now))]
     return sorted(found, key=lambda view: (view.service, -(view.seconds or 0.0), view.client))
+
+
+def _pods(arguments: argparse.Namespace) -> Callable[[Collection[bytes]], Mapping[bytes, str]]:
+    """Who knows the pods: a source that is named, or the agent."""
+    from pyebpf_proxy.see.run_services import source_flags
+
+    flags = source_flags(arguments)
+    if not flags:
+        return known_to(arguments.directory, None)
+    from pyebpf_proxy.see.wanted import read_wanted
+
+    return known_to(arguments.directory, read_wanted(arguments.directory, flags))
 
 
 def _strangers(flows: Iterable[Flow], own: frozenset[bytes]) -> set[bytes]:

@@ -7,8 +7,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from pyebpf_proxy.cycles import without_cycle_search
+from pyebpf_proxy.see import pods, services_text, state
 from pyebpf_proxy.see import services as made
-from pyebpf_proxy.see import services_text, state
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, SeeError
 from pyebpf_proxy.see.maps import Pinned
@@ -57,6 +57,9 @@ def services(arguments: argparse.Namespace) -> int:
     names = made.chosen(found, arguments.name, arguments.namespace, others)
     with without_cycle_search():
         answer = made.services(found, names, wanted, arguments.diff)
+        if arguments.name:
+            endpoints = (endpoint for view in answer.services for endpoint in view.endpoints)
+            pods.tell(endpoints, pods.known_to(arguments.directory, wanted))
         lines = services_text.services_text(answer, paper(), arguments.name is not None)
     if arguments.diff and not answer.services and not answer.problems:
         lines = ["the kernel has what is wanted"]
@@ -70,6 +73,7 @@ def backends(arguments: argparse.Namespace) -> int:
     with Pinned(arguments.directory) as maps:
         found = state.read(maps)
     answer = made.backends(found, made.chosen(found, arguments.name, arguments.namespace))
+    pods.tell(answer.backends, pods.known_to(arguments.directory, None))
     show(arguments, answer, services_text.backends_text(answer, paper()), (view.address for view in answer.backends))
     return RIGHT
 

@@ -80,6 +80,7 @@ def _details(view: model.ServiceView, paper: Paper) -> list[str]:
     rows: list[list[Cell | str]] = [
         [
             each.address,
+            each.pod,
             "here" if each.local else "elsewhere",
             each.lane,
             Cell(each.left_out, "yellow") if each.left_out else _used_for(view, each),
@@ -87,7 +88,8 @@ def _details(view: model.ServiceView, paper: Paper) -> list[str]:
         ]
         for each in view.endpoints
     ]
-    return lines + ["  " + line for line in table(inner, ["ENDPOINT", "NODE", "LANE", "USED FOR", "BACKEND"], rows)]
+    head = ["ENDPOINT", "POD", "NODE", "LANE", "USED FOR", "BACKEND"]
+    return lines + ["  " + line for line in table(inner, head, rows)]
 
 
 def _used_for(view: model.ServiceView, endpoint: model.EndpointView) -> str:
@@ -102,10 +104,11 @@ def _used_for(view: model.ServiceView, endpoint: model.EndpointView) -> str:
 def backends_text(answer: model.Backends, paper: Paper) -> list[str]:
     """A table."""
     rows: list[list[Cell | str]] = [
-        [str(v.id), v.address, v.protocol, v.service, "here" if v.local else "elsewhere", v.lane]
+        [str(v.id), v.address, v.pod, v.protocol, v.service, "here" if v.local else "elsewhere", v.lane]
         for v in answer.backends
     ]
-    return table(paper, ["ID", "ENDPOINT", "PROTO", "SERVICE", "NODE", "LANE"], rows) if rows else ["no endpoints"]
+    head = ["ID", "ENDPOINT", "POD", "PROTO", "SERVICE", "NODE", "LANE"]
+    return table(paper, head, rows) if rows else ["no endpoints"]
 
 
 def frontends_text(answer: model.Frontends, paper: Paper) -> list[str]:

@@ -9,16 +9,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import FrameType
 
 import msgspec
 
-from pyebpf_proxy.see import model, services
+from pyebpf_proxy.see import local, model, services
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import RIGHT, SeeError
 from pyebpf_proxy.see.board import Board
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.meter import Amount, Meter, Place
+from pyebpf_proxy.see.pods import Pods, tell
 from pyebpf_proxy.see.rates import ordered, short, top
 from pyebpf_proxy.see.state import State
 from pyebpf_proxy.see.text import Cell, Paper, paper, table, wrapped
@@ -41,6 +43,7 @@ class Watch:
                 self._board.meter = stack.enter_context(Meter(maps, len(self._board.backends)))
             except SeeError as error:
                 self.notes.append(f"packets and bytes are not measured: {error}")
+        self._pods = Pods(partial(local.pods, arguments.directory))
         self._named = None
         if arguments.name or arguments.namespace:
             chosen = services.chosen(State(services=self._board.services), arguments.name, arguments.namespace)
@@ -66,6 +69,7 @@ class Watch:
             whole=self._arguments.name is not None,
         )
         self._amounts, self._at = sample.amounts, now
+        tell((backend for view in found.services for backend in view.backends), self._pods.names)
         found.time = time.time()
         found.notes = list(self._notes(found))
         if self._board.meter is not None:
@@ -115,15 +119,18 @@ def text(found: model.Top, order: Order, backends: int, sheet: Paper) -> list[st
     rows: list[list[Cell | str]] = []
     for view in ordered(found.services, order):
         rows.append([view.name, view.protocol, *_rates(view), short(view.drops), ""])
-        for each in view.backends[:backends]:
-            place = each.address + (" (here)" if each.local else "")
-            rows.append([f"  {place}", "", *_rates(each), "", f"{each.share:.0%}"])
+        rows += [[f"  {place(each)}", "", *_rates(each), "", f"{each.share:.0%}"] for each in view.backends[:backends]]
     lines = wrapped(sheet, head(found)) + [line for note in notes(found) for line in wrapped(sheet, note)]
     titles = ["SERVICE", "PROTO", "FLOWS/S", "PACKETS/S", "BYTES/S", "DROPS/S", "SHARE"]
     lines += table(sheet, titles, rows)
     if found.at_rest:
         lines.append(f"{found.at_rest} service ports at rest")
     return lines
+
+
+def place(view: model.TopBackend) -> str:
+    """Who a backend is: its address, its pod, and whether it is of this node."""
+    return " ".join([view.address, *([view.pod] if view.pod else []), *(["(here)"] if view.local else [])])
 
 
 def _rates(view: model.TopService | model.TopBackend) -> list[str]:

@@ -21,7 +21,7 @@ from rich.text import Text
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.rates import Part, ordered, short
 from pyebpf_proxy.see.text import Paper, wrapped
-from pyebpf_proxy.see.top import Watch, head, notes
+from pyebpf_proxy.see.top import Watch, head, notes, place
 from pyebpf_proxy.see.top_arguments import Order
 
 #: Keys, and the order they stand for.
@@ -109,7 +109,7 @@ def _line(words: str, style: str) -> Text:
 def _name(view: Part) -> Text:
     if isinstance(view, model.TopService):
         return Text(view.name, style="cyan")
-    return Text(f"  {view.address}" + (" (here)" if view.local else ""), style="dim")
+    return Text(f"  {place(view)}", style="dim")
 
 
 def _cells(view: Part) -> dict[str, Text]:

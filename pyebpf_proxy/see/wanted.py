@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +59,10 @@ class Wanted:
     def counts(self) -> dict[str, int]:
         """How many objects of each kind are in use."""
         return self._planner.counts()
+
+    def pods(self, addresses: Collection[bytes]) -> Mapping[bytes, str]:
+        """The pods with these addresses, ``namespace/name``."""
+        return self._planner.pods(addresses)
 
     def known(self, name: ServicePortName) -> list[Known]:
         """Every endpoint of a service port that its slices name, whether it is used or not."""

@@ -108,6 +108,7 @@ def view(event: Event, names: Names, booted: float) -> model.Decision:
         pid=event.process,
         protocol=event.protocol.name,
         source=format_address_port(*event.source),
+        source_name=names.pod(event.source[0]),
         destination=format_address_port(*event.destination),
         service=names.service(event),
         endpoint=format_address_port(*event.endpoint) if event.endpoint is not None else "",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,13 @@ FIELDS = (
 )
 LANES = ("direct", "netfilter", "socket")
 Check = Callable[[model.Decision], bool]
+#: ``[NAMESPACE/]NAME`` of a pod; not all digits and dots: that is an address, or ought to be one.
+_POD = re.compile(r"(?![0-9.]+$)([a-z0-9-]+/)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_PODS: Mapping[str, Callable[[model.Decision], tuple[str, ...]]] = {
+    "address": lambda d: (d.source_name, d.endpoint_name),
+    "client": lambda d: (d.source_name,),
+    "endpoint": lambda d: (d.endpoint_name,),
+}
 
 
 class Known(NamedTuple):
@@ -39,6 +47,8 @@ class Filter:
         self.wanted: dict[str, Any] = {"reasons": (1 << 64) - 1}
         self._checks: list[Check] = []
         self._services: set[tuple[str, str, str]] | None = None
+        #: Whether pods are meant by their names, which the agent alone knows.
+        self.names_pods = False
         for word in words:
             field, value = split(word, FIELDS, "decisions")
             self._add(field or _field_of(word, known), value, known)
@@ -70,6 +80,10 @@ class Filter:
             raise QuestionError(f"{field}= says nothing: give a value")
         if field == "service":
             self._service(value, known)
+        elif field in _PODS and _POD.fullmatch(value):
+            self.names_pods = True
+            names = _PODS[field]
+            self._checks.append(lambda d: any(means(value, name) for name in names(d) if name))
         elif field in ("address", "client", "destination", "endpoint"):
             self._address(field, value)
         elif field == "port":

@@ -45,12 +45,11 @@ def _decision(decision: model.Decision) -> tuple[str, Colour]:
         where += "(xdp)"
     # A socket has no port yet when it asks.
     source = decision.source.removesuffix(":0")
-    words = [f"{where} {source} > {decision.destination} {decision.protocol}"]
+    words = [f"{where} {_named(source, decision.source_name)} > {decision.destination} {decision.protocol}"]
     if decision.service:
         words.append(decision.service)
     if decision.endpoint:
-        name = f" ({decision.endpoint_name})" if decision.endpoint_name else ""
-        words.append(f"to {decision.endpoint}{name}")
+        words.append(f"to {_named(decision.endpoint, decision.endpoint_name)}")
     if decision.lane:
         words.append(decision.lane)
     if decision.masquerade:
@@ -59,6 +58,10 @@ def _decision(decision: model.Decision) -> tuple[str, Colour]:
         words.append(decision.verdict.upper())
     words.append(decision.reason)
     return ", ".join(words), _COLOURS.get(decision.verdict, "")
+
+
+def _named(place: str, pod: str) -> str:
+    return f"{place} ({pod})" if pod else place
 
 
 def _kernel(line: model.KernelDrop | model.TcpState) -> tuple[str, Colour]:

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for what events have numbers of, asked of the kernel while tracing: services, devices, masquerade addresses."""
+"""Names for what events have numbers of, asked while tracing: services, devices, masquerade addresses, pods."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from pyebpf_proxy.datapath.connections import ctnetlink
 from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink
+from pyebpf_proxy.see import local
 from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.pods import Pods
 from pyebpf_proxy.see.programs import device_name
 from pyebpf_proxy.see.services import name_text
 from pyebpf_proxy.see.state import read_names
@@ -23,10 +26,11 @@ _PATIENCE = 1.0
 
 
 class Lookup:
-    """Answers from the maps and from conntrack. Names are kept; a number that is new makes it read them again."""
+    """Answers from the maps, from conntrack, of pods from the agent. A number that is new makes it read them again."""
 
-    def __init__(self, maps: Pinned) -> None:
+    def __init__(self, maps: Pinned, directory: Path) -> None:
         self._maps = maps
+        self._pods = Pods(lambda addresses: local.pods(directory, addresses))
         self._names: dict[int, ServicePortName] = {}
         self._read_at = -_PATIENCE
         self._devices: dict[int, str] = {}
@@ -52,7 +56,11 @@ class Lookup:
     @property
     def names(self) -> Names:
         """For :func:`events.view`."""
-        return Names(self._service, self._device, lambda address: "", self._masqueraded_as)
+        return Names(self._service, self._device, self._pods.name, self._masqueraded_as)
+
+    def look(self, events: Iterable[Event]) -> None:
+        """Find out whose the addresses of these are, before they are shown."""
+        self._pods.look({place[0] for event in events for place in (event.source, event.endpoint) if place is not None})
 
     def _service(self, event: Event) -> str:
         number = event.service or self._frontend(event.destination, event.protocol)

@@ -15,7 +15,8 @@ from typing import Self
 
 from pyebpf_proxy.config import durations
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError
+from pyebpf_proxy.see.agent import running_agent
+from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.text import paper
 from pyebpf_proxy.trace import events
@@ -49,9 +50,11 @@ def run(parsed: argparse.Namespace) -> int:
     if not 4 <= parsed.buffer <= 1 << 16:
         raise QuestionError(f"--buffer {parsed.buffer}: from 4 to 65536 KiB")
     seconds = _seconds(parsed.duration)
-    with Pinned(parsed.directory) as maps, Lookup(maps) as lookup:
+    with Pinned(parsed.directory) as maps, Lookup(maps, parsed.directory) as lookup:
         known = Known(lookup.read(), _reasons(maps), {name: index for index, name in socket.if_nameindex()})
         chosen = Filter(parsed.filter, known)
+        if chosen.names_pods and running_agent(parsed.directory) is None:
+            raise SeeError("names of pods are the agent's to say, and none runs: give the address instead")
         with Session(maps, parsed.buffer << 10) as session:
             kernel = _kernel(parsed, maps)
             try:
@@ -195,6 +198,7 @@ class _Trace:
     def _decisions(self, booted: float) -> list[Line]:
         names = self._lookup.names
         found = sorted(events.decode(raw, self._layout, self._reasons) for raw in self._session.rings.read())
+        self._lookup.look(found)
         lines: list[Line] = []
         for event in found:
             view = events.view(event, names, booted)

@@ -97,6 +97,7 @@ def _affinities(node: Node) -> str:
 def test_the_netfilter_lane_is_said_with_its_reason(world: Lab) -> None:
     found = answer(world.nodes[1], "explain", CLIENT.v4, f"{vip(10).v4}:80")
     assert {(each["lane"], each["laneWhy"]) for each in found["endpoints"]} == {("netfilter", "lane_forced")}
+    assert [each["pod"] for each in found["endpoints"]] == ["default/web-1", "default/web-2"]
     assert (found["program"]["lane"], found["disagreements"]) == ("netfilter", [])
 
 

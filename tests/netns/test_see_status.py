@@ -129,12 +129,15 @@ def test_a_process_of_the_node_is_told_apart(node: Node) -> None:
     assert (drop["device"], drop["destination"]) == ("", f"{cluster_ip(12).v4}:80")
 
 
-def test_a_device_without_program_is_named(node: Node) -> None:
+def test_a_device_without_program_is_named(node: Node, world: Lab) -> None:
     """The agent puts it back at once, so it must not run."""
+    assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
     node.agent.kill()
     try:
         node.namespace.run("tc", "filter", "del", "dev", "eth0", "ingress")
         assert {each["endpointName"] for each in answer(node, "flows")["flows"]} <= {"", "this node"}
+        named = answer(node, "flows", "web", "--manifests", str(world.manifests))["flows"]
+        assert {each["endpointName"] for each in named} == {"default/web-2"}
         told = warnings(node)
         assert "no program is on eth0: services are not reached through it" in told
         assert any(text.startswith("the agent does not run: traffic goes on") for text in told)

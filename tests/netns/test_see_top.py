@@ -209,7 +209,8 @@ def test_a_named_service_is_shown_at_rest_and_others_are_not(node: Node) -> None
     (line,) = see(node, "top", "web", "--once", "-o", "json").stdout.splitlines()
     found = msgspec.json.decode(line, type=model.Top)
     assert {view.name for view in found.services} == {"default/web:http", "default/web:dns"}
-    assert all(len(view.backends) == 2 for view in found.services)
+    assert all([each.pod for each in view.backends] == ["default/web-1", "default/web-2"] for view in found.services)
+    assert " 10.244.1.10:8080 default/web-1 (here) " in see(node, "top", "web", "--once").stdout
     assert see(node, "top", "-n", "default", "--once", "-o", "name").stdout == ""
     assert error(node, "top", "wbe", status=2) == "no Service is called wbe; did you mean web?"
     assert error(node, "top", "-n", "defautl", status=2).startswith("no services in namespace defautl")

@@ -73,6 +73,7 @@ def test_each_decision_is_a_line(world: Lab, node: Node, in_lane: str) -> None:
     assert served["source"].startswith(f"{CLIENT.v4}:")
     assert served["destination"] == f"{vip(10).v4}:80"
     assert served["endpoint"] == f"{world.pods['web-2'].address.v4}:8080"
+    assert (served["sourceName"], served["endpointName"]) == ("", "default/web-2")
     assert (served["lane"], served["verdict"]) == (lane, "served")
     assert served["reason"] == ("new_flow_direct" if lane == "direct" else "lane_forced")
     assert served["masquerade"]
@@ -84,6 +85,7 @@ def test_each_decision_is_a_line(world: Lab, node: Node, in_lane: str) -> None:
     assert (socket["hook"], socket["device"], socket["process"]) == ("socket", "", "python")
     assert socket["pid"] > 0
     assert socket["endpoint"] == f"{world.pods['web-2'].address.v4}:5353"
+    assert socket["endpointName"] == "default/web-2"
     times = [line["time"] for line in trace.lines]
     assert len(times) == 4
     assert times == sorted(times)
@@ -100,6 +102,8 @@ NEW, NO_ENDPOINTS, NOT_LOCAL, SOCKET = "new flow", "reject_no_endpoints", "drop_
         (f"client={CLIENT.v4} tcp", {NEW}),
         ("drop,reject udp eth0", {NOT_LOCAL, NO_ENDPOINTS}),
         ("process=python", {SOCKET}),
+        ("endpoint=web-2 udp", {SOCKET}),
+        ("endpoint=web-3", set()),
     ],
 )
 def test_filters(world: Lab, node: Node, words: str, told: set[str]) -> None:
@@ -144,9 +148,9 @@ def test_lines_for_people(world: Lab, node: Node) -> None:
     refused, dropped, socket, served = trace.raw
     assert refused.endswith("UDP, default/empty:dns, REFUSED, reject_no_endpoints")
     assert dropped.endswith("UDP, default/nearby:dns, DROPPED, drop_no_local_endpoints")
-    assert f"> {cluster_ip(10).v4}:53 UDP, default/web:dns, to 10.244.2.10:5353, socket, new_flow_socket" in socket
+    assert f"> {cluster_ip(10).v4}:53 UDP, default/web:dns, to 10.244.2.10:5353 (default/web-2), socket, new_flow_socket" in socket
     assert f" eth0 {CLIENT.v4}:" in served
-    assert f", to 10.244.2.10:8080, direct, masqueraded as {node.address.v4}:" in served
+    assert f", to 10.244.2.10:8080 (default/web-2), direct, masqueraded as {node.address.v4}:" in served
     with Trace(node, output="name") as names:
         everything(world, node)
     assert names.raw == ["default/empty:dns", "default/nearby:dns", "default/web:dns", "default/web:http"]
@@ -218,6 +222,9 @@ def test_without_an_agent(world: Lab, node: Node) -> None:
         with Trace(node) as trace:
             everything(world, node)
         assert len(trace.lines) == 4
+        assert {line["endpointName"] for line in trace.lines} == {""}
+        said = error(node, "trace", "endpoint=web-2", status=3)
+        assert said == "names of pods are the agent's to say, and none runs: give the address instead"
     finally:
         node.agent.start()
         node.agent.wait_synced()

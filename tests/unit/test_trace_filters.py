@@ -37,7 +37,8 @@ def decision(**fields: Any) -> model.Decision:
         "destination": "203.0.113.10:80",
         "service": "default/web:http",
         "endpoint": "10.244.2.10:8080",
-        "endpoint_name": "",
+        "source_name": "kube-system/dns.0",
+        "endpoint_name": "default/web-1",
         "backend": 1,
         "lane": "direct",
         "masquerade": False,
@@ -57,6 +58,9 @@ def decision(**fields: Any) -> model.Decision:
         ("198.51.100.2", {"family": 4, "address": bytes([198, 51, 100, 2]).ljust(16, b"\0")}, {"source": "10.0.0.1:1"}),
         ("10.244.2.10:8080", {"family": 4}, {"endpoint": "10.244.2.10:8081"}),
         ("client=198.51.100.2", {"family": 4}, {"source": "10.0.0.1:1", "destination": "198.51.100.2:80"}),
+        ("endpoint=web-1", {}, {"endpoint_name": "default/web-2"}),
+        ("client=kube-system/dns.0", {}, {"source_name": "default/dns.0"}),
+        ("address=default/web-1", {}, {"endpoint_name": ""}),
         ("port=8080", {"port": 8080}, {"endpoint": "10.244.2.10:80"}),
         ("tcp", {"protocol": 6}, {"protocol": "UDP"}),
         ("eth0", {"device": 2}, {"device": "cni0"}),
@@ -71,6 +75,15 @@ def test_words(words: str, wanted: dict[str, Any], other: dict[str, Any]) -> Non
     assert wanted.items() <= chosen.wanted.items()
     assert chosen.fits(decision())
     assert not chosen.fits(decision(**other))
+
+
+def test_pods_are_told_from_addresses() -> None:
+    assert Filter(["endpoint=web-1"], KNOWN).names_pods
+    for word in ("web", "endpoint=10.244.2.10", "client=fd00::1", "endpoint=10.244.2.10:8080"):
+        assert not Filter([word], KNOWN).names_pods
+    for wrong in ("10.244.2", "10.244.2.10:http", "Web_1"):
+        with pytest.raises(QuestionError, match=f"^{wrong} is no address and no ADDRESS:PORT"):
+            Filter([f"endpoint={wrong}"], KNOWN)
 
 
 def test_ipv6_with_a_port() -> None:
