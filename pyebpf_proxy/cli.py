@@ -37,15 +37,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         flags = parse(arguments)
     except UsageError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        print(f"Error: {error}{_meant(arguments)}", file=sys.stderr)
         return 1
     if flags.help:
-        print(usage())
-        return 0
+        from pyebpf_proxy.see import cli as commands
+
+        return _print(usage({name: command.text for name, command in commands.COMMANDS.items()}))
     if flags.version in ("true", "raw"):
-        print(_version(flags))
-        return 0
+        return _print(_version(flags))
     return _run(flags)
+
+
+def _print(text: str) -> int:
+    """What was asked for, on stdout; whoever reads may have read enough."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        from pyebpf_proxy.closed_pipe import closed_pipe
+
+        return closed_pipe()
+    return 0
+
+
+def _meant(arguments: Sequence[str]) -> str:
+    """Words for a command that is none: which one may have been meant."""
+    from pyebpf_proxy.see import COMMANDS
+    from pyebpf_proxy.see.answers import near
+
+    return near(arguments[0], COMMANDS) if not arguments[0].startswith("-") else ""
 
 
 def _version(flags: Flags) -> str:

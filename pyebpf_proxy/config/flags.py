@@ -7,7 +7,7 @@ cannot be taught these rules, and ``--version`` need not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,8 +198,8 @@ def parse(arguments: Sequence[str]) -> Flags:
     return flags
 
 
-def usage() -> str:
-    """The text of ``--help``."""
+def usage(commands: Mapping[str, str]) -> str:
+    """The text of ``--help``. ``commands``: what each of them is for."""
     import textwrap
 
     lines = [
@@ -207,8 +207,13 @@ def usage() -> str:
         "",
         "Usage:",
         "  pyebpf-proxy [flags]",
+        "  pyebpf-proxy COMMAND ...  to look at what is there; each has --help",
         "  pyebpf-proxy lab ...      a cluster of network namespaces to play with",
+        "",
+        "Commands:",
     ]
+    for name, text in commands.items():
+        lines += textwrap.wrap(f"  {name:<12}{text}", 100, subsequent_indent=" " * 14)
     for title, flags in GROUPS.items():
         lines += ["", f"{title}:"]
         for flag in flags:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from pyebpf_proxy.closed_pipe import closed_pipe
 from pyebpf_proxy.see.answers import QUESTION, SeeError
 
 STATUSES = "exit status: 0 all is right, 1 something is not, 2 the question is wrong, 3 there is no answer"
@@ -266,15 +267,13 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command, the first word; the exit status (docs/commands.md)."""
     name, *rest = arguments
     try:
-        parsed = command_parser(name).parse_args(rest)
-        status = COMMANDS[name].run(parsed)
-        sys.stdout.flush()
-        return status
+        try:
+            return COMMANDS[name].run(command_parser(name).parse_args(rest))
+        finally:
+            sys.stdout.flush()  # of --help, too, which ends by SystemExit
     except SeeError as error:
         return _say(str(error), error.status)
     except BrokenPipeError:
-        # Whoever read has read enough. Python would complain once more when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return closed_pipe()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

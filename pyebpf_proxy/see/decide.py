@@ -39,6 +39,7 @@ class World(NamedTuple):
     settings: Mapping[str, Any]
     own: Mapping[bytes, bool]
     pod_devices: frozenset[int]
+    sockets: bool
 
 
 class Decision(msgspec.Struct):
@@ -67,6 +68,9 @@ def decide(packet: Packet, world: World, state: State) -> Decision:
     service, kind, served = frontend
     found.service, found.kind = service, KINDS[kind]
     found.say(f"{_destination(packet)} is a {KINDS[kind]} of {name_text(service.name)}")
+    if not packet.device and not world.sockets:
+        found.say("the socket programs are not attached (socketLB: off): processes of this node reach no Service")
+        return found
     if not served:
         return _unserved(packet, world, service, found)
     nft = bool(world.settings["nft_mode"])

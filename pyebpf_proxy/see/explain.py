@@ -56,7 +56,7 @@ class Node:
             self.bridges[device] = bridge
             if pod_source:
                 pods.add(device)
-        self.world = World(self.settings, self.own, frozenset(pods))
+        self.world = World(self.settings, self.own, frozenset(pods), bool(attached.links))
 
     def entrance(self, source: bytes, name: str | None) -> int:
         """Where a packet of this source comes in: the device it would be answered by. 0: it is this node's own."""
@@ -120,6 +120,9 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
         if any(each.address == packet.source for each in decision.eligible):
             decision.say("the sender is an endpoint itself: masqueraded if it is chosen, or it would answer itself")
         if decision.verdict == "served":
+            if _by_socket(packet):
+                other = ", bound to another one it is masqueraded" if decision.masquerade else ""
+                decision.say(f"its socket is connected to the endpoint, from the address that the route gives{other}")
             ways = decision.eligible[:_MOST_WAYS]
             view.endpoints = [_choice(packet, each, decision, node, each in ways) for each in decision.eligible]
     view.program = _program(maps, packet, node, bound)
@@ -189,6 +192,11 @@ def _affinity(maps: Pinned, packet: Packet, decision: Decision) -> bytes | None:
     return key + value
 
 
+def _by_socket(packet: Packet) -> bool:
+    """A process of this node asks, and not by SCTP, of which no program is asked."""
+    return not packet.device and packet.protocol is not Protocol.SCTP
+
+
 def _choice(packet: Packet, backend: Backend, decision: Decision, node: Node, with_way: bool) -> model.ChoiceView:
     hairpin = backend.address == packet.source
     masquerade = decision.masquerade or hairpin
@@ -203,7 +211,7 @@ def _choice(packet: Packet, backend: Backend, decision: Decision, node: Node, wi
         masquerade_as="",
         way_out="",
     )
-    if not packet.device:
+    if _by_socket(packet):
         # A socket is connected to the endpoint: its own address is what the node's routes give it.
         view.lane, view.lane_why, view.masquerade = "socket", "", False
     if with_way:
@@ -223,7 +231,9 @@ def _choice(packet: Packet, backend: Backend, decision: Decision, node: Node, wi
 
 def _program(maps: Pinned, packet: Packet, node: Node, affinity: bytes | None) -> model.ProgramView:
     if not packet.device:
-        return model.ProgramView(ran=False, why="a socket's call cannot be run dry: these are the rules alone")
+        sctp = packet.protocol is Protocol.SCTP
+        who = "nftables decides on SCTP of this node's own" if sctp else "a socket's call cannot be run dry"
+        return model.ProgramView(ran=False, why=f"{who}: these are the rules alone")
     device = next((each for each in node.attached.devices if each.ifindex == packet.device), None)
     if device is None or device.program is None:
         name = device_name(packet.device)
@@ -290,7 +300,7 @@ def parse_packet(source: str, destination: str, protocol: str) -> tuple[bytes, i
     from_, from_port = _place(source, "SRC")
     to, to_port = _place(destination, "DST")
     if to_port is None:
-        raise QuestionError(f"DST needs a port: {destination}:80, an IPv6 address in brackets")
+        raise QuestionError(f"DST needs a port: {format_address_port(to, 80)}, an IPv6 address in brackets")
     if len(from_) != len(to):
         raise QuestionError(f"{source} and {destination} are of two families: no packet has both")
     return from_, from_port if from_port is not None else _PORT, to, to_port, number

@@ -30,6 +30,7 @@ _TCP_STATES = (
     "SYN_SENT2",
 )
 _SCTP_STATES = ("NONE", "CLOSED", "COOKIE_WAIT", "COOKIE_ECHOED", "ESTABLISHED", "SHUTDOWN_SENT", "SHUTDOWN_RECD")
+_UDP_STATES = ("ASSURED", "REPLIED", "UNREPLIED")
 _PORTS = 65536 - 1024
 _PROTOCOLS = frozenset(map(int, Protocol))
 
@@ -124,7 +125,8 @@ def _state(message: bytes, places: Mapping[int, tuple[int, int]], protocol: int,
         for kind, value, _ in attributes(message, begin, end):
             if kind == 1 and message[value] < len(names):
                 return names[message[value]]
-    return "ASSURED" if status & ASSURED else "REPLIED" if status & SEEN_REPLY else "UNREPLIED"
+    assured, replied, unreplied = _UDP_STATES
+    return assured if status & ASSURED else replied if status & SEEN_REPLY else unreplied
 
 
 def busiest(most: int = 5) -> list[model.Fill]:
@@ -210,6 +212,7 @@ def parse_filter(words: list[str], services: set[str], pods: Collection[str] = (
     for word in words:
         field, value = split(word, _FIELDS, "flows")
         if field:
+            _known(field, value)
             checks.append(_check((field,), value))
         else:
             known = parse_address(word) is not None or word.upper() in (*_TCP_STATES, *Protocol.__members__)
@@ -219,6 +222,22 @@ def parse_filter(words: list[str], services: set[str], pods: Collection[str] = (
                 raise QuestionError(f"no Service is called {word}{alike}")
             checks.append(_check(tuple(_FIELDS), word))
     return lambda flow: all(check(flow) for check in checks)
+
+
+_VALUES: dict[str, Collection[str]] = {
+    "protocol": Protocol.__members__,
+    "lane": ("direct", "netfilter"),
+    "state": (*_TCP_STATES, *(name for name in _SCTP_STATES if name not in _TCP_STATES), *_UDP_STATES),
+}
+
+
+def _known(field: str, value: str) -> None:
+    """QuestionError: no flow can ever be like that."""
+    if not value:
+        raise QuestionError(f"{field}= says nothing: give a value")
+    known = _VALUES.get(field)
+    if known is not None and value.upper() not in map(str.upper, known):
+        raise QuestionError(f"there is no {field} {value}: {', '.join(known)}")
 
 
 def _pair(name: str) -> tuple[str, str]:
@@ -241,8 +260,8 @@ def _check(fields: tuple[str, ...], value: str) -> Filter:
     return lambda flow: any(means(value, text) for field in fields for text in _FIELDS[field](flow) if text)
 
 
-def text(flows: list[model.FlowView], sheet: Paper) -> list[str]:
-    """A table."""
+def text(flows: list[model.FlowView], sheet: Paper, filtered: bool = False) -> list[str]:
+    """A table. ``filtered``: there may be others."""
 
     def named(address: str, name: str) -> str:
         return f"{address} ({name})" if name else address
@@ -262,7 +281,7 @@ def text(flows: list[model.FlowView], sheet: Paper) -> list[str]:
         for flow in flows
     ]
     head = ["SERVICE", "PROTO", "CLIENT", "ENDPOINT", "MASQUERADED AS", "STATE", "AGE", "BYTES", "LANE"]
-    return table(sheet, head, rows) or ["no service flows"]
+    return table(sheet, head, rows) or ["no service flows" + (" that fit" if filtered else "")]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -271,5 +290,10 @@ def run(arguments: argparse.Namespace) -> int:
     from pyebpf_proxy.see.run_flows import flows
 
     found = flows(arguments)
-    show(arguments, model.Flows(flows=found), text(found, paper()), (flow.client for flow in found))
+    show(
+        arguments,
+        model.Flows(flows=found),
+        text(found, paper(), bool(arguments.filter)),
+        (flow.client for flow in found),
+    )
     return RIGHT

@@ -14,7 +14,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """All but the name, which other commands have too."""
     parser.add_argument("-s", "--sort", choices=ORDERS, default="flows", help="what comes first (default: flows)")
     parser.add_argument("-i", "--interval", type=seconds, default=1.0, metavar="SECONDS", help="default: 1")
-    parser.add_argument("-c", "--count", type=number, metavar="N", help="end after so many intervals")
+    parser.add_argument("-c", "--count", type=count, metavar="N", help="end after so many intervals")
     parser.add_argument("--once", action="store_true", help="one interval, in plain text; as --count 1")
     text = "endpoints shown of each service (default: 3)"
     parser.add_argument("-b", "--backends", type=number, default=3, metavar="N", help=text)
@@ -31,6 +31,13 @@ def seconds(word: str) -> float:
     if not 0.1 <= found <= 3600:
         raise argparse.ArgumentTypeError(f"{word} is not between 0.1 and 3600 seconds")
     return found
+
+
+def count(word: str) -> int:
+    """How many intervals, as an argument: 1 or more."""
+    if number(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word}: at least 1")
+    return int(word)
 
 
 def number(word: str) -> int:

@@ -146,7 +146,8 @@ def _source(settings: Effective) -> Source:
         from pyebpf_proxy.kube.manifests import ManifestSource
 
         if not settings.manifests.is_dir():
-            raise SeeError(f"the manifests folder {settings.manifests} is not there")
+            what = "is no folder" if settings.manifests.exists() else "is not there"
+            raise SeeError(f"the manifests folder {settings.manifests} {what}")
         return ManifestSource(settings.manifests, lambda text: None, lambda text: None)
     from pyebpf_proxy.kube.api.connect import api_server
     from pyebpf_proxy.servers.client_metrics import ClientMetrics

@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from ipaddress import ip_address
 from typing import Any
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
 from lab_tools import moved, reasons, wait_until
+from see_tools import answer
 from test_lab_life import ECHO, Transfers
 
 from pyebpf_proxy.lab.addresses import Dual
@@ -18,6 +20,7 @@ from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.manifests import Port
+from pyebpf_proxy.services.addresses import format_address_port
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -176,6 +179,12 @@ def test_without_socket_programs(small: Lab, family: int, protocol: str) -> None
         assert small.client.call(ask, other.address.of(family), other.ports[protocol], protocol).kind == ANSWERED
     assert small.pods["toolbox"].namespace.call(ask, *asked).kind == ANSWERED
     assert node.namespace.call(ask, *asked, timeout=0.5).kind != ANSWERED
+    sender, place = node.address.of(family), format_address_port(ip_address(asked[0]).packed, asked[1])
+    found = answer(node, "explain", sender, place, protocol)
+    assert (found["verdict"], found["steps"][-1]) == (
+        "left",
+        "the socket programs are not attached (socketLB: off): processes of this node reach no Service",
+    )
     node_port = WEB.target("NodePort", node)
     for address in (node_port.address.of(family), LOOPBACK.of(family)):
         outcome = node.namespace.call(ask, address, node_port.ports[protocol], protocol, timeout=0.5)

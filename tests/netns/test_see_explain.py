@@ -13,6 +13,7 @@ from see_tools import answer, error, see
 from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.rules import Destination, decide, expect
 from pyebpf_proxy.see.explain import ask as explain
 from pyebpf_proxy.see.model import Explanation
@@ -24,6 +25,8 @@ NEARBY = Kind("nearby", 11, externalTrafficPolicy="Local", internalTrafficPolicy
 RANGES = Kind("ranges", 12, loadBalancerSourceRanges=["192.0.2.0/24", "2001:db8:1::/64"])
 EMPTY = Kind("empty", 13)
 STICKY = Kind("sticky", 14, sessionAffinity="ClientIP")
+ASSOCIATED = Kind("associated", 15)
+ASSOCIATED.ports = [Port("messages", 36412, 36412, "SCTP", 31015)]
 KINDS: tuple[Destination, ...] = ("ClusterIP", "ExternalIP", "LoadBalancer", "NodePort")
 
 
@@ -35,9 +38,9 @@ def world() -> Iterator[Lab]:
         pods = (made.add_pod("web-1", here), made.add_pod("web-2", there))
         made.add_pod("toolbox", here)
         WEB.endpoints = RANGES.endpoints = STICKY.endpoints = pods
-        NEARBY.endpoints = pods[1:]
+        ASSOCIATED.endpoints = NEARBY.endpoints = pods[1:]
         write_nodes(made)
-        write_services(made, WEB, NEARBY, RANGES, EMPTY, STICKY)
+        write_services(made, WEB, NEARBY, RANGES, EMPTY, STICKY, ASSOCIATED)
         here.agent.start()
         there.agent.start(lane="netfilter")
         for node in made.nodes:
@@ -152,6 +155,18 @@ def test_a_process_of_the_node(world: Lab) -> None:
     found = answer(world.nodes[0], "explain", world.nodes[0].address.v4, f"{cluster_ip(13).v4}:80", status=1)
     assert (found["verdict"], found["reason"]) == ("refused", "reject_no_endpoints_socket")
     assert not found["program"]["ran"]
+    found = answer(world.nodes[0], "explain", world.nodes[0].address.v4, f"{vip(10).v4}:80")
+    assert {(each["lane"], each["masquerade"]) for each in found["endpoints"]} == {("socket", False)}
+    assert found["steps"][-1].startswith("its socket is connected to the endpoint, from the address that the route")
+
+
+def test_sctp_of_the_node_is_nobodys_socket(world: Lab) -> None:
+    """No program is asked about it: nftables translates what leaves."""
+    found = answer(world.nodes[0], "explain", world.nodes[0].address.v4, f"{vip(15).v4}:36412", "sctp")
+    (choice,) = found["endpoints"]
+    assert (choice["lane"], choice["laneWhy"]) == ("netfilter", "lane_sctp")
+    assert (choice["masquerade"], choice["masqueradeAs"]) == (True, world.nodes[0].address.v4)
+    assert found["program"]["why"].startswith("nftables decides on SCTP of this node's own")
 
 
 def test_the_answer_for_people(world: Lab) -> None:
@@ -169,6 +184,7 @@ def test_the_answer_for_people(world: Lab) -> None:
     [
         (("198.51.100", "203.0.113.10:80"), "SRC: 198.51.100 is not an IP address"),
         (("198.51.100.2", "203.0.113.10"), "DST needs a port: 203.0.113.10:80, an IPv6 address in brackets"),
+        (("2001:db8::2", "2001:db8:3::10"), "DST needs a port: [2001:db8:3::10]:80, an IPv6 address in brackets"),
         (("198.51.100.2", "203.0.113.10:0"), "DST: 0 is not a port (1–65535)"),
         (("198.51.100.2", "203.0.113.10:80", "icmp"), "icmp is no protocol of Services: TCP, UDP, SCTP"),
         (

@@ -95,6 +95,11 @@ def test_filters_that_name_nothing(node: Node) -> None:
     fields = "service, client, endpoint, destination, protocol, state, lane"
     said = error(node, "flows", "servce=web", status=2)
     assert said == f"flows have no field servce: {fields}; did you mean service?"
+    states = "NONE, SYN_SENT, SYN_RECV, ESTABLISHED, FIN_WAIT"
+    assert error(node, "flows", "state=FOO", status=2).startswith(f"there is no state FOO: {states}")
+    assert error(node, "flows", "protocol=icmp", status=2) == "there is no protocol icmp: TCP, UDP, SCTP"
+    assert error(node, "flows", "client=", status=2) == "client= says nothing: give a value"
+    assert see(node, "flows", "client=192.0.2.99").stdout == "no service flows that fit\n"
     said = error(node, "flows", "default/wbe", status=2)
     assert said == "no Service is called default/wbe; did you mean default/web?"
 

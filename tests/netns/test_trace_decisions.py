@@ -148,7 +148,10 @@ def test_lines_for_people(world: Lab, node: Node) -> None:
     refused, dropped, socket, served = trace.raw
     assert refused.endswith("UDP, default/empty:dns, REFUSED, reject_no_endpoints")
     assert dropped.endswith("UDP, default/nearby:dns, DROPPED, drop_no_local_endpoints")
-    assert f"> {cluster_ip(10).v4}:53 UDP, default/web:dns, to 10.244.2.10:5353 (default/web-2), socket, new_flow_socket" in socket
+    assert (
+        f"> {cluster_ip(10).v4}:53 UDP, default/web:dns, to 10.244.2.10:5353 (default/web-2), socket, new_flow_socket"
+        in socket
+    )
     assert f" eth0 {CLIENT.v4}:" in served
     assert f", to 10.244.2.10:8080 (default/web-2), direct, masqueraded as {node.address.v4}:" in served
     with Trace(node, output="name") as names:

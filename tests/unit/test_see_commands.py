@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,8 +69,31 @@ def test_usage_errors_are_one_line_and_status_2(capsys: pytest.CaptureFixture[st
 
 
 def test_a_word_that_is_no_command_is_refused_as_kube_proxy_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nonsense"]) == 1
+    assert capsys.readouterr().err == 'Error: "pyebpf-proxy" does not take any arguments, got ["nonsense"]\n'
     assert main(["sevrices"]) == 1
-    assert capsys.readouterr().err == 'Error: "pyebpf-proxy" does not take any arguments, got ["sevrices"]\n'
+    assert capsys.readouterr().err.endswith('got ["sevrices"]; did you mean services?\n')
+
+
+def test_the_help_of_all_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [name for name in COMMANDS if not any(line.startswith(f"  {name} ") for line in lines)] == []
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("asked", [["--help"], ["status", "--help"], ["completion", "zsh"], ["--version"]])
+def test_a_reader_that_went_away(asked: list[str]) -> None:
+    """Nobody reads from the beginning, so there is no race of who is quicker."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "pyebpf_proxy", *asked], stdout=writing, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(writing)
+    assert (ran.returncode, ran.stderr) == (141, b"")
 
 
 def test_old_kernels_and_kernels_without_types_are_refused(
