@@ -19,25 +19,32 @@ static __always_inline void affinity_client(const struct packet *p, struct affin
 struct remembered {
 	struct affinity_key key;
 	struct affinity next;
+	struct affinity *last;
 };
 
 /* Position + 1 of the endpoint that session affinity asks for; 0: any. */
 static __always_inline __u32 affinity_position(const struct packet *p, const struct entitlement *e,
 					       struct remembered *r)
 {
-	struct affinity *last;
-
 	r->key.service = e->service;
 	affinity_client(p, &r->key);
-	r->next.last_used = bpf_ktime_get_ns();
-	last = bpf_map_lookup_elem(&affinities, &r->key);
-	if (last && r->next.last_used - last->last_used < e->affinity_seconds * NANOSECONDS)
-		return position_in_list(e, last->backend, last->position);
+	/* Seconds are asked for: a clock that goes by the tick tells them, and costs a tenth. */
+	r->next.last_used = bpf_ktime_get_coarse_ns();
+	r->last = bpf_map_lookup_elem(&affinities, &r->key);
+	/* Added, for the entry may be younger than this: another CPU has served the same client meanwhile. */
+	if (r->last && r->next.last_used < r->last->last_used + e->affinity_seconds * NANOSECONDS)
+		return position_in_list(e, r->last->backend, r->last->position);
 	return 0;
 }
 
 static __always_inline void remember_affinity(struct remembered *r, const struct backend *b, __u32 position)
 {
+	if (r->last && r->last->backend == b->id) {
+		/* In place: an entry that is thrown out meanwhile is some new client's, whose time is this, too. */
+		r->last->last_used = r->next.last_used;
+		r->last->position = position;
+		return;
+	}
 	r->next.backend = b->id;
 	r->next.position = position;
 	bpf_map_update_elem(&affinities, &r->key, &r->next, BPF_ANY);
@@ -54,7 +61,7 @@ static __noinline __u32 scheduler_affinity(const struct packet *p, const struct 
 static __noinline int remember_scheduled(const struct packet *p, const struct entitlement *e, const struct backend *b,
 					 __u32 position)
 {
-	struct remembered r = { .key.service = e->service, .next.last_used = bpf_ktime_get_ns() };
+	struct remembered r = { .key.service = e->service, .next.last_used = bpf_ktime_get_coarse_ns() };
 
 	affinity_client(p, &r.key);
 	remember_affinity(&r, b, position);

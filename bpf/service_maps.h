@@ -249,7 +249,7 @@ struct affinity_key {
 };
 
 struct affinity {
-	__u64 last_used;	/* bpf_ktime_get_ns() of the newest connection */
+	__u64 last_used;	/* bpf_ktime_get_coarse_ns() of the newest connection */
 	__u32 backend;
 	__u32 position;		/* where in its list the backend was: a hint, checked before use */
 };

@@ -57,14 +57,21 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "affinity by no client": ("backend.h", "affinity_client(p, &r->key);", ""),
     "affinity without a list check": (
         "backend.h",
-        "return position_in_list(e, last->backend, last->position);",
-        "return last->position + 1;",
+        "return position_in_list(e, r->last->backend, r->last->position);",
+        "return r->last->position + 1;",
     ),
     "affinity for ever": (
         "backend.h",
-        "r->next.last_used - last->last_used < e->affinity_seconds * NANOSECONDS",
+        "r->next.last_used < r->last->last_used + e->affinity_seconds * NANOSECONDS",
         "true",
     ),
+    "affinity lost to another CPU's clock": (
+        "backend.h",
+        "r->next.last_used < r->last->last_used + e->affinity_seconds * NANOSECONDS",
+        "r->next.last_used - r->last->last_used < e->affinity_seconds * NANOSECONDS",
+    ),
+    "affinity not refreshed": ("backend.h", "r->last->last_used = r->next.last_used;", ""),
+    "affinity's hint not mended": ("backend.h", "r->last->position = position;", ""),
     "always the first endpoint": (
         "slots.h",
         "return ((__u64)bpf_get_prandom_u32() * e->count) >> 32;",
