@@ -23,8 +23,8 @@ class Suite:
 
 _CASES = "tests/kernels/cases"
 _UNIT = ("test_datapath_btf.py", "test_preflight_modules.py", "test_cli_missing.py::test_the_kernel_has_no_btf")
-# test_maps_libbpf.py calls the compiler, which guests have not.
-_PACKET = ("connections", "flows", "bridge")
+# test_maps_libbpf.py calls the compiler, which guests have not. Counts: also by the meter of `top`.
+_PACKET = ("connections", "flows", "bridge", "trace", "counts")
 _NETNS = ("attach/test_attach_links.py", "attach/test_attach_tc.py", "attach/test_attach_udp.py", "test_agent.py")
 SUITES = (
     Suite("start", (f"{_CASES}/test_guest_start.py",), "", first=True),

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
 from lab_tools import moved, reasons
 
+from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 
@@ -18,31 +22,62 @@ CONNTRACK, NAT = Path("/sys/module/nf_conntrack"), Path("/sys/module/nf_nat")
 WEB = Kind("web", 1)
 
 
-def test_the_agent_brings_conntrack_and_says_which_lane_it_took() -> None:
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    """One node with one pod that serves; its agent is the first since the boot, and is not started yet."""
     if CONNTRACK.exists() or NAT.exists():
         pytest.skip("conntrack is built in, or was loaded before: this is for the first agent after a boot")
-    with Lab(nodes=1) as lab:
-        (node,) = lab.nodes
-        WEB.endpoints = (lab.add_pod("web-1", node),)
-        write_nodes(lab)
-        write_services(lab, WEB)
-        assert not CONNTRACK.exists()
-        lab.start_agents()
-        assert CONNTRACK.exists()
-        assert NAT.exists()
-        log = node.agent.log()
-        before = reasons(node)
-        for family in (4, 6):
-            for protocol in ("tcp", "udp"):
-                target = WEB.target("LoadBalancer", node)
-                outcome = lab.client.call(ask, target.address.of(family), target.ports[protocol], protocol)
-                assert outcome.kind == ANSWERED, (outcome, log)
-        seen = moved(before, reasons(node))
-        if "every flow takes the netfilter lane" in log:
-            # By the kernel's own word, not because its functions were not there yet.
-            assert "the kernel does not accept" in log
-            assert "call #0" not in log
-            assert seen["new_flow_netfilter"] == 4
-        else:
-            assert "flows to pods take the direct lane" in log
-            assert seen["new_flow_direct"] == 4
+    with Lab(nodes=1) as made:
+        WEB.endpoints = (made.add_pod("web-1", made.nodes[0]),)
+        write_nodes(made)
+        write_services(made, WEB)
+        yield made
+
+
+def test_the_agent_brings_conntrack_and_says_which_lane_it_took(lab: Lab) -> None:
+    (node,) = lab.nodes
+    assert not CONNTRACK.exists()
+    lab.start_agents()
+    assert CONNTRACK.exists()
+    assert NAT.exists()
+    log = node.agent.log()
+    before = reasons(node)
+    for family in (4, 6):
+        for protocol in ("tcp", "udp"):
+            target = WEB.target("LoadBalancer", node)
+            outcome = lab.client.call(ask, target.address.of(family), target.ports[protocol], protocol)
+            assert outcome.kind == ANSWERED, (outcome, log)
+    seen = moved(before, reasons(node))
+    if "every flow takes the netfilter lane" in log:
+        # By the kernel's own word, not because its functions were not there yet.
+        assert "the kernel does not accept" in log
+        assert "call #0" not in log
+        assert seen["new_flow_netfilter"] == 4
+    else:
+        assert "flows to pods take the direct lane" in log
+        assert seen["new_flow_direct"] == 4
+
+
+def test_top_measures_packets_or_says_that_this_kernel_has_no_place_for_its_meter(lab: Lab) -> None:
+    """Beside the agent of the test before."""
+    (node,) = lab.nodes
+    has_place = b"\0BPF_TCX_INGRESS\0" in Path("/sys/kernel/btf/vmlinux").read_bytes()
+    top = ["ip", "netns", "exec", node.namespace.name, *command(), "top"]
+    words = ["--directory", str(node.agent.directory), "-o", "json", "-i", "0.5"]
+    with subprocess.Popen([*top, *words], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            found = json.loads(process.stdout.readline())
+            notes = [note for note in found["notes"] if note.startswith("packets and bytes are not measured: ")]
+            assert bool(notes) != has_place, notes
+            assert all(note.endswith("has no place for the program") for note in notes)
+            assert lab.client.call(ask, WEB.target("LoadBalancer", node).address.v4, 80).kind == ANSWERED
+            flows, packets = 0.0, 0.0
+            while flows < 0.99:
+                found = json.loads(process.stdout.readline())
+                flows += found["newFlows"] * found["seconds"]
+                packets += (found["packets"] or 0) * found["seconds"]
+            # A connection with an answer, both ways: more than the two packets that open it.
+            assert packets >= 6 if has_place else found["packets"] is None
+        finally:
+            process.kill()
