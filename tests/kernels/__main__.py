@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -93,7 +94,7 @@ def _run(series: list[str], scratch: Path) -> int:
 
     def boot(kernel: image.Kernel) -> report.Row:
         began = time.monotonic()
-        initrd, folder = scratch / f"initrd-{kernel.series}", image.CACHE / "results" / kernel.series
+        initrd, folder = scratch / f"initrd-{kernel.series}", scratch / kernel.series
         join((root, kernel.modules, project), initrd)
         # What the kernel does not know of its command line becomes the environment of init.
         words = "REFUSED=1" if kernel.series in REFUSED else ""
@@ -107,7 +108,9 @@ def _run(series: list[str], scratch: Path) -> int:
         if guest.stopped():
             raise KeyboardInterrupt
         print(f"{kernel.release}: {outcome.problem or 'done'}, {time.monotonic() - began:.0f} s", flush=True)
-        return report.read(kernel, outcome, folder)
+        row = report.read(kernel, outcome, folder)
+        _keep(folder, image.CACHE / "results" / kernel.series)
+        return row
 
     jobs = int(os.environ.get("JOBS") or min(len(kernels), (os.cpu_count() or 1) // machine.cpus) or 1)
     with ThreadPoolExecutor(jobs) as pool:
@@ -123,6 +126,14 @@ def _run(series: list[str], scratch: Path) -> int:
     if not names:
         print(f"\n{report.left_out()}")
     return 1 if any(row.failed for row in rows) else 0
+
+
+def _keep(folder: Path, place: Path) -> None:
+    """For whoever wants to look: console and results, those of this run whole."""
+    place.parent.mkdir(exist_ok=True)
+    shutil.rmtree(place, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another run has put its own there meanwhile
+        folder.rename(place)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:

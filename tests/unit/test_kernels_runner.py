@@ -53,17 +53,30 @@ def test_a_boot_that_goes_wrong_has_one_line(tmp_path: Path, script: str, proble
     assert outcome.problem in report.table([row])
 
 
+_SENDS = """
+    for word; do case $word in file:*) results=${{word#file:}}; esac; done
+    for name in {names}; do tar -C {folder} -c $name >>$results; done
+"""
+
+
 def test_a_guest_that_ends_well_leaves_its_results(tmp_path: Path) -> None:
     """The second serial port is a file of QEMU's: what comes there is a tar."""
     (tmp_path / "probe.json").write_text('{"lane": "direct"}')
-    script = f"""
-        for word; do case $word in file:*) results=${{word#file:}}; esac; done
-        tar -C {tmp_path} -cf $results probe.json
-        echo VM_EXIT 0
-    """
+    script = _SENDS.format(folder=tmp_path, names="probe.json") + "echo VM_EXIT 0"
     outcome = guest.run(qemu(tmp_path, script), tmp_path / "vmlinuz", None, tmp_path / "results", 60)
     assert outcome.problem == ""
     assert report.read(KERNEL, outcome, tmp_path / "results").probe == {"lane": "direct"}
+
+
+def test_a_guest_that_crashes_leaves_what_had_ended(tmp_path: Path) -> None:
+    """Each suite's results are a tar of their own."""
+    (tmp_path / "probe.json").write_text('{"lane": "direct"}')
+    (tmp_path / "start.status").write_text("0")
+    script = _SENDS.format(folder=tmp_path, names="probe.json start.status") + "echo Kernel panic"
+    outcome = guest.run(qemu(tmp_path, script), tmp_path / "vmlinuz", None, tmp_path / "results", 60)
+    row = report.read(KERNEL, outcome, tmp_path / "results")
+    assert (row.problem, row.probe, list(row.suites)) == ("Kernel panic", {"lane": "direct"}, ["start"])
+    assert row.failed
 
 
 def _boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> int:
@@ -89,6 +102,17 @@ def test_only_what_has_not_said_a_word_is_tried_again(
 ) -> None:
     assert _boot(tmp_path, monkeypatch, script) == 1
     assert (tmp_path / "boots").read_text() == "x\n" * boots
+
+
+def test_what_another_run_left_is_there_until_this_one_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs at the same time share the place where results are kept; each has one of its own until then."""
+    kept = tmp_path / "results" / "6.1" / "console.log"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("words of another")
+    _boot(tmp_path, monkeypatch, f"echo guest: 6.1 is up; cat {kept}; echo; echo words of this one")
+    assert kept.read_text().splitlines()[1:] == ["words of another", "words of this one"]
 
 
 def test_results_that_are_cut_off_are_a_problem(tmp_path: Path) -> None:
