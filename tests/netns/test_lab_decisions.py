@@ -69,6 +69,9 @@ class Cluster:
             self.lab.stop_agents()
             self.lab.start_agents(config, agent_lane(self.lane))
             self.config = config
+            for node in self.lab.nodes:
+                # A datagram from a port that the kernel draws again would go on as one under the former configuration.
+                node.namespace.run("conntrack", "-D", "-p", "udp", check=False)
 
     def client(self, name: str) -> Client:
         if name == "client":

@@ -153,14 +153,14 @@ def test_a_killed_agent_leaves_it_working_and_the_next_one_puts_its_own_in_place
 
 def test_turned_off_it_is_taken_off(outside: World) -> None:
     restart(outside, ON)
-    assert not shown(outside.node)
+    wait_until(lambda: not shown(outside.node), "the kernel takes it off")
     assert not list(outside.node.agent.directory.glob("bpf/**/xdp_devices"))
 
 
 def test_cleanup_takes_it_off(outside: World) -> None:
     outside.node.agent.stop()
     outside.node.agent.cleanup()
-    assert not shown(outside.node)
+    wait_until(lambda: not shown(outside.node), "the kernel takes it off")
 
 
 @contextlib.contextmanager
@@ -244,5 +244,5 @@ def test_whether_tags_are_taken_off_is_asked_of_the_device(outside: World) -> No
 
 def test_auto_is_no_veth(outside: World) -> None:
     restart(outside, {**XDP, "xdpDevices": "auto"})
-    assert not shown(outside.node)
+    wait_until(lambda: not shown(outside.node), "the kernel takes it off")
     assert said(outside.node, "XDP is on no device")

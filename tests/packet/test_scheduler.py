@@ -17,8 +17,8 @@ from pyebpf_proxy.datapath.loader.programs import SCHEDULERS
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 PODS = [f"pod{i}" for i in range(1, 13)]
-# Chi-square of 12 endpoints, 11 degrees of freedom: one in 10 000.
-UNLIKELY = 37.4
+# Chi-square of 12 endpoints, 11 degrees of freedom: one in a million.
+UNLIKELY = 49.3
 
 
 def load(world: World, scheduler: str) -> World:
