@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT
@@ -15,9 +14,6 @@ from pyebpf_proxy.see.reasons import MEANINGS, is_refusal
 from pyebpf_proxy.see.text import Cell, Paper, ago, paper, table, wrapped
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import Protocol
-
-if TYPE_CHECKING:
-    from pyebpf_proxy.see.state import State
 
 #: Seconds: what is newer is told as happening now.
 RECENT = 60.0
@@ -88,23 +84,21 @@ def _lately(maps: Pinned) -> dict[int, int] | None:
     return found
 
 
-def whose(drops: Sequence[model.Drop], state: State) -> None:
+def whose(drops: Sequence[model.Drop], maps: Pinned) -> None:
     """Say which service port each newest packet was for."""
     from pyebpf_proxy.see.services import name_text
+    from pyebpf_proxy.see.some import Asked, Some
+    from pyebpf_proxy.see.state import read_names
     from pyebpf_proxy.services.addresses import parse_address
 
+    asked = Asked(maps)
     for drop in drops:
         if not drop.destination:
             continue
         address, _, port = drop.destination.rpartition(":")
-        packed = parse_address(address.strip("[]")) or b""
-        protocol = Protocol[drop.protocol]
-        found = state.frontends.get((packed, int(port), protocol)) or state.frontends.get(
-            (bytes(len(packed)), int(port), protocol)
-        )
-        service = state.services.get(found[0]) if found is not None else None
-        if service is not None:
-            drop.service = name_text(service.name)
+        number = asked.service(parse_address(address.strip("[]")) or b"", int(port), Protocol[drop.protocol])
+        names, _ = read_names(Some(maps, {number: 0}))
+        drop.service = name_text(names[number]) if number in names else ""
 
 
 def text(drops: Sequence[model.Drop], sheet: Paper) -> list[str]:
@@ -117,7 +111,7 @@ def text(drops: Sequence[model.Drop], sheet: Paper) -> list[str]:
             str(drop.count),
             minute(drop),
             ago(drop.seconds_ago) if drop.seconds_ago is not None else "",
-            f"{drop.source} > {drop.destination} {drop.protocol}" if drop.source else "",
+            f"{sender(drop)} > {drop.destination} {drop.protocol}" if drop.source else "",
             drop.service,
             drop.device or ("a process here" if drop.source else ""),
         ]
@@ -129,6 +123,11 @@ def text(drops: Sequence[model.Drop], sheet: Paper) -> list[str]:
         lines += wrapped(sheet, f"{drop.reason}: {drop.meaning}")
         lines += wrapped(sheet, drop.remedy, indent="  ", colour="dim") if drop.remedy else []
     return lines
+
+
+def sender(drop: model.Drop) -> str:
+    """Who sent the newest, for people: a socket has no port yet when it asks."""
+    return drop.source.removesuffix(":0")
 
 
 def minute(drop: model.Drop) -> str:
@@ -147,12 +146,10 @@ def recent(drops: Sequence[model.Drop]) -> list[model.Drop]:
 
 def run(arguments: argparse.Namespace) -> int:
     """``drops``. Status 1: something was refused within the last minute."""
-    from pyebpf_proxy.see import state
     from pyebpf_proxy.see.output import show
 
     with Pinned(arguments.directory) as maps:
         found = read(maps)
-        if any(drop.destination for drop in found):
-            whose(found, state.read(maps))
+        whose(found, maps)
     show(arguments, model.Drops(drops=found), text(found, paper()), (drop.reason for drop in found))
     return NOT_RIGHT if recent(found) else RIGHT

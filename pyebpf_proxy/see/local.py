@@ -55,10 +55,10 @@ def samples(directory: Path) -> dict[str, list[float]]:
     return values
 
 
-def refusals(directory: Path) -> Mapping[str, str] | None:
-    """What was asked for and is not there, and why; None if the agent does not answer."""
+def state(directory: Path) -> Mapping[str, Any] | None:
+    """``version``, and ``refusals``: what was asked for and is not there, and why. None: the agent does not answer."""
     data = _ask(directory, "/state")
-    return _object(data).get("refusals", {}) if data else None
+    return {"version": "", "refusals": {}, **_object(data)} if data else None
 
 
 def pods(directory: Path, addresses: Iterable[bytes]) -> dict[bytes, str]:

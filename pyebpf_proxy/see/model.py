@@ -124,7 +124,7 @@ class Trouble(Answer, kw_only=True):
 
 
 class AgentView(Answer, kw_only=True):
-    """The agent, if it runs. Seconds; None where its metrics do not say."""
+    """The agent, if it runs. Seconds; None where its metrics do not say. ``answers``: at the socket in its folder."""
 
     running: bool
     pid: int = 0
@@ -132,6 +132,8 @@ class AgentView(Answer, kw_only=True):
     synced_seconds_ago: float | None = None
     delivered_seconds_ago: float | None = None
     source_complete: bool | None = None
+    version: str = ""
+    answers: bool = False
 
 
 class DeviceView(Answer, kw_only=True):

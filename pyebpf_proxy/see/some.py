@@ -76,3 +76,24 @@ def reached(maps: Pinned, address: bytes, protocol: Protocol) -> Some:
     # Only of UDP is it kept who serves on.
     whole |= {"endpoints4", "endpoints6"} if protocol is Protocol.UDP else set()
     return Some(maps, {number: halves(words[number])[0] for number in numbers if words[number]}, whole)
+
+
+class Asked:
+    """From what was asked for to the service, one look-up each."""
+
+    def __init__(self, maps: Pinned) -> None:
+        self._maps = maps
+        self._value = maps.packer("frontend", "service")
+        self._keys = {
+            4 + 12 * i: maps.packer(f"frontend{4 + 2 * i}_key", "address", "port", "protocol") for i in (0, 1)
+        }
+
+    def service(self, address: bytes, port: int, protocol: int) -> int:
+        """The number of the service with that address, or NodePort; 0: there is none."""
+        key = self._keys[len(address)]
+        frontends = self._maps.map("frontends4" if len(address) == 4 else "frontends6")
+        for each in (address, bytes(len(address))):
+            found = frontends.lookup(key.pack(each, port, protocol))
+            if found is not None:
+                return int(self._value.unpack(found)[0])
+        return 0

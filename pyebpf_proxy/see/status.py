@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pyebpf_proxy import __version__
 from pyebpf_proxy.see import drops, facts, fast_path, local, model, programs
@@ -40,18 +41,20 @@ def read(directory: Path) -> model.Status:
     with Pinned(directory) as maps:
         attached = programs.read(maps)
         refused = drops.read(maps)
+        drops.whose(drops.recent(refused), maps)
         fills = list(_fills(maps))
         ports = sum(word != 0 for word in maps.words("services"))
         folder = maps.folder
         cache = fast_path.read(maps, maps.counts())
-    refusals = local.refusals(directory)
+    known = local.state(directory)
+    refusals = known.get("refusals") if known is not None else None
     lane, why = _lane(attached, refusals)
     made = model.Status(
         version=__version__,
         kernel=os.uname().release,
         directory=str(directory),
         pins=str(folder),
-        agent=_agent(directory),
+        agent=_agent(directory, known),
         lane=lane,
         lane_why=why,
         features=[text for name, text in _FEATURES.items() if attached.settings and attached.settings.get(name)],
@@ -77,7 +80,7 @@ def _lane(attached: Programs, refusals: Mapping[str, str] | None) -> tuple[str, 
     if attached.settings is None:
         return "", "no program is attached"
     if attached.settings["direct_lane"]:
-        return "direct", ""
+        return "direct", "the programs can call the kernel's conntrack functions"
     if refusals is None:
         return "netfilter", "why, the agent would say: pyebpf-proxy doctor tries the direct one"
     return "netfilter", refusals.get("direct lane", "")
@@ -97,12 +100,15 @@ def _device(device: programs.Device) -> model.DeviceView:
     return model.DeviceView(name=device.name, program=program, wanted=device.wanted, xdp=device.xdp)
 
 
-def _agent(directory: Path) -> model.AgentView:
+def _agent(directory: Path, known: Mapping[str, Any] | None) -> model.AgentView:
     agent = running_agent(directory)
     if agent is None:
         return model.AgentView(running=False)
     now = time.time()
     view = model.AgentView(running=True, pid=agent.pid, seconds=max(0.0, now - agent.started))
+    if known is None:
+        return view
+    view.answers, view.version = True, known["version"]
     values = local.samples(directory)
     synced = values.get("kubeproxy_sync_proxy_rules_last_timestamp_seconds")
     delivered = values.get("pyebpf_proxy_source_last_delivery_timestamp_seconds")
@@ -134,6 +140,16 @@ def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Troubl
             what="the source of objects has not delivered everything yet",
             remedy="see the agent's log: the API server, or the manifests folder, is out of reach",
         )
+    if status.agent.running and not status.agent.answers:
+        yield model.Trouble(
+            what=f"the agent, process {status.agent.pid}, does not answer: traffic goes on, changes may not arrive",
+            remedy="ask again if it was started just now; else see its log, and restart it",
+        )
+    if status.agent.version not in ("", status.version):
+        yield model.Trouble(
+            what=f"the agent is of version {status.agent.version}, this command of {status.version}",
+            remedy="restart the agent if it was upgraded, or ask with the pyebpf-proxy that it is of",
+        )
     yield from _about_programs(status, attached)
     yield from _about_netfilter(Path(status.directory))
     for fill in (*status.maps, *([status.conntrack] if status.conntrack is not None else []), *status.source_ports):
@@ -142,8 +158,9 @@ def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Troubl
                 what=f"{fill.name}: {fill.used} of {fill.room} are in use", remedy=_fill_remedy(fill.name)
             )
     for drop in drops.recent(status.drops):
-        whom = f", the newest from {drop.source} to {drop.destination} {drop.protocol}" if drop.source else ""
-        times = f"{drop.last_minute} times " if drop.last_minute else ""
+        whom = f", the newest from {drops.sender(drop)} to {drop.destination} {drop.protocol}" if drop.source else ""
+        whom += f" ({drop.service})" if drop.service else ""
+        times = f"{drop.last_minute} times " if (drop.last_minute or 0) > 1 else "once " if drop.last_minute else ""
         yield model.Trouble(what=f"{times}within the last minute: {drop.meaning}{whom}", remedy=drop.remedy)
 
 

@@ -16,10 +16,11 @@ from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.pods import Pods
 from pyebpf_proxy.see.programs import device_name
 from pyebpf_proxy.see.services import name_text
+from pyebpf_proxy.see.some import Asked
 from pyebpf_proxy.see.state import read_names
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import ServicePortName
-from pyebpf_proxy.trace.events import Event, Names, Place
+from pyebpf_proxy.trace.events import Event, Names
 
 #: Seconds: no name is looked for more often than that.
 _PATIENCE = 1.0
@@ -34,10 +35,7 @@ class Lookup:
         self._names: dict[int, ServicePortName] = {}
         self._read_at = -_PATIENCE
         self._devices: dict[int, str] = {}
-        self._value = maps.packer("frontend", "service")
-        self._keys = {
-            4 + 12 * i: maps.packer(f"frontend{4 + 2 * i}_key", "address", "port", "protocol") for i in (0, 1)
-        }
+        self._asked = Asked(maps)
         self._conntrack = RawLink(NETLINK_NETFILTER)
         self.read()
 
@@ -63,22 +61,12 @@ class Lookup:
         self._pods.look({place[0] for event in events for place in (event.source, event.endpoint) if place is not None})
 
     def _service(self, event: Event) -> str:
-        number = event.service or self._frontend(event.destination, event.protocol)
+        # A decision may come before the service is looked up.
+        number = event.service or self._asked.service(*event.destination, event.protocol)
         if number and number not in self._names and time.monotonic() - self._read_at > _PATIENCE:
             self.read()
         name = self._names.get(number)
         return name_text(name) if name is not None else ""
-
-    def _frontend(self, place: Place, protocol: int) -> int:
-        """Of a decision that came before the service was looked up: the service of that address, or NodePort."""
-        address, port = place
-        key = self._keys[len(address)]
-        frontends = self._maps.map("frontends4" if len(address) == 4 else "frontends6")
-        for each in (address, bytes(len(address))):
-            found = frontends.lookup(key.pack(each, port, protocol))
-            if found is not None:
-                return int(self._value.unpack(found)[0])
-        return 0
 
     def _device(self, ifindex: int) -> str:
         if ifindex not in self._devices:

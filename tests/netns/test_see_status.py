@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,9 +15,11 @@ from lab_services import Kind, served_elsewhere
 from lab_tools import full_conntrack, wait_until
 from see_tools import answer, error, see
 
+from pyebpf_proxy import __version__
 from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.see.agent import running_agent
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -55,6 +59,8 @@ def test_right(node: Node) -> None:
     agent = found["agent"]
     assert agent["running"]
     assert agent["sourceComplete"]
+    assert agent["version"] == found["version"] == __version__
+    assert found["laneWhy"] == "the programs can call the kernel's conntrack functions"
     assert 0 <= agent["syncedSecondsAgo"] <= agent["seconds"] + 1
     assert "right: nothing to warn of" in see(node, "status").stdout
 
@@ -115,7 +121,8 @@ def test_no_endpoints_is_named_with_the_packet(node: Node, world: Lab, protocol:
     assert drop["service"] == f"default/empty:{'http' if protocol == 'tcp' else 'dns'}"
     assert drop["device"] == "eth0"
     assert drop["secondsAgo"] < 60
-    assert any("no endpoint is usable" in text for text in warnings(node))
+    (told,) = (text for text in warnings(node) if "no endpoint is usable" in text and "[2001:db8" in text)
+    assert told.endswith(f"]:{port} {protocol.upper()} (default/empty:{'http' if protocol == 'tcp' else 'dns'})")
     assert re.search(r"reject_no_endpoints +\d+ +\d+ +\d+ s ago +\[2001:db8:2::2\]:\d+ >", see(node, "drops").stdout)
 
 
@@ -151,6 +158,18 @@ def test_a_device_without_program_is_named(node: Node, world: Lab) -> None:
         node.agent.start()
         node.agent.wait_synced()
     assert [text for text in warnings(node) if "program" in text or "agent" in text] == []
+
+
+def test_an_agent_that_hangs_is_named(node: Node) -> None:
+    agent = running_agent(node.agent.directory)
+    assert agent is not None
+    said = f"the agent, process {agent.pid}, does not answer: traffic goes on, changes may not arrive"
+    assert said not in warnings(node)
+    os.kill(agent.pid, signal.SIGSTOP)
+    try:
+        assert said in warnings(node)
+    finally:
+        os.kill(agent.pid, signal.SIGCONT)
 
 
 def test_a_flushed_nft_table_is_named(node: Node, world: Lab) -> None:
