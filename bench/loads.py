@@ -6,15 +6,18 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .contenders import CONNECT, CONTENDERS, EXCHANGE, STREAM, WAYS, Ground, pinned, turns
+from .contenders import BEFORE_OTHERS, CONNECT, CONTENDERS, EXCHANGE, STREAM, WAYS, Ground, pinned, turns
 from .measure import TOOLS, Row, say, speed
 from .rows import ratio
 
 IN_FLIGHT = 64
+#: Microseconds of each second that real-time tasks may have of a CPU; -1: all of it.
+THROTTLE = Path("/proc/sys/kernel/sched_rt_runtime_us")
 #: Samples by (load, way, family), then by contender, in the order of the rounds.
 Samples = dict[str, dict[str, list[float]]]
 
@@ -43,9 +46,7 @@ def stream(ground: Ground, way: str, family: int, seconds: float) -> tuple[float
     before = _softirq_threads()
     # iperf3 takes whole seconds only.
     length = ["-t", str(round(seconds))] if seconds >= 1 else ["-n", f"{round(seconds * 2000)}M"]
-    # Both ends are at work all the time: each has a CPU.
-    command = ["chrt", "-f", "1", "iperf3", "-c", address, "-p", port, *length, "-J"]
-    end = _ask(ground, way, command, apart=True)["end"]
+    end = _ask(ground, way, [*BEFORE_OTHERS, "iperf3", "-c", address, "-p", port, *length, "-J"])["end"]
     threads = _softirq_threads() - before
     got, use = end["sum_received"], end["cpu_utilization_percent"]
     ends = (use["host_total"] + use["remote_total"]) / 100 * got["seconds"]
@@ -57,6 +58,33 @@ def paced(ground: Ground, way: str, family: int, connections: int, rate: float, 
     command = [str(TOOLS / "paced"), *ground.target(CONNECT, way, family), str(connections), str(rate)]
     found: dict[str, float] = _ask(ground, way, [*command, str(seconds / 4), str(seconds)])
     return found
+
+
+_watch: list[str] = []
+
+
+@contextmanager
+def watched(command: Sequence[str]) -> Iterator[None]:
+    """Loads are started by this command (perf record), which prints nothing, and not from here."""
+    _watch.extend(command)
+    try:
+        yield
+    finally:
+        _watch.clear()
+
+
+@contextmanager
+def unthrottled() -> Iterator[None]:
+    """Real-time tasks may have a CPU for themselves.
+
+    Otherwise all of them stand still for 50 ms of a second, and whose load that falls on is a matter of chance.
+    """
+    before = THROTTLE.read_text()
+    THROTTLE.write_text("-1")
+    try:
+        yield
+    finally:
+        THROTTLE.write_text(before)
 
 
 def alternate(
@@ -119,8 +147,9 @@ def rows(
                 )
 
 
-def _ask(ground: Ground, way: str, command: Sequence[str], *, apart: bool = False) -> dict[str, Any]:
-    outcome: dict[str, Any] = json.loads(ground.asks[way].run(*pinned(command, apart=apart)))
+def _ask(ground: Ground, way: str, command: Sequence[str]) -> dict[str, Any]:
+    with unthrottled():
+        outcome: dict[str, Any] = json.loads(ground.asks[way].run(*_watch, *pinned(command)))
     return outcome
 
 

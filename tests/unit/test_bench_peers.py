@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from bench import check, connect, fast, latency, packet, services, udp
+from bench import check, connect, fast, latency, loads, packet, services, udp
 from bench.contenders import CONTENDERS, LIMIT, NODE_PORT, NONE, objects
 from bench.loads import rows
 from bench.measure import Row
@@ -71,6 +72,16 @@ def test_goals_of_latency_are_upper_ones() -> None:
     of = {NONE: [100.0], "fast": [103.0], "socket": [101.0]}
     made = judged(list(latency.table({name: {"pod": of} for name in latency.PERCENTILES})))
     assert sorted(made.values()) == [False, False, False, True, True, True]
+
+
+def test_the_throttle_of_real_time_tasks_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    throttle = tmp_path / "sched_rt_runtime_us"
+    throttle.write_text("950000\n")
+    monkeypatch.setattr(loads, "THROTTLE", throttle)
+    with pytest.raises(RuntimeError), loads.unthrottled():
+        assert throttle.read_text() == "-1"
+        raise RuntimeError("the load failed")
+    assert throttle.read_text() == "950000\n"
 
 
 def test_many_services_are_judged_beside_one() -> None:
