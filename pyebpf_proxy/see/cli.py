@@ -52,6 +52,8 @@ def _named(parser: argparse.ArgumentParser) -> None:
 def _source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--manifests", metavar="FOLDER", help="where the objects are (default: as the agent's)")
     parser.add_argument("--config", metavar="FILE", help="the agent's configuration (default: as the agent's)")
+    text = "with --manifests or --config: this node's name, if it is not the host's"
+    parser.add_argument("--hostname-override", metavar="NAME", help=text)
 
 
 def _services_arguments(parser: argparse.ArgumentParser) -> None:

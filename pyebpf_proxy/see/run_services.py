@@ -10,7 +10,7 @@ from pyebpf_proxy.cycles import without_cycle_search
 from pyebpf_proxy.see import pods, services_text, state
 from pyebpf_proxy.see import services as made
 from pyebpf_proxy.see.agent import running_agent
-from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, SeeError
+from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.output import show
 from pyebpf_proxy.see.text import paper
@@ -23,8 +23,12 @@ MOST_PORTS = 2000
 
 
 def source_flags(arguments: argparse.Namespace) -> list[str]:
-    """The source that is named on the command line, as flags of the agent."""
-    return [f"--{name}={value}" for name in ("config", "manifests") if (value := getattr(arguments, name))]
+    """The source that is named on the command line, as flags of the agent. QuestionError: a node without a source."""
+    node = arguments.hostname_override
+    flags = [f"--{name}={value}" for name in ("config", "manifests") if (value := getattr(arguments, name))]
+    if node and not flags:
+        raise QuestionError("--hostname-override is of no use without --manifests or --config")
+    return [*flags, f"--hostname-override={node}"] if node else flags
 
 
 def maybe_wanted(arguments: argparse.Namespace, service_ports: int) -> Wanted | None:

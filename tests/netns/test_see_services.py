@@ -181,6 +181,11 @@ def _on_a_terminal(node: Node, *arguments: str, **environment: str) -> str:
         (("backends", "web:dnss"), 2, "default/web has no port dnss: it has dns, http"),
         (("frontends", "--address", "10.96.0"), 2, "10.96.0 is not an IP address"),
         (("frontends", "--address", "10.96.0.99"), 2, "no service has the address 10.96.0.99"),
+        (
+            ("services", "--diff", "--hostname-override", "node1"),
+            2,
+            "--hostname-override is of no use without --manifests or --config",
+        ),
         (("services", "--diff", "--manifests", "/none"), 3, "the manifests folder /none is not there"),
     ],
 )
@@ -205,6 +210,8 @@ def test_without_the_agent_the_kernel_still_answers(node: Node, world: Lab) -> N
             " or --config"
         )
         more = ("--manifests", str(world.manifests), "--config", str(node.agent.folder / "config.yaml"))
+        assert see(node, "services", "--diff", *more).stdout == "the kernel has what is wanted\n"
+        more = ("--manifests", str(world.manifests), "--hostname-override", "node1")
         assert see(node, "services", "--diff", *more).stdout == "the kernel has what is wanted\n"
     finally:
         node.agent.start()
