@@ -24,7 +24,7 @@ FAMILY_HEADER = 4
 TUPLE_ORIG, TUPLE_REPLY, PROTOINFO = 1, 2, 4
 TUPLE_IP, TUPLE_PROTO = 1, 2
 PROTO_NUM, SRC_PORT, DST_PORT = 1, 2, 3
-_ZONE, _FILTER = 18, 25
+_ID, _ZONE, _FILTER = 12, 18, 25
 _FILTER_PROTO_NUM = 1 << 3
 _SOURCE, _DESTINATION = {1, 3}, {2, 4}  # IPv4, IPv6
 _ADDRESS_FAMILY = {Family.IPV4: socket.AF_INET, Family.IPV6: socket.AF_INET6}
@@ -38,7 +38,8 @@ class Flow(NamedTuple):
     destination_port: int
     replier: bytes
     replier_port: int
-    #: The original tuple and zone as the kernel wrote them: what names the entry.
+    #: The answers' tuple, zone and number as the kernel wrote them: what names the entry. Not the original tuple,
+    #: which is that of the flow's next entry, too, to another endpoint; the number alone may be used again.
     key: bytes
 
 
@@ -69,7 +70,10 @@ def udp_flows(family: Family) -> Iterator[Flow]:
 
 
 def delete(flows: Iterable[Flow]) -> int:
-    """Delete flows; the number of those that were still there. OSError if the kernel refuses: the rest stays."""
+    """Delete flows; the number of those that were still there. OSError if the kernel refuses: the rest stays.
+
+    A flow that has got another endpoint since it was listed is another entry, and stays.
+    """
     deleted = 0
     with RawLink(NETLINK_NETFILTER) as link:
         for flow in flows:
@@ -148,10 +152,10 @@ def _flow(family: Family, message: bytes) -> Flow | None:
     for kind, begin, end in attributes(message, FAMILY_HEADER, len(message)):
         if kind == TUPLE_ORIG:
             original = read_tuple(message, begin, end)
-            key += message[begin - 4 : (end + 3) & ~3]
         elif kind == TUPLE_REPLY:
             reply = read_tuple(message, begin, end)
-        elif kind == _ZONE:
+            key += message[begin - 4 : (end + 3) & ~3]
+        elif kind in (_ID, _ZONE):
             key += message[begin - 4 : (end + 3) & ~3]
     if original is None or reply is None or original.protocol != Protocol.UDP:
         return None

@@ -19,11 +19,11 @@ from .datagrams import MARK, af, exchange, packed
 pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 
 
-def inserted(shell: Shell, router: Router, family: int, port: int) -> None:
+def inserted(shell: Shell, router: Router, family: int, port: int, endpoint_port: int = 5353) -> None:
     endpoint = router.SERVER[family] if family == 4 else f"[{router.SERVER[family]}]"
     shell(
         f"conntrack -I -p udp -t 60 -s {router.CLIENT[family]} -d {router.VIP[family]} "
-        f"--sport {port} --dport 53 --dst-nat {endpoint}:5353"
+        f"--sport {port} --dport 53 --dst-nat {endpoint}:{endpoint_port}"
     )
 
 
@@ -45,6 +45,17 @@ def test_translated_flows_are_listed_and_deleted_one_by_one(
     assert list(ctnetlink.udp_flows(Family(family))) == flows[1:]
     assert len(list(ctnetlink.udp_flows(Family(other)))) == 1
     assert "tcp" in shell("conntrack -L 2>/dev/null")
+
+
+def test_a_flow_that_has_another_endpoint_by_now_stays(family: int, router: Router, table: Table, shell: Shell) -> None:
+    """Between the list and the deletion its next datagram came: the flow is the same, its entry is not."""
+    table.ensure(Behaviour(MARK))
+    inserted(shell, router, family, 40001)
+    listed = list(ctnetlink.udp_flows(Family(family)))
+    shell("conntrack -D -p udp")
+    inserted(shell, router, family, 40001, endpoint_port=5354)
+    assert ctnetlink.delete(listed) == 0
+    assert [flow.replier_port for flow in ctnetlink.udp_flows(Family(family))] == [5354]
 
 
 def test_many_flows_come_in_many_messages(router: Router, table: Table, shell: Shell) -> None:
