@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -32,6 +33,8 @@ _READ_ONCE = (
     *("hypothesis", "pyroute2", "scapy.layers.inet", "scapy.layers.inet6", "scapy.layers.sctp", "_pytest.junitxml"),
     *("pyebpf_proxy.lab.scenario", "pyebpf_proxy.see.loading", "pyebpf_proxy.datapath.tables.writer"),
 )
+# Seconds for a suite to end that is out of time.
+_END = 60
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -83,8 +86,9 @@ def run(suite: Suite) -> None:
     status = process.exitcode
     if status is None:
         status = -1
-        process.terminate()
-        process.join(5)
+        # It tears down what it has set up, and writes what has passed.
+        os.kill(process.pid or 0, signal.SIGINT)
+        process.join(_END)
         process.kill()
         process.join()
     print(f"{suite.name}: exit status {status}, {time.monotonic() - began:.1f} s", flush=True)

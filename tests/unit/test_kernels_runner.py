@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import __main__ as runner
-from tests.kernels import debian, guest, report
+from tests.kernels import debian, guest, inside, report
 from tests.kernels.cpio import Archive
 from tests.kernels.image import Kernel
 from tests.kernels.problem import KernelsError
+from tests.kernels.suites import Suite
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = Kernel("6.1", "6.1.0-1-cloud-amd64", Path("vmlinuz"), Path("modules.cpio"))
@@ -268,6 +269,30 @@ def test_the_table_counts_and_says_why(tmp_path: Path) -> None:
     assert "* 6.1.0-1-cloud-amd64: no direct lane: no kfuncs" in shown
     assert "start: a::bad" in shown
     assert "start: 1 × no module sctp" in shown
+
+
+@pytest.mark.parametrize(
+    ("body", "limit", "failed"),
+    [
+        ("pass", 60, []),
+        ("assert 0", 60, ["test_suite::test_one"]),
+        ("__import__('os')._exit(7)", 60, ["pytest: exit status 7"]),
+        ("__import__('time').sleep(60)", 1, ["out of time"]),
+    ],
+)
+def test_a_suite_is_a_fork_whose_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, limit: int, failed: list[str]
+) -> None:
+    """What runs in the guest, here: its results are sent, and are read as the runner does."""
+    (tmp_path / "test_suite.py").write_text(f"def test_one(): {body}\n")
+    monkeypatch.setattr(inside, "RESULTS", tmp_path)
+    monkeypatch.setattr(inside, "_OUT", tmp_path / "sent.tar")
+    inside.run(Suite("start", (str(tmp_path / "test_suite.py"), f"--rootdir={tmp_path}"), limit=limit))
+    (tmp_path / "results").mkdir()
+    subprocess.run(["tar", "-C", tmp_path / "results", "-xf", tmp_path / "sent.tar"], check=True)
+    (tmp_path / "results" / "probe.json").write_text("{}")
+    row = report.read(KERNEL, guest.Outcome("", "", 1), tmp_path / "results")
+    assert row.suites["start"].failed == failed
 
 
 def test_a_suite_that_ran_out_of_time_has_failed(tmp_path: Path) -> None:
