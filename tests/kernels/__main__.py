@@ -28,7 +28,7 @@ DEFAULT = ("6.1", "6.12")
 #: Handed on to the guests.
 PASSED_ON = ("SUITES", "ARGS")
 #: Seconds for one guest. Emulation on a busy machine takes as long as it takes: more by ``LIMIT``.
-_LIMIT = 1200
+_LIMIT = 2400
 
 
 def qemu() -> tuple[str, ...]:
