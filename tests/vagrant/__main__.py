@@ -122,7 +122,7 @@ def inside(scratch: Path) -> int:
         provision(nodes)
         kernel = nodes[0].run("uname -r").strip()
         print(f"agents run on {kernel} after {time.monotonic() - began:.0f} s", flush=True)
-        course = Course(nodes)
+        course = Course(nodes, os.environ["LAB_DRIVER"])
         course.run()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -21,6 +21,9 @@ LINE = "{:<14} {:<8} {:<26} {:<5} {:<4} {:<16} {:<36} {}"
 HEAD = LINE.format("when", "from", "to", "IP", "", "answered by", "what the backend saw, or how long", "")
 #: Requests that every part of the load has to make before, and after, what it is about.
 ENOUGH = 10
+#: Seconds between two requests of one part of the load, by driver. With a fifth of a second, requests are most of what
+#: an emulated processor does, and the agent that is to start waits for minutes.
+PAUSE = {"kvm": 0.2, "qemu": 0.5}
 NEXT = "next"
 
 
@@ -106,8 +109,9 @@ def edit(path: Path, pattern: str, replacement: str) -> None:
 class Course:
     """The steps; rows are printed as they come, and kept."""
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[Node], driver: str) -> None:
         self.nodes = nodes
+        self._pause = PAUSE[driver]
         self.rows: list[Row] = []
 
     def run(self) -> None:
@@ -142,7 +146,7 @@ class Course:
         before = self._agents()
         loads: list[Remote] = []
         try:
-            loads += [node.start("load") for node in self.nodes]
+            loads += [node.start("load", str(self._pause)) for node in self.nodes]
             for load in loads:
                 load.wait_for(ENOUGH)
             began = time.monotonic()

@@ -27,7 +27,6 @@ from pyebpf_proxy.lab.namespace import Namespace, Task
 from pyebpf_proxy.lab.scenario import Client, Target
 
 TIMEOUT = 30.0  # seconds for an answer; an emulated node that installs something is slow
-PAUSE = 0.2  # seconds between two requests of one load
 PODS = {"node1": ("web-1", "toolbox"), "node2": ("web-2", "web-3")}
 CLUSTER_PORTS = {"tcp": 80, "udp": 53}
 NODE_PORTS = {"tcp": 30080, "udp": 30053}
@@ -107,11 +106,11 @@ class Talk(NamedTuple):
 class Stream:
     """One connection to an echo, held until told to stop, in a process of its own."""
 
-    def __init__(self, namespace: Namespace, address: str, port: int) -> None:
+    def __init__(self, namespace: Namespace, address: str, port: int, pause: float) -> None:
         context = get_context("fork")
         self._stop = context.Event()
         self._made = context.RawValue("L", 0)
-        self._task: Task[Talk] = namespace.start(_talk, self._stop, self._made, address, port)
+        self._task: Task[Talk] = namespace.start(_talk, self._stop, self._made, address, port, pause)
 
     @property
     def made(self) -> int:
@@ -127,7 +126,7 @@ class Stream:
         return self._task.result(2 * TIMEOUT)
 
 
-def _talk(stop: Any, made: Any, address: str, port: int) -> Talk:
+def _talk(stop: Any, made: Any, address: str, port: int, pause: float) -> Talk:
     longest = 0.0
     try:
         with socket.create_connection((address, port), timeout=TIMEOUT) as connection:
@@ -145,7 +144,7 @@ def _talk(stop: Any, made: Any, address: str, port: int) -> Talk:
                     return Talk(made.value, longest, f"sent {sent!r}, received {received!r}")
                 longest = max(longest, time.monotonic() - began)
                 made.value += 1
-                stop.wait(PAUSE)
+                stop.wait(pause)
     except OSError as error:
         return Talk(made.value, longest, str(error))
     return Talk(made.value, longest, "")
@@ -182,7 +181,7 @@ def works(here: str) -> list[Work]:
     ]
 
 
-def _start(place: Place, work: Work) -> list[Load | Stream]:
+def _start(place: Place, work: Work, pause: float) -> list[Load | Stream]:
     namespace = place.pods[work.client].namespace if work.client in place.pods else place.host
     node_port = work.what == "NodePort"
 
@@ -191,15 +190,18 @@ def _start(place: Place, work: Work) -> list[Load | Stream]:
 
     if work.streams:
         echo = address(addresses.cluster_ip(40))
-        return [Stream(namespace, echo, ECHO[work.what]) for _ in range(work.streams)]
+        return [Stream(namespace, echo, ECHO[work.what], pause) for _ in range(work.streams)]
     port = (NODE_PORTS if node_port else CLUSTER_PORTS)[work.protocol]
-    return [Load(namespace, address(addresses.cluster_ip(10)), port, work.protocol, TIMEOUT, PAUSE)]
+    return [Load(namespace, address(addresses.cluster_ip(10)), port, work.protocol, TIMEOUT, pause)]
 
 
-def load(here: str) -> None:
-    """Load from now on. ``count`` on standard input: the least that one of them has made; another line: the end."""
+def load(here: str, pause: float) -> None:
+    """Load from now on, each part with ``pause`` seconds between two requests.
+
+    ``count`` on standard input: the least that one of them has made; another line: the end.
+    """
     place = Place()
-    running = [(work, _start(place, work)) for work in works(here)]
+    running = [(work, _start(place, work, pause)) for work in works(here)]
     for line in sys.stdin:
         if line.strip() != "count":
             break
@@ -254,7 +256,7 @@ def restart() -> None:
     while not _synced_since(began):
         if time.time() > began + 600:
             raise SystemExit("the agent has written nothing for 600 s after its restart")
-        time.sleep(0.2)
+        time.sleep(1)  # to be asked costs the agent time, which an emulated node has little of
     print(json.dumps({"before": before, "after": _main_process(), "seconds": time.time() - began}))
 
 
@@ -273,4 +275,6 @@ def _synced_since(moment: float) -> bool:
 
 if __name__ == "__main__":
     name = socket.gethostname()
-    {"ask": lambda: ask_all(name), "load": lambda: load(name), "agent": agent, "restart": restart}[sys.argv[1]]()
+    verbs = {"ask": lambda: ask_all(name), "agent": agent, "restart": restart}
+    verbs["load"] = lambda: load(name, float(sys.argv[2]))
+    verbs[sys.argv[1]]()

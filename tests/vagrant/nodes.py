@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -152,9 +153,13 @@ class Node:
         return Remote(self.name, [*self._ssh, f"{_PYTHON} /run/lab-guest.py {' '.join(words)}"])
 
     def send(self, folder: Path, target: str) -> None:
-        """Replace a folder of the node by one of ours."""
-        tar = subprocess.run(["tar", "-C", folder, "-c", "."], check=True, capture_output=True)
-        self.run(f"sudo rm -rf {target} && sudo mkdir -p {target} && sudo tar -C {target} -x", tar.stdout)
+        """Make a folder of the node what one of ours is; only what differs is sent. VagrantError if it cannot be."""
+        command = ["rsync", "-a", "--delete", "--rsync-path=sudo rsync", "-e", shlex.join(self._ssh[:-2])]
+        done = subprocess.run(
+            [*command, f"{folder}/", f"{self.name}:{target}/"], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise VagrantError(f"{self.name}: rsync: {(done.stderr.strip() or 'no word').splitlines()[-1]}")
 
 
 class Remote:
