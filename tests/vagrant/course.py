@@ -23,7 +23,7 @@ HEAD = LINE.format("when", "from", "to", "IP", "", "answered by", "what the back
 ENOUGH = 10
 #: Seconds between two requests of one part of the load, by driver. With a fifth of a second, requests are most of what
 #: an emulated processor does, and the agent that is to start waits for minutes.
-PAUSE = {"kvm": 0.2, "qemu": 0.5}
+PAUSE = {"kvm": 0.2, "qemu": 1.0}
 NEXT = "next"
 
 
