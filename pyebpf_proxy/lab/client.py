@@ -3,7 +3,7 @@
 
 Functions here run inside a namespace (``namespace.call(ask, …)``). Whatever the network does is an
 ``Outcome``, never an exception: *answered*, *refused* (RST, or ICMP port unreachable), *timed out*,
-*unreachable* (any other ICMP error), *reset* (after it had been accepted).
+*unreachable* (any other ICMP error), *reset* (after it had been accepted; a UDP socket that somebody has ended).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def classify(error: OSError) -> str:
         return TIMED_OUT
     if error.errno == errno.ECONNREFUSED:
         return REFUSED
-    if error.errno in (errno.ECONNRESET, errno.EPIPE):
+    if error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED):
         return RESET
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EPERM, errno.EACCES):
         return UNREACHABLE

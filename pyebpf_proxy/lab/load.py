@@ -53,7 +53,7 @@ class Load:
     def stop(self) -> list[Sample]:
         """End the load; everything it saw."""
         self._stop.set()
-        return self._task.result(30)
+        return self._task.result(120)
 
 
 def _ask_until(

@@ -13,7 +13,7 @@ from lab_services import Kind, write_nodes, write_services
 from lab_tools import agent_lane, moved, reasons, wait_until
 
 from pyebpf_proxy.lab.addresses import CLIENT
-from pyebpf_proxy.lab.client import ANSWERED, REFUSED, TIMED_OUT, ask, ask_many
+from pyebpf_proxy.lab.client import ANSWERED, REFUSED, RESET, TIMED_OUT, ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.load import Load, failed, first_answer, last_answer
 from pyebpf_proxy.lab.manifests import Port
@@ -124,12 +124,13 @@ def test_endpoints_come_and_go_under_load_without_a_failure(policies: Lab, famil
         Load(node.namespace, cluster_ip.address.of(family), vip.ports[protocol], protocol),
     ]
     all_three = tuple(policies.pods[name] for name in ("web-1", "web-2", "web-3"))
-    moments = []
+    moments, synced = [], []
     try:
         for endpoints in (all_three, all_three[:2], all_three, all_three[:2]):
             CHANGING.endpoints = endpoints
             moments.append(time.monotonic())
             policies.wait_synced(write_services(policies, CHANGING))
+            synced.append(time.monotonic())
             start = [load.made for load in loads]
             wait_until(
                 lambda start=start: all(load.made >= was + 60 for load, was in zip(loads, start, strict=True)),
@@ -139,7 +140,11 @@ def test_endpoints_come_and_go_under_load_without_a_failure(policies: Lab, famil
         CHANGING.endpoints = all_three[:2]
         results = [load.stop() for load in loads]
     for load, samples in zip(loads, results, strict=True):
-        assert not failed(samples), (load.name, failed(samples)[:3])
+        lost = failed(samples)
+        if load is loads[2] and protocol == "udp":
+            # The node's own socket that waits for an answer of the endpoint that goes is ended with it (§10).
+            lost = [s for s in lost if s.kind != RESET or not any(s.begun < synced[i] < s.begun + 4 for i in (1, 3))]
+        assert not lost, (load.name, lost[:3])
         arrived = first_answer(samples, "web-3", moments[2])
         assert arrived is not None, load.name
         assert moments[2] + arrived < moments[3]
