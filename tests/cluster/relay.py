@@ -80,10 +80,17 @@ class Relay:
                 inside, _ = listener.accept()
             except OSError:
                 return  # closed
+            # From here on ``cut`` ends it.
+            self._connections.add(inside)
+            if self._listener is not listener:
+                self._connections.discard(inside)
+                inside.close()
+                return
             self._flowing.wait()
             try:
                 outside = socket.create_connection(("127.0.0.1", self.target), timeout=10)
             except OSError:
+                self._connections.discard(inside)
                 inside.close()
                 continue
             outside.settimeout(None)

@@ -118,7 +118,7 @@ class Transfers:
     def stop(self) -> str:
         """End them; what went wrong, empty if nothing."""
         self._stop.set()
-        return self._task.result(30)
+        return self._task.result(120)
 
 
 PACE = 0.05  # seconds between two rounds of a transfer: new connections need the machine more
