@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from . import addresses, leftovers, links
 from .addresses import Dual
@@ -267,10 +267,12 @@ class Lab:
 
     # ---- agents -----------------------------------------------------------
 
-    def start_agents(self, config: dict[str, object] | None = None, lane: str = "auto") -> None:
+    def start_agents(
+        self, config: dict[str, object] | None = None, lane: str = "auto", own: dict[str, Any] | None = None
+    ) -> None:
         """Start every node's agent and wait until all have programmed both families."""
         for node in self.nodes:
-            node.agent.start(config, lane)
+            node.agent.start(config, lane, own=own)
         for node in self.nodes:
             node.agent.wait_synced()
 

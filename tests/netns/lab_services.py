@@ -81,7 +81,7 @@ def write_services(lab: Lab, *kinds: Kind) -> float:
 
 
 @contextmanager
-def served_elsewhere(*kinds: Kind, empty: Kind | None = None) -> Iterator[Lab]:
+def served_elsewhere(*kinds: Kind, empty: Kind | None = None, own: dict[str, Any] | None = None) -> Iterator[Lab]:
     """Two nodes with agents; the one endpoint of these services is a pod of the second node, ``empty`` has none."""
     with Lab(nodes=2) as lab:
         pod = lab.add_pod("web-2", lab.nodes[1])
@@ -89,5 +89,5 @@ def served_elsewhere(*kinds: Kind, empty: Kind | None = None) -> Iterator[Lab]:
             kind.endpoints = () if kind is empty else (pod,)
         write_nodes(lab)
         write_services(lab, *kinds)
-        lab.start_agents()
+        lab.start_agents(own=own)
         yield lab

@@ -152,7 +152,7 @@ def test_a_killed_agent_leaves_it_working_and_the_next_one_puts_its_own_in_place
 
 
 def test_turned_off_it_is_taken_off(outside: World) -> None:
-    restart(outside, ON)
+    restart(outside, {**ON, "xdpDevices": []})
     wait_until(lambda: not shown(outside.node), "the kernel takes it off")
     assert not list(outside.node.agent.directory.glob("bpf/**/xdp_devices"))
 
@@ -181,7 +181,7 @@ def foreign(world: World) -> Iterator[int]:
 
 def test_somebody_elses_program_is_never_replaced(outside: World) -> None:
     node = outside.node
-    restart(outside, ON)
+    restart(outside, {**ON, "xdpDevices": []})
     with foreign(outside) as theirs:
         restart(outside, XDP)
         assert program_id(node) == theirs

@@ -25,11 +25,13 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 WEB = Kind("web", 10)
 EMPTY = Kind("empty", 12)
 NEARBY = Kind("nearby", 13, externalTrafficPolicy="Local")
+#: Lines name the program that has decided, also in a run of all tests with XDP.
+TC_ONLY: dict[str, object] = {"xdpDevices": []}
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
-    with served_elsewhere(WEB, EMPTY, NEARBY, empty=EMPTY) as made:
+    with served_elsewhere(WEB, EMPTY, NEARBY, empty=EMPTY, own=TC_ONLY) as made:
         yield made
 
 
@@ -51,12 +53,12 @@ def in_lane(node: Node, lane: str) -> Iterator[str]:
     """The node's agent is one for this lane, meanwhile."""
     if lane == "netfilter":
         node.agent.kill()
-        node.agent.start(lane=agent_lane(lane))
+        node.agent.start(lane=agent_lane(lane), own=TC_ONLY)
         node.agent.wait_synced()
     yield lane
     if lane == "netfilter":
         node.agent.kill()
-        node.agent.start()
+        node.agent.start(own=TC_ONLY)
         node.agent.wait_synced()
 
 
@@ -229,7 +231,7 @@ def test_without_an_agent(world: Lab, node: Node) -> None:
         said = error(node, "trace", "endpoint=web-2", status=3)
         assert said == "names of pods are the agent's to say, and none runs: give the address instead"
     finally:
-        node.agent.start()
+        node.agent.start(own=TC_ONLY)
         node.agent.wait_synced()
 
 

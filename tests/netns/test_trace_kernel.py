@@ -35,7 +35,7 @@ def bcc() -> None:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
-    with served_elsewhere(WEB, NEARBY) as made:
+    with served_elsewhere(WEB, NEARBY, own={"xdpDevices": []}) as made:
         yield made
 
 
