@@ -113,7 +113,7 @@ def outside() -> int:
 def inside(scratch: Path) -> int:
     """Machines up, everything tried, machines gone; 0 if every row is as it must be."""
     began = time.monotonic()
-    vagrant = Vagrant(os.environ["LAB_DRIVER"], CACHE / "home", scratch / "machines")
+    vagrant = Vagrant(os.environ["LAB_DRIVER"], CACHE / "home", scratch)
     course = None
     try:
         vagrant.up(float(os.environ.get("LAB_BOOT_TIMEOUT") or _BOOT))

@@ -31,13 +31,14 @@ _NOISE = re.compile(r"\x1b|Progress|^==> \w+:  -- |^$")
 
 
 class Vagrant:
-    """Vagrant's commands, their words kept in ``log``."""
+    """Vagrant's commands, their words kept in ``log``. ``scratch``: what goes with the run."""
 
-    def __init__(self, driver: str, home: Path, dotfiles: Path) -> None:
+    def __init__(self, driver: str, home: Path, scratch: Path) -> None:
+        self._scratch = scratch
         self._environment = os.environ | {
             "LAB_DRIVER": driver,
             "VAGRANT_HOME": str(home),
-            "VAGRANT_DOTFILE_PATH": str(dotfiles),
+            "VAGRANT_DOTFILE_PATH": str(scratch / "machines"),
             "VAGRANT_CHECKPOINT_DISABLE": "1",
             "VAGRANT_DEFAULT_PROVIDER": "libvirt",
         }
@@ -83,7 +84,7 @@ class Vagrant:
 
     def nodes(self) -> list[Node]:
         """How to reach them. VagrantError if one is not there."""
-        settings = LOGS / "ssh"
+        settings = self._scratch / "ssh"
         text = self.run("ssh-config", limit=120)
         # ssh's own words: everything from the first Host on.
         settings.write_text(text[text.index("Host ") :])
@@ -123,7 +124,8 @@ class Node:
 
     def __init__(self, name: str, settings: Path) -> None:
         self.name = name
-        control = f"/run/lab-ssh-{os.getpid()}-{name}" if os.access("/run", os.W_OK) else str(LOGS / f"ssh-{name}")
+        # Beside the run's own things, which go with it: whoever ends libvirtd kills ssh, too, and its socket stays.
+        control = settings.with_name(f"{name}.ssh")
         self._ssh = [
             *("ssh", "-F", str(settings), "-o", "ControlMaster=auto", "-o", f"ControlPath={control}"),
             *("-o", "ControlPersist=60", "-o", "LogLevel=ERROR", "-o", "ServerAliveInterval=60", "-T", name),
