@@ -97,12 +97,14 @@ def _rights() -> Found:
 def _programs() -> Found:
     """Each lane and option, by loading. Without the one above it the next is what the agent falls back to."""
     from pyebpf_proxy.datapath.loader.libbpf import BpfError
-    from pyebpf_proxy.see.loading import ATTEMPTS, attempt
+    from pyebpf_proxy.see.loading import ATTEMPTS, attempt, in_lane
 
+    direct = True
     for name, text, settings, object_name, without in ATTEMPTS:
         try:
-            attempt(object_name, settings)
+            attempt(object_name, in_lane(name, settings, direct))
         except (BpfError, FatalError) as error:
+            direct = direct and name != "direct lane"
             yield _warn(name, f"the kernel does not take it: {error}", without)
         else:
             yield _good(name, text)

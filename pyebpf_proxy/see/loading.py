@@ -51,12 +51,17 @@ ATTEMPTS = (
     ),
     (
         "XDP",
-        "new flows could be opened, and flows of the cache sent, by XDP",
+        "flows of the cache could be sent by XDP, and in the direct lane new ones opened",
         {**_BASE, "direct_lane": 1, "fast_path": 1, "xdp": 1},
         "xdp.bpf.o",
         "leave xdpDevices empty",
     ),
 )
+
+
+def in_lane(name: str, settings: Mapping[str, int], direct: bool) -> dict[str, int]:
+    """The constants of one of ATTEMPTS where the direct lane loads, or does not: the rest goes by the lane there is."""
+    return {**settings, "direct_lane": int(settings["direct_lane"] and (direct or name == "direct lane"))}
 
 
 def attempt(object_name: str, settings: Mapping[str, int]) -> None:

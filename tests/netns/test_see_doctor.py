@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 from lab_services import write_nodes
 from see_tools import answer, see
 
+from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.see import doctor, loading
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -46,6 +49,20 @@ def test_a_machine_that_can_carry_services(node: Node) -> None:
         assert found[what]["state"] == "good", found[what]
     assert all(each["remedy"] for each in found.values() if each["state"] != "good")
     assert node.namespace.run("nft", "list", "ruleset") == ""
+
+
+def test_without_the_direct_lane_the_rest_is_tried_in_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on kernels that do not take bpf_ct_set_nat_info: fast path and XDP go there, and doctor must not deny it."""
+    load = loading.attempt
+
+    def attempt(program: str, settings: Mapping[str, int]) -> None:
+        if settings["direct_lane"]:
+            raise BpfError(f"load {program}", errno.EINVAL, "bpf_ct_set_nat_info")
+        load(program, settings)
+
+    monkeypatch.setattr(loading, "attempt", attempt)
+    found = {each.what: each.state for each in doctor._programs()}
+    assert [what for what, state in found.items() if state != "good"] == ["direct lane"]
 
 
 def test_the_masquerade_bit_is_used_by_somebody_else(node: Node) -> None:

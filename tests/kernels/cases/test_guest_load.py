@@ -79,4 +79,4 @@ def test_doctor_finds_the_same(best: Loaded, attempt: tuple[str, str, dict[str, 
         "fast path": bool(best.why_not_fast),
     }
     with pytest.raises(BpfError) if refused.get(name) else nullcontext():
-        loading.attempt(program, settings)
+        loading.attempt(program, loading.in_lane(name, settings, best.lane == "direct"))
