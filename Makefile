@@ -14,7 +14,7 @@ export DEBIAN_FRONTEND := noninteractive
 
 PYTHON := .venv/bin/python
 # Root is needed for namespaces and BPF. Without root and without sudo the tests still run, and list what they skipped.
-SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
+SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" PYEBPF_PROXY_STRICT="$(PYEBPF_PROXY_STRICT)" PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
 
 # Tests wait more than they reckon. A run of some tests alone is quicker, and easier to follow, without workers.
 WORKERS = $(shell n=$$((2 * $$(nproc))); echo $$((n < 8 ? n : 8)))

@@ -28,13 +28,25 @@ static __always_inline __u32 affinity_position(const struct packet *p, const str
 {
 	r->key.service = e->service;
 	affinity_client(p, &r->key);
-	/* Seconds are asked for: a clock that goes by the tick tells them, and costs a tenth. */
-	r->next.last_used = bpf_ktime_get_coarse_ns();
+	r->next.last_used = coarse_now();
 	r->last = bpf_map_lookup_elem(&affinities, &r->key);
 	/* Added, for the entry may be younger than this: another CPU has served the same client meanwhile. */
 	if (r->last && r->next.last_used < r->last->last_used + e->affinity_seconds * NANOSECONDS)
-		return position_in_list(e, r->last->backend, r->last->position);
+		return position_in_list(e, p->ipv6, r->last->backend, r->last->position);
 	return 0;
+}
+
+/* Asked for new clients only. */
+static __always_inline bool has_room_for_client(__u32 *service)
+{
+	__u32 of_all = 0;
+	__u64 *most = bpf_map_lookup_elem(&affinity_counts, &of_all);
+	__u64 *count = bpf_map_lookup_elem(&affinity_counts, service);
+
+	if (!most || !count || (*most && *count >= *most))
+		return false;
+	__sync_fetch_and_add(count, 1);
+	return true;
 }
 
 static __always_inline void remember_affinity(struct remembered *r, const struct backend *b, __u32 position)
@@ -45,6 +57,8 @@ static __always_inline void remember_affinity(struct remembered *r, const struct
 		r->last->position = position;
 		return;
 	}
+	if (!r->last && !has_room_for_client(&r->key.service))
+		return;
 	r->next.backend = b->id;
 	r->next.position = position;
 	bpf_map_update_elem(&affinities, &r->key, &r->next, BPF_ANY);
@@ -61,9 +75,10 @@ static __noinline __u32 scheduler_affinity(const struct packet *p, const struct 
 static __noinline int remember_scheduled(const struct packet *p, const struct entitlement *e, const struct backend *b,
 					 __u32 position)
 {
-	struct remembered r = { .key.service = e->service, .next.last_used = bpf_ktime_get_coarse_ns() };
+	struct remembered r = { .key.service = e->service, .next.last_used = coarse_now() };
 
 	affinity_client(p, &r.key);
+	r.last = bpf_map_lookup_elem(&affinities, &r.key);
 	remember_affinity(&r, b, position);
 	return 0;
 }

@@ -15,6 +15,7 @@
 #include "xdp_maps.h"
 #include "trace_maps.h"
 #include "settings.h"
+#include "abilities.h"
 
 /* libbpf's own is no constant to _Static_assert. */
 #undef offsetof

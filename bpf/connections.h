@@ -127,13 +127,21 @@ static long compare_load(__u32 i, struct scan *s)
 
 static __always_inline void scan_list(struct scan *s, enum scheduler scheduler, const struct entitlement *e)
 {
+	__u32 i;
+
 	s->least = ~0ULL;
 	s->first_slot = e->first_slot;
 	s->count = e->count;
 	s->scheduler = scheduler;
 	/* Equals take turns: nodes that know nothing of each other must not all begin with the first. */
 	s->start = s->position = random_position(e);
-	bpf_loop(e->count < SCAN_LIMIT ? e->count : SCAN_LIMIT, compare_load, s, 0);
+	if (abilities.loop) {
+		bpf_loop(e->count < SCAN_LIMIT ? e->count : SCAN_LIMIT, compare_load, s, 0);
+		return;
+	}
+	for (i = 0; i < SHORT_SCAN && i < e->count; i++)
+		if (compare_load(i, s))
+			break;
 }
 
 static __noinline __u32 least_loaded(enum scheduler scheduler, const struct entitlement *e)
@@ -150,34 +158,56 @@ static __always_inline void locality_key(const struct packet *p, const struct en
 	__builtin_memcpy(key->client, &p->destination, 16);
 }
 
-/* lblc: what went to an address goes where it went before, unless that one is overloaded. */
-static __noinline __u32 least_loaded_with_locality(const struct packet *p, const struct entitlement *e)
+#define OVERLOADED (1U << 31)
+
+/* Position + 1 of the endpoint that had this address last, with OVERLOADED if it is; 0: none. */
+static __noinline __u32 former_position(const struct packet *p, const struct entitlement *e)
 {
-	struct affinity next = {};
 	struct affinity_key key = {};
 	struct affinity *last;
-	struct scan s = {};
-	__u32 position = 0;
+	__u32 position;
+	struct load l;
 
 	locality_key(p, e, &key);
 	last = bpf_map_lookup_elem(&localities, &key);
-	if (last)
-		position = position_in_list(e, last->backend, last->position);
-	if (position) {
-		struct load l;
+	if (!last)
+		return 0;
+	position = position_in_list(e, p->ipv6, last->backend, last->position);
+	if (!position)
+		return 0;
+	load_of(last->backend, &l);
+	return l.active <= OVERLOADED_ACTIVE ? position : position | OVERLOADED;
+}
 
-		load_of(last->backend, &l);
-		if (l.active <= OVERLOADED_ACTIVE)
-			return position - 1;
-	}
+/* `position`, of former_position(), stays if none is idle. */
+static __noinline __u32 next_locality(const struct packet *p, const struct entitlement *e, __u32 position)
+{
+	struct affinity next = {};
+	struct affinity_key key = {};
+	struct scan s = {};
+
 	scan_list(&s, LEAST_CONNECTIONS, e);
 	if (position && !s.idle)
 		return position - 1;
+	locality_key(p, e, &key);
 	next.last_used = bpf_ktime_get_ns();
 	next.backend = slot_at(e->first_slot + s.position);
 	next.position = s.position;
 	bpf_map_update_elem(&localities, &key, &next, BPF_ANY);
 	return s.position;
+}
+
+/*
+ * lblc: what went to an address goes where it went before, unless that one is overloaded.  Two functions, so that the
+ * search of the list and the scan of it do not add up on the stack.
+ */
+static __always_inline __u32 least_loaded_with_locality(const struct packet *p, const struct entitlement *e)
+{
+	__u32 position = former_position(p, e);
+
+	if (position && !(position & OVERLOADED))
+		return position - 1;
+	return next_locality(p, e, position & ~OVERLOADED);
 }
 
 static __noinline int begin_set(const struct affinity_key *key, __u32 id)

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The flow cache: how a packet of an established flow is rewritten and where it
- * goes.  Soft state, filled from the kernel's connection tracking; losing it
- * costs time and nothing else.  The rules of maps.h hold here, too.
+ * The fast path: the flow table, permits for young flows, and what the ingress
+ * programs hand over to the observer on egress.  docs/fast-path.md explains the
+ * idea.  The rules of maps.h hold here, too.
  */
 #ifndef PEP_FLOW_MAPS_H
 #define PEP_FLOW_MAPS_H
 
 #include "maps.h"
 
-/* A packet as it comes in: of each direction of a flow there is one. */
+/* A packet as it comes in: each direction of a flow has one key. */
 struct flow_key {
 	__u8 source[16];	/* IPv4 in the first four bytes */
 	__u8 destination[16];
@@ -27,60 +27,225 @@ enum xdp_frames {
 	ANY_FRAMES = 2,		/* those of several buffers, too */
 } __attribute__((packed));
 
-struct flow {
-	__u32 tag;		/* of the key; as in tag_again, or the element is just being used for another flow */
-	__u32 generation;	/* of fast_path when this was learned */
-	__u64 check_at;		/* bpf_ktime_get_coarse_ns() from which on conntrack and routes are asked again */
+/* How packets leave: learned from one that the kernel has sent. */
+struct link {
+	__u32 device;
+	__u8 mac_to[6];
+	__u8 mac_from[6];
+	__u16 mtu;
+	enum redirect_mode redirect;
+	__u8 zero;
+};
+
+/*
+ * What is done with a packet.  Written before the entry can be found, so that a
+ * reader only has to make sure that the element has not been given to another
+ * flow: `tag` and `tag_again` are both the key's.
+ */
+struct flow_rewrite {
+	__u32 tag;
+	__u32 device_in;	/* the exact device: a bridge's port, not the bridge */
 	__u8 source[16];	/* what the packet gets */
 	__u8 destination[16];
 	__u16 source_port;
 	__u16 destination_port;
-	__u32 device_in;	/* as the IP layer sees it: a port's bridge */
-	__u32 device_out;
-	__u8 next_hop[16];
-	__u32 next_hop_family;	/* AF_INET, AF_INET6 */
 	__u32 address_sum;	/* what the addresses and the ports change a checksum by */
 	__u32 port_sum;
-	__u8 mac_to[6];		/* TO_PEER, and XDP */
-	__u8 mac_from[6];
-	__u16 mtu;
-	enum passage passage;
-	__u8 ended;		/* a FIN or RST came by */
-	enum reason why;	/* TO_STACK: for what */
-	/* XDP alone: the device's own address where it comes in, and what struct xdp_device says of where it leaves */
-	__u8 mac_in[6];
-	enum xdp_frames returns;	/* NO_FRAMES also where it leaves by another device than it came in by */
-	enum xdp_frames takes;
+	struct link out;
+	__u8 mac_in[6];		/* frames for another address are not this node's */
+	__u8 zero[2];
 	__u32 tag_again;
 };
 
+/*
+ * One direction of a flow.
+ * Young: conntrack does not know the flow; nobody else can translate its packets.
+ * Not young: the kernel's flow.  While it is confirmed its packets are sent from
+ * here; a packet that is not sent goes through netfilter, which does the same.
+ */
+struct flow {
+	struct flow_rewrite rewrite;
+	__u32 generation;	/* of fast_path when it was confirmed, or made */
+	__u64 started;		/* bpf_ktime_get_coarse_ns(), as the next two */
+	__u64 last_seen;
+	__u64 confirmed_until;	/* the kernel's flow: a packet was seen to leave netfilter as `action` says */
+	__u32 packets;		/* sent from here */
+	__u32 acknowledged;	/* TCP: what this side expects next */
+	__u32 service;
+	__u32 backend;		/* 0: not known */
+	__u8 young;
+	__u8 reply;		/* the direction from the endpoint to the client */
+	__u8 closing;		/* RST or FIN seen, and nothing since */
+	__u8 promote;		/* the agent was asked to hand the flow to the kernel */
+	__u8 bulk;		/* XDP leaves this direction to tc */
+	__u8 zero[3];
+};
+
 struct {
-	__uint(type, BPF_MAP_TYPE_LRU_HASH);
-	__uint(max_entries, 16384);
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 131072);
 	__type(key, struct flow_key);
 	__type(value, struct flow);
 } flows SEC(".maps");
 
-#define SIGHTING_BITS 15
-#define SIGHTING_COUNT 7
+/* A packet of a young flow whose first fragment was sent by it: the others have no ports, and follow it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 1024);
+	__type(key, struct fragments);
+	__type(value, struct flow_rewrite);
+} flow_fragments SEC(".maps");
+
+/* How many young flows were opened by packets of a device and still live (key: ifindex). */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(max_entries, 4096);
+	__type(key, __u32);
+	__type(value, __u32);
+} young_counts SEC(".maps");
+
+#define RECENT_FLOWS 4096
 
 /*
- * How many packets of an endpoint's were met of a flow that the cache does not know: the count in SIGHTING_COUNT, of
- * the key's tag in the bits above.  Flows that fall on the same number take it from each other: they wait longer.
+ * The young flows that this CPU has opened last, by turns: a flow that takes the place of one whose datagrams have
+ * all been answered, or whose sides have both closed, takes that out.  So short flows do not fill the table, however
+ * many there are.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, RECENT_FLOWS);
+	__type(key, __u32);
+	__type(value, struct flow_key);
+} recent_flows SEC(".maps");
+
+/* 0: the next turn. 1: flows of strangers that were entered in this second, and which second it is (young.h). */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 2);
+	__type(key, __u32);
+	__type(value, __u32);
+} recent_next SEC(".maps");
+
+/* Keys (from the client to the frontend) of young flows that the agent is to hand to conntrack. */
+struct {
+	__uint(type, BPF_MAP_TYPE_QUEUE);
+	__uint(max_entries, 8192);
+	__uint(key_size, 0);
+	__uint(value_size, sizeof(struct flow_key));
+} promotions SEC(".maps");
+
+/* ---- permits ------------------------------------------------------------- */
+
+/* Whose new flows may be young: a client at a device, and an endpoint. */
+struct permit_key {
+	__u32 device;
+	__u16 port;
+	enum protocol protocol;
+	__u8 ipv6;
+	__u8 client[16];
+	__u8 endpoint[16];
+	__u32 masquerade;
+};
+
+struct permit {
+	__u64 until;		/* bpf_ktime_get_coarse_ns(); a NEW flow of the pair crossed netfilter within the second before */
+	__u64 back_until;	/* the same for the link back to the client */
+	__u32 generation;	/* permit_generation of fast_path */
+	__u32 device_back;	/* where answers come in */
+	struct link out;
+	struct link back;
+	__u8 mac_in_back[6];	/* for which address answers come in */
+	__u8 zero[2];
+	__u8 snat[16];		/* masqueraded: the source address that netfilter chose */
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 8192);
+	__type(key, struct permit_key);
+	__type(value, struct permit);
+} permits SEC(".maps");
+
+#define SIGHTING_BITS 14
+
+/*
+ * Pairs and flows that were seen once, by a hash: the tag in the upper half, below it
+ * a time in seconds and a count.  Spoofed sources, and flows that end at once, get no further than this.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1 << SIGHTING_BITS);
 	__type(key, __u32);
-	__type(value, __u32);
-} flow_sightings SEC(".maps");
+	__type(value, __u64);
+} sightings SEC(".maps");
+
+/* ---- what ingress hands over to the observer ------------------------------ */
+
+enum handover_kind {
+	HANDOVER_OPEN = 1,	/* the first packet of a flow; a backend was chosen */
+	HANDOVER_REPLY = 2,	/* an endpoint's packet of a flow that the table does not know */
+	HANDOVER_CONFIRM = 3,	/* a packet of a kernel flow that must be confirmed */
+} __attribute__((packed));
+
+#define HANDOVER_SLOTS 64
+#define HANDOVER_MARK 0xB000	/* skb->tc_index: this, and a number */
+#define HANDOVER_NUMBER 0x0FFF
+
+/* A packet that goes through netfilter on this CPU now; skb->tc_index names it. */
+struct handover {
+	struct flow_key key;
+	__u64 when;		/* bpf_ktime_get_coarse_ns() */
+	__u32 number;		/* as in skb->tc_index; 0: nothing here */
+	__u32 device;		/* where it came in */
+	__u32 ip_device;	/* the same as the IP layer sees it: a port's bridge */
+	__u32 service;
+	__u32 backend;
+	__u16 endpoint_port;
+	enum handover_kind kind;
+	__u8 masquerade;
+	__u8 endpoint[16];
+	__u8 mac_to[6];		/* of the frame as it came in */
+	__u8 mac_from[6];
+	__u8 learn;		/* HANDOVER_REPLY: enter the flow, too */
+	__u8 zero[3];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, HANDOVER_SLOTS);
+	__type(key, __u32);
+	__type(value, struct handover);
+} handovers SEC(".maps");
+
+/* Room to put entries together, too large for the stack. */
+struct flow_draft {
+	struct flow_key key;	/* Linux 6.1 takes no argument of a function that is not static for a key */
+	struct flow_key reply_key;
+	struct flow there;
+	struct flow reply;
+	struct permit_key permit_key;
+	struct permit permit;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct flow_draft);
+} flow_drafts SEC(".maps");
+
+/* ---- the agent's word ------------------------------------------------------- */
 
 /* One entry, written by the agent. */
 struct fast_path {
-	__u64 alive_until;	/* CLOCK_MONOTONIC, ns: while somebody watches the routes, the rules and IPsec */
-	__u32 generation;	/* moves with routes, devices and endpoints */
+	__u64 alive_until;	/* CLOCK_MONOTONIC, ns: until then the agent follows rules, routes and devices */
+	__u32 generation;	/* moves with routes, devices, neighbours and UDP endpoints: kernel flows are confirmed anew */
+	__u32 permit_generation;	/* moves with the rulesets: older permits are void */
 	enum reason closed4;	/* REASON_UNSPECIFIED: IPv4 may take the fast path */
 	enum reason closed6;
+	__u32 draining;		/* no new young flows; those there go to the kernel */
 	__u32 zero;
 };
 
@@ -91,19 +256,19 @@ struct {
 	__type(value, struct fast_path);
 } fast_path SEC(".maps");
 
-/* Room to put entries together, too large for the stack. */
-struct flow_draft {
-	struct flow_key key;	/* Linux 6.1 takes no argument of a function that is not static for a key */
-	struct flow_key back_key;
-	struct flow there;
-	struct flow back;
+/* What the last run of sweep_flows found. */
+struct sweep_result {
+	__u32 entries;
+	__u32 young;		/* flows, not entries */
+	__u32 ended;
+	__u32 requested;	/* keys put into `promotions` */
 };
 
 struct {
-	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
 	__type(key, __u32);
-	__type(value, struct flow_draft);
-} flow_drafts SEC(".maps");
+	__type(value, struct sweep_result);
+} sweep_results SEC(".maps");
 
 #endif

@@ -1,18 +1,23 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The fast path for a flow that the cache knows: rewrites the packet as its entry says, and sends it on.
+ * A packet of a flow that the table knows: is it sent from here, and how.
  * After skb.h or xdp.h.
  */
 #ifndef PEP_FLOW_SEND_H
 #define PEP_FLOW_SEND_H
 
 #include "checksum.h"
-#include "flow_cache.h"
+#include "flow_table.h"
+#include "slots.h"
 
-/* No verdict: the packet goes the way it would go without the cache. */
+/* No verdict: the packet goes the way it would go without the table. */
 #define NOT_SENT (-2)
-#define NOT_KNOWN (-3)		/* the same, and the cache knows nothing of its flow */
-#define NOT_SURE (-4)		/* the same, and what the cache knows must be asked again */
+#define NOT_KNOWN (-3)		/* the same, and the table knows nothing of its flow */
+#define NOT_CONFIRMED (-4)	/* the same, and the observer is to see it leave */
+
+/* What each main function does with a packet of a young flow that cannot be sent from here. */
+static __always_inline int leave_young(struct context *ctx, const struct packet *p, const struct flow_rewrite *a,
+				       struct flow *f, enum reason reason);
 
 /* What changes in IPv4, in one piece: from the TTL to the ports. */
 struct changed4 {
@@ -50,108 +55,332 @@ static __always_inline __u32 hop_sum(const struct packet *p)
 	return add((__u16)~from, to);
 }
 
-static __always_inline long rewrite4(struct context *ctx, const struct packet *p, const struct flow *f, __u32 link)
+static __always_inline long rewrite4(struct context *ctx, const struct packet *p, const struct flow_rewrite *a, __u32 link)
 {
 	struct changed4 c = { .ttl = p->hops - 1, .protocol = p->protocol };
 
-	c.check = ~fold(add(add((__u16)~p->header_check, f->address_sum), hop_sum(p)));
-	__builtin_memcpy(c.source, f->source, 4);
-	__builtin_memcpy(c.destination, f->destination, 4);
-	c.source_port = bpf_htons(f->source_port);
-	c.destination_port = bpf_htons(f->destination_port);
+	c.check = ~fold(add(add((__u16)~p->header_check, a->address_sum), hop_sum(p)));
+	__builtin_memcpy(c.source, a->source, 4);
+	__builtin_memcpy(c.destination, a->destination, 4);
+	c.source_port = bpf_htons(a->source_port);
+	c.destination_port = bpf_htons(a->destination_port);
 	return store_bytes(ctx, link + offsetof(struct iphdr, ttl), &c, sizeof(c));
 }
 
-static __always_inline long rewrite6(struct context *ctx, const struct packet *p, const struct flow *f, __u32 link)
+static __always_inline long rewrite6(struct context *ctx, const struct packet *p, const struct flow_rewrite *a, __u32 link)
 {
 	struct changed6 c = { .next = p->protocol, .hop_limit = p->hops - 1 };
 
-	__builtin_memcpy(c.source, f->source, 16);
-	__builtin_memcpy(c.destination, f->destination, 16);
-	c.source_port = bpf_htons(f->source_port);
-	c.destination_port = bpf_htons(f->destination_port);
+	__builtin_memcpy(c.source, a->source, 16);
+	__builtin_memcpy(c.destination, a->destination, 16);
+	c.source_port = bpf_htons(a->source_port);
+	c.destination_port = bpf_htons(a->destination_port);
 	/* This header has no checksum of its own: a sum of the whole packet moves with what changes in it. */
-	update_whole_sum(ctx, add(f->address_sum, hop_sum(p)));
+	update_whole_sum(ctx, add(a->address_sum, hop_sum(p)));
 	return store_bytes(ctx, link + offsetof(struct ipv6hdr, nexthdr), &c, sizeof(c));
 }
 
-static __noinline int rewrite(struct context *ctx, const struct packet *p, const struct flow *f, __u32 link)
+static __noinline int rewrite(struct context *ctx, const struct packet *p, const struct flow_rewrite *a, __u32 link)
 {
 	__u32 check;
 	long failed;
 
-	if (!p || !f)
+	if (!p || !a)
 		return -1;
 	check = link + (p->ipv6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr));
 	check += p->protocol == TCP ? TCP_CHECK : UDP_CHECK;
-	failed = update_transport_check(ctx, p, f, check);
-	failed |= p->ipv6 ? rewrite6(ctx, p, f, link) : rewrite4(ctx, p, f, link);
+	failed = update_transport_check(ctx, p, a, check);
+	failed |= p->ipv6 ? rewrite6(ctx, p, a, link) : rewrite4(ctx, p, a, link);
 	return failed;
 }
 
-/* Another flow's entry by now, or half of it. */
-static __always_inline bool is_another_flows(const struct flow *f, const struct packet *p)
+static __always_inline bool is_new_connection(const struct packet *p)
 {
-	__u32 tag = flow_tag(p);
-
-	return *(volatile __u32 *)&f->tag_again != tag || *(volatile __u32 *)&f->tag != tag;
-}
-
-/*
- * A copy that is whole.  The element may be given to another flow at any time; who
- * does that writes `tag` first and `tag_again` last.
- */
-static __always_inline bool copy_entry(const struct flow *from, const struct packet *p, struct flow *to)
-{
-	if (is_another_flows(from, p))
-		return false;
-	*to = *from;
-	barrier();
-	return !is_another_flows(from, p);
+	return p->protocol == TCP && p->opens;
 }
 
 /* The flow ends with this packet, or begins anew. */
-static __always_inline bool is_turning_point(const struct packet *p)
+static __always_inline bool is_syn_fin_rst(const struct packet *p)
 {
 	return p->protocol == TCP && p->tcp_flags & (TCP_SYN | TCP_FIN | TCP_RST);
 }
 
-/* By the cache, if it knows the flow. `device` is the one that the IP layer sees; the packet has an Ethernet header. */
-static __noinline int send_by_cache(struct context *ctx, const struct packet *p, __u32 device)
+/* REASON_UNSPECIFIED: this packet of a known flow asks for nothing that only the kernel can do. */
+static __always_inline enum reason why_kernel(const struct packet *p, const struct flow_rewrite *a, __u32 segment)
 {
-	struct fast_path *word = fast_path_word();
-	struct flow *known, f;
-	enum reason reason;
-	__u64 now;
+	if (p->fragment)
+		return STACK_FRAGMENT;
+	if (p->options)
+		return STACK_OPTIONS;
+	if (p->hops <= 1)
+		return STACK_HOPS;
+	if ((segment ? p->headers + segment : p->length) > a->out.mtu)
+		return STACK_TOO_BIG;
+	return REASON_UNSPECIFIED;
+}
 
-	if (!p || !word)
-		return NOT_SENT;
-	known = bpf_map_lookup_elem(&flows, p);
-	now = bpf_ktime_get_coarse_ns();
-	reason = fast_path_closed(word, p->ipv6, now);
-	if (!known)
-		return reason ? NOT_SENT : NOT_KNOWN;
-	if (!reason && is_due(known, word, now))
-		return NOT_SURE;
-	if (!reason && !copy_entry(known, p, &f))
-		return NOT_SURE;
-	if (!reason)
-		reason = why_stack(p, &f, device, segment_size(ctx));
-	if (!reason && !is_plain(ctx))
-		reason = STACK_NOT_PLAIN;
-	if (!reason)
-		reason = why_not_here(ctx, p, &f);
-	if (reason) {
-		count_left(reason);
-		return NOT_SENT;
-	}
-	/* Half rewritten it must not go on. */
-	if (rewrite(ctx, p, &f, ETH_HLEN)) {
+/* `f`'s packet goes out. */
+static __always_inline void note_sent(struct flow *f, const struct packet *p, __u64 now)
+{
+	f->packets++;
+	/* The coarse clock stands still for milliseconds: the line is written once for many packets. */
+	if (f->last_seen != now)
+		f->last_seen = now;
+	if (p->protocol == TCP && f->young)
+		f->acknowledged = p->acknowledged;
+}
+
+static __always_inline int rewrite_and_send(struct context *ctx, const struct packet *p, const struct flow_rewrite *a)
+{
+	int verdict;
+
+	/* Half rewritten it must not go on, nor by an entry that changed meanwhile. */
+	if (rewrite(ctx, p, a, ETH_HLEN) || (verdict = send(ctx, a), is_another_flows(a, tag_of(p)))) {
 		count(DROP_REWRITE_FAILED);
 		return DROPPED;
 	}
 	count_sent();
-	return send(ctx, &f);
+	return verdict;
+}
+
+/* Asks the agent to hand this young flow to the kernel. */
+static __noinline __attribute__((unused)) int request_promotion(const struct flow_key *key, const struct flow_rewrite *a, struct flow *f)
+{
+	struct flow_key client;
+
+	if (!key || !a || !f || f->promote)
+		return 0;
+	if (f->reply)
+		answer_key(a, key->protocol, key->ipv6, &client);
+	else
+		client = *key;
+	if (bpf_map_push_elem(&promotions, &client, 0))
+		return 0;
+	f->promote = 1;
+	return 1;
+}
+
+/* Who guesses a sequence number meets it once in a thousand times. */
+#define GUESS_WINDOW (4U << 20)
+
+enum closing {
+	CLOSING = 1,		/* a FIN or RST came by; it may have been forged */
+	CLOSING_IN_SEQUENCE = 2,	/* and it was what the other side expected */
+};
+
+/*
+ * What a RST or a FIN means for a young flow.  1: the flow is over.  Only the sequence number that the other side
+ * expects next ends a connection at once (RFC 5961); who forges packets does not know it.
+ */
+static __noinline int end_young(const struct packet *p, const struct flow_rewrite *a, struct flow *f)
+{
+	struct flow *other;
+	__u32 ahead;
+
+	if (!p || !a || !f)
+		return 0;
+	other = other_direction(a, p);
+	if (!other)
+		return 0;
+	ahead = p->sequence - other->acknowledged;
+	if (ahead) {
+		/* Data before it may be on its way.  What is elsewhere, the other side passes over. */
+		if (ahead < GUESS_WINDOW && !f->closing)
+			f->closing = CLOSING;
+		return 0;
+	}
+	f->closing = CLOSING_IN_SEQUENCE;
+	return p->tcp_flags & TCP_RST;
+}
+
+/*
+ * A new connection of this client would be served, and the flow's endpoint still serves the Service.
+ * Not static, so that the verifier reads it once.
+ */
+__noinline int may_keep_endpoint(const struct packet *p, const struct flow_rewrite *a)
+{
+	union address endpoint = {};
+	enum reason reason = REASON_UNSPECIFIED;
+	struct entitlement e = {};
+	struct frontend f = {};
+	struct table *table;
+	__u32 table_id;
+
+	if (!p || !a || !find_frontend(p, &f))
+		return 0;
+	table = table_in_force(f.service, &table_id);
+	if (!table || decide(p, &f, table, table_id, a->device_in, &e, &reason) != VERDICT_SERVE)
+		return 0;
+	/* Not `backends`, which holds a backend for some time after it has left.  A search of the list is too deep. */
+	__builtin_memcpy(&endpoint, a->destination, 16);
+	return is_endpoint(&endpoint, a->destination_port, TCP, p->ipv6, f.service);
+}
+
+enum syn {
+	SYN_REPEATED = 0,	/* the flow's own, or one that changes nothing */
+	SYN_OF_ANOTHER = 1,	/* another connection begins */
+	SYN_AFTER_END = 2,	/* the flow may have ended: then this is no better than a new connection */
+};
+
+/*
+ * What a SYN of a flow that is in the table means.  Not static, so that the verifier reads it once; older ones do so
+ * although nothing calls it, and without the fast path there is no flow table.
+ */
+__noinline int judge_syn(const struct packet *p, const struct flow_rewrite *a, const struct flow *f)
+{
+	union address endpoint = {};
+	struct flow *other;
+
+	if (!settings.fast_path || !p || !a || !f)
+		return SYN_REPEATED;
+	other = other_direction(a, p);
+	if (!other || (f->closing == CLOSING_IN_SEQUENCE && other->closing == CLOSING_IN_SEQUENCE))
+		return SYN_OF_ANOTHER;
+	__builtin_memcpy(&endpoint, a->destination, 16);
+	if (!is_endpoint(&endpoint, a->destination_port, TCP, p->ipv6, 0))
+		return SYN_OF_ANOTHER;
+	/* A flow that lives is cut by no SYN. */
+	return f->closing || other->closing ? SYN_AFTER_END : SYN_REPEATED;
+}
+
+/* Judged and looked up one after the other: both at once are too much for the stack. */
+static __always_inline bool begins_anew(const struct packet *p, const struct flow_rewrite *a, const struct flow *f)
+{
+	int syn = judge_syn(p, a, f);
+
+	return syn == SYN_OF_ANOTHER || (syn == SYN_AFTER_END && !may_keep_endpoint(p, a));
+}
+
+/*
+ * A packet of a young flow.  The kernel does not know the flow: what cannot be
+ * sent from here waits until the agent has handed the flow to the kernel.
+ */
+static __noinline int send_young(struct context *ctx, const struct packet *p, struct flow *known)
+{
+	const struct flow_rewrite *a;
+	enum reason reason;
+	bool over = false;
+	int verdict;
+	__u64 now;
+
+	if (!p || !known)
+		return NOT_SENT;
+	a = &known->rewrite;
+	now = bpf_ktime_get_coarse_ns();
+	reason = why_kernel(p, a, segment_size(ctx));
+	if (reason) {
+		count_left(reason);
+		return leave_young(ctx, p, a, known, reason);
+	}
+	if (p->protocol == TCP && p->tcp_flags & (TCP_RST | TCP_FIN))
+		over = end_young(p, a, known);
+	else if (known->closing && p->length > p->headers)
+		/* Data: whatever was to end the flow did not. */
+		known->closing = 0;
+	note_sent(known, p, now);
+	verdict = rewrite_and_send(ctx, p, a);
+	if (over && forget_flow((const struct flow_key *)p, a, known->reply, true))
+		count(YOUNG_ENDED);
+	return verdict;
+}
+
+/* A packet of a flow that the kernel knows, too. */
+static __noinline int send_kernels(struct context *ctx, const struct packet *p, struct flow *known)
+{
+	struct fast_path *word = fast_path_word();
+	const struct flow_rewrite *a;
+	enum reason reason;
+	struct flow *other;
+	__u64 now;
+
+	if (!p || !known || !word)
+		return NOT_SENT;
+	a = &known->rewrite;
+	now = bpf_ktime_get_coarse_ns();
+	reason = fast_path_closed(word, p->ipv6, now);
+	if (!reason && is_syn_fin_rst(p)) {
+		/* The kernel hears of the end; what comes after it is confirmed anew. */
+		reason = STACK_ENDING;
+		known->confirmed_until = 0;
+		known->closing = CLOSING;
+		other = other_direction(a, p);
+		if (other)
+			other->confirmed_until = 0;
+	}
+	if (!reason && !is_plain(ctx))
+		reason = STACK_NOT_PLAIN;
+	if (reason) {
+		count_left(reason);
+		return NOT_SENT;
+	}
+	if (now >= known->confirmed_until || known->generation != *(volatile __u32 *)&word->generation) {
+		count_left(STACK_NOT_CONFIRMED);
+		return NOT_CONFIRMED;
+	}
+	/* Only what is confirmed has all of its link. */
+	reason = why_kernel(p, a, segment_size(ctx));
+	if (!reason)
+		reason = why_not_here(ctx, p, a);
+	if (reason) {
+		count_left(reason);
+		return NOT_SENT;
+	}
+	note_sent(known, p, now);
+	return rewrite_and_send(ctx, p, a);
+}
+
+/* The endpoint of a UDP flow is gone: the next datagram gets another one. */
+static __noinline int has_lost_endpoint(const struct packet *p, const struct flow *f, const struct flow_rewrite *a)
+{
+	union address endpoint = {};
+
+	if (!p || !f || !a)
+		return 0;
+	if (p->protocol != UDP || f->reply || !f->service)
+		return 0;
+	__builtin_memcpy(&endpoint, a->destination, 16);
+	return !is_endpoint(&endpoint, a->destination_port, UDP, p->ipv6, f->service);
+}
+
+/* By the table, if it knows the flow; `device` is the exact one, and the packet has an Ethernet header. */
+static __noinline int send_by_table(struct context *ctx, const struct packet *p, __u32 device)
+{
+	const struct flow_rewrite *a;
+	struct fast_path *word;
+	struct flow *known;
+
+	if (!p)
+		return NOT_KNOWN;
+	known = bpf_map_lookup_elem(&flows, p);
+	if (!known || is_another_flows(&known->rewrite, tag_of(p)))
+		return NOT_KNOWN;
+	a = &known->rewrite;
+	if (a->device_in != device) {
+		count_left(STACK_OTHER_DEVICE);
+		return NOT_SENT;
+	}
+	if (!is_for(ctx, a->mac_in) || is_bulk(ctx, p, known))
+		return NOT_SENT;
+	if (is_new_connection(p) && known->young && begins_anew(p, a, known)) {
+		forget_flow((const struct flow_key *)p, a, false, true);
+		return NOT_KNOWN;
+	}
+	word = fast_path_word();
+	if (!word)
+		return NOT_SENT;
+	if (p->protocol == UDP && known->generation != *(volatile __u32 *)&word->generation) {
+		if (has_lost_endpoint(p, known, a)) {
+			forget_flow((const struct flow_key *)p, a, false, known->young);
+			return NOT_KNOWN;
+		}
+		if (known->young)
+			known->generation = *(volatile __u32 *)&word->generation;
+	}
+	if (!known->young)
+		return send_kernels(ctx, p, known);
+	if (why_not_here(ctx, p, a))
+		return NOT_SENT;
+	return send_young(ctx, p, known);
 }
 
 #endif

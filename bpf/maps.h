@@ -87,11 +87,10 @@ struct {
 	__type(value, __u64);
 } refusals SEC(".maps");
 
-/* Pinned nowhere: what a dry run (settings.h) would have written into the kernel's flow table. */
+/* Pinned nowhere: what a dry run (settings.h) has decided. */
 struct dry_result {
 	__u32 backend;
 	__u32 masqueraded;
-	__u8 masquerade[16];	/* IPv4 in the first four bytes */
 };
 
 struct {

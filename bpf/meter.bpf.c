@@ -9,6 +9,7 @@
 #include "skb.h"
 #include "parse.h"
 #include "conntrack.h"
+#include "flow_table.h"
 
 /* An endpoint of a service; address and port zero: packets whose endpoint is not known, as the first of a flow. */
 struct meter_key {
@@ -59,6 +60,28 @@ static __always_inline void measure(struct __sk_buff *skb, const struct packet *
 		m->packets = segments;
 		m->bytes = skb->len - link + (segments - 1) * p->headers;
 	}
+}
+
+/* The same from the flow table, which knows flows that conntrack does not. */
+static __noinline int of_table(struct packet *p, struct meter_key *key)
+{
+	struct flow *f;
+
+	if (!p || !key)
+		return 0;
+	f = bpf_map_lookup_elem(&flows, p);
+	if (!f)
+		return 0;
+	if (f->reply) {
+		key->port = p->source_port;
+		__builtin_memcpy(key->address, &p->source, 16);
+		__builtin_memcpy(&p->destination, f->rewrite.source, 16);
+		p->destination_port = f->rewrite.source_port;
+	} else {
+		key->port = f->rewrite.destination_port;
+		__builtin_memcpy(key->address, f->rewrite.destination, 16);
+	}
+	return 1;
 }
 
 /* The flow was translated: what was asked for, into `p`, and who answers. False: it was not. */
@@ -122,7 +145,9 @@ static __always_inline int look(struct __sk_buff *skb, __u32 link)
 	if (!asked && !comes_from_endpoint(&p))
 		return LEFT;
 	measure(skb, &p, link, &m);
-	if (settings.conntrack_lookup && p.protocol != SCTP && of_flow(skb, &p, &key))
+	if (settings.fast_path && p.protocol != SCTP && of_table(&p, &key))
+		asked = find_frontend(&p, &f);
+	else if (settings.conntrack_lookup && p.protocol != SCTP && of_flow(skb, &p, &key))
 		asked = find_frontend(&p, &f);
 	if (!asked)
 		return LEFT;

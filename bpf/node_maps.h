@@ -3,11 +3,11 @@
 #ifndef PEP_NODE_MAPS_H
 #define PEP_NODE_MAPS_H
 
-/* How packets of the fast path leave by a device. */
-enum passage {
-	TO_STACK = 0,		/* not at all */
-	TO_NEIGHBOUR = 1,	/* the kernel's neighbour table gives the link addresses, packet by packet */
-	TO_PEER = 2,		/* into the network namespace at the other end of a veth */
+/* How the fast path sends a packet by a device. */
+enum redirect_mode {
+	REDIRECT_NONE = 0,	/* not at all, nor are packets from this device sent by it */
+	REDIRECT_DEVICE = 1,	/* bpf_redirect: the device transmits it */
+	REDIRECT_PEER = 2,	/* bpf_redirect_peer: straight into the network namespace at the other end of a veth */
 } __attribute__((packed));
 
 struct address4 {
@@ -39,45 +39,13 @@ struct {
 	__type(value, struct node_address);
 } node_addresses6 SEC(".maps");
 
-/*
- * Which address MASQUERADE would take: by the outgoing device and the next
- * hop (IPv4) or the destination (IPv6).  A default (prefix length 32: the
- * device alone) for every device that is up.
- */
-struct masquerade4_key {
-	__u32 prefix_length;
-	__u32 device;
-	__u8 address[4];
-};
-
-struct masquerade6_key {
-	__u32 prefix_length;
-	__u32 device;
-	__u8 address[16];
-};
-
-struct {
-	__uint(type, BPF_MAP_TYPE_LPM_TRIE);
-	__uint(map_flags, BPF_F_NO_PREALLOC);
-	__uint(max_entries, 16384);
-	__type(key, struct masquerade4_key);
-	__type(value, struct address4);
-} masquerade4 SEC(".maps");
-
-struct {
-	__uint(type, BPF_MAP_TYPE_LPM_TRIE);
-	__uint(map_flags, BPF_F_NO_PREALLOC);
-	__uint(max_entries, 16384);
-	__type(key, struct masquerade6_key);
-	__type(value, struct address6);
-} masquerade6 SEC(".maps");
-
 /* A device that our programs are on (key: ifindex). */
 struct node_device {
 	__u32 bridge;		/* ifindex of the bridge it is a port of, 0: none */
 	__u8 bridge_mac[6];
 	__u8 pod_source;	/* detectLocalMode by interface: packets from here are a pod's */
-	enum passage passage;	/* how the fast path sends by it; TO_STACK: never, nor packets from it */
+	enum redirect_mode redirect;
+	__u32 mtu;
 };
 
 struct {
@@ -88,7 +56,7 @@ struct {
 	__type(value, struct node_device);
 } devices SEC(".maps");
 
-/* A reply whose first fragment was lifted to the bridge (bridge.h): the others must follow it. */
+/* Of which packet this is a fragment. */
 struct fragments {
 	__u8 source[16];	/* IPv4 in the first four bytes */
 	__u8 destination[16];

@@ -30,8 +30,11 @@ struct packet {
 	__u8 hops;		/* TTL, hop limit */
 	__u8 tcp_flags;
 	__u8 headers;		/* bytes of IP and transport header, if there are no options */
+	__u16 transport;	/* offset of the transport header in the packet, with its link header */
 	__u16 length;		/* bytes of the IP packet, as its header says */
 	__u16 header_check;	/* IPv4: checksum of the header, as it is in it */
+	__u32 sequence;		/* TCP, host order */
+	__u32 acknowledged;	/* TCP: the next byte that the sender expects, host order; 0 without ACK */
 } __attribute__((aligned(8)));
 
 _Static_assert(offsetof(struct packet, opens) == sizeof(struct flow_key), "the key of a flow begins the packet");

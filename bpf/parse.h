@@ -8,11 +8,12 @@
 #define SCTP_INIT 1
 #define IPV6_EXTENSIONS_MAX 6
 
-/* Enough of any transport header: ports, and TCP's flags or SCTP's first chunk type. */
+/* Enough of any transport header: ports, TCP's numbers and flags, or SCTP's first chunk type. */
 struct transport {
 	__be16 source_port;
 	__be16 destination_port;
-	__u8 rest[8];
+	__be32 sequence;
+	__be32 acknowledged;
 	__u8 sctp_chunk;	/* TCP: the header's length in 32-bit words, in the upper half */
 	__u8 tcp_flags;
 };
@@ -22,6 +23,7 @@ static __always_inline bool parse_transport(struct context *ctx, __u32 offset, s
 	struct transport *t;
 	__be16 *ports;
 
+	p->transport = offset;
 	if (p->protocol == UDP) {
 		ports = bytes_at(ctx, offset, 8);
 		if (!ports)
@@ -40,6 +42,8 @@ static __always_inline bool parse_transport(struct context *ctx, __u32 offset, s
 	if (p->protocol == TCP) {
 		p->opens = (t->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
 		p->tcp_flags = t->tcp_flags;
+		p->sequence = bpf_ntohl(t->sequence);
+		p->acknowledged = t->tcp_flags & TCP_ACK ? bpf_ntohl(t->acknowledged) : 0;
 		p->headers += t->sctp_chunk >> 4 << 2;
 	} else {
 		p->opens = t->sctp_chunk == SCTP_INIT;
@@ -129,6 +133,8 @@ static __always_inline bool parse_ipv6(struct context *ctx, __u32 offset, struct
 	if (!is_transport(next)) {
 		__u32 at = offset;
 
+		/* As senders put it: before all other headers. */
+		p->fragment = next == 44;
 		/* ICMPv6 is common and needs nothing. */
 		if (next == 58 || !skip_extensions(ctx, &at, &next))
 			return false;

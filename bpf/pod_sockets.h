@@ -24,6 +24,13 @@ enum pod_standing {
 	POD_SERVED,
 };
 
+static __always_inline bool is_same(const union address *a, const __u8 *address)
+{
+	const __u32 *b = (const void *)address;
+
+	return a->words[0] == b[0] && a->words[1] == b[1] && a->words[2] == b[2] && a->words[3] == b[3];
+}
+
 /* A socket: what its packets will look like to tc. `p->source` is filled if the socket is bound to none. */
 static __noinline int pod_standing(__u64 netns, struct packet *p, __u32 *device)
 {
@@ -40,6 +47,8 @@ static __noinline int pod_standing(__u64 netns, struct packet *p, __u32 *device)
 	*device = source->device;
 	if (!(p->source.words[0] | p->source.words[1] | p->source.words[2] | p->source.words[3]))
 		__builtin_memcpy(&p->source, source->address, 16);
+	else if (!is_same(&p->source, source->address))
+		return POD_LEFT;	/* bound to an address that nobody has seen from there */
 	return old ? POD_STALE : POD_SERVED;
 }
 
@@ -96,8 +105,14 @@ static __noinline int has_one_network(struct net *net)
 		.next = BPF_CORE_READ(net, dev_base_head.next),
 		.end = (void *)net + bpf_core_field_offset(struct net, dev_base_head),
 	};
+	int i;
 
-	bpf_loop(DEVICES_MAX, look_at_device, &w, 0);
+	if (abilities.loop)
+		bpf_loop(DEVICES_MAX, look_at_device, &w, 0);
+	else
+		for (i = 0; i < DEVICES_MAX; i++)
+			if (look_at_device(i, &w))
+				break;
 	return w.next == w.end && w.ways == 1;
 }
 

@@ -13,7 +13,7 @@
 #ifndef PEP_PODS_H
 #define PEP_PODS_H
 
-#include "backend.h"
+#include "socket_storage.h"
 
 static __noinline int is_excluded(const struct packet *p)
 {
@@ -27,11 +27,54 @@ static __noinline int is_excluded(const struct packet *p)
 	return !!bpf_map_lookup_elem(&excluded_pods, &key);
 }
 
+/*
+ * Whether answers to this packet go back by the device that it came from.  A pod may write any source into its
+ * packets (IP_TRANSPARENT, or an address that it gives itself): what it says is believed only if the node would find
+ * it there.  Many pods may be on one bridge: there the node must also know that address by this packet's link address.
+ */
+static __noinline int is_found_here(struct __sk_buff *skb, const struct packet *p)
+{
+	__u32 port = skb->ifindex;
+	struct node_device *d = bpf_map_lookup_elem(&devices, &port);
+	__u32 device = d && d->bridge ? d->bridge : port;
+	struct bpf_fib_lookup way = {};
+	struct ethhdr *link;
+	long found;
+	int i;
+
+	way.ifindex = device;
+	if (p->ipv6) {
+		way.family = AF_INET6;
+		__builtin_memcpy(way.ipv6_dst, &p->source, 16);
+		__builtin_memcpy(way.ipv6_src, &p->destination, 16);
+	} else {
+		way.family = AF_INET;
+		way.ipv4_dst = p->source.v4;
+		way.ipv4_src = p->destination.v4;
+	}
+	found = bpf_fib_lookup(skb, &way, sizeof(way), 0);
+	if ((found != BPF_FIB_LKUP_RET_SUCCESS && found != BPF_FIB_LKUP_RET_NO_NEIGH) || way.ifindex != device)
+		return 0;
+	if (device == port)
+		return 1;
+	link = bytes_at(skb, 0, ETH_HLEN);
+	if (!link || found != BPF_FIB_LKUP_RET_SUCCESS)
+		return 0;
+	for (i = 0; i < 6; i++)
+		if (link->h_source[i] != way.dmac[i])
+			return 0;
+	return 1;
+}
+
 /* tc: what a socket of that network namespace sends looks like this packet. */
-static __noinline int learn_pod(__u64 netns, const struct packet *p, __u32 device)
+static __noinline int learn_pod(__u64 netns, struct __sk_buff *skb, const struct packet *p)
 {
 	struct pod_key key = { .netns = netns, .family = family_of(p->ipv6) };
+	__u32 device = skb->ifindex;
 	struct pod_source source = { .learned = bpf_ktime_get_ns(), .device = device };
+
+	if (!is_found_here(skb, p))
+		return 0;
 
 	if (p->ipv6)
 		__builtin_memcpy(source.address, &p->source, 16);
@@ -42,37 +85,40 @@ static __noinline int learn_pod(__u64 netns, const struct packet *p, __u32 devic
 	return 0;
 }
 
-/* What the socket of this datagram asked for, if it was translated: `moved` of its entry, else NULL. */
-static __always_inline __u8 *peer_of(struct __sk_buff *skb, const struct packet *p, struct place *asked)
+enum peer {
+	PEER_NONE,
+	PEER_SERVED,	/* its endpoint is the one that it was translated to */
+	PEER_MOVED,	/* tc has found another one since */
+};
+
+/*
+ * Whether the socket of this datagram was translated: enum peer, and what it had asked for.  `move`: it gets another
+ * endpoint now.  Not static, so that the verifier reads it once.
+ */
+__noinline int peer_of(struct __sk_buff *skb, const struct packet *p, struct place *asked, bool move)
 {
-	__u64 cookie = bpf_get_socket_cookie(skb);
+	struct place at = {};
+	struct bpf_sock *sk;
+	__u64 cookie;
+	__u8 *moved;
 
+	if (!settings.pod_sockets || !p || !asked)
+		return PEER_NONE;
+	cookie = bpf_get_socket_cookie(skb);
 	if (!cookie)
-		return NULL;
+		return PEER_NONE;
+	at.address = p->destination;
+	at.port = p->destination_port;
 	__builtin_memset(asked, 0, sizeof(*asked));
-	if (p->ipv6) {
-		struct socket_peer6_key key = { .cookie = cookie, .port = p->destination_port, .protocol = UDP };
-		struct socket_peer6 *peer;
-
-		__builtin_memcpy(key.address, &p->destination, 16);
-		peer = bpf_map_lookup_elem(&socket_peers6, &key);
-		if (!peer)
-			return NULL;
-		__builtin_memcpy(&asked->address, peer->address, 16);
-		asked->port = peer->port;
-		return &peer->moved;
-	} else {
-		struct socket_peer4_key key = { .cookie = cookie, .port = p->destination_port, .protocol = UDP };
-		struct socket_peer4 *peer;
-
-		__builtin_memcpy(key.address, &p->destination, 4);
-		peer = bpf_map_lookup_elem(&socket_peers4, &key);
-		if (!peer)
-			return NULL;
-		__builtin_memcpy(&asked->address, peer->address, 4);
-		asked->port = peer->port;
-		return &peer->moved;
-	}
+	sk = skb->sk;
+	if (sk)
+		sk = bpf_sk_fullsock(sk);
+	moved = find_peer(sk, cookie, &at, UDP, p->ipv6, asked);
+	if (!moved)
+		return PEER_NONE;
+	if (move)
+		*moved = 1;
+	return *moved ? PEER_MOVED : PEER_SERVED;
 }
 
 /* Whether what the packet is for is a serving endpoint of that service (UDP). */
@@ -98,17 +144,18 @@ static __noinline int serves(__u32 service, const struct packet *p)
  */
 static __noinline int is_stale(struct __sk_buff *skb, struct packet *p, struct frontend *f, struct place *asked)
 {
-	__u8 *moved = peer_of(skb, p, asked);
+	int peer = peer_of(skb, p, asked, false);
 	bool found;
 
-	if (!moved)
+	if (peer == PEER_NONE)
 		return 0;
 	swap_destination(p, asked);
 	found = find_frontend(p, f);
 	swap_destination(p, asked);
-	if (!found || (!*moved && serves(f->service, p)))
+	if (!found || (peer == PEER_SERVED && serves(f->service, p)))
 		return 0;
-	*moved = 1;
+	if (peer == PEER_SERVED)
+		peer_of(skb, p, asked, true);
 	return 1;
 }
 
@@ -126,8 +173,8 @@ static __noinline int take_over(struct __sk_buff *skb, const struct packet *p, c
 		return 0;
 	left = *found;
 	bpf_map_delete_elem(&left_sockets, &cookie);
-	learn_pod(left.netns, p, skb->ifindex);
-	if (!left.backend || left.service != e->service || !position_in_list(e, left.backend, 0))
+	learn_pod(left.netns, skb, p);
+	if (!left.backend || left.service != e->service || !position_in_list(e, p->ipv6, left.backend, 0))
 		return 0;
 	return load_backend(left.backend, p->ipv6, b);
 }

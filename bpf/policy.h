@@ -22,6 +22,7 @@ struct entitlement {
 	__u32 count;
 	__u32 affinity_seconds;
 	bool masquerade;
+	enum reason slow;	/* why the flow takes the slow path; REASON_UNSPECIFIED: nothing said so */
 };
 
 static __always_inline bool has_detector(bool ipv6)

@@ -9,15 +9,10 @@
 
 enum reason {
 	REASON_UNSPECIFIED,
-	/* a new flow, by lane */
-	NEW_FLOW_DIRECT,
+	/* a new flow: opened in the flow table, handed to netfilter, translated in its socket */
+	NEW_FLOW_FAST,
 	NEW_FLOW_NETFILTER,
 	NEW_FLOW_SOCKET,
-	/* why a flow took the netfilter lane */
-	LANE_SCTP,
-	LANE_BACKEND_OUTSIDE,
-	LANE_FORCED,
-	LANE_NO_ROUTE,
 	/* flows that were replaced */
 	CLOSING_FLOW_REPLACED,
 	STALE_UDP_REPLACED,
@@ -30,42 +25,46 @@ enum reason {
 	/* dropped */
 	DROP_NO_LOCAL_ENDPOINTS,
 	DROP_SOURCE_RANGE,
-	DROP_CONNTRACK_FULL,
-	DROP_INSERT_FAILED,
-	DROP_NAT_FAILED,
 	DROP_NO_LOCAL_ENDPOINTS_SOCKET,
 	DROP_SOURCE_RANGE_SOCKET,
 	DROP_LOOPBACK_DESTINATION,
 	DROP_REWRITE_FAILED,
-	/* said, then passed */
-	INSERT_RACE,
+	DROP_AWAITING_PROMOTION,
+	/* counted, then passed */
 	TABLE_MISSING,
 	SOCKET_PEER_FULL,
-	/* the flow cache: sent by it; not in it; in it, asked again; a new entry; one taken out; nothing to enter yet */
+	/* the flow table: sent by it; a kernel flow entered, confirmed, found changed, taken out */
 	FLOW_HIT,
-	FLOW_MISS,
-	FLOW_STALE,
 	FLOW_LEARNED,
+	FLOW_CONFIRMED,
+	FLOW_CHANGED,
 	FLOW_FORGOTTEN,
-	FLOW_NOT_YET,
-	/* XDP: sent by it; packets that the cache knows left to tc: their way out takes no frames; the sender left the
-	 * checksum to a device */
+	/* young flows: a pair got its permit; the kernel has taken a flow over; a flow ended */
+	PERMIT_GRANTED,
+	FLOW_PROMOTED,
+	YOUNG_ENDED,
+	/* XDP: sent by it; left to tc: the way out takes no such frames; the sender left the checksum to a device */
 	XDP_FLOW_HIT,
 	XDP_LEFT_DEVICE,
 	XDP_LEFT_CHECKSUM,
-	/* why a packet of a flow goes to the kernel and not by the cache */
+	XDP_LEFT_STREAM,
+	/* why a new flow takes the slow path */
+	SLOW_NO_PERMIT,
+	SLOW_QUOTA,
+	SLOW_TABLE_FULL,
+	SLOW_NO_PORT,
+	/* why a packet of a known flow, or a new flow, takes the slow path */
 	STACK_NO_AGENT,
+	STACK_DRAINING,
+	STACK_RULES,
 	STACK_POLICY_ROUTED,
 	STACK_IPSEC,
-	STACK_NOT_TRANSLATED,
-	STACK_SPECIAL_FLOW,
 	STACK_ENDING,
+	STACK_NOT_CONFIRMED,
 	STACK_FRAGMENT,
 	STACK_OPTIONS,
 	STACK_HOPS,
 	STACK_TOO_BIG,
-	STACK_NO_ROUTE,
-	STACK_NO_NEIGHBOUR,
 	STACK_OTHER_DEVICE,
 	STACK_DEVICE,
 	STACK_NOT_PLAIN,

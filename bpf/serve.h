@@ -3,12 +3,13 @@
 #ifndef PEP_SERVE_H
 #define PEP_SERVE_H
 
-#include "lanes.h"
+#include "young.h"
 
 /* What each main function says of itself. ---------------------------------------------- */
 
-/* The device as the IP layer will see it. */
-static __always_inline __u32 ip_device(struct context *ctx);
+/* A packet whose choice was handed to netfilter. */
+static __always_inline void note_handover(struct context *ctx, const struct packet *p, const struct entitlement *e,
+					  const struct backend *b);
 /* True, and `b` filled: somebody has chosen for this packet already. */
 static __always_inline bool chosen_before(struct context *ctx, const struct packet *p, const struct entitlement *e,
 					  struct backend *b);
@@ -37,18 +38,41 @@ static __always_inline int drop_packet(struct context *ctx, const struct packet 
 	return drop_flow(ctx, p, NULL, NULL, reason);
 }
 
-/* SCTP entries can't be looked up from here; what opens a flow there is an INIT. */
-static __always_inline enum existence flow_of(struct context *ctx, const struct packet *p, const struct frontend *f,
-					      const struct table *table)
+/* The first packet of a young flow, whose entries open_young() has made. */
+static __always_inline int send_first(struct context *ctx, const struct packet *p, const struct entitlement *e,
+				      const struct backend *b)
 {
-	if (!settings.conntrack_lookup || p->protocol == SCTP)
-		return NO_FLOW;
-	return flow_exists(ctx, p, f->service, table->any_endpoints);
+	struct flow_draft *d = flow_draft();
+
+	if (!d)
+		return DROPPED;
+	decided(ctx, p, e, b, NEW_FLOW_FAST);
+	/* The entries are there: whoever has the packet next sends it by them. */
+	if (why_not_here(ctx, p, &d->there.rewrite))
+		return LEFT;
+	return rewrite_and_send(ctx, p, &d->there.rewrite);
 }
 
-/* There is no flow yet. `asked`: as in serve() of tc. */
+static __always_inline int record_dry_run(const struct entitlement *e, const struct backend *b)
+{
+	__u32 key = 0;
+	struct dry_result *result = bpf_map_lookup_elem(&dry_results, &key);
+
+	if (result) {
+		result->backend = b->id;
+		result->masqueraded = e->masquerade;
+	}
+	count(NEW_FLOW_NETFILTER);
+	return LEFT;
+}
+
+/*
+ * There is no flow yet.  `asked`, if not NULL: its socket was translated to an endpoint that is gone, and had asked
+ * for this.  `known`: the flow table has the flow, and says that it is the kernel's.  `fast`: it may be opened there.
+ */
 static __always_inline int open_flow(struct context *ctx, struct packet *p, const struct frontend *f,
-				     const struct table *table, __u32 table_id, struct place *asked)
+				     const struct table *table, __u32 table_id, struct place *asked, bool known,
+				     bool fast)
 {
 	enum reason reason = REASON_UNSPECIFIED;
 	struct entitlement e = { .service = f->service };
@@ -58,6 +82,9 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		swap_destination(p, asked);
 	switch (decide(p, f, table, table_id, receiving_device(ctx), &e, &reason)) {
 	case VERDICT_DROP:
+		/* What is decided now is for new flows: the kernel goes on with this one, if it still has it. */
+		if (known)
+			return LEFT;
 		return drop_flow(ctx, p, &e, NULL, reason);
 	case VERDICT_REJECT:
 		reject(ctx, p, &e);
@@ -74,13 +101,26 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 	/* Hairpin: the endpoint calls itself and must not see its own address. */
 	if (same_address(&b.address, &p->source, p->ipv6))
 		e.masquerade = true;
-	reason = settings.direct_lane ? why_netfilter(p, &b) : LANE_FORCED;
-	if (reason) {
-		netfilter_lane(ctx, p, &e, &b, reason);
-		return LEFT;
+	if (settings.dry_run)
+		return record_dry_run(&e, &b);
+	if (fast) {
+		reason = open_young(ctx, p, &e, &b);
+		/* Its turn, and where there is no room, a turn all the same: what is over makes room. */
+		if (!reason || reason == SLOW_QUOTA || reason == SLOW_TABLE_FULL)
+			note_recent((const struct flow_key *)p);
+		if (!reason)
+			return send_first(ctx, p, &e, &b);
+		count_left(reason);
+		e.slow = reason;
 	}
-	if (!direct_lane(ctx, p, &e, &b, ip_device(ctx), &reason))
-		return drop_flow(ctx, p, &e, &b, reason);
+	if (HOOK == AT_TC && settings.fast_path && !known && !e.masquerade &&
+	    is_taken_by_young(p, &b.address, b.port, receiving_device(ctx))) {
+		count(DROP_AWAITING_PROMOTION);
+		return DROPPED;
+	}
+	hand_to_netfilter(ctx, p, &e, &b);
+	if (settings.fast_path && !(fast && is_proven(p, reason)))
+		note_handover(ctx, p, &e, &b);
 	return LEFT;
 }
 

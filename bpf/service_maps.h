@@ -13,11 +13,6 @@ enum frontend_kind {
 /* In no map: what the programs make of a NodePort at an address that serves none. */
 #define UNSERVED_NODE_PORT 5
 
-enum lane {
-	DIRECT = 0,
-	NETFILTER = 1,
-} __attribute__((packed));
-
 /* ---- who is meant: address, port, protocol -> service ------------------ */
 
 /* A NodePort has the address 0.0.0.0 or ::, node_addresses says where it is served. */
@@ -172,7 +167,7 @@ struct backend4 {
 	__u8 address[4];
 	__u16 port;
 	enum protocol protocol;
-	enum lane lane;		/* NETFILTER: outside the pod network, or SCTP */
+	__u8 zero;
 	__u32 service;
 	__u32 local;		/* on this node */
 };
@@ -181,7 +176,7 @@ struct backend6 {
 	__u8 address[16];
 	__u16 port;
 	enum protocol protocol;
-	enum lane lane;
+	__u8 zero;
 	__u32 service;
 	__u32 local;		/* on this node */
 };
@@ -260,6 +255,19 @@ struct {
 	__type(key, struct affinity_key);
 	__type(value, struct affinity);
 } affinities SEC(".maps");
+
+/*
+ * How many clients of a service were taken into affinities: the programs add, the control plane counts anew what is
+ * still there.  [0], which is no service: how many one service may have, 0 for no bound.  Without a bound one
+ * service's clients, with forged sources too, would throw out those of all others.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__uint(max_entries, 65536);
+	__type(key, __u32);
+	__type(value, __u64);
+} affinity_counts SEC(".maps");
 
 /* ---- loadBalancerSourceRanges ------------------------------------------- */
 

@@ -30,10 +30,9 @@ enum scheduler {
 struct settings {
 	__u64 netns_cookie;		/* sockets of this network namespace are served */
 	__u32 masquerade_mark;		/* one bit */
-	__u32 tcp_timeout_ms;		/* of a new conntrack entry */
-	__u32 udp_timeout_ms;
-	__u32 tcp_established_ms;	/* of one that the fast path carries */
-	__u32 udp_stream_ms;
+	__u32 flow_quota;		/* so many young flows may one device open at a time */
+	__u16 snat_port_min;		/* source ports of young flows that are masqueraded; 0: there are none */
+	__u16 snat_port_max;
 	__u8 pod_cidr4[4];
 	__u8 pod_mask4[4];
 	__u8 pod_cidr6[16];
@@ -44,25 +43,22 @@ struct settings {
 	enum detector detector6;
 	__u8 masquerade_all;
 	__u8 conntrack_lookup;		/* the lookup kfunc can be used */
-	__u8 direct_lane;		/* entries can be created, and shall be */
 	__u8 nft_mode;			/* kube-proxy's nftables mode is followed where the modes differ */
 	__u8 localhost_node_ports;	/* NodePorts on 127.0.0.0/8 for the node's own sockets */
 	enum scheduler scheduler;
 	__u8 pod_sockets;		/* sockets of pods are translated too */
-	__u8 fast_path;		/* established flows go by the flow cache */
+	__u8 fast_path;		/* flows are kept in `flows`, and sent by them */
 	__u8 mark_datagrams;	/* our nft table looks at the marks of sockets */
-	__u8 learn_after;	/* so many packets of an endpoint's; at most 7 */
 	__u8 xdp;		/* an XDP program is on some device */
 	__u8 xdp_generic;	/* and it is on packets, not on the drivers' frames */
-	__u8 dry_run;		/* only said what would be done (`pyebpf-proxy explain`): no flow is made or ended */
+	__u8 dry_run;		/* `pyebpf-proxy explain`: the decision is recorded, no flow is made or ended */
+	__u8 weak_memory;	/* the processor may reorder loads (arm64) */
 };
 
 const volatile struct settings settings SEC(".rodata") = {
 	.masquerade_mark = 0x4000,
-	.tcp_timeout_ms = 120000,
-	.udp_timeout_ms = 30000,
+	.flow_quota = 8192,
 	.conntrack_lookup = 1,
-	.direct_lane = 1,
 };
 
 #endif

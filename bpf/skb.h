@@ -18,11 +18,10 @@
 #define TC_ACT_SHOT 2
 #define LEFT TC_ACT_UNSPEC	/* go on: other people's filters and the kernel are next */
 #define DROPPED TC_ACT_SHOT
-#define CONNTRACK_LOOKUP bpf_skb_ct_lookup
-#define CONNTRACK_ALLOC bpf_skb_ct_alloc
 #define VLAN_ID_MASK 0x0fff
 /* skb->priority: read by our nft table; the kernel resets it when it forwards. */
 #define PRIORITY_BACKEND 0xEB000000
+#define PRIORITY_MASQUERADE 0xED000000	/* a backend, and a source address of the node's */
 #define PRIORITY_REJECT 0xEC000001
 #define BACKEND_ID_MASK 0x00FFFFFF
 
@@ -79,17 +78,27 @@ static __always_inline bool is_plain(struct context *ctx)
 	return !ctx->vlan_present && !ctx->mark;
 }
 
+/* The frame is for that address of this node. */
+static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
+{
+	__u8 *frame = bytes_at(ctx, 0, ETH_HLEN);
+
+	return frame && !((*(__u32 *)frame ^ *(__u32 *)mac) | (*(__u16 *)(frame + 4) ^ *(__u16 *)(mac + 4)));
+}
+
 /* ---- handing a choice on ----------------------------------------------------------- */
 
 /* Our nft table looks the choice up. */
-static __always_inline void netfilter_lane(struct context *ctx, const struct packet *p,
-					   const struct entitlement *e, const struct backend *b, enum reason why)
+static __always_inline void set_choice(struct context *ctx, __u32 backend, bool masquerade)
 {
-	ctx->priority = PRIORITY_BACKEND | (b->id & BACKEND_ID_MASK);
-	if (e->masquerade)
-		ctx->mark |= settings.masquerade_mark;
-	count(NEW_FLOW_NETFILTER);
-	decided(ctx, p, e, b, why);
+	ctx->priority = (masquerade ? PRIORITY_MASQUERADE : PRIORITY_BACKEND) | (backend & BACKEND_ID_MASK);
+}
+
+static __always_inline void hand_to_netfilter(struct context *ctx, const struct packet *p,
+					      const struct entitlement *e, const struct backend *b)
+{
+	set_choice(ctx, b->id, e->masquerade);
+	decided(ctx, p, e, b, NEW_FLOW_NETFILTER);
 }
 
 static __always_inline void reject(struct context *ctx, const struct packet *p, const struct entitlement *e)
@@ -99,28 +108,21 @@ static __always_inline void reject(struct context *ctx, const struct packet *p, 
 	decided(ctx, p, e, NULL, REJECT_NO_ENDPOINTS);
 }
 
-/* The packet's flow is masqueraded by its conntrack entry. Other people's rules may look at the mark. */
-static __always_inline void say_masqueraded(struct context *ctx)
-{
-	ctx->mark |= settings.masquerade_mark;
-}
-
-/* The packet's flow has just been opened. */
-static __always_inline void say_opened(struct context *ctx, const struct packet *p __attribute__((unused)),
-				       bool masqueraded)
-{
-	if (masqueraded)
-		say_masqueraded(ctx);
-}
-
 /* ---- the fast path ----------------------------------------------------------------- */
 
-/* Why a packet of a flow that the cache knows is not sent from here, if anything but the flow and the packet says so. */
+/* Why a packet of a known flow is not sent from here, if anything but the flow and the packet says so. */
 static __always_inline enum reason why_not_here(struct context *ctx __attribute__((unused)),
 						const struct packet *p __attribute__((unused)),
-						struct flow *f __attribute__((unused)))
+						const struct flow_rewrite *a __attribute__((unused)))
 {
 	return REASON_UNSPECIFIED;
+}
+
+static __always_inline bool is_bulk(struct context *ctx __attribute__((unused)),
+				    const struct packet *p __attribute__((unused)),
+				    struct flow *f __attribute__((unused)))
+{
+	return false;
 }
 
 /* A packet of a known flow that the kernel carries. */
@@ -146,32 +148,28 @@ static __always_inline void update_whole_sum(struct context *ctx, __u32 change)
 }
 
 /* The transport header's checksum is at `offset`. */
-static __always_inline long update_transport_check(struct context *ctx, const struct packet *p, const struct flow *f,
-						   __u32 offset)
+static __always_inline long update_transport_check(struct context *ctx, const struct packet *p,
+						   const struct flow_rewrite *a, __u32 offset)
 {
 	/* 0 says that there is no checksum. */
 	__u64 mangled = p->protocol == UDP ? BPF_F_MARK_MANGLED_0 : 0;
 	long failed;
 
-	failed = bpf_l4_csum_replace(ctx, offset, 0, f->address_sum, BPF_F_PSEUDO_HDR | mangled);
-	if (f->port_sum)
-		failed |= bpf_l4_csum_replace(ctx, offset, 0, f->port_sum, mangled);
+	failed = bpf_l4_csum_replace(ctx, offset, 0, a->address_sum, BPF_F_PSEUDO_HDR | mangled);
+	if (a->port_sum)
+		failed |= bpf_l4_csum_replace(ctx, offset, 0, a->port_sum, mangled);
 	return failed;
 }
 
-static __noinline int send(struct context *ctx, const struct flow *f)
+static __noinline int send(struct context *ctx, const struct flow_rewrite *a)
 {
-	struct bpf_redir_neigh hop = {};
-
-	if (!f)
+	if (!a)
 		return LEFT;
-	if (f->passage == TO_PEER) {
-		bpf_skb_store_bytes(ctx, 0, f->mac_to, sizeof(f->mac_to) + sizeof(f->mac_from), 0);
-		return bpf_redirect_peer(f->device_out, 0);
-	}
-	hop.nh_family = f->next_hop_family;
-	__builtin_memcpy(hop.ipv6_nh, f->next_hop, 16);
-	return bpf_redirect_neigh(f->device_out, &hop, sizeof(hop), 0);
+	if (bpf_skb_store_bytes(ctx, 0, a->out.mac_to, sizeof(a->out.mac_to) + sizeof(a->out.mac_from), 0))
+		return DROPPED;
+	if (a->out.redirect == REDIRECT_PEER)
+		return bpf_redirect_peer(a->out.device, 0);
+	return bpf_redirect(a->out.device, 0);
 }
 
 #endif

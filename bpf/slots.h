@@ -10,7 +10,6 @@ struct backend {
 	union address address;
 	__u32 id;
 	__u16 port;
-	enum lane lane;
 };
 
 static __always_inline __u32 slot_at(__u32 index)
@@ -42,7 +41,6 @@ static __always_inline bool load_backend(__u32 id, bool ipv6, struct backend *b)
 			return false;
 		__builtin_memcpy(&b->address, found->address, 16);
 		b->port = found->port;
-		b->lane = found->lane;
 	} else {
 		struct backend4 *found = bpf_map_lookup_elem(&backends4, &id);
 
@@ -50,34 +48,96 @@ static __always_inline bool load_backend(__u32 id, bool ipv6, struct backend *b)
 			return false;
 		__builtin_memcpy(&b->address, found->address, 4);
 		b->port = found->port;
-		b->lane = found->lane;
 	}
 	return true;
 }
 
-struct search {
-	__u32 first_slot;
-	__u32 wanted;
-	__u32 found;	/* position + 1 */
+#define SEARCH_STEPS 20		/* halves a list of 2^20 - 1; map `slots` has no room for a longer one by default */
+
+/* 1 or 0, and no branch, of which the verifier would follow both ways in each step of a search. */
+static __always_inline __u64 is_less(__u64 a, __u64 b)
+{
+	__u64 borrow = (~a & b) | (~(a ^ b) & (a - b));
+
+	barrier_var(borrow);
+	return borrow >> 63;
+}
+
+/* Address and port of a backend as numbers. An IPv4 address has zeros behind it. */
+struct rank {
+	__u64 upper, lower, port;
 };
 
-static long compare_slot(__u32 i, struct search *s)
+static __always_inline bool load_rank(__u32 id, bool ipv6, struct rank *r)
 {
-	if (slot_at(s->first_slot + i) != s->wanted)
+	if (ipv6) {
+		struct backend6 *found = bpf_map_lookup_elem(&backends6, &id);
+		const __u32 *words = (const void *)found;	/* the address is first */
+
+		if (!found)
+			return false;
+		r->upper = (__u64)bpf_ntohl(words[0]) << 32 | bpf_ntohl(words[1]);
+		r->lower = (__u64)bpf_ntohl(words[2]) << 32 | bpf_ntohl(words[3]);
+		r->port = found->port;
+	} else {
+		struct backend4 *found = bpf_map_lookup_elem(&backends4, &id);
+
+		if (!found)
+			return false;
+		r->upper = (__u64)bpf_ntohl(*(const __u32 *)found->address) << 32;
+		r->lower = 0;
+		r->port = found->port;
+	}
+	return true;
+}
+
+static __always_inline __u64 comes_before(struct rank a, struct rank b)
+{
+	__u64 less = is_less(a.port, b.port);
+
+	less = is_less(a.lower, b.lower) | (less & ~is_less(b.lower, a.lower));
+	return is_less(a.upper, b.upper) | (less & ~is_less(b.upper, a.upper));
+}
+
+/*
+ * Lists are in the order of address and port (mirror.py), so a backend that has moved within its list is found in as
+ * many steps as its length has bits, however long that is; and one that is not in it is known not to be.  Position + 1.
+ * Not static: the verifier reads it once, for any list.
+ */
+__noinline int search_list(const struct entitlement *e, bool ipv6, __u32 wanted_id)
+{
+	struct rank wanted, here;
+	__u32 low = 0, high, middle, after, id;
+	int i;
+
+	if (!e || !load_rank(wanted_id, ipv6, &wanted))
 		return 0;
-	s->found = i + 1;
-	return 1;
+	high = e->count;
+	for (i = 0; i < SEARCH_STEPS; i++) {
+		if (low >= high)
+			return 0;
+		middle = low + (high - low) / 2;
+		id = slot_at(e->first_slot + middle);
+		if (id == wanted_id)
+			return middle + 1;
+		/* Only while the list is being written anew, and nobody is sent to it any more. */
+		if (!load_rank(id, ipv6, &here))
+			return 0;
+		/* All bits, or none. */
+		after = -(__u32)comes_before(here, wanted);
+		barrier_var(after);
+		low = (low & ~after) | ((middle + 1) & after);
+		high = (high & after) | (middle & ~after);
+	}
+	return 0;
 }
 
 /* Position + 1 of a backend in the list that the packet is entitled to; 0: not in it. */
-static __always_inline __u32 position_in_list(const struct entitlement *e, __u32 backend, __u32 hint)
+static __always_inline __u32 position_in_list(const struct entitlement *e, bool ipv6, __u32 backend, __u32 hint)
 {
-	struct search s = { .first_slot = e->first_slot, .wanted = backend };
-
 	if (hint < e->count && slot_at(e->first_slot + hint) == backend)
 		return hint + 1;
-	bpf_loop(e->count, compare_slot, &s, 0);
-	return s.found;
+	return search_list(e, ipv6, backend);
 }
 
 static __always_inline __u32 random_position(const struct entitlement *e)

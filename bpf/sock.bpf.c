@@ -113,6 +113,7 @@ static __noinline int mark_for_message(struct bpf_sock_addr *ctx, bool masquerad
 {
 	struct socket_flow_key key = { .cookie = bpf_get_socket_cookie(ctx) };
 	struct bpf_sock *sk = ctx->sk;
+	struct socket_talks *all;
 	__u32 mark;
 
 	if (!settings.mark_datagrams || !sk)
@@ -120,8 +121,13 @@ static __noinline int mark_for_message(struct bpf_sock_addr *ctx, bool masquerad
 	mark = FIELD(sk->mark);
 	if (!(mark & settings.masquerade_mark) == !masquerade)
 		return 0;
-	if (masquerade)
-		remember(&key, 0);
+	all = talks_of(sk, masquerade ? BPF_SK_STORAGE_GET_F_CREATE : 0);
+	if (masquerade && all)
+		all->marked = 1;
+	else if (masquerade)
+		share_talk(&key, 0);
+	else if (all && all->marked)
+		all->marked = 0;
 	else if (bpf_map_delete_elem(&socket_flows, &key))
 		return 0;
 	mark ^= settings.masquerade_mark;
@@ -201,70 +207,54 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 }
 
 /* Backwards: the application is told the address that it asked for. */
-static __always_inline struct socket_peer4 *peer_of4(struct bpf_sock_addr *ctx, __be32 address)
+static __noinline int asked_for(struct bpf_sock_addr *ctx, const struct place *at, bool ipv6, struct place *asked)
 {
-	struct socket_peer4_key key = {
-		.cookie = bpf_get_socket_cookie(ctx),
-		.port = bpf_ntohs(ctx->user_port),
-		.protocol = protocol_of(ctx),
-	};
-
-	__builtin_memcpy(key.address, &address, 4);
-	return bpf_map_lookup_elem(&socket_peers4, &key);
+	return !!find_peer(socket_of(ctx), bpf_get_socket_cookie(ctx), at, protocol_of(ctx), ipv6, asked);
 }
 
 static __always_inline int incoming4(struct bpf_sock_addr *ctx)
 {
-	struct socket_peer4 *peer;
-	__be32 address;
+	struct place at = {}, asked = {};
 
 	if (!may_be_served(ctx))
 		return ALLOW;
-	peer = peer_of4(ctx, ctx->user_ip4);
-	if (!peer)
-		return ALLOW;
-	__builtin_memcpy(&address, peer->address, 4);
-	ctx->user_ip4 = address;
-	ctx->user_port = bpf_htons(peer->port);
+	at.address.v4 = ctx->user_ip4;
+	at.port = bpf_ntohs(ctx->user_port);
+	if (asked_for(ctx, &at, false, &asked)) {
+		ctx->user_ip4 = asked.address.v4;
+		ctx->user_port = bpf_htons(asked.port);
+	}
 	return ALLOW;
 }
 
 static __always_inline int incoming6(struct bpf_sock_addr *ctx)
 {
-	struct socket_peer6_key key = {};
-	struct socket_peer6 *peer6;
-	union address a = {};
+	struct place at = {}, asked = {};
+	bool mapped;
 
 	if (!may_be_served(ctx))
 		return ALLOW;
-	a.words[0] = ctx->user_ip6[0];
-	a.words[1] = ctx->user_ip6[1];
-	a.words[2] = ctx->user_ip6[2];
-	a.words[3] = ctx->user_ip6[3];
-	if (is_mapped(&a)) {
-		struct socket_peer4 *peer4 = peer_of4(ctx, a.words[3]);
-		__be32 address;
-
-		if (!peer4)
-			return ALLOW;
-		__builtin_memcpy(&address, peer4->address, 4);
-		ctx->user_ip6[3] = address;
-		ctx->user_port = bpf_htons(peer4->port);
-		return ALLOW;
+	at.address.words[0] = ctx->user_ip6[0];
+	at.address.words[1] = ctx->user_ip6[1];
+	at.address.words[2] = ctx->user_ip6[2];
+	at.address.words[3] = ctx->user_ip6[3];
+	at.port = bpf_ntohs(ctx->user_port);
+	mapped = is_mapped(&at.address);
+	if (mapped) {
+		at.address.v4 = at.address.words[3];
+		at.address.words[1] = at.address.words[2] = at.address.words[3] = 0;
 	}
-	key.cookie = bpf_get_socket_cookie(ctx);
-	key.port = bpf_ntohs(ctx->user_port);
-	key.protocol = protocol_of(ctx);
-	__builtin_memcpy(key.address, &a, 16);
-	peer6 = bpf_map_lookup_elem(&socket_peers6, &key);
-	if (!peer6)
+	if (!asked_for(ctx, &at, !mapped, &asked))
 		return ALLOW;
-	__builtin_memcpy(&a, peer6->address, 16);
-	ctx->user_ip6[0] = a.words[0];
-	ctx->user_ip6[1] = a.words[1];
-	ctx->user_ip6[2] = a.words[2];
-	ctx->user_ip6[3] = a.words[3];
-	ctx->user_port = bpf_htons(peer6->port);
+	if (mapped) {
+		ctx->user_ip6[3] = asked.address.v4;
+	} else {
+		ctx->user_ip6[0] = asked.address.words[0];
+		ctx->user_ip6[1] = asked.address.words[1];
+		ctx->user_ip6[2] = asked.address.words[2];
+		ctx->user_ip6[3] = asked.address.words[3];
+	}
+	ctx->user_port = bpf_htons(asked.port);
 	return ALLOW;
 }
 

@@ -3,7 +3,64 @@
 #ifndef PEP_SOCKET_MAPS_H
 #define PEP_SOCKET_MAPS_H
 
-/* ---- sockets that were translated at connect or sendmsg ------------------- */
+/*
+ * ---- sockets that were translated at connect or sendmsg -------------------
+ *
+ * What is known of a socket is in the socket, and goes with it: no other socket, however many there are, can take its
+ * place.  The hash maps below have what has no place there: of a kernel without storage in sockets (abilities.h), of
+ * sockets that an agent before this one has translated, of one that talks to more than SOCKET_PEERS endpoints at a
+ * time; and, for the agent, which cannot look into sockets, UDP sockets of the node that are connected.
+ */
+
+/* A connected socket. No frontend: port 0. */
+struct connected_peer {
+	struct bpf_spin_lock lock;
+	__u16 port;
+	__u16 asked_port;
+	__u8 address[16];	/* the backend the socket talks to; IPv4 in the first four bytes */
+	__u8 asked[16];		/* what the application believes it talks to */
+	__u8 ipv6;
+	__u8 moved;		/* tc has found another endpoint for the socket since (pods.h) */
+	__u8 zero[2];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, int);
+	__type(value, struct connected_peer);
+} connected_peers SEC(".maps");
+
+#define SOCKET_PEERS 4
+
+/* An endpoint that an unconnected UDP socket talks to. */
+struct socket_talk {
+	__u64 last_used;	/* bpf_ktime_get_ns(); 0: free */
+	__u32 service;
+	__u32 backend;		/* 0: tc chooses it */
+	__u32 position;		/* as in struct affinity */
+	__u32 kind;		/* enum frontend_kind; 0: the socket talks to another endpoint of the service by now */
+	__u8 address[16];
+	__u8 asked[16];
+	__u16 port;
+	__u16 asked_port;
+	__u8 ipv6;
+	__u8 moved;
+	__u8 zero[2];
+};
+
+struct socket_talks {
+	struct bpf_spin_lock lock;
+	__u32 marked;		/* the socket has the masquerade bit from us (sock.bpf.c) */
+	struct socket_talk talks[SOCKET_PEERS];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, int);
+	__type(value, struct socket_talks);
+} socket_talks SEC(".maps");
 
 struct socket_peer4_key {
 	__u64 cookie;
@@ -38,14 +95,14 @@ struct socket_peer6 {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
-	__uint(max_entries, 32768);
+	__uint(max_entries, 16384);
 	__type(key, struct socket_peer4_key);
 	__type(value, struct socket_peer4);
 } socket_peers4 SEC(".maps");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
-	__uint(max_entries, 32768);
+	__uint(max_entries, 16384);
 	__type(key, struct socket_peer6_key);
 	__type(value, struct socket_peer6);
 } socket_peers6 SEC(".maps");
@@ -62,7 +119,7 @@ struct socket_flow_key {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
-	__uint(max_entries, 32768);
+	__uint(max_entries, 8192);
 	__type(key, struct socket_flow_key);
 	__type(value, struct affinity);
 } socket_flows SEC(".maps");

@@ -5,8 +5,10 @@
 #include "serve.h"
 #include "pods.h"
 #include "bridge.h"
-#include "forward.h"
-#include "opened.h"
+#include "fragments.h"
+#include "icmp.h"
+#include "observer.h"
+#include "sweep.h"
 
 /* The device as the IP layer will see it: a port's packets come in by its bridge. */
 static __always_inline __u32 ip_device(struct __sk_buff *skb)
@@ -17,26 +19,38 @@ static __always_inline __u32 ip_device(struct __sk_buff *skb)
 	return port ? port->bridge : ifindex;
 }
 
-/* What the fast path did not send goes on to the kernel. */
-static __always_inline int carried(int verdict)
+#define PACKET_OTHERHOST 3
+
+/*
+ * A packet of a young flow that only the kernel can treat.  The client's packet can make the kernel's entry by
+ * itself: conntrack takes connections up in their middle, and the choice is the same.  Any other packet is lost,
+ * once: the agent makes the entry before the sender tries again.
+ */
+static __always_inline int leave_young(struct __sk_buff *skb, const struct packet *p, const struct flow_rewrite *a,
+				       struct flow *f, enum reason reason)
 {
-	return verdict == NOT_SENT ? TC_ACT_UNSPEC : verdict;
+	union address source;
+	int verdict;
+
+	if (reason == STACK_FRAGMENT) {
+		verdict = send_first_fragment(skb, p, a);
+		if (verdict != NOT_SENT) {
+			note_sent(f, p, bpf_ktime_get_coarse_ns());
+			return verdict;
+		}
+	}
+	request_promotion((const struct flow_key *)p, a, f);
+	__builtin_memcpy(&source, a->source, 16);
+	if (f->reply || !f->backend || a->source_port != p->source_port ||
+	    !same_address(&source, &p->source, p->ipv6)) {
+		count(DROP_AWAITING_PROMOTION);
+		return DROPPED;
+	}
+	set_choice(skb, f->backend, false);
+	return LEFT;
 }
 
-#define PACKET_HOST 0
-
-/* The frame is meant for this node, not for somebody whose traffic it only sees. */
-static __always_inline bool is_for_node(struct __sk_buff *skb, bool bridge_port)
-{
-	struct node_device *port;
-
-	if (!bridge_port)
-		return skb->pkt_type == PACKET_HOST;
-	port = port_of_bridge(skb->ifindex);
-	return port && port->passage && is_for_bridge(skb, port);
-}
-
-/* True, and `b` filled, if XDP has chosen this packet's endpoint and left the rest to us. */
+/* True, and `b` filled, if XDP has chosen this packet's endpoint and left the rest to tc. */
 static __noinline int take_over_from_xdp(const struct packet *p, const struct entitlement *e, struct backend *b)
 {
 	struct xdp_choice *found, choice;
@@ -48,25 +62,9 @@ static __noinline int take_over_from_xdp(const struct packet *p, const struct en
 		return 0;
 	choice = *found;
 	bpf_map_delete_elem(&xdp_choices, p);
-	if (choice.service != e->service || !position_in_list(e, choice.backend, 0))
+	if (choice.service != e->service || !position_in_list(e, p->ipv6, choice.backend, 0))
 		return 0;
 	return load_backend(choice.backend, p->ipv6, b);
-}
-
-/* XDP has just opened this packet's flow: there is nothing to decide, nor to learn yet. */
-static __noinline int is_opened_by_xdp(struct __sk_buff *skb, const struct packet *p)
-{
-	struct xdp_opened *o;
-
-	if (!p)
-		return 0;
-	o = opened_at(p);
-	if (!o || !o->when || !is_same_flow(&o->key, p) || bpf_ktime_get_coarse_ns() - o->when > NANOSECONDS)
-		return 0;
-	o->when = 0;
-	if (o->masqueraded)
-		say_masqueraded(skb);
-	return 1;
 }
 
 static __always_inline bool chosen_before(struct __sk_buff *skb, const struct packet *p, const struct entitlement *e,
@@ -75,28 +73,33 @@ static __always_inline bool chosen_before(struct __sk_buff *skb, const struct pa
 	return (settings.pod_sockets && take_over(skb, p, e, b)) || (settings.xdp && take_over_from_xdp(p, e, b));
 }
 
-/*
- * A packet that may open a flow to a service.  `asked`, if not NULL: its socket was translated to an endpoint that is
- * gone, and had asked for this.
- */
-static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const struct frontend *f,
-				 struct place *asked, bool fast)
+static __always_inline void note_handover(struct __sk_buff *skb, const struct packet *p, const struct entitlement *e,
+					  const struct backend *b)
 {
-	enum existence existence;
+	hand_over_open(skb, p, e, b, ip_device(skb));
+}
+
+/* `known`: the flow table says that the kernel has this flow. */
+static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const struct frontend *f,
+				 struct place *asked, bool known, bool fast)
+{
 	struct table *table;
+	bool gone = false;
 	__u32 table_id;
 
 	table = table_in_force(f->service, &table_id);
 	if (!table)
 		return TC_ACT_UNSPEC;
-	existence = flow_of(skb, p, f, table);
-	if (existence == FLOW_ASSURED && p->protocol == UDP && fast)
-		return carried(learn_and_send(skb, p, ip_device(skb), true));
-	if (existence == FLOW_MASQUERADED)
-		say_masqueraded(skb);
-	if (existence)
-		return TC_ACT_UNSPEC;
-	return open_flow(skb, p, f, table, table_id, asked);
+	/* SCTP entries can't be looked up from here; what opens a flow there is an INIT. */
+	if (settings.conntrack_lookup && p->protocol != SCTP) {
+		if (flow_exists(skb, p, f->service, table->any_endpoints)) {
+			if (known)
+				hand_over_confirm(skb, p, ip_device(skb));
+			return TC_ACT_UNSPEC;
+		}
+		gone = known;
+	}
+	return open_flow(skb, p, f, table, table_id, asked, known && !gone, fast && !known && !asked);
 }
 
 /*
@@ -120,45 +123,100 @@ static __noinline int has_lost_link_header(struct __sk_buff *skb)
 	return 0;
 }
 
+/*
+ * True: a flow straight to an endpoint, from a port whose young flow to the endpoint's Service lives.  Their answers
+ * look the same; the kernel gives the second one another port, once it knows the first.
+ */
+static __always_inline bool clashes_with_young(struct __sk_buff *skb, const struct packet *p)
+{
+	return is_hinted(&p->destination, p->destination_port, p->ipv6) &&
+	       is_taken_by_young(p, &p->destination, p->destination_port, skb->ifindex);
+}
+
+/* It says which way answers come, also where the table knows the flow already. */
+static __always_inline bool is_syn_ack(const struct packet *p)
+{
+	return p->protocol == TCP && (p->tcp_flags & (TCP_SYN | TCP_ACK)) == (TCP_SYN | TCP_ACK);
+}
+
+/* A reply of a service's, or a packet of no service: what may be done with it before the kernel has it. */
+static __always_inline int leave(struct __sk_buff *skb, const struct packet *p, bool bridge_port, bool fast,
+				 int verdict)
+{
+	if (fast && p->opens && verdict == NOT_KNOWN && clashes_with_young(skb, p)) {
+		count(DROP_AWAITING_PROMOTION);
+		return DROPPED;
+	}
+	if (bridge_port && lift_bridged_reply(skb, p))
+		return TC_ACT_UNSPEC;
+	if (!fast)
+		return TC_ACT_UNSPEC;
+	if (verdict == NOT_CONFIRMED)
+		hand_over_confirm(skb, p, ip_device(skb));
+	else if ((verdict == NOT_KNOWN || is_syn_ack(p)) && comes_from_endpoint(p) && is_plain(skb))
+		hand_over_reply(skb, p, ip_device(skb));
+	return TC_ACT_UNSPEC;
+}
+
+/*
+ * While the agent moves the program to the head of the chain, or an upgrade puts it there, it is on the device twice for
+ * a moment.  What the first run decided stands.  The sender cannot set the priority: the kernel zeroes it on the way in.
+ */
+static __always_inline bool is_decided(const struct __sk_buff *skb)
+{
+	__u32 tag = skb->priority & ~BACKEND_ID_MASK;
+
+	return tag == PRIORITY_BACKEND || tag == PRIORITY_MASQUERADE || skb->priority == PRIORITY_REJECT;
+}
+
 static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridge_port)
 {
+	int verdict = NOT_KNOWN;
 	struct packet p = {};
 	struct place asked;
 	struct frontend f;
 	bool stale = false;
 	bool parsed, fast;
-	int verdict;
 
+	if (is_decided(skb))
+		return TC_ACT_UNSPEC;
+	/* It names a record of this CPU's: nobody else may have set it. */
+	if (settings.fast_path && skb->tc_index)
+		skb->tc_index = 0;
 	if (settings.xdp_generic && link && has_lost_link_header(skb))
 		link = 0;
 	parsed = parse_packet(skb, link, &p);
 	if (goes_to_loopback(&p))
 		return drop_packet(skb, &p, DROP_LOOPBACK_DESTINATION);
 	if (!parsed) {
+		if (settings.fast_path && link == ETH_HLEN) {
+			verdict = send_later_fragment(skb);
+			if (verdict != NOT_SENT)
+				return verdict;
+			promote_by_error(skb);
+		}
 		if (bridge_port)
 			lift_later_fragment(skb);
 		return TC_ACT_UNSPEC;
 	}
-	if (settings.xdp && p.opens && is_opened_by_xdp(skb, &p))
+	/* What is sent from here has an Ethernet header; a frame for another host is only seen. */
+	if (!bridge_port && link && skb->pkt_type == PACKET_OTHERHOST)
 		return TC_ACT_UNSPEC;
-	/* What the redirects to neighbours need is an Ethernet header that comes off. */
-	fast = settings.fast_path && link == ETH_HLEN && is_for_node(skb, bridge_port);
-	if (fast) {
-		verdict = fast_way(skb, &p, bridge_port);
-		if (verdict != NOT_SENT && verdict != NOT_KNOWN && verdict != NOT_SURE)
+	fast = settings.fast_path && link == ETH_HLEN;
+	if (fast && p.protocol != SCTP && may_be_known(&p)) {
+		verdict = send_by_table(skb, &p, skb->ifindex);
+		if (verdict != NOT_SENT && verdict != NOT_KNOWN && verdict != NOT_CONFIRMED)
 			return verdict;
 	}
 	if ((p.opens || bridge_port) && find_frontend(&p, &f)) {
 		if (!p.opens)
-			return TC_ACT_UNSPEC;
+			return leave(skb, &p, false, fast, verdict);
 	} else if (settings.pod_sockets && p.protocol == UDP && is_stale(skb, &p, &f, &asked)) {
 		stale = true;
 	} else {
-		if (bridge_port)
-			lift_bridged_reply(skb, &p);
-		return TC_ACT_UNSPEC;
+		return leave(skb, &p, bridge_port, fast, verdict);
 	}
-	return serve(skb, &p, &f, stale ? &asked : NULL, fast);
+	return serve(skb, &p, &f, stale ? &asked : NULL, verdict != NOT_KNOWN, fast);
 }
 
 /* A device with Ethernet frames. */
@@ -180,6 +238,44 @@ SEC("tc")
 int tc_l3(struct __sk_buff *skb)
 {
 	return ingress(skb, 0, false);
+}
+
+/* Egress of every device that has one of the first two: what left netfilter is compared with what came in. */
+SEC("tc")
+int tc_egress(struct __sk_buff *skb)
+{
+	if (!settings.fast_path)
+		return TC_ACT_UNSPEC;
+	return observe(skb);
+}
+
+/* Run by the agent alone, as the next. */
+SEC("tc")
+int sweep_flows(struct __sk_buff *skb __attribute__((unused)))
+{
+	return settings.fast_path ? sweep() : 0;
+}
+
+/* The data of the next two is a link header of zeros and a struct flow_key: the client's direction of the flow. */
+static __always_inline bool read_flow_key(struct __sk_buff *skb, struct flow_key *key)
+{
+	return settings.fast_path && !bpf_skb_load_bytes(skb, ETH_HLEN, key, sizeof(*key));
+}
+
+SEC("tc")
+int promote_flow(struct __sk_buff *skb)
+{
+	struct flow_key key;
+
+	return read_flow_key(skb, &key) ? promote(&key) : 0;
+}
+
+SEC("tc")
+int end_flow(struct __sk_buff *skb)
+{
+	struct flow_key key;
+
+	return read_flow_key(skb, &key) ? end(&key) : 0;
 }
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

@@ -81,6 +81,7 @@ static __noinline int tell(struct context *ctx, const struct packet *p, const st
 	if (e) {
 		event.service = e->service;
 		event.masquerade = e->masquerade;
+		event.slow = e->slow;
 	}
 	if (b && b->id) {
 		event.backend = b->id;

@@ -29,7 +29,8 @@ struct decision {
 	__u32 process;		/* whose socket's call it was */
 	__u8 masquerade;
 	enum hook hook;
-	__u8 zero[2];
+	__u8 slow;		/* enum reason: why a new flow takes the slow path */
+	__u8 zero;
 	__u8 command[16];	/* of that process */
 };
 

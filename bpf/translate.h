@@ -9,6 +9,7 @@
 #define PEP_TRANSLATE_H
 
 #include "pod_sockets.h"
+#include "socket_talks.h"
 #include "trace.h"
 
 #define ALLOW 1
@@ -18,7 +19,6 @@
 #define ECONNREFUSED_ 111
 #define ETIMEDOUT_ 110
 #define SOCKET_FLOW_SECONDS 30		/* as long as conntrack would remember a UDP flow without replies */
-#define LEFT_FLOW_SECONDS 180		/* longer than conntrack remembers one with replies */
 
 #ifndef fallthrough
 #define fallthrough __attribute__((fallthrough))
@@ -39,49 +39,16 @@ static __noinline int find_own_frontend(const struct packet *p, struct frontend 
 }
 
 /* An unconnected UDP socket keeps its endpoint as long as it keeps sending and the endpoint serves. */
-static __noinline int recall(const struct socket_flow_key *key, const struct entitlement *e, bool ipv6,
-			     struct backend *b)
+static __noinline int recall(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct entitlement *e,
+			     bool ipv6, struct backend *b)
 {
-	struct affinity *last = bpf_map_lookup_elem(&socket_flows, key);
-	__u64 now = bpf_ktime_get_ns();
+	struct affinity last = {};
 
-	if (!last || now - last->last_used > SOCKET_FLOW_SECONDS * NANOSECONDS)
+	if (!last_talk(ctx, key, &last) || !last.backend)
 		return 0;
-	if (!position_in_list(e, last->backend, last->position) || !load_backend(last->backend, ipv6, b))
+	if (bpf_ktime_get_ns() - last.last_used > SOCKET_FLOW_SECONDS * NANOSECONDS)
 		return 0;
-	last->last_used = now;
-	return 1;
-}
-
-static __noinline int remember(const struct socket_flow_key *key, __u32 backend)
-{
-	struct affinity value = { .last_used = bpf_ktime_get_ns(), .backend = backend };
-
-	bpf_map_update_elem(&socket_flows, key, &value, BPF_ANY);
-	return 0;
-}
-
-static __always_inline void note_peer(__u64 cookie, const struct packet *p, const struct backend *b)
-{
-	long failed;
-
-	if (p->ipv6) {
-		struct socket_peer6_key key = { .cookie = cookie, .port = b->port, .protocol = p->protocol };
-		struct socket_peer6 peer = { .port = p->destination_port };
-
-		__builtin_memcpy(key.address, &b->address, 16);
-		__builtin_memcpy(peer.address, &p->destination, 16);
-		failed = bpf_map_update_elem(&socket_peers6, &key, &peer, BPF_ANY);
-	} else {
-		struct socket_peer4_key key = { .cookie = cookie, .port = b->port, .protocol = p->protocol };
-		struct socket_peer4 peer = { .port = p->destination_port };
-
-		__builtin_memcpy(key.address, &b->address, 4);
-		__builtin_memcpy(peer.address, &p->destination, 4);
-		failed = bpf_map_update_elem(&socket_peers4, &key, &peer, BPF_ANY);
-	}
-	if (failed)
-		count(SOCKET_PEER_FULL);
+	return position_in_list(e, ipv6, last.backend, last.position) && load_backend(last.backend, ipv6, b);
 }
 
 /*
@@ -106,7 +73,9 @@ static __always_inline int refuse(struct context *ctx, const struct packet *p, c
 	}
 	remember_refused(p, 0, e->service, reason);
 	decided(ctx, p, e, NULL, reason);
-	bpf_set_retval(error);
+	/* Without: EPERM. */
+	if (abilities.set_retval)
+		bpf_set_retval(error);
 	return REFUSE;
 }
 
@@ -125,24 +94,28 @@ static __always_inline void likely_source(struct packet *p)
 }
 
 /* False: the list changed so fast that there is nobody left in it. */
-static __always_inline bool find_backend(const struct packet *p, const struct entitlement *e,
+static __always_inline bool find_backend(struct bpf_sock_addr *ctx, const struct packet *p, const struct entitlement *e,
 					 const struct socket_flow_key *key, bool datagram, struct backend *b)
 {
-	if (datagram && recall(key, e, p->ipv6, b))
+	if (datagram && recall(ctx, key, e, p->ipv6, b))
 		return true;
 	return choose_backend(p, e, b);
 }
 
-/* A choice that is carried out here. True: the first time. */
-static __noinline int settle(const struct packet *p, const struct socket_flow_key *key, bool datagram,
-			     const struct backend *b)
+/* A choice that is carried out here; `own`: of a process of the node. True: the first time. */
+static __always_inline bool settle(struct bpf_sock_addr *ctx, const struct packet *p, const struct socket_flow_key *key,
+			     bool datagram, bool own, const struct backend *b)
 {
-	struct affinity *last = datagram ? bpf_map_lookup_elem(&socket_flows, key) : NULL;
-	bool first = !last || last->backend != b->id;
+	struct affinity last = {};
+	bool first = true;
 
-	if (first && datagram)
-		remember(key, b->id);
-	note_peer(key->cookie, p, b);
+	if (datagram) {
+		first = !last_talk(ctx, key, &last) || last.backend != b->id;
+		note_talk(ctx, key, p, b);
+	} else {
+		/* The agent ends UDP sockets of the node whose endpoint is gone; pods' are served by tc (is_stale). */
+		note_connected(ctx, p, b, own && p->protocol == UDP);
+	}
 	return first;
 }
 
@@ -169,6 +142,9 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 		p->destination.v4 = bpf_htonl(0x7f000001);
 	if (!find_own_frontend(p, &f))
 		return ALLOW;
+	/* A cache of this node listens at the ClusterIP itself, as NodeLocal DNSCache does. */
+	if (f.kind == CLUSTER_IP && node_address(&p->destination, p->ipv6))
+		return ALLOW;
 	table = table_in_force(f.service, &table_id);
 	if (!table)
 		return ALLOW;
@@ -188,9 +164,9 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 	key.kind = f.kind;
 	/* What is bound to nothing gets the address that it would be masqueraded with. */
 	e.masquerade = e.masquerade && bound;
-	if (!find_backend(p, &e, &key, datagram, b))
+	if (!find_backend(ctx, p, &e, &key, datagram, b))
 		return refuse(ctx, p, &e, REJECT_NO_ENDPOINTS);
-	if (settle(p, &key, datagram, b))
+	if (settle(ctx, p, &key, datagram, true, b))
 		decided(ctx, p, &e, b, NEW_FLOW_SOCKET);
 	return e.masquerade ? ALLOW_MASQUERADED : ALLOW;
 }
@@ -202,28 +178,29 @@ enum talk {
 	TALK_LEFT,	/* by tc: conntrack has its endpoint */
 };
 
-static __noinline int talk_before(const struct socket_flow_key *key)
+static __noinline int talk_before(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct packet *p)
 {
-	struct affinity *last = bpf_map_lookup_elem(&socket_flows, key);
-	__u64 now = bpf_ktime_get_ns();
+	struct backend none = {};
+	struct affinity last = {};
 
-	if (!last)
+	if (!last_talk(ctx, key, &last))
 		return TALK_NEW;
-	if (last->backend)
+	if (last.backend)
 		return TALK_TRANSLATED;
-	if (now - last->last_used > LEFT_FLOW_SECONDS * NANOSECONDS)
+	if (bpf_ktime_get_ns() - last.last_used > LEFT_FLOW_SECONDS * NANOSECONDS)
 		return TALK_NEW;
-	last->last_used = now;
+	note_talk(ctx, key, p, &none);
 	return TALK_LEFT;
 }
 
 /* tc serves this socket, by the backend `b` if one was chosen. */
-static __noinline int leave(const struct socket_flow_key *key, __u64 netns, bool datagram, struct backend *b)
+static __always_inline int leave(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, __u64 netns,
+			    const struct packet *p, bool datagram, struct backend *b)
 {
 	leave_to_tc(key->cookie, netns, key->service, b->id);
 	b->id = 0;
 	if (datagram)
-		remember(key, 0);
+		note_talk(ctx, key, p, b);
 	return ALLOW;
 }
 
@@ -246,7 +223,7 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	key.service = f.service;
 	key.kind = f.kind;
 	if (datagram)
-		talk = talk_before(&key);
+		talk = talk_before(ctx, &key, p);
 	if (talk == TALK_LEFT)
 		return ALLOW;
 	switch (pod_standing(netns, p, &device)) {
@@ -260,21 +237,21 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 			break;
 		fallthrough;
 	default:
-		return leave(&key, netns, datagram, b);
+		return leave(ctx, &key, netns, p, datagram, b);
 	}
 	if (!leaves_unchanged(netns, p->ipv6))
 		return ALLOW;
 	table = table_in_force(f.service, &table_id);
 	if (!table || decide(p, &f, table, table_id, device, &e, &reason) != VERDICT_SERVE || e.masquerade)
 		return ALLOW;
-	if (!find_backend(p, &e, &key, datagram, b)) {
+	if (!find_backend(ctx, p, &e, &key, datagram, b)) {
 		b->id = 0;
 		return ALLOW;
 	}
 	/* It has chosen itself, and must not see its own address. */
 	if (same_address(&b->address, &p->source, p->ipv6))
-		return leave(&key, netns, datagram, b);
-	if (settle(p, &key, datagram, b))
+		return leave(ctx, &key, netns, p, datagram, b);
+	if (settle(ctx, p, &key, datagram, false, b))
 		decided(ctx, p, &e, b, NEW_FLOW_SOCKET);
 	return ALLOW;
 }

@@ -8,7 +8,7 @@
 #define PEP_CONTEXT_H
 
 #include "checksum.h"
-#include "opened.h"
+#include "flow_table.h"
 
 /* No typedef: type information would name that, and not the kernel's type. */
 #define context xdp_md
@@ -18,8 +18,6 @@
 
 #define LEFT XDP_PASS
 #define DROPPED XDP_DROP
-#define CONNTRACK_LOOKUP bpf_xdp_ct_lookup
-#define CONNTRACK_ALLOC bpf_xdp_ct_alloc
 
 /* ---- reading --------------------------------------------------------------------- */
 
@@ -65,9 +63,8 @@ static __always_inline bool is_plain(struct context *ctx __attribute__((unused))
 /* ---- handing a choice on ----------------------------------------------------------- */
 
 /* The affinity is written, the turn is taken: tc must not choose another time. */
-static __always_inline void netfilter_lane(struct context *ctx __attribute__((unused)), const struct packet *p,
-					   const struct entitlement *e, const struct backend *b,
-					   enum reason why __attribute__((unused)))
+static __always_inline void hand_to_netfilter(struct context *ctx __attribute__((unused)), const struct packet *p,
+					      const struct entitlement *e, const struct backend *b)
 {
 	struct xdp_choice choice = { .service = e->service, .backend = b->id };
 
@@ -79,19 +76,6 @@ static __always_inline void reject(struct context *ctx __attribute__((unused)),
 				   const struct packet *p __attribute__((unused)),
 				   const struct entitlement *e __attribute__((unused)))
 {
-}
-
-/* There is no mark yet: tc sets it. */
-static __always_inline void say_opened(struct context *ctx __attribute__((unused)), const struct packet *p,
-				       bool masqueraded)
-{
-	struct xdp_opened *o = opened_at(p);
-
-	if (!o)
-		return;
-	__builtin_memcpy(&o->key, p, sizeof(o->key));
-	o->masqueraded = masqueraded;
-	o->when = bpf_ktime_get_coarse_ns();
 }
 
 /* ---- the fast path ----------------------------------------------------------------- */
@@ -126,17 +110,24 @@ static __always_inline bool fits(struct context *ctx, enum xdp_frames frames)
 	return frames == ONE_BUFFER && bpf_xdp_get_buff_len(ctx) == (__u64)(ctx->data_end - ctx->data);
 }
 
-/* The action that sends this frame by the device that the flow leaves by; XDP_PASS: none. */
-static __always_inline enum xdp_action sending_action(struct context *ctx, const struct flow *f)
+/* The action that sends this frame by that device; XDP_PASS: none. */
+static __always_inline enum xdp_action sending_action(struct context *ctx, __u32 device)
 {
+	struct xdp_device *out;
+
 	/* Made into a packet before it leaves: any device does. */
 	if (settings.xdp_generic)
-		return f->device_out == ctx->ingress_ifindex ? XDP_TX : XDP_REDIRECT;
-	if (fits(ctx, f->returns))
+		return device == ctx->ingress_ifindex ? XDP_TX : XDP_REDIRECT;
+	out = bpf_map_lookup_elem(&xdp_devices, &device);
+	if (!out)
+		return XDP_PASS;
+	if (device == ctx->ingress_ifindex && fits(ctx, out->returns))
 		return XDP_TX;
-	return fits(ctx, f->takes) ? XDP_REDIRECT : XDP_PASS;
+	/* A veth sends nothing back, but takes what is redirected to it. */
+	return fits(ctx, out->takes) ? XDP_REDIRECT : XDP_PASS;
 }
 
+/* The frame is for that address of this node. */
 static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 {
 	__u8 *frame = bytes_at(ctx, 0, ETH_HLEN);
@@ -144,28 +135,41 @@ static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 	return frame && !((*(__u32 *)frame ^ *(__u32 *)mac) | (*(__u16 *)(frame + 4) ^ *(__u16 *)(mac + 4)));
 }
 
-/* Why a packet of a flow that the cache knows is left to tc. REASON_UNSPECIFIED: `f` is ready for send(). */
-static __noinline enum reason why_not_here(struct context *ctx, const struct packet *p, struct flow *f)
+/*
+ * A TCP segment with more payload than this makes its direction a stream.  In tc the kernel has put such segments
+ * together (generic receive offload), and treats many at the price of one.  There is no way back: what is sent from
+ * here would overtake what is still being put together.
+ */
+#define BULK_BYTES 512
+
+static __always_inline bool is_bulk(struct context *ctx __attribute__((unused)), const struct packet *p, struct flow *f)
+{
+	if (p->protocol != TCP)
+		return false;
+	if (!f->bulk) {
+		if (p->length <= p->headers + BULK_BYTES)
+			return false;
+		f->bulk = 1;
+	}
+	count(XDP_LEFT_STREAM);
+	return true;
+}
+
+/* Why a packet of a known flow is left to tc. */
+static __noinline enum reason why_not_here(struct context *ctx, const struct packet *p, const struct flow_rewrite *a)
 {
 	enum reason reason = REASON_UNSPECIFIED;
-	enum xdp_action action;
 	__u16 *check;
 
-	if (!p || !f)
+	if (!p || !a)
 		return XDP_LEFT_DEVICE;
-	/* Not the node's, but somebody's whose traffic the device only sees. */
-	if (!is_for(ctx, f->mac_in))
-		return STACK_OTHER_DEVICE;
 	check = bytes_at(ctx, ETH_HLEN + transport_check(p), sizeof(*check));
-	action = sending_action(ctx, f);
-	if (action == XDP_PASS)
+	if (sending_action(ctx, a->out.device) == XDP_PASS)
 		reason = XDP_LEFT_DEVICE;
 	else if (!check || lacks_checksum(p, *check))
 		reason = XDP_LEFT_CHECKSUM;
 	if (reason)
 		count(reason);
-	else if (action == XDP_TX)
-		f->device_out = 0;
 	return reason;
 }
 
@@ -194,8 +198,8 @@ static __always_inline void update_whole_sum(struct context *ctx __attribute__((
 }
 
 /* The transport header's checksum is at `offset`. */
-static __always_inline long update_transport_check(struct context *ctx, const struct packet *p, const struct flow *f,
-						   __u32 offset)
+static __always_inline long update_transport_check(struct context *ctx, const struct packet *p,
+						   const struct flow_rewrite *a, __u32 offset)
 {
 	__u16 *check = bytes_at(ctx, offset, sizeof(*check));
 	__u16 changed;
@@ -205,26 +209,25 @@ static __always_inline long update_transport_check(struct context *ctx, const st
 	/* 0 says that there is no checksum. */
 	if (p->protocol == UDP && !*check)
 		return 0;
-	changed = ~fold(add(add((__u16)~*check, f->address_sum), f->port_sum));
+	changed = ~fold(add(add((__u16)~*check, a->address_sum), a->port_sum));
 	*check = p->protocol == UDP && !changed ? 0xffff : changed;
 	return 0;
 }
 
-/* `device_out` 0: back by the device that it came in by. */
-static __noinline int send(struct context *ctx, const struct flow *f)
+static __noinline int send(struct context *ctx, const struct flow_rewrite *a)
 {
 	__u8 *link;
 
-	if (!f)
+	if (!a)
 		return XDP_DROP;
 	link = bytes_at(ctx, 0, ETH_HLEN);
 	if (!link)
 		return XDP_DROP;
-	__builtin_memcpy(link, f->mac_to, sizeof(f->mac_to));
-	__builtin_memcpy(link + sizeof(f->mac_to), f->mac_from, sizeof(f->mac_from));
-	if (!f->device_out)
+	__builtin_memcpy(link, a->out.mac_to, sizeof(a->out.mac_to));
+	__builtin_memcpy(link + sizeof(a->out.mac_to), a->out.mac_from, sizeof(a->out.mac_from));
+	if (sending_action(ctx, a->out.device) == XDP_TX)
 		return XDP_TX;
-	return bpf_redirect(f->device_out, 0);
+	return bpf_redirect(a->out.device, 0);
 }
 
 #endif

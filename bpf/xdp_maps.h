@@ -22,7 +22,7 @@ struct {
 	__type(value, struct xdp_device);
 } xdp_devices SEC(".maps");
 
-/* An endpoint that XDP chose for a new flow that it cannot open itself: tc, which gets the packet next, takes it over. */
+/* An endpoint that XDP chose for a new flow that takes the slow path: tc, which gets the packet next, takes it over. */
 struct xdp_choice {
 	__u32 service;
 	__u32 backend;
@@ -34,26 +34,5 @@ struct {
 	__type(key, struct flow_key);
 	__type(value, struct xdp_choice);
 } xdp_choices SEC(".maps");
-
-/* More than a driver takes from its queue before the first of them reaches tc. */
-#define OPENED_BITS 8
-
-/*
- * A flow that XDP has opened on this CPU just now: tc, which gets its first packet next, has nothing to look up. What
- * is lost, or is another flow's, is looked up.
- */
-struct xdp_opened {
-	struct flow_key key;
-	__u64 when;		/* bpf_ktime_get_coarse_ns(); 0: nothing, or tc has seen it */
-	__u32 masqueraded;
-	__u32 zero;
-};
-
-struct {
-	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, 1 << OPENED_BITS);
-	__type(key, __u32);
-	__type(value, struct xdp_opened);
-} xdp_opened SEC(".maps");
 
 #endif

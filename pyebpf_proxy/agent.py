@@ -28,6 +28,7 @@ from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
 from pyebpf_proxy.servers.observer import Observer
 from pyebpf_proxy.servers.serving import Servers
 from pyebpf_proxy.services.planner import Planner, PlanSettings
+from pyebpf_proxy.services.shares import Limits
 
 _log = Logger("agent")
 
@@ -89,7 +90,10 @@ def prepare(settings: Effective, source: Source) -> None:
 
 def _planner(settings: Effective) -> Planner:
     bind_address = settings.bind_address.packed if settings.bind_address is not None else None
-    return Planner(PlanSettings(settings.node_name, bind_address, settings.external_ips))
+    limits = Limits.of_maps(settings.map_sizes)
+    return Planner(
+        PlanSettings(settings.node_name, bind_address, settings.external_ips, settings.external_ip_check, limits)
+    )
 
 
 def _facts(planner: Planner) -> Callable[[], NodeFacts]:
@@ -106,8 +110,8 @@ async def _serve(
     settings: Effective, outside: Outside, datapath: Datapath, shown: Shown, watch: ConfigWatch | None
 ) -> None:
     planner = _planner(settings)
-    numbers = DatapathNumbers(datapath.reasons, datapath.fill, datapath.xdp_devices)
-    local = Local(settings.directory, planner.pods, datapath.refusals)
+    numbers = DatapathNumbers(datapath.reasons, datapath.fill, datapath.xdp_devices, datapath.view)
+    local = Local(settings.directory, planner.pods, datapath.refusals, datapath.view)
     servers = Servers(settings, shown, planner, numbers, datapath.addresses, outside.events, outside.metrics, local)
     observer = servers.observer
     datapath.on_cleaned = lambda cleaned: observer.reconciled(cleaned.family, cleaned.seconds, cleaned.flows)
@@ -116,9 +120,18 @@ async def _serve(
     if outside.events is not None:
         outside.events.event(About("Node", "", settings.node_name), "Normal", "Starting", "StartKubeProxy", "")
     try:
-        await Proxy(
-            settings, outside.source, planner, datapath, observer, _facts(planner), _checks(settings), guards
-        ).run()
+        proxy = Proxy(
+            settings,
+            outside.source,
+            planner,
+            datapath,
+            observer,
+            _facts(planner),
+            _checks(settings),
+            guards,
+            events=outside.events,
+        )
+        await proxy.run()
     finally:
         servers.stop()
         datapath.close()

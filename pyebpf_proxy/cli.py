@@ -27,6 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pyebpf_proxy.lab.cli import main as lab
 
         return lab(list(arguments[1:]))
+    if len(arguments) == 2 and arguments[0] == "probe":
+        from pyebpf_proxy.probe import PAGES, probe
+
+        if arguments[1] in PAGES:
+            return probe(arguments[1])
     if arguments and not arguments[0].startswith("-"):
         from pyebpf_proxy.see import COMMANDS
 
@@ -139,8 +144,15 @@ def _own(flags: Flags) -> DatapathConfiguration | None:
     from pathlib import Path
 
     from pyebpf_proxy.config.datapath_config import read
+    from pyebpf_proxy.config.datapath_model import without_effect
 
-    return read(Path(flags.datapath_config))
+    own = read(Path(flags.datapath_config))
+    from pyebpf_proxy import log
+
+    if names := without_effect(own):
+        text = f"{' and '.join(names)} of an older release: accepted, without effect"
+        log.Logger("config").warning(text, file=flags.datapath_config)
+    return own
 
 
 def _write(config: KubeProxyConfiguration, path: str) -> None:

@@ -2,9 +2,9 @@
 """The log: one line per thing that matters, on standard error, as text or JSON.
 
     log = Logger("datapath")
-    log.info("programs attached", devices=3, lane="direct")
+    log.info("programs attached", devices=3, hook="tcx")
 
-    2026-11-21T02:39:29.123Z info programs attached devices=3 lane=direct
+    2026-11-21T02:39:29.123Z info programs attached devices=3 hook=tcx
     {"time": "2026-11-21T02:39:29.123Z", "level": "info", "message": "programs attached", "devices": 3, …}
 
 It sits on the standard ``logging``, so what libraries say comes out in the same form.
@@ -17,6 +17,8 @@ import logging
 import time
 from collections.abc import Sequence
 from typing import Literal
+
+from pyebpf_proxy.printable import printable, printable_json
 
 _LEVELS = {
     logging.DEBUG: "debug",
@@ -119,14 +121,14 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {_LEVELS.get(record.levelno, 'info')} {_in_one_line(record.getMessage())}"
+        line = f"{_time(record)} {_LEVELS.get(record.levelno, 'info')} {printable(record.getMessage())}"
         for key, value in _fields(record).items():
             text = str(value)
             if not text or any(character in text for character in ' "=\n\t'):
                 text = json.dumps(text, ensure_ascii=False)
-            line += f" {key}={text}"
+            line += f" {key}={printable(text)}"
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            line += "".join(f"\n{printable(each)}" for each in self.formatException(record.exc_info).split("\n"))
         return line
 
 
@@ -140,8 +142,4 @@ class _Json(logging.Formatter):
         entry.update(_fields(record))
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False, default=str)
-
-
-def _in_one_line(text: str) -> str:
-    return text.replace("\n", "\\n")
+        return printable_json(json.dumps(entry, ensure_ascii=False, default=str))

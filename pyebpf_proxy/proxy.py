@@ -18,11 +18,13 @@ from pyebpf_proxy import memory
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.cycles import without_cycle_search
 from pyebpf_proxy.errors import DatapathError, FatalError
+from pyebpf_proxy.kube.events import About, Recorder
 from pyebpf_proxy.kube.source import Batch, Change, Source
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.node_life import NodeLife
 from pyebpf_proxy.schedule import Schedule
+from pyebpf_proxy.services.losses import Said
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
 
 #: Removals that need a grace period are done when nothing has happened for so long.
@@ -37,18 +39,20 @@ class Planner(Protocol):
     """What is used of ``services.planner.Planner``."""
 
     @property
-    def conflicts(self) -> Collection[object]:
-        """Addresses that several service ports name; each says so in words by ``str``."""
+    def lost(self) -> int:
+        """How many addresses are not served as their Services say."""
 
-    @property
-    def overlaps(self) -> Collection[object]:
-        """Service addresses that are also a Node's; each says so in words by ``str``."""
+    def news(self) -> tuple[list[Said], list[Said]]:
+        """What is to be said of them, and what is no problem but may surprise; each only once."""
 
     @property
     def names(self) -> Iterable[ServicePortName]:
         """Every service port that exists now."""
 
     def get(self, name: ServicePortName) -> ServicePort | None: ...
+
+    def oldest_first(self) -> Iterable[ServicePortName]:
+        """Every service port that exists now, in the order in which room is to be given to them."""
 
     def update(self, changes: Iterable[Change]) -> Delta: ...
 
@@ -78,7 +82,7 @@ class Observer(Protocol):
     def changed(self, changes: Sequence[Change], complete: bool) -> None: ...
     def queued(self) -> None: ...
     def planned(self, delta: Delta) -> None: ...
-    def synced(self, seconds: float, ok: bool, full: bool, problems: Collection[str]) -> None: ...
+    def synced(self, seconds: float, ok: bool, full: bool, problems: int) -> None: ...
 
 
 class Proxy:
@@ -95,10 +99,12 @@ class Proxy:
         check: Callable[[NodeFacts], None] = lambda facts: None,
         guards: Iterable[Callable[[], Awaitable[None]]] = (),
         once: bool = False,
+        events: Recorder | None = None,
     ) -> None:
         """``facts`` tells what the planner knows of the Nodes now; ``check`` looks at that before anything starts.
 
         ``guards`` run beside the loop; one that raises ends the agent. ``once``: return after the first sync.
+        ``events``: where Warning events about Services go.
         """
         self._source = source
         self._planner = planner
@@ -109,6 +115,7 @@ class Proxy:
         self._life = NodeLife(effective.node_name, needs_pod_cidrs=effective.detect_local_mode == "NodeCIDR")
         self._guards = (self._life.guard, *guards)
         self._once = once
+        self._events = events
         self._node_name = effective.node_name
         self._mend_seconds = effective.sync_period
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
@@ -123,7 +130,6 @@ class Proxy:
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._told: frozenset[str] = frozenset()
-        self._noted: frozenset[str] = frozenset()
         self._collecting: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -198,12 +204,11 @@ class Proxy:
             ok = False
             _log.error("sync failed, tried again", error=str(error))
         else:
-            problems = [*problems, *map(str, self._planner.conflicts)]
             self._tell(problems)
-            self._note(frozenset(map(str, self._planner.overlaps)))
+            self._say()
         self._failed = not ok
         end = time.monotonic()
-        self._metrics.synced(end - begin, ok, full, problems)
+        self._metrics.synced(end - begin, ok, full, len(problems) + self._planner.lost)
         self._schedule.finished(end, ok)
         if self._once:
             self._stop.set()
@@ -239,7 +244,9 @@ class Proxy:
         return problems
 
     def _start(self) -> Collection[str]:
-        wanted = {name: port for name, port in self._planned.items() if port is not None}
+        # The oldest first: where the maps have not room for all, it is theirs.
+        planned = ((name, self._planned.get(name)) for name in self._planner.oldest_first())
+        wanted = {name: port for name, port in planned if port is not None}
         self._planned.clear()
         self._metrics.planned(wanted)
         facts = self._read_facts()
@@ -270,11 +277,16 @@ class Proxy:
                 _log.error(problem)
         self._told = frozenset(problems)
 
-    def _note(self, notes: frozenset[str]) -> None:
-        """The same with what is no problem, but may surprise."""
-        for note in sorted(notes - self._noted):
-            _log.info(note)
-        self._noted = notes
+    def _say(self) -> None:
+        """What the planner has to say of Services: the texts of those that changed, not of all."""
+        problems, notes = self._planner.news()
+        for said in problems:
+            _log.error(said.text)
+            if said.reason and self._events is not None:
+                about = About("Service", said.namespace, said.name)
+                self._events.event(about, "Warning", said.reason, "Serve", said.text)
+        for said in notes:
+            _log.info(said.text)
 
     async def _mend(self) -> None:
         """A firewall that is loaded anew takes our nft table away: look as often as kube-proxy looks for that."""

@@ -11,9 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.printable import printable
 
 #: Root alone may use it.
 SOCKET = "agent.sock"
+LOCK = "lock"
+#: Who can open the lock can hold it (flock asks for no right to write), so nobody else may open it.
+_FOLDER_MODE, _LOCK_MODE, _OTHERS = 0o700, 0o600, 0o077
+#: What agents keep in the folder. One with anything else in it has another purpose, too, and keeps its mode.
+_OURS = frozenset((LOCK, SOCKET, "bpf", "clsact", "node-settings.json"))
+_PROC = Path("/proc")
+_COMMAND_CHARACTERS = 160
 
 
 class RunDirectory:
@@ -21,7 +29,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = path / "lock"
+        self._lock = path / LOCK
         self._descriptor: int | None = None
         self._made: list[Path] = []
 
@@ -56,30 +64,57 @@ class RunDirectory:
         missing = [self.path, *self.path.parents]
         missing = missing[: next((i for i, path in enumerate(missing) if path.exists()), 0)]
         for path in reversed(missing):
-            path.mkdir(mode=0o755)
+            path.mkdir(mode=_FOLDER_MODE if path == self.path else 0o755)
             self._made.append(path)
+        if {entry.name for entry in os.scandir(self.path)} <= _OURS:
+            _keep_others_out(self.path, _FOLDER_MODE)
 
     def _take(self) -> int | None:
-        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _LOCK_MODE)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A clean-up may have removed the file between open and lock: then it is no lock any more.
-            if self._lock.exists() and os.fstat(descriptor).st_ino == self._lock.stat().st_ino:
-                os.truncate(descriptor, 0)
-                os.write(descriptor, f"{os.getpid()}\n".encode())
-                return descriptor
-        except BlockingIOError:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip()
-            os.close(descriptor)
-            raise FatalError(
-                f"another agent{f' (process {holder})' if holder else ''} runs on {self.path};"
-                " stop it first, or give this one its own --directory"
-            ) from None
-        except OSError:
+            was_open = _keep_others_out(descriptor, _LOCK_MODE)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                # Former releases' lock could be opened, and so be held, by every user.
+                if not was_open or self._held_by_an_agent():
+                    raise FatalError(
+                        f"another agent{_holder(self._lock, descriptor)} runs on {self.path};"
+                        " stop it first, or give this one its own --directory"
+                    ) from None
+                if self._is_still(descriptor):
+                    self._lock.unlink()
+            else:
+                # A clean-up may have removed the file between open and lock: then it is no lock any more.
+                if self._is_still(descriptor):
+                    os.truncate(descriptor, 0)
+                    os.write(descriptor, _note())
+                    return descriptor
+        except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
         return None
+
+    def _is_still(self, descriptor: int) -> bool:
+        try:
+            return os.fstat(descriptor).st_ino == self._lock.stat().st_ino
+        except FileNotFoundError:
+            return False
+
+    def _held_by_an_agent(self) -> bool:
+        """Whether root has the lock, as far as /proc says, or an agent answers at the socket, which only root makes."""
+        pid = lock_holder(self._lock)
+        try:
+            if pid is not None and (_PROC / str(pid)).stat().st_uid == os.geteuid():
+                return True
+        except OSError:
+            pass  # It has ended; who has its descriptor now is not known.
+        try:
+            connected(self.path, 1.0).close()
+        except OSError:
+            return False
+        return True
 
     def _remove_made(self) -> None:
         for path in reversed(self._made):
@@ -88,6 +123,65 @@ class RunDirectory:
             except OSError:
                 break
         self._made.clear()
+
+
+def lock_holder(lock: Path) -> int | None:
+    """The process that took this lock, by its number here; None: nobody, or none that this PID namespace sees."""
+    try:
+        status = lock.stat()
+        held = [line.split() for line in (_PROC / "locks").read_text().splitlines()]
+    except OSError:
+        return None
+    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    # A line of one who waits has "->" in the second place.
+    pid = next((line[4] for line in held if line[1:2] == ["FLOCK"] and line[5] == wanted), None)
+    return int(pid) if pid is not None and int(pid) > 0 else None
+
+
+def _keep_others_out(path: Path | int, mode: int) -> bool:
+    """Take away what others may; whether they might. What another user owns is left to that user."""
+    status = os.stat(path)
+    if not status.st_mode & _OTHERS:
+        return False
+    if status.st_uid == os.geteuid():
+        os.chmod(path, mode)
+    return True
+
+
+def _command(pid: int | str) -> str:
+    """The command line of a process, on one line and not too long; "" if it cannot be read."""
+    try:
+        words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return ""
+    return printable(" ".join(words))[:_COMMAND_CHARACTERS]
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink(_PROC / "self" / "ns" / "pid")
+    except OSError:
+        return ""
+
+
+def _note() -> bytes:
+    """Who has the lock, for one whose /proc does not show it: number, where it counts, command line."""
+    return f"{os.getpid()} {_pid_namespace() or '-'} {_command('self')}\n".encode(errors="replace")
+
+
+def _holder(lock: Path, descriptor: int) -> str:
+    """Words for who has a lock: ``" (process 12: …)"``. A number of another PID namespace would mislead."""
+    pid = lock_holder(lock)
+    if pid is not None:
+        command = _command(pid)
+        return f" (process {pid}{f': {command}' if command else ''})"
+    note = os.pread(descriptor, 1024, 0).decode(errors="replace").split(maxsplit=2)
+    if not note:
+        return ""
+    number, namespace, command = (*(printable(word).strip() for word in note), "", "")[:3]
+    if namespace == _pid_namespace():
+        return f" (process {number})"
+    return f" (in another container{f': {command}' if command else ''})"
 
 
 @contextlib.contextmanager

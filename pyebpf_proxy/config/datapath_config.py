@@ -123,6 +123,7 @@ _WANTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "bool_type": "true or false",
+    "fast_path": "auto, true or false",
     "list_type": "a list",
     "model_type": "a mapping of fields",
     "model_attributes_type": "a mapping of fields",

@@ -10,7 +10,7 @@ import ipaddress
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WrapValidator
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
@@ -62,7 +62,6 @@ _WORDS = Size(256, _MANY, 8, 0)
 _READY = Size(256, _MANY, 88, 0)
 _TRIE = Size(256, _MANY, 0, 64)
 _NODE = Size(64, 1 << 16, 16, 64)
-_ROUTES = Size(256, 1 << 20, 0, 64)
 _AFFINITIES = Size(1024, _MANY, 104, 0)
 _PEERS4 = Size(1024, _MANY, 88, 0)
 _PEERS6 = Size(1024, _MANY, 120, 0)
@@ -116,21 +115,19 @@ class Maps(_Section):
     source_ranges6: Annotated[int, _checked(_TRIE), _size("IPv6 loadBalancerSourceRanges.", _TRIE)] = 65536
     node_addresses4: Annotated[int, _checked(_NODE), _size("IPv4 addresses of the node.", _NODE)] = 4096
     node_addresses6: Annotated[int, _checked(_NODE), _size("IPv6 addresses of the node.", _NODE)] = 4096
-    masquerade4: Annotated[int, _checked(_ROUTES), _size("Devices and IPv4 subnets of the node.", _ROUTES)] = 16384
-    masquerade6: Annotated[int, _checked(_ROUTES), _size("Devices and IPv6 subnets of the node.", _ROUTES)] = 16384
     devices: Annotated[int, _checked(_NODE), _size("Network devices of the node.", _NODE)] = 4096
     lifted_fragments: Annotated[
         int, _checked(_FRAGMENTS), _size("Fragmented replies between ports of a bridge." + _OLDEST_GO, _FRAGMENTS)
     ] = 1024
     socket_peers4: Annotated[
         int, _checked(_PEERS4), _size("Sockets of the node that talk to a Service over IPv4." + _OLDEST_GO, _PEERS4)
-    ] = 32768
+    ] = 16384
     socket_peers6: Annotated[
         int, _checked(_PEERS6), _size("Sockets of the node that talk to a Service over IPv6." + _OLDEST_GO, _PEERS6)
-    ] = 32768
+    ] = 16384
     socket_flows: Annotated[
         int, _checked(_FLOWS), _size("Services that unconnected UDP sockets of the node talk to." + _OLDEST_GO, _FLOWS)
-    ] = 32768
+    ] = 8192
     pod_sources: Annotated[int, _checked(_PODS), _size(_ALL + "Pods of the node, by family." + _OLDEST_GO, _PODS)] = (
         4096
     )
@@ -163,6 +160,12 @@ def _socket_lb(value: object) -> object:
     if value is False:
         return "off"
     return value
+
+
+def _fast_path(value: object, _: object) -> bool | str:
+    if isinstance(value, bool) or value == "auto":
+        return value
+    raise PydanticCustomError("fast_path", "auto, true or false")
 
 
 def _device(text: str) -> str:
@@ -202,10 +205,7 @@ class DatapathConfiguration(_Section):
     kind: Annotated[Literal["DatapathConfiguration"], Field(description="Always this.")] = "DatapathConfiguration"
     lane: Annotated[
         Literal["auto", "netfilter"],
-        Field(
-            description="auto: first packets are carried by conntrack kfuncs where the kernel has them; netfilter:"
-            " always by netfilter. The flag --lane wins."
-        ),
+        Field(description="Read, without effect, and a warning where it is given. The same holds for the flag --lane."),
     ] = "auto"
     directory: Annotated[
         str,
@@ -230,7 +230,8 @@ class DatapathConfiguration(_Section):
             alias="socketLB",
             description="node: the node's own connections to Services are translated at connect and sendmsg, by"
             " programs on the root cgroup; all: those of pods too, as far as they need no masquerade; off: these"
-            " programs are not attached, those of a former run are detached.",
+            " programs are not attached, those of a former run are detached, and our nft table serves the node's own"
+            " connections, as it always does for SCTP.",
         ),
     ] = "node"
     socket_lb_exclude: Annotated[
@@ -241,14 +242,25 @@ class DatapathConfiguration(_Section):
             " all the same, as those of a service mesh that wants to see what an application asks for.",
         ),
     ] = []
-    fast_path: Annotated[
-        bool,
+    external_ips: Annotated[
+        Literal["checked", "strict", "unchecked"],
         Field(
-            description="true: packets of established flows to Services are translated and sent on by the tc programs,"
-            " past the kernel's FORWARD chain (fast-path.md says past what else). false: every packet takes the"
-            " kernel's way."
+            alias="externalIPs",
+            description="What the externalIPs of a Service may be. checked: not in a ServiceCIDR, not a NodePort of"
+            " another namespace's Service on a Node's address, not where the kubelet or an API server listens; strict:"
+            " no address of a Node at all; unchecked: anything, as with kube-proxy. What is refused gets a line and an"
+            " Event. objects.md says more.",
         ),
-    ] = False
+    ] = "checked"
+    fast_path: Annotated[
+        bool | Literal["auto"],
+        WrapValidator(_fast_path),
+        Field(
+            description="auto: packets of flows to Services are translated and sent on by the tc programs, past the"
+            " kernel's FORWARD chain, wherever nothing on this node has to see them (fast-path.md). true: the same, and"
+            " a warning where it is not possible. false: every packet takes the kernel's way."
+        ),
+    ] = "auto"
     fast_path_excluded_devices: Annotated[
         _Devices,
         Field(
@@ -260,8 +272,8 @@ class DatapathConfiguration(_Section):
         int | None,
         AfterValidator(lambda value: value if value is None else _ENTRIES.check(value)),
         Field(
-            description="Entries of the flow cache, two for each connection. When it is full, what was used longest ago"
-            " goes. By default a 512th of the machine's memory is what it takes."
+            description="Entries of the flow table, two for each flow. When it is full, new flows take the slow path."
+            " By default a power of two from 4096 to 131072. Full, the table takes a 512th of the machine's memory."
         ),
     ] = None
     xdp_devices: Annotated[
@@ -283,9 +295,12 @@ class DatapathConfiguration(_Section):
     ] = "native"
     pod_network: Annotated[
         _Networks,
-        Field(
-            description="Ranges that count as the pod network beside clusterCIDR, or, without that, beside the Nodes'"
-            " podCIDRs: flows to endpoints in them may take the direct lane."
-        ),
+        Field(description="Read, without effect, and a warning where it is given."),
     ] = []
     maps: Annotated[Maps, Field(description="Sizes of the BPF maps.")] = Maps()
+
+
+def without_effect(own: DatapathConfiguration) -> list[str]:
+    """The fields, as they are written, that the document gives and nothing goes by any more."""
+    fields = type(own).model_fields
+    return [fields[name].alias or name for name in ("lane", "pod_network") if name in own.model_fields_set]

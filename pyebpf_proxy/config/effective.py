@@ -19,7 +19,6 @@ from pyebpf_proxy.config.loader import ConfigError
 from pyebpf_proxy.config.model import KubeProxyConfiguration
 from pyebpf_proxy.services.model import Family
 
-Lane = Literal["auto", "netfilter"]
 Scheduler = Literal["rr", "wrr", "sh", "dh", "mh", "lc", "wlc", "sed", "nq", "lblc", "lblcr"]
 SocketLB = Literal["node", "all", "off"]
 DetectLocalMode = Literal["ClusterCIDR", "NodeCIDR", "BridgeInterface", "InterfaceNamePrefix"]
@@ -49,6 +48,8 @@ class Effective:
     masquerade_all: bool
     #: Feature gate AllowServiceExternalIPs: without it external IPs of Services are no service addresses.
     external_ips: bool
+    #: Which external IPs are refused all the same (``externalIPs`` of our own document).
+    external_ip_check: Literal["checked", "strict", "unchecked"]
     #: First CIDR of each family of ``clusterCIDR``: who counts as a pod in mode ClusterCIDR.
     pod_cidrs: dict[Family, Network]
     detect_local_mode: DetectLocalMode
@@ -74,7 +75,6 @@ class Effective:
     stated: Stated
     #: Virtual servers there are left alone when kube-proxy's leftovers are removed.
     ipvs_exclude_cidrs: tuple[Network, ...]
-    lane: Lane
     directory: Path
     #: A folder of objects, in the place of the API server.
     manifests: Path | None
@@ -84,12 +84,11 @@ class Effective:
     socket_lb: SocketLB
     #: Ranges of pods whose connections never are.
     socket_lb_exclude: tuple[Network, ...]
-    #: Ranges that are pods' beside what the cluster says: for the choice of the lane, not for who counts as a pod.
-    pod_network: tuple[Network, ...]
     #: Entries by map, for every map whose size can be chosen.
     map_sizes: Mapping[str, int]
-    #: Established flows go by the flow cache, but by none of these devices; its size, None: by the memory.
-    fast_path: bool
+    #: Flows go by the fast path (auto: and it is no fault if they cannot), but by none of these devices.
+    #: Its size, None: by the memory.
+    fast_path: bool | Literal["auto"]
     fast_path_excluded_devices: tuple[str, ...]
     fast_path_entries: int | None
     #: Names, and ``*`` for every physical device with XDP in its driver; empty: no XDP.
@@ -144,6 +143,7 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
         scheduler=scheduler(config.ipvs.scheduler) if config.mode == "ipvs" and not flags.cleanup else None,
         masquerade_bit=14 if section.masquerade_bit is None else section.masquerade_bit,
         masquerade_all=section.masquerade_all,
+        external_ip_check=own.external_ips,
         external_ips=gates.apply(config.feature_gates).on("AllowServiceExternalIPs"),
         pod_cidrs=cluster_cidrs(config.cluster_cidr) if config.detect_local_mode == "ClusterCIDR" else {},
         detect_local_mode=cast(DetectLocalMode, config.detect_local_mode),
@@ -169,14 +169,12 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
             detect_local_mode=config.detect_local_mode,
         ),
         ipvs_exclude_cidrs=tuple(filter(None, map(addresses.parse_cidr, config.ipvs.exclude_cidrs or ()))),
-        lane=cast(Lane, flags.lane) if "lane" in flags.given else own.lane,
         directory=Path(flags.directory if "directory" in flags.given else own.directory),
         manifests=Path(manifests) if manifests else None,
         api=ApiServer(client.kubeconfig, flags.master, client.qps, client.burst),
         log_format="json" if config.logging.format == "json" else "text",
         socket_lb=own.socket_lb,
         socket_lb_exclude=tuple(own.socket_lb_exclude),
-        pod_network=tuple(own.pod_network),
         map_sizes=own.maps.model_dump(),
         fast_path=own.fast_path,
         fast_path_excluded_devices=tuple(own.fast_path_excluded_devices),

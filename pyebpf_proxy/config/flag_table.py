@@ -122,7 +122,6 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("manifests", "string", "", "Take Services, EndpointSlices and Nodes from the files of this folder."),
         Flag("directory", "string", DEFAULT_DIRECTORY, "Run folder. Instances with different folders share nothing: pins, nft table and lock hang on it.", read.not_empty),
         _switch("keep-kube-proxy-rules", "With --cleanup: take away what is ours, and leave kube-proxy's rules: for the way back to it, when it runs again."),
-        Flag("lane", "auto|netfilter", "auto", "How first packets are carried: by conntrack kfuncs where the kernel has them, or always by netfilter.", read.lane),
     ),
 }
 
@@ -135,10 +134,11 @@ DEPRECATED: dict[str, tuple[Flag, str]] = {
     )
 }
 
-#: Of kube-proxy's libraries, or of releases long gone: taken, so that every documented manifest starts, and ignored.
+#: Of kube-proxy's libraries, or of releases long gone, also of ours: taken, so that every documented manifest starts, and ignored.
 IGNORED: tuple[Flag, ...] = (
     Flag("boot-id-file", "string", "", "", str),
     Flag("machine-id-file", "string", "", "", str),
+    Flag("lane", "string", "", ""),
     *(_switch(name, "") for name in (
         "add-dir-header", "alsologtostderr", "logtostderr", "one-output", "skip-headers", "skip-log-headers", "cleanup-ipvs",
     )),

@@ -155,13 +155,6 @@ def not_empty(text: str) -> str:
     return text
 
 
-def lane(text: str) -> str:
-    """One of the lanes."""
-    if text not in ("auto", "netfilter"):
-        raise ValueError("must be one of auto, netfilter")
-    return text
-
-
 duration = durations.parse
 boolean = gotext.parse_bool
 float32 = gotext.parse_float32

@@ -91,11 +91,6 @@ class Flags:
         """Run folder."""
         return str(self.values.get("directory", DEFAULT_DIRECTORY))
 
-    @property
-    def lane(self) -> str:
-        """auto or netfilter."""
-        return str(self.values.get("lane", "auto"))
-
     def fields(self) -> Iterator[tuple[str, Any]]:
         """Fields of the configuration that were given, as attributes of the model, with their values."""
         for flag in FLAGS:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taking everything of one instance away: filters, socket programs, nftables table, pins, run directory.
+"""Taking everything of one instance away: tc programs, socket programs, nftables table, pins, run directory.
 
 Works without the agent and without loading anything, also when half of it is missing; each step is tried whatever
 became of the others. Nothing is removed that is not ours:
 
-* filters by name, priority and handle, on every device of this network namespace; a clsact qdisc if it is in our record
-  and empty (``tc``);
+* first, flows of the fast path that conntrack does not know are handed to it;
+* tcx links by their pins, filters by name and handle, on every device of this network namespace; a clsact qdisc if it
+  is in our record and empty (``attachments``);
 * the table by its name; other tables, and the conntrack entries of flows that go on, stay;
 * pins in our folder only; the bpffs is unmounted only if we mounted it and it is empty (``mounts``);
 * node settings are put back first, while the programs still guard what they open, and only those that still are as we
@@ -19,12 +20,20 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from pyebpf_proxy.datapath.connections.drain import drain
 from pyebpf_proxy.datapath.connections.liberal import make_liberal
 from pyebpf_proxy.datapath.netfilter.nft import Table
-from pyebpf_proxy.datapath.node.mounts import release_bpffs, table_name
+from pyebpf_proxy.datapath.node.attachments import Attachments
+from pyebpf_proxy.datapath.node.mounts import (
+    bpffs_candidates,
+    holds_pins,
+    pin_directory,
+    release_bpffs,
+    table_name,
+    tcx_directory,
+)
 from pyebpf_proxy.datapath.node.node_settings import LIBERAL
 from pyebpf_proxy.datapath.node.sysctls import held, restore
-from pyebpf_proxy.datapath.node.tc import Filters
 from pyebpf_proxy.datapath.report import Report
 
 
@@ -32,7 +41,7 @@ def cleanup(directory: Path, own_files: Iterable[str] = ()) -> Report:
     """Removes the instance of this directory. ``own_files``: files in the directory, by name, that the caller made."""
     report = Report()
     _settings(directory, "", report)
-    for step in (_filters, _table, _pins):
+    for step in (_flows, _programs, _table, _pins):
         try:
             report.removed += step(directory)
         except OSError as error:
@@ -57,21 +66,33 @@ def _settings(directory: Path, holder: str | None, report: Report) -> None:
         report.problems.append(str(error))
 
 
-def _filters(directory: Path) -> list[str]:
-    removed = []
-    filters = Filters(directory)
-    try:
-        for index in sorted({*filters.attached(), *(index for index, _ in filters.recorded())}):
-            try:
-                device = socket.if_indextoname(index)
-            except OSError:
-                filters.forget(index)
-                continue
-            if filters.detach(index, device):
-                removed.append(f"tc filter on {device}")
-    finally:
-        filters.close()
-    return removed
+def _flows(directory: Path) -> list[str]:
+    """Before the programs go: flows that only they know are handed to conntrack."""
+    for place in bpffs_candidates(directory):
+        if holds_pins(place):
+            for pins in sorted(pin_directory(place, directory, 0).parent.glob("v*")):
+                drain(pins)
+    return []
+
+
+def _programs(directory: Path) -> list[str]:
+    removed: dict[str, None] = {}
+    places = [tcx_directory(place, directory) for place in bpffs_candidates(directory) if holds_pins(place)]
+    # Without a bpffs there are no links, but filters.
+    for folder in places or [directory / "no-bpffs"]:
+        attachments = Attachments(directory, folder, use_tcx=True)
+        try:
+            for index in sorted({*attachments.attached(), *attachments.recorded()}):
+                try:
+                    device = socket.if_indextoname(index)
+                except OSError:
+                    attachments.forget(index)
+                    continue
+                if attachments.detach(index, device):
+                    removed[f"tc programs of {device}"] = None
+        finally:
+            attachments.close()
+    return list(removed)
 
 
 def _table(directory: Path) -> list[str]:

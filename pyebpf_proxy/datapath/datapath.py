@@ -7,41 +7,46 @@ import asyncio
 import os
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from pyebpf_proxy.config.addresses import Address, Network
+from pyebpf_proxy.config.addresses import Address
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.cleanup import cleanup
 from pyebpf_proxy.datapath.connections.counts import Connections
+from pyebpf_proxy.datapath.connections.drain import drain, pin_programs
 from pyebpf_proxy.datapath.connections.liberal import make_liberal
+from pyebpf_proxy.datapath.connections.promotion import Promoter, promoter
 from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup, peers_in
 from pyebpf_proxy.datapath.kube_proxy.beside import Beside
+from pyebpf_proxy.datapath.loader import grace
 from pyebpf_proxy.datapath.loader.libbpf import Map
-from pyebpf_proxy.datapath.loader.programs import LAYOUT_VERSION, LEAST_CONNECTIONS, Loaded, load
+from pyebpf_proxy.datapath.loader.programs import LAYOUT_VERSION, LEAST_CONNECTIONS, Loaded, fast_path_is_built, load
 from pyebpf_proxy.datapath.netfilter.cluster_addresses import ClusterAddresses
+from pyebpf_proxy.datapath.netfilter.host_rules import HostRules
 from pyebpf_proxy.datapath.netfilter.nft import NftError, Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour, Prefix
-from pyebpf_proxy.datapath.netfilter.own_sctp import OwnSctp
 from pyebpf_proxy.datapath.node import cgroups, mounts, sysctls
 from pyebpf_proxy.datapath.node.fast_path import FastPath
 from pyebpf_proxy.datapath.node.frames import Frames, attach_frames
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.node_settings import ANY_RESET, LIBERAL
 from pyebpf_proxy.datapath.settings import (
+    beside_fast_path,
     conntrack_is_liberal,
+    host_traffic,
     map_sizes,
     node_config,
-    own_traffic,
     settings,
     xdp_config,
 )
 from pyebpf_proxy.datapath.tables import excluded_pods
 from pyebpf_proxy.datapath.tables.former import Former
-from pyebpf_proxy.datapath.tables.pod_network import PodNetwork
 from pyebpf_proxy.datapath.tables.writer import Writer
+from pyebpf_proxy.datapath.view import flow_table, view
 from pyebpf_proxy.errors import DatapathError
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
@@ -62,14 +67,16 @@ class _Parts:
     writer: Writer
     clusters: ClusterAddresses
     #: As it shall be; what of it the table has, the table knows.
-    own_sctp: OwnSctp
+    host_rules: HostRules
     udp: UdpCleanup
     #: Serving endpoints of UDP services have changed since the last clean-up.
     udp_touched: bool
     #: None: it is off.
     fast: FastPath | None = None
-    #: Why SCTP of the node is not served as it shall be; empty: it is.
-    sctp_problem: str = ""
+    #: The same.
+    promoter: Promoter | None = None
+    #: Why packets of the node are not served as they shall be; empty: they are.
+    host_problem: str = ""
     #: None: there is no XDP.
     frames: Frames | None = None
 
@@ -81,7 +88,6 @@ class Datapath:
         """``warn_node``: where a Warning event on this Node goes, by reason and text."""
         self._effective = effective
         self._warn_node = warn_node
-        self._pods = PodNetwork()
         self._stack = ExitStack()
         self._parts: _Parts | None = None
         self._counters: tuple[Mapping[str, bytes], Map] | None = None
@@ -99,7 +105,7 @@ class Datapath:
         """
         with self._undone_if_it_fails():
             self._parts = parts = self._start(facts, wanted)
-            self._follow(asyncio.get_running_loop(), parts.node)
+            self._stack.callback(parts.node.follow(asyncio.get_running_loop(), _log.error))
             self._count_connections(parts)
             self._open_fast_path(parts)
             if parts.frames is not None:
@@ -124,7 +130,7 @@ class Datapath:
         """Whether this instance has anything in the kernel that works without the agent."""
         directory = self._effective.directory
         instance = mounts.instance_name(directory)
-        places = (path for path in mounts.bpffs_candidates(directory) if mounts.is_bpffs(path))
+        places = (path for path in mounts.bpffs_candidates(directory) if mounts.holds_pins(path))
         return any((place / mounts.FOLDER / instance).is_dir() for place in places)
 
     @contextmanager
@@ -155,6 +161,8 @@ class Datapath:
             drop_invalid=not self._effective.nft_mode and not liberal,
             mark_datagrams=self._effective.socket_lb != "off" and table.knows_sockets(),
         )
+        wanted = bool(self._effective.fast_path) and fast_path_is_built()
+        self._behaviour = beside_fast_path(self._behaviour, wanted)
         table.ensure(self._behaviour)
         # After conntrack is there, before its timeouts are read for the programs.
         sysctls.apply(kernel, directory, self._warn_node)
@@ -166,53 +174,69 @@ class Datapath:
         bpffs, table = self._prepare()
         pins = mounts.pin_directory(bpffs, directory, LAYOUT_VERSION)
         why = ""
-        if effective.fast_path:
+        if effective.fast_path and fast_path_is_built():
             why = sysctls.hold(LIBERAL, directory) or sysctls.hold(ANY_RESET, directory)
         wanted_settings = replace(
             settings(effective, facts),
-            fast_path=effective.fast_path and not why,
+            fast_path=bool(effective.fast_path) and not why,
             mark_datagrams=self._behaviour.mark_datagrams,
         )
-        loaded = load(wanted_settings, pins / "maps", map_sizes(effective), effective.lane)
+        if not wanted_settings.fast_path:
+            # A former run may have had one. Its flows are nothing that the next programs would look at.
+            drain(pins)
+        loaded = load(wanted_settings, pins / "maps", map_sizes(effective))
         if why := why or loaded.why_not_fast:
             loaded.why_not_fast = why
-            _log.warning("there is no fast path", why=why)
+            say = _log.info if effective.fast_path == "auto" else _log.warning
+            say("there is no fast path", why=why)
         self._stack.callback(loaded.close)
         for name, (old, new) in loaded.resized.items():
             _log.info("a map has another size", map=name, old=old, new=new)
         self._counters = _counters(loaded), loaded.maps["reasons"]
-        self._learn(facts)
-        self._say_lane(loaded)
+        self._behaviour = beside_fast_path(self._behaviour, loaded.settings.fast_path)
+        table.ensure(self._behaviour)
+        self._say(loaded)
         if "excluded_pods" in loaded.maps:
             excluded_pods.write(loaded.maps["excluded_pods"], loaded.sock.btf, effective.socket_lb_exclude)
-        writer = Writer(loaded, self._pods, table.update)
-        writer.apply(wanted)
-        writer.prune(wanted)
-        # Once more and whole: what the nft table has from before, and what the writer has adopted.
-        table.replace(writer.netfilter_backends)
+        # Until ours are attached, the programs of a former run may go by other maps, where the same ids mean others.
+        writer = Writer(loaded, table.update, max(table.elements, default=0))
+        # In one step: what a former run left keeps no address that is another's by now.
+        writer.apply(wanted, complete=True)
+        # What the writer has adopted; what else the nft table has from before goes when our programs are in place.
+        backends = writer.netfilter_backends
+        table.update(backends)
         clusters = ClusterAddresses()
         clusters.apply(wanted)
+        table.set_ports(clusters.ports)
         table.set_addresses("cluster_ips", map(_prefix, clusters.all))
         table.set_addresses("service_cidrs", _prefixes(facts))
-        own_sctp = OwnSctp(own_traffic(effective, facts))
-        if effective.socket_lb != "off":
-            own_sctp = own_sctp.after(wanted) or own_sctp
+        host_rules = HostRules(host_traffic(effective, facts))
+        host_rules = host_rules.after(wanted) or host_rules
         udp = UdpCleanup(peers_in(loaded.maps, loaded.sock.btf))
         udp_touched = udp.apply(wanted)
         nodes_maps = {name: loaded.maps[name] for name in MAPS}
-        node = Node(directory, node_config(effective, facts), nodes_maps, loaded.tc.btf, _log.error)
+        tcx = mounts.tcx_directory(bpffs, directory)
+        node = Node(directory, node_config(effective, facts), nodes_maps, loaded.tc.btf, _log.error, tcx)
         self._stack.callback(node.close)
+        parts = _Parts(loaded, table, node, writer, clusters, host_rules, udp, udp_touched)
+        if effective.socket_lb == "off":
+            # Before the socket programs of a former run are detached.
+            self._serve_host(parts, host_rules)
         former = Former(pins, loaded, writer)
         former.take_over()
+        former.drain()
         # The maps are complete: what is attached from here on finds everything.
-        frames = self._attach(loaded, node, pins)
+        parts.frames = self._attach(loaded, node, pins)
         former.retire()
-        parts = _Parts(loaded, table, node, writer, clusters, own_sctp, udp, udp_touched, frames=frames)
-        self._serve_own_sctp(parts, own_sctp)
+        grace.wait()
+        table.replace(backends)
+        self._serve_host(parts, host_rules)
         return parts
 
     def _attach(self, loaded: Loaded, node: Node, pins: Path) -> Frames | None:
         found = self._attach_sockets(loaded, pins / "links") if self._effective.socket_lb != "off" else "none"
+        if loaded.settings.fast_path:
+            pin_programs(loaded.tc.programs, pins)
         node.attach({name: program.fd for name, program in loaded.tc.programs.items()})
         # After tc, which takes what XDP leaves.
         frames = attach_frames(loaded, node, xdp_config(self._effective), pins / "xdp")
@@ -236,24 +260,12 @@ class Datapath:
             os.close(cgroup.descriptor)
         return cgroup.found
 
-    def _follow(self, loop: asyncio.AbstractEventLoop, node: Node) -> None:
-        descriptor = node.fileno()
-
-        def read() -> None:
-            try:
-                node.read()
-            except OSError as error:
-                _log.error("a change of devices could not be followed", error=str(error))
-
-        loop.add_reader(descriptor, read)
-        self._stack.callback(loop.remove_reader, descriptor)
-
     def _count_connections(self, parts: _Parts) -> None:
         """Where the scheduler goes by connections, somebody has to count them."""
         if parts.loaded.settings.scheduler < LEAST_CONNECTIONS:
             return
-        writer = parts.writer
-        connections = Connections(parts.loaded.maps, parts.loaded.tc.btf, writer.backends_of, writer.has_backend)
+        loaded, writer = parts.loaded, parts.writer
+        connections = Connections(loaded.maps, loaded.tc.btf, writer.backends_of, writer.has_backend)
         task = asyncio.create_task(connections.run(), name="connections")
         self._stack.callback(task.cancel)
 
@@ -261,14 +273,17 @@ class Datapath:
         loaded = parts.loaded
         if not loaded.settings.fast_path:
             return
-        btf = loaded.tc.btf
-        xdp = loaded.xdp is not None
-        parts.fast = FastPath(loaded.maps["fast_path"], btf.struct("fast_path"), btf.enum("reason"), xdp)
+        btf, word = loaded.tc.btf, loaded.maps["fast_path"]
+        heed = self._effective.fast_path == "auto"
+        parts.fast = FastPath(word, btf.struct("fast_path"), btf.enum("reason"), parts.table.name, heed)
         if parts.frames is not None:
-            parts.frames.on_written = parts.fast.moved
+            parts.frames.on_written = parts.fast.devices_moved
+        parts.node.on_devices = parts.fast.devices_moved
         self._stack.callback(parts.fast.close)
         parts.fast.follow(asyncio.get_running_loop())
-        _log.info("established flows take the fast path", entries=loaded.maps["flows"].max_entries)
+        parts.promoter = promoter(loaded.maps, loaded.tc.programs, btf)
+        self._stack.callback(asyncio.create_task(parts.promoter.run(), name="promoter").cancel)
+        _log.info("flows take the fast path", entries=loaded.maps["flows"].max_entries)
 
     # ---- while it runs -----------------------------------------------------------------------------------------
 
@@ -276,40 +291,38 @@ class Datapath:
         """Write the service ports that differ; ``complete``: there are no others. Returns all problems, in words."""
         parts = self._running()
         with _in_words():
-            parts.writer.apply(delta)
+            parts.writer.apply(delta, complete)
             if complete:
-                parts.writer.prune(delta)
                 parts.table.replace(parts.writer.netfilter_backends)
-            if self._effective.socket_lb != "off":
-                self._serve_own_sctp(parts, parts.own_sctp.after(delta, complete))
+            self._serve_host(parts, parts.host_rules.after(delta, complete))
             if parts.udp.apply(delta):
                 parts.udp_touched = True
                 if parts.fast is not None:
                     parts.fast.moved()
             if self._effective.nft_mode:
-                added, removed = parts.clusters.apply(delta)
-                parts.table.change_addresses("cluster_ips", map(_prefix, added), map(_prefix, removed))
+                moved = parts.clusters.apply(delta)
+                # First: what is defined must not be refused.
+                parts.table.change_ports(moved.ports_added, moved.ports_removed)
+                parts.table.change_addresses("cluster_ips", map(_prefix, moved.added), map(_prefix, moved.removed))
         return _problems(parts)
 
     def node_changed(self, facts: NodeFacts) -> None:
-        """Other Nodes: which addresses are pods', and which of ours serve NodePorts. New flows go by it."""
+        """Other Nodes: their ServiceCIDRs, and which addresses of ours serve NodePorts. New flows go by it."""
         parts = self._running()
         with _in_words():
             parts.table.set_addresses("service_cidrs", _prefixes(facts))
-            self._serve_own_sctp(parts, parts.own_sctp.with_traffic(own_traffic(self._effective, facts)))
+            self._serve_host(parts, parts.host_rules.with_traffic(host_traffic(self._effective, facts)))
             parts.node.configure(node_config(self._effective, facts))
-            if not self._learn(facts):
-                return
-            parts.writer.relane()
-            self._say_lane(parts.loaded)
 
     def refresh(self) -> None:
         """Mend what others may have changed: the nft table. Costs little when nobody has. Devices are followed."""
+        parts = self._running()
         with _in_words():
-            self._running().table.ensure(self._behaviour)
+            parts.table.ensure(self._behaviour)
+            parts.writer.recount_clients()
         self._beside.look()
-        if (frames := self._running().frames) is not None:
-            frames.look()
+        if parts.frames is not None:
+            parts.frames.look()
 
     async def collect(self) -> None:
         """Remove old versions once no program can be reading them; then end stale UDP flows and sockets."""
@@ -342,20 +355,20 @@ class Datapath:
 
     def addresses(self) -> list[Address]:
         """Every address of a device of this node, as far as netlink has told."""
-        parts = self._parts
-        return [] if parts is None else parts.node.addresses
+        return [] if self._parts is None else self._parts.node.addresses
 
     def fill(self) -> Mapping[str, tuple[int, int]]:
         """Entries used and room of every map that the control plane fills. Counted, not read. Safe in any thread."""
         parts = self._parts
         if parts is None:
             return {}
-        flows = parts.loaded.maps.get("flows")
-        if flows is None or self._counters is None:
-            return parts.writer.fill()
-        counts = self.reasons()
-        used = counts["flow_learned"] - counts["flow_forgotten"]
-        return {**parts.writer.fill(), "flows": (min(used, flows.max_entries), flows.max_entries)}
+        table = flow_table(parts.loaded)
+        return {**parts.writer.fill(), **({} if table is None else {"flows": table[:2]})}
+
+    def view(self) -> Mapping[str, Any]:
+        """What ``view`` says; empty before the start. Safe in any thread."""
+        parts = self._parts
+        return {} if parts is None else view(parts.loaded, parts.node, parts.fast, parts.promoter)
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
@@ -365,17 +378,17 @@ class Datapath:
         return self._parts
 
     @staticmethod
-    def _serve_own_sctp(parts: _Parts, changed: OwnSctp | None) -> None:
+    def _serve_host(parts: _Parts, changed: HostRules | None) -> None:
         """What nftables refuses here (an expression that this kernel lacks) must not keep others from being served."""
         if changed is None:
             return
-        parts.own_sctp = changed
+        parts.host_rules = changed
         try:
-            parts.table.set_own_sctp(changed)
+            parts.table.set_host_rules(changed)
         except NftError as error:
-            parts.sctp_problem = f"SCTP of the node itself is not served as it should be: {error}"
+            parts.host_problem = f"what the node itself sends is not served as it should be: {error}"
         else:
-            parts.sctp_problem = ""
+            parts.host_problem = ""
 
     def _tell_cleaned(self, cleaned: Cleaned) -> None:
         self.on_cleaned(cleaned)
@@ -383,29 +396,17 @@ class Datapath:
             family = cleaned.family.name
             _log.info("stale UDP ended", family=family, flows=cleaned.flows, sockets=cleaned.sockets)
 
-    def _learn(self, facts: NodeFacts) -> bool:
-        """Take in what the Nodes say; True if that changes which addresses are pods'."""
-        ranges: Iterable[Network] = self._effective.pod_cidrs.values() or facts.pod_cidrs
-        return self._pods.update([*ranges, *self._effective.pod_network], facts.node_addresses)
-
-    def _say_lane(self, loaded: Loaded) -> None:
+    @staticmethod
+    def _say(loaded: Loaded) -> None:
         if loaded.why_not_pods:
             _log.warning("sockets of pods are not translated, tc serves them", why=loaded.why_not_pods)
-        if loaded.lane != "direct":
-            _log.warning("every flow takes the netfilter lane", why=loaded.why)
-        elif not self._pods.families:
-            _log.warning(
-                "the pod network is not known, every flow takes the netfilter lane;"
-                " set clusterCIDR, or give Nodes with podCIDRs, for the direct lane"
-            )
-        else:
-            families = ",".join(family.name for family in sorted(self._pods.families))
-            _log.info("flows to pods take the direct lane", families=families)
+        if loaded.why_no_lookup:
+            _log.info("conntrack is not asked before a flow is opened", why=loaded.why_no_lookup)
 
 
 def _problems(parts: _Parts) -> list[str]:
     problems = [str(problem) for problem in parts.writer.problems.values()]
-    return [*problems, parts.sctp_problem] if parts.sctp_problem else problems
+    return [*problems, parts.host_problem] if parts.host_problem else problems
 
 
 def _holds_settings(directory: Path) -> bool:

@@ -90,7 +90,7 @@ def _libnftables() -> str:
 
 
 def _objects() -> str:
-    for name in ("tc.bpf.o", "sock.bpf.o", "xdp.bpf.o"):
+    for name in ("tc.bpf.o", "tc_without_lookup.bpf.o", "sock.bpf.o", "xdp.bpf.o"):
         if not (_OBJECTS / name).is_file():
             raise FatalError(f"the BPF object {_OBJECTS / name} is missing; build it with `make setup` (needs clang)")
     return str(_OBJECTS)
@@ -110,15 +110,14 @@ def check_rights(needed: Collection[str] = tuple(_CAPABILITIES)) -> None:
         )
 
 
-def unreachable_modules() -> str:
-    """Why kernel functions that live in modules cannot be called from BPF, "" if they can or if there are none.
+def unreachable_conntrack() -> str:
+    """Why conntrack cannot be asked from BPF though the kernel has it, "" if it can, or if it is no module.
 
-    Their type information is had by number, and that takes CAP_SYS_ADMIN (bpf(2), BPF_BTF_GET_FD_BY_ID).
+    Type information of a module is had by number, and that takes CAP_SYS_ADMIN (bpf(2), BPF_BTF_GET_FD_BY_ID).
     """
-    modular = [name for name in ("nf_conntrack", "nf_nat") if (_BTF.parent / name).exists()]
-    if not modular or effective_capabilities() >> _SYS_ADMIN & 1:
+    if not (_BTF.parent / "nf_conntrack").exists() or effective_capabilities() >> _SYS_ADMIN & 1:
         return ""
-    return f"{' and '.join(modular)} built as modules: calling them from BPF takes CAP_SYS_ADMIN"
+    return "nf_conntrack is a module: asking it from BPF takes CAP_SYS_ADMIN"
 
 
 def effective_capabilities() -> int:

@@ -5,32 +5,48 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import platform
 import socket
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.loader.programs import SCHEDULERS, Settings
-from pyebpf_proxy.datapath.netfilter.own_sctp import OwnTraffic
+from pyebpf_proxy.datapath.netfilter.host_rules import HostTraffic
+from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.datapath.node.plan import NodeConfig, accepted_networks
 from pyebpf_proxy.datapath.node.xdp import XdpConfig
 from pyebpf_proxy.datapath.preflight import SO_NETNS_COOKIE
 from pyebpf_proxy.node_facts import NodeFacts
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import Family, Protocol
 
 # enum detector of bpf/settings.h
 DETECT_NOTHING, DETECT_CIDR, DETECT_DEVICE = range(3)
 
 # Of the memory; bytes of an entry with what the kernel puts around it; bounds.
-_FLOW_SHARE, _FLOW_BYTES = 512, 200
-_FLOWS_LEAST, _FLOWS_MOST = 4096, 1 << 20
-_TIMEOUTS = Path("/proc/sys/net/netfilter")
+_FLOW_SHARE, _FLOW_BYTES = 512, 256
+_FLOWS_LEAST, _FLOWS_MOST = 4096, 1 << 17
+_BE_LIBERAL = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
+# Of this network namespace; IPv6 goes by it, too.
+_LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_STRONG_MEMORY = ("x86_64", "i386", "i586", "i686", "s390x", "s390")
+# Source ports below 1024 are given by neither. A part that is smaller than _FEWEST would soon be used up.
+_FIRST_PORT, _KERNELS_FIRST, _LAST_PORT, _FEWEST = 1024, 32768, 65535, 4096
+
+
+class SnatPorts(NamedTuple):
+    """Who masquerades with which source ports: the programs, for flows of the fast path, and the nft table."""
+
+    fast: range
+    netfilter: range
 
 
 def settings(effective: Effective, facts: NodeFacts) -> Settings:
-    """``struct settings`` of this network namespace. conntrack must be loaded: its timeouts are read."""
+    """``struct settings`` of this network namespace."""
+    ports = snat_ports(local_ports())
     by_device = effective.detect_local_mode in ("BridgeInterface", "InterfaceNamePrefix")
     cidrs = detector_cidrs(effective, facts)
     cidr4, mask4 = _packed(cidrs, Family.IPV4)
@@ -39,11 +55,12 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         netns_cookie=netns_cookie(),
         masquerade_mark=effective.masquerade_mark,
         masquerade_all=effective.masquerade_all,
-        fast_path=effective.fast_path,
-        tcp_established_ms=_timeout("nf_conntrack_tcp_timeout_established", 432_000),
-        udp_stream_ms=_timeout("nf_conntrack_udp_timeout_stream", 120),
-        tcp_timeout_ms=_timeout("nf_conntrack_tcp_timeout_syn_sent", 120),
-        udp_timeout_ms=_timeout("nf_conntrack_udp_timeout", 30),
+        fast_path=bool(effective.fast_path),
+        snat_port_min=ports.fast.start if ports is not None else 0,
+        snat_port_max=ports.fast.stop - 1 if ports is not None else 0,
+        # Two entries a flow, and half of them for one device.
+        flow_quota=flow_entries(effective) // 4,
+        weak_memory=platform.machine() not in _STRONG_MEMORY,
         pod_cidr4=cidr4,
         pod_mask4=mask4,
         pod_cidr6=cidr6,
@@ -76,24 +93,25 @@ def node_config(effective: Effective, facts: NodeFacts) -> NodeConfig:
         node_ips=tuple(ipaddress.ip_address(packed) for packed in facts.node_ips.values()),
         bridge_interface=effective.bridge_interface if mode == "BridgeInterface" else "",
         interface_name_prefix=effective.interface_name_prefix if mode == "InterfaceNamePrefix" else "",
-        fast_path=effective.fast_path,
+        fast_path=bool(effective.fast_path),
         fast_path_excluded_devices=effective.fast_path_excluded_devices,
     )
 
 
-def own_traffic(effective: Effective, facts: NodeFacts) -> OwnTraffic:
+def host_traffic(effective: Effective, facts: NodeFacts) -> HostTraffic:
     """What decides on packets that the node itself sends, where our nft table decides."""
     cidrs = detector_cidrs(effective, facts)
     by_device = effective.detect_local_mode in ("BridgeInterface", "InterfaceNamePrefix")
     config = node_config(effective, facts)
     accepted = {family: accepted_networks(family, config) for family in Family}
-    return OwnTraffic(
+    return HostTraffic(
         masquerade_mark=effective.masquerade_mark,
         nft_mode=effective.nft_mode,
         masquerade_all=effective.masquerade_all,
         detectors=dict.fromkeys(Family) if by_device else dict(cidrs),
         node_ports={family: networks for family, networks in accepted.items() if networks is not None},
         localhost_node_ports=effective.localhost_node_ports,
+        protocols=frozenset(Protocol) if effective.socket_lb == "off" else frozenset({Protocol.SCTP}),
     )
 
 
@@ -102,20 +120,51 @@ def xdp_config(effective: Effective) -> XdpConfig:
     return XdpConfig(effective.xdp_devices, effective.xdp_mode, effective.socket_lb == "all")
 
 
+def flow_entries(effective: Effective) -> int:
+    """Entries of the flow table, two for a flow: as configured, else by the memory, a 512th of it, at most 131072."""
+    if effective.fast_path_entries is not None:
+        return effective.fast_path_entries
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    wanted = memory // _FLOW_SHARE // _FLOW_BYTES
+    return int(1 << (min(max(wanted, _FLOWS_LEAST), _FLOWS_MOST)).bit_length() - 1)
+
+
 def map_sizes(effective: Effective) -> dict[str, int]:
-    """Entries by map. That of the flow cache is by the memory where nobody gives it: a 512th, in powers of two."""
-    entries = effective.fast_path_entries
-    if entries is None:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        wanted = memory // _FLOW_SHARE // _FLOW_BYTES
-        entries = 1 << (min(max(wanted, _FLOWS_LEAST), _FLOWS_MOST)).bit_length() - 1
-    return {**effective.map_sizes, "flows": entries}
+    """Entries by map."""
+    return {**effective.map_sizes, "flows": flow_entries(effective)}
+
+
+def snat_ports(local: tuple[int, int]) -> SnatPorts | None:
+    """The parts, by the ports that the node's own sockets are given (``net.ipv4.ip_local_port_range``).
+
+    The programs ask nobody whether a port is free, so none of theirs may be a socket's own. None: too few are left.
+    """
+    end = min(_KERNELS_FIRST, local[0])
+    if end - _FIRST_PORT < _FEWEST:
+        return None
+    return SnatPorts(range(_FIRST_PORT, end), range(end, _LAST_PORT + 1))
+
+
+def beside_fast_path(behaviour: Behaviour, there_is_one: bool) -> Behaviour:
+    """What the nft table does for the fast path: it says which packets are first, and keeps off its source ports."""
+    ports = snat_ports(local_ports()) if there_is_one else None
+    kernels = None if ports is None else (ports.netfilter.start, ports.netfilter.stop - 1)
+    return behaviour._replace(prove_new=there_is_one, masquerade_ports=kernels)
+
+
+def local_ports() -> tuple[int, int]:
+    """First and last port of the node's own sockets; the kernel's default where /proc/sys is not readable."""
+    try:
+        first, last = map(int, _LOCAL_PORTS.read_text().split())
+    except (OSError, ValueError):
+        return 32768, 60999
+    return first, last
 
 
 def conntrack_is_liberal() -> bool:
     """Whether conntrack lets TCP segments outside of their window pass as valid; it does not when it starts."""
     try:
-        return int((_TIMEOUTS / "nf_conntrack_tcp_be_liberal").read_text()) != 0
+        return int(_BE_LIBERAL.read_text()) != 0
     except (OSError, ValueError):
         return False
 
@@ -139,11 +188,3 @@ def _detector(by_device: bool, cidrs: Mapping[Family, Network], family: Family) 
     if by_device:
         return DETECT_DEVICE
     return DETECT_CIDR if family in cidrs else DETECT_NOTHING
-
-
-def _timeout(name: str, default: int) -> int:
-    """Milliseconds of a conntrack timeout; the kernel's default where /proc/sys is not readable."""
-    try:
-        return min(int((_TIMEOUTS / name).read_text()) * 1000, 0xFFFFFFFF)
-    except (OSError, ValueError):
-        return default * 1000

@@ -34,6 +34,9 @@ DELETION_DELAY = 0.2
 #: A timestamp this young may not change although the content does (the kernel's clock for files has ticks): seconds.
 _TOO_YOUNG = 0.1
 
+#: Of one file: more than ten thousand Services take.
+MAX_FILE_BYTES = 64 << 20
+
 _SUFFIXES = (".yaml", ".yml", ".json")
 _FILES_PER_TURN = 20
 
@@ -273,8 +276,15 @@ class ManifestSource:
             if not stat.S_ISREG(status.st_mode):
                 self._cannot(name, "read", "not a regular file")
                 return
-            with open(descriptor, "rb", closefd=False) as file:
-                data = file.read()
+            data = b""
+            if status.st_size <= MAX_FILE_BYTES:
+                with open(descriptor, "rb", closefd=False) as file:
+                    data = file.read(MAX_FILE_BYTES + 1)
+            if max(status.st_size, len(data)) > MAX_FILE_BYTES:
+                self._cannot(
+                    name, "read", f"larger than {MAX_FILE_BYTES >> 20} MiB; several files may have what it has"
+                )
+                return
         except OSError as error:
             self._cannot(name, "read", error)
             return

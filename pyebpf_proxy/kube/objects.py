@@ -173,10 +173,23 @@ class NodeSpec(msgspec.Struct, gc=False):
     taints: tuple[Taint, ...] | None = None
 
 
-class NodeStatus(msgspec.Struct, gc=False):
+class DaemonEndpoint(msgspec.Struct, gc=False):
+    """``status.daemonEndpoints.kubeletEndpoint`` of a Node."""
+
+    port: int | None = field(default=None, name="Port")
+
+
+class NodeDaemonEndpoints(msgspec.Struct, rename="camel", gc=False):
+    """``status.daemonEndpoints`` of a Node."""
+
+    kubelet_endpoint: DaemonEndpoint | None = None
+
+
+class NodeStatus(msgspec.Struct, rename="camel", gc=False):
     """``status`` of a Node."""
 
     addresses: tuple[NodeAddress, ...] | None = None
+    daemon_endpoints: NodeDaemonEndpoints | None = None
 
 
 class Node(msgspec.Struct, gc=False):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..printable import printable_json
 from ..services import pods
 from ..services.addresses import family_of, parse_address, parse_prefix, unusable_reason
 from ..services.model import Family
@@ -20,6 +21,7 @@ from .objects import EndpointSlice, Node, Service, ServiceCIDR
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_NAMES = re.compile(rf"(?:(?:{_SUBDOMAIN.pattern})?/)*(?:{_SUBDOMAIN.pattern})?")
 _PROTOCOLS = ("TCP", "UDP", "SCTP")
 _POLICIES = (None, "", "Cluster", "Local")
 _FAMILY_NAMES = {"IPv4": Family.IPV4, "IPv6": Family.IPV6}
@@ -38,7 +40,7 @@ def quote(value: object) -> str:
         return "a list"
     if isinstance(value, dict):
         return "a mapping"
-    text = msgspec.json.encode(value, enc_hook=repr).decode(errors="replace")
+    text = printable_json(msgspec.json.encode(value, enc_hook=repr).decode(errors="replace"))
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
@@ -189,6 +191,9 @@ def check_endpoint_slice(endpoint_slice: EndpointSlice) -> Iterator[Finding]:
         return
     size = 4 if address_type == "IPv4" else 16
     for i, endpoint in enumerate(endpoint_slice.endpoints or ()):
+        if endpoint.target_ref is not None:
+            problem = check_name(endpoint.target_ref.name, label=False)
+            yield Finding(f"endpoints[{i}].targetRef.name: {problem}: left out", False)
         if not endpoint.addresses:
             continue
         text = endpoint.addresses[0]
@@ -245,15 +250,22 @@ def default_service(service: Service) -> None:
 def default_endpoint_slice(endpoint_slice: EndpointSlice) -> None:
     """Fill in, in place, what the API server would have: an absent port name is the empty name.
 
-    Names of pods are packed: a hundred thousand objects for them alone would take 17 MB.
+    Names of pods are packed: a hundred thousand objects for them alone would take 17 MB. A target whose name is none
+    stays as it is, for :func:`check_endpoint_slice`.
     """
     for port in endpoint_slice.ports or ():
         if port.name is None:
             port.name = ""
     endpoints = endpoint_slice.endpoints or ()
     targets = (endpoint.target_ref for endpoint in endpoints)
-    endpoint_slice.pods = pods.packed(
-        [target.name or "" if target is not None and target.kind == "Pod" else "" for target in targets]
-    )
-    for endpoint in endpoints:
-        endpoint.target_ref = None
+    names = [target.name or "" if target is not None and target.kind == "Pod" else "" for target in targets]
+    # All at once, for there are a hundred thousand of them; a name must not bring the mark between two.
+    bad = set()
+    together = "/".join(names)
+    usual = _NAMES.fullmatch(together) is not None and together.count("/") == max(0, len(names) - 1)
+    if not usual or max(map(len, names), default=0) > 253:
+        bad = {i for i, name in enumerate(names) if name and check_name(name, label=False)}
+    endpoint_slice.pods = pods.packed(["" if i in bad else name for i, name in enumerate(names)] if bad else names)
+    for i, endpoint in enumerate(endpoints):
+        if i not in bad:
+            endpoint.target_ref = None

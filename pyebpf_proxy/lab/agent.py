@@ -86,7 +86,6 @@ class Agent:
     def start(
         self,
         config: dict[str, Any] | None = None,
-        lane: str | None = "auto",
         own: dict[str, Any] | None = None,
         enter: Sequence[str] = (),
     ) -> None:
@@ -100,7 +99,6 @@ class Agent:
         path = self.folder / "config.yaml"
         path.write_text(yaml.safe_dump(self.configuration(config), sort_keys=False))
         arguments = ["--config", str(path), "--manifests", str(self.manifests), *self._directory()]
-        arguments += [] if lane is None else ["--lane", lane]
         own = _as_the_run_says(own)
         if own is not None:
             path = self.folder / "datapath.yaml"
@@ -180,10 +178,10 @@ class Agent:
         self.terminate()
         return self.wait_ended()
 
-    def cleanup(self) -> str:
+    def cleanup(self, *flags: str) -> str:
         """``--cleanup``; what it printed. Raises LabError if it fails."""
         return self.namespace.run(
-            "ip", "netns", "exec", self.namespace.name, *command(), "--cleanup", *self._directory()
+            "ip", "netns", "exec", self.namespace.name, *command(), "--cleanup", *flags, *self._directory()
         )
 
     def close(self) -> None:

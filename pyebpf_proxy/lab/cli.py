@@ -53,7 +53,6 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(function=function)
         if runs_examples:
             command.add_argument("--examples", type=Path, default=EXAMPLES, help="folder with config.yaml, manifests/")
-            command.add_argument("--lane", choices=("auto", "netfilter"), default="auto", help="as for the agent")
             command.add_argument("--pod-network", choices=("routed", "bare", "bridge"), default="routed",
                                  help="how pods hang on their node (docs/lab.md)")  # fmt: skip
         return command
@@ -80,12 +79,12 @@ def _demo(arguments: argparse.Namespace) -> int:
 
     leftovers.clean()
     with open_example(arguments.examples, arguments.pod_network) as lab:
-        return 0 if demo.run(lab, arguments.examples, arguments.lane) else 1
+        return 0 if demo.run(lab, arguments.examples) else 1
 
 
 def _shell(arguments: argparse.Namespace) -> int:
     with open_example(arguments.examples, arguments.pod_network) as lab:
-        populate(lab, arguments.examples, arguments.lane)
+        populate(lab, arguments.examples)
         print(_guide(lab), flush=True)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to what runs in the shell
         shell = ["ip", "netns", "exec", lab.client.name, os.environ.get("SHELL", "/bin/sh")]
@@ -98,7 +97,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from .inspect import tour
 
     with open_example(arguments.examples, arguments.pod_network) as lab:
-        populate(lab, arguments.examples, arguments.lane)
+        populate(lab, arguments.examples)
         tour(lab)
     return 0
 
@@ -138,7 +137,7 @@ def _up(arguments: argparse.Namespace) -> int:
         status = 1
         try:
             with open_example(arguments.examples, arguments.pod_network) as lab:
-                populate(lab, arguments.examples, arguments.lane)
+                populate(lab, arguments.examples)
                 (lab.folder / "pid").write_text(str(os.getpid()))
                 os.write(write, _guide(lab).replace("Ctrl-D takes", "pyebpf-proxy lab down takes").encode() + END)
                 while True:

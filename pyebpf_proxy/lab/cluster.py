@@ -267,12 +267,10 @@ class Lab:
 
     # ---- agents -----------------------------------------------------------
 
-    def start_agents(
-        self, config: dict[str, object] | None = None, lane: str = "auto", own: dict[str, Any] | None = None
-    ) -> None:
+    def start_agents(self, config: dict[str, object] | None = None, own: dict[str, Any] | None = None) -> None:
         """Start every node's agent and wait until all have programmed both families."""
         for node in self.nodes:
-            node.agent.start(config, lane, own=own)
+            node.agent.start(config, own=own)
         for node in self.nodes:
             node.agent.wait_synced()
 

@@ -37,10 +37,10 @@ class Row(NamedTuple):
         return LINE.format(*self[:6], "ok" if not self.problem else f"WRONG: {self.problem}")
 
 
-def run(lab: Lab, examples: Path, lane: str = "auto") -> bool:
+def run(lab: Lab, examples: Path) -> bool:
     """Everything, inside an entered lab. Prints as it goes; True if every row is as expected."""
     begun = time.monotonic()
-    populate(lab, examples, lane)
+    populate(lab, examples)
     print(f"Two nodes, four pods and a client are up, agents synced, after {time.monotonic() - begun:.1f} s.\n")
     print(LINE.format("from", "to", "IP", "", "answered by", "source the backend saw", ""))
     rows: list[Row] = []

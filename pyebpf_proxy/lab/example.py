@@ -22,7 +22,7 @@ def open_example(folder: Path = EXAMPLES, pod_network: PodNetwork = "routed") ->
     return Lab(nodes=2, pod_network=pod_network)
 
 
-def populate(lab: Lab, folder: Path = EXAMPLES, lane: str = "auto") -> None:
+def populate(lab: Lab, folder: Path = EXAMPLES) -> None:
     """Pods, manifests and agents; returns when every agent has programmed everything."""
     first, second = lab.nodes
     lab.add_pod("web-1", first)
@@ -30,7 +30,7 @@ def populate(lab: Lab, folder: Path = EXAMPLES, lane: str = "auto") -> None:
     lab.add_pod("web-2", second)
     lab.add_pod("web-3", second)
     lab.copy_manifests(folder / "manifests")
-    lab.start_agents(read_config(folder / "config.yaml"), lane)
+    lab.start_agents(read_config(folder / "config.yaml"))
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from .client import ask
 from .cluster import Lab, Node
 
 _PROTOCOLS = {"TCP": 6, "UDP": 17, "SCTP": 132}
+#: Maps whose entries the kernel does not list, by type.
+_NOT_LISTED = {"queue", "sk_storage"}
 
 
 class Step(NamedTuple):
@@ -54,8 +56,10 @@ def _lookup(node: Node, pin: Path, key: list[int]) -> Step:
 
 
 def examples(node: Node, pins: Path) -> Iterator[tuple[str, dict[str, Any] | None, int]]:
-    """Every map: its name, an entry in which something stands (None: it is empty), how many entries it shows."""
+    """Every map that can be listed: name, an entry in which something stands (None: it is empty), how many it shows."""
     for pin in sorted(pins.iterdir()):
+        if json.loads(node.namespace.run("bpftool", "-j", "map", "show", "pinned", str(pin)))["type"] in _NOT_LISTED:
+            continue
         shown = json.loads(node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(pin)))
         entries = [entry["formatted"] for entry in shown if "formatted" in entry]
         telling = [entry for entry in entries if _tells(entry)]

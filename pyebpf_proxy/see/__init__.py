@@ -6,5 +6,18 @@
 
 #: Words that the command line may begin with, beside ``lab``. Here, because kube-proxy's flags must not wait for more.
 COMMANDS = frozenset(
-    ("status", "services", "backends", "frontends", "explain", "drops", "flows", "top", "trace", "doctor", "completion")
+    (
+        "status",
+        "services",
+        "backends",
+        "frontends",
+        "explain",
+        "drops",
+        "flows",
+        "top",
+        "trace",
+        "doctor",
+        "probe",
+        "completion",
+    )
 )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_LOCKS = Path("/proc/locks")
+from pyebpf_proxy.run_directory import LOCK, lock_holder
 
 
 class Agent(NamedTuple):
@@ -23,16 +23,10 @@ class Agent(NamedTuple):
 
 def running_agent(directory: Path) -> Agent | None:
     """The agent of a run folder, if one runs. The lock is looked at, never taken: an agent may just be starting."""
-    try:
-        lock = (directory / "lock").stat()
-        held = [line.split() for line in _LOCKS.read_text().splitlines()]
-    except OSError:
-        return None
-    wanted = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
-    pid = next((line[4] for line in held if line[1] == "FLOCK" and line[5] == wanted), None)
+    pid = lock_holder(directory / LOCK)
     if pid is None:
         return None
-    process = Path("/proc", pid)
+    process = Path("/proc", str(pid))
     try:
         words = (process / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
         folder = os.readlink(process / "cwd")
@@ -41,7 +35,7 @@ def running_agent(directory: Path) -> Agent | None:
         return None
     since_boot = ticks / os.sysconf("SC_CLK_TCK")
     started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
-    return Agent(int(pid), _own_arguments(words), folder, started)
+    return Agent(pid, _own_arguments(words), folder, started)
 
 
 def _own_arguments(words: Sequence[str]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pyebpf_proxy.closed_pipe import closed_pipe
+from pyebpf_proxy.printable import printable
 from pyebpf_proxy.see.answers import QUESTION, SeeError
 
 STATUSES = "exit status: 0 all is right, 1 something is not, 2 the question is wrong, 3 there is no answer"
@@ -40,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _say(text: str, status: int) -> int:
-    print(f"Error: {text}", file=sys.stderr)
+    print(f"Error: {printable(text)}", file=sys.stderr)
     return status
 
 
@@ -154,6 +155,18 @@ def _trace(arguments: argparse.Namespace) -> int:
     return run.run(arguments)
 
 
+def _probe_arguments(parser: argparse.ArgumentParser) -> None:
+    from pyebpf_proxy.probe import PAGES
+
+    parser.add_argument("what", choices=tuple(PAGES), help="live: it answers; ready: it has programmed the node")
+
+
+def _probe(arguments: argparse.Namespace) -> int:
+    from pyebpf_proxy.probe import probe
+
+    return probe(arguments.what, str(arguments.directory))
+
+
 def _completion(arguments: argparse.Namespace) -> int:
     from pyebpf_proxy.see import completion
 
@@ -168,7 +181,7 @@ def _shell(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = {
     "status": Command(
-        "is it right? lane, devices, programs, agent, how full everything is, and what to do about what is not right",
+        "is it right? paths, devices, programs, agent, how full everything is, and what to do about what is not right",
         "pyebpf-proxy status              # status 0: nothing to warn of",
         _status,
     ),
@@ -223,12 +236,18 @@ COMMANDS = {
         _doctor,
     ),
     "trace": Command(
-        "live, a line a decision: where from, which service, endpoint, lane, masquerade, reason",
+        "live, a line a decision: where from, which service, endpoint, path, masquerade, reason",
         "pyebpf-proxy trace default/web            # until Ctrl-C\n"
         "  pyebpf-proxy trace drop,reject             # whatever gets no further; --count 1: the next one\n"
         "  pyebpf-proxy trace client=198.51.100.2 port=80 --duration 30s -o json",
         _trace,
         _trace_arguments,
+    ),
+    "probe": Command(
+        "is the agent live, or ready? for probes of the kubelet; status 1 also where no agent answers",
+        "pyebpf-proxy probe ready",
+        _probe,
+        _probe_arguments,
     ),
     "completion": Command(
         "shell completion of these commands, names of services too",
@@ -252,10 +271,11 @@ def command_parser(name: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     command.arguments(parser)
-    if name != "completion":
+    if name not in ("completion", "probe"):
         parser.add_argument(
             "-o", "--output", choices=("table", "json", "name"), default="table", help="json: docs/commands.schema.json"
         )
+    if name != "completion":
         parser.add_argument(
             "--directory",
             type=Path,

@@ -69,8 +69,7 @@ def decide(packet: Packet, world: World, state: State) -> Decision:
     found.service, found.kind = service, KINDS[kind]
     found.say(f"{_destination(packet)} is a {KINDS[kind]} of {name_text(service.name)}")
     if not packet.device and not world.sockets:
-        found.say("the socket programs are not attached (socketLB: off): processes of this node reach no Service")
-        return found
+        found.say("the socket programs are not attached (socketLB: off): nftables decides on what this node sends")
     if not served:
         return _unserved(packet, world, service, found)
     nft = bool(world.settings["nft_mode"])
@@ -238,12 +237,3 @@ def _entitle(packet: Packet, world: World, service: Service, kind: FrontendKind,
         _drop(packet, found, "drop_no_local_endpoints", "there is none on this node: dropped")
     else:
         _refuse(packet, found, "there is none: refused (port unreachable)")
-
-
-def why_netfilter(packet: Packet, backend: Backend, world: World) -> str:
-    """Why a flow to this endpoint takes the netfilter lane, as the programs count it; "": the direct lane."""
-    if not world.settings["direct_lane"]:
-        return "lane_forced"
-    if packet.protocol is Protocol.SCTP:
-        return "lane_sctp"
-    return "lane_backend_outside" if backend.netfilter else ""

@@ -19,6 +19,7 @@ from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.see import facts, model
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT
+from pyebpf_proxy.see.doctor_fast_path import findings as _fast_path
 from pyebpf_proxy.see.text import Cell, Colour, Paper, paper, table, wrapped
 
 _PROC = Path("/proc/sys")
@@ -57,6 +58,7 @@ def examine(directory: Path) -> Found:
             return  # what follows would only say the same once more
     yield from _programs()
     yield from _mounts(directory)
+    yield from _fast_path(directory)
     yield from _conntrack()
     yield from _sysctls()
     yield from _others(directory)
@@ -87,31 +89,32 @@ def _rights() -> Found:
         text, _, remedy = str(error).partition("; ")
         yield _bad("rights", text, remedy)
         return
-    why = preflight.unreachable_modules()
-    if why:
-        yield _warn("rights", why, "give it CAP_SYS_ADMIN, or all flows take the netfilter lane")
-    else:
-        yield _good("rights", "enough for the agent")
+    held = preflight.effective_capabilities()
+    every = "all" if not ~held & (1 << 38) - 1 else "CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON"
+    yield _good("rights", f"enough for the agent: {every}")
 
 
 def _programs() -> Found:
-    """Each lane and option, by loading. Without the one above it the next is what the agent falls back to."""
+    """Each option, by loading."""
     from pyebpf_proxy.datapath.loader.libbpf import BpfError
-    from pyebpf_proxy.see.loading import ATTEMPTS, attempt, in_lane
+    from pyebpf_proxy.see.loading import ATTEMPTS, OPTIONAL, attempt
 
-    direct = True
     for name, text, settings, object_name, without in ATTEMPTS:
         try:
-            attempt(object_name, in_lane(name, settings, direct))
+            attempt(object_name, settings)
         except (BpfError, FatalError) as error:
-            direct = direct and name != "direct lane"
-            yield _warn(name, f"the kernel does not take it: {error}", without)
+            why = f"the kernel does not take it: {error}"
+            if name not in OPTIONAL:
+                yield _warn(name, why, without)
+            else:
+                # Nothing of what is served needs it.
+                yield _good(name, f"not there, and not needed: {preflight.unreachable_conntrack() or why}")
         else:
             yield _good(name, text)
 
 
 def _mounts(directory: Path) -> Found:
-    place = next((path for path in mounts.bpffs_candidates(directory) if mounts.is_bpffs(path)), None)
+    place = next((path for path in mounts.bpffs_candidates(directory) if mounts.holds_pins(path)), None)
     if place is None:
         yield _warn("bpffs", "no bpffs is mounted; the agent mounts one", f"mount -t bpf bpf {mounts.SYSTEM_BPFFS}")
     else:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Object, SkBuff
-from pyebpf_proxy.datapath.loader.programs import OBJECTS, unused_maps
+from pyebpf_proxy.datapath.loader.programs import object_file, unused_maps
 from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.see.decide import Packet, Verdict
 from pyebpf_proxy.see.maps import U32, Pinned
@@ -22,11 +22,14 @@ from pyebpf_proxy.services.model import Protocol
 
 _SHOT = 2
 _XDP_DROP = 1
-_REJECT, _BACKEND, _KIND, _ID = 0xEC000001, 0xEB000000, 0xFF000000, 0x00FFFFFF
+_REJECT = 0xEC000001
+#: Counted, in a dry run, whenever a backend was chosen: there are no paths.
+_CHOSEN = "new_flow_netfilter"
 _SMALL = 64
 #: Maps that programs write; a dry run has its own.
 _PRIVATE = {
     "affinities": _SMALL,
+    "affinity_counts": _SMALL,
     "lifted_fragments": _SMALL,
     "choices": _SMALL,
     "localities": _SMALL,
@@ -42,22 +45,25 @@ _OWN = frozenset(
 
 
 class Outcome(NamedTuple):
-    """What the program did. ``reasons``: what it counted. ``masquerade_as`` is told by the direct lane alone."""
+    """What the program did. ``reasons``: what it counted."""
 
     verdict: Verdict
     reasons: list[str]
-    lane: str = ""
     backend: int = 0
     masquerade: bool = False
-    masquerade_as: bytes = b""
 
 
-def run(maps: Pinned, program: str, settings: Mapping[str, Any], packet: Packet, affinity: bytes | None) -> Outcome:
-    """Run ``program`` on the packet. ``affinity``: key and value of the entry that it shall find. SeeError."""
-    with _in_words(), _loaded(maps, "tc.bpf.o", program, settings, affinity) as loaded:
-        result = loaded.programs[program].test_run(frame(packet), SkBuff(ifindex=packet.device))
+def run(
+    maps: Pinned, program: str, settings: Mapping[str, Any], packet: Packet, mac: bytes, affinity: bytes | None
+) -> Outcome:
+    """Run ``program`` on the packet. ``mac``: the device's, or the frame would be another host's, which is left alone.
+
+    ``affinity``: key and value of the entry that it shall find. SeeError.
+    """
+    with _in_words(), _loaded(maps, "tc", program, settings, affinity) as loaded:
+        result = loaded.programs[program].test_run(frame(packet, mac), SkBuff(ifindex=packet.device))
         assert result.skb is not None
-        return _outcome(loaded, result.retval, result.skb, settings)
+        return _outcome(loaded, result.retval, result.skb)
 
 
 def run_xdp(
@@ -65,9 +71,9 @@ def run_xdp(
 ) -> Outcome:
     """Run the XDP program, which the packet's device must carry; ``mac``: the device's. As ``run``.
 
-    "left": the frame goes up to tc. ``lane`` is "" where XDP has chosen and tc carries it out.
+    "left": the frame goes up to tc. "served": XDP has chosen, and tc carries it out.
     """
-    with _in_words(), _loaded(maps, "xdp.bpf.o", "xdp_ethernet", settings, affinity) as loaded:
+    with _in_words(), _loaded(maps, "xdp", "xdp_ethernet", settings, affinity) as loaded:
         result = loaded.programs["xdp_ethernet"].run_frame(frame(packet, mac), packet.device)
         return _xdp_outcome(loaded, result.retval)
 
@@ -96,8 +102,8 @@ def _loaded(
 
 
 def _load(maps: Pinned, object_name: str, program: str, settings: Mapping[str, Any]) -> Object:
-    path = OBJECTS / object_name
-    xdp = object_name == "xdp.bpf.o"
+    xdp = object_name == "xdp"
+    path = object_file(object_name, xdp or bool(settings["conntrack_lookup"]))
     with Object.open(path) as unset:
         layout = unset.btf.struct("settings")
         known = {name: value for name, value in settings.items() if name in layout.fields}
@@ -127,36 +133,30 @@ def _counted(loaded: Object) -> list[str]:
     ]
 
 
-def _opened(loaded: Object, counted: list[str]) -> Outcome:
+def _chosen(loaded: Object, counted: list[str]) -> Outcome | None:
+    """What the program noted (struct dry_result); None: it has chosen nothing."""
+    if _CHOSEN not in counted:
+        return None
+    value = loaded.maps["dry_results"].lookup(U32.pack(0))
     layout = loaded.btf.struct("dry_result")
-    said = layout.unpack(loaded.maps["dry_results"].lookup(bytes(4)) or bytes(layout.size))
-    return Outcome("served", counted, "direct", said["backend"], bool(said["masqueraded"]), said["masquerade"])
+    result = layout.unpack(value or bytes(layout.size))
+    return Outcome("served", counted, int(result["backend"]), bool(result["masqueraded"]))
 
 
 def _xdp_outcome(loaded: Object, retval: int) -> Outcome:
     counted = _counted(loaded)
     if retval == _XDP_DROP:
         return Outcome("dropped", counted)
-    if "new_flow_direct" in counted:
-        return _opened(loaded, counted)
-    _, choices = loaded.maps["xdp_choices"].dump()
-    if choices:
-        return Outcome("served", counted, "", loaded.btf.struct("xdp_choice").unpack(choices)["backend"])
-    return Outcome("left", counted)
+    return _chosen(loaded, counted) or Outcome("left", counted)
 
 
-def _outcome(loaded: Object, retval: int, skb: SkBuff, settings: Mapping[str, Any]) -> Outcome:
+def _outcome(loaded: Object, retval: int, skb: SkBuff) -> Outcome:
     counted = _counted(loaded)
     if retval == _SHOT:
         return Outcome("dropped", counted)
     if skb.priority == _REJECT:
         return Outcome("refused", counted)
-    if skb.priority & _KIND == _BACKEND:
-        masquerade = bool(skb.mark & settings["masquerade_mark"])
-        return Outcome("served", counted, "netfilter", skb.priority & _ID, masquerade)
-    if "new_flow_direct" in counted:
-        return _opened(loaded, counted)
-    return Outcome("left", counted)
+    return _chosen(loaded, counted) or Outcome("left", counted)
 
 
 def frame(packet: Packet, mac: bytes = bytes.fromhex("020000000002")) -> bytes:

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pyebpf_proxy.see import dryrun, facts, model, pods, programs, routes, state
+from pyebpf_proxy.datapath.node.plan import IFA_F_SECONDARY, SCOPE_UNIVERSE
+from pyebpf_proxy.see import dryrun, facts, local, model, pods, programs, routes, state
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError, near
-from pyebpf_proxy.see.decide import Decision, Packet, World, decide, why_netfilter
+from pyebpf_proxy.see.decide import Decision, Packet, World, decide
 from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.paths import Paths
 from pyebpf_proxy.see.programs import Programs, device_name
 from pyebpf_proxy.see.services import name_text, service_view
 from pyebpf_proxy.see.some import reached
@@ -34,21 +36,22 @@ _PORT = 49152
 class Node:
     """What of this node decides, read once."""
 
-    def __init__(self, maps: Pinned, attached: Programs) -> None:
+    def __init__(self, maps: Pinned, attached: Programs, told: Mapping[str, Any] | None = None) -> None:
+        """``told``: what the agent says (see/local.py), None: it does not answer."""
         if attached.settings is None:
-            raise SeeError("no program is on any device, so nothing is done with packets: see pyebpf-proxy status")
+            raise SeeError(
+                attached.hidden
+                or "no program is on any device, so nothing is done with packets: see pyebpf-proxy status"
+            )
         self.maps = maps
         self.attached = attached
         self.settings = attached.settings
+        self.told = told or {}
         self.own: dict[bytes, bool] = {}
-        self._masquerade: dict[int, list[tuple[int, bytes, bytes]]] = {}
         for family in "46":
             value, key = maps.packer("node_address", "node_ports"), maps.packer(f"address{family}", "address")
             rows = maps.rows(f"node_addresses{family}", key, value)
             self.own |= {address: bool(served) for (address,), (served,) in rows}
-            prefix = maps.packer(f"masquerade{family}_key", "prefix_length", "device", "address")
-            for (length, device, address), (as_,) in maps.rows(f"masquerade{family}", prefix, key):
-                self._masquerade.setdefault(device, []).append((length - 32, address, as_))
         rows = maps.rows("devices", Struct("=I"), maps.packer("node_device", "bridge", "pod_source"))
         self.bridges: dict[int, int] = {}
         pods = set()
@@ -80,19 +83,31 @@ class Node:
         return self.bridges.get(device) or device
 
     def masquerade(self, way: routes.Way, destination: bytes) -> bytes:
-        """The address that MASQUERADE would take (bpf/route.h)."""
-        hop = destination if len(destination) == 16 else way.gateway or destination
-        best = (-1, b"")
-        for length, address, as_ in self._masquerade.get(way.device, []):
-            if len(address) == len(hop) and length > best[0] and _inside(hop, address, length):
-                best = (length, as_)
-        own: bytes = self.settings[f"node_address{4 if len(hop) == 4 else 6}"]
-        return best[1] or own
+        """The address that netfilter's masquerade takes: of the device, the one nearest to where the packet goes.
 
-
-def _inside(address: bytes, network: bytes, length: int) -> bool:
-    shift = 8 * len(address) - length
-    return int.from_bytes(address, "big") >> shift == int.from_bytes(network, "big") >> shift
+        As inet_select_addr() and ipv6_dev_get_saddr() of the kernel, as far as that tells.
+        """
+        hop = int.from_bytes(destination if len(destination) == 16 else way.gateway or destination, "big")
+        bits = 8 * len(destination)
+        there = [
+            each
+            for each in self.attached.node.addresses.values()
+            if each.device == way.device
+            and each.scope == SCOPE_UNIVERSE
+            and each.address.max_prefixlen == bits
+            and not (bits == 32 and each.flags & IFA_F_SECONDARY)
+        ]
+        if bits == 32:
+            near = [
+                each
+                for each in there
+                if hop >> bits - each.prefix_length == int(each.peer) >> bits - each.prefix_length
+            ]
+            best = next(iter([*near, *there]), None)
+        else:
+            best = min(there, key=lambda each: (int(each.address) ^ hop).bit_length(), default=None)
+        own: bytes = self.settings[f"node_address{4 if bits == 32 else 6}"]
+        return best.address.packed if best is not None else own
 
 
 def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted: Wanted | None) -> model.Explanation:
@@ -120,11 +135,15 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
         if any(each.address == packet.source for each in decision.eligible):
             decision.say("the sender is an endpoint itself: masqueraded if it is chosen, or it would answer itself")
         if decision.verdict == "served":
-            if _by_socket(packet):
+            if _by_socket(packet, node):
                 other = ", bound to another one it is masqueraded" if decision.masquerade else ""
                 decision.say(f"its socket is connected to the endpoint, from the address that the route gives{other}")
             ways = decision.eligible[:_MOST_WAYS]
-            view.endpoints = [_choice(packet, each, decision, node, each in ways) for each in decision.eligible]
+            sockets = bool(node.attached.links)
+            paths = Paths(
+                maps, node.attached, sockets, packet, node.told.get("datapath", {}), node.told.get("refusals", {})
+            )
+            view.endpoints = [_choice(packet, each, decision, node, paths, each in ways) for each in decision.eligible]
     view.program = _program(maps, packet, node, bound)
     view.xdp = _xdp(maps, packet, node, bound)
     if view.program.ran and not _is_known(packet, view):
@@ -136,13 +155,16 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
 
 
 def _say_full(view: model.Explanation) -> None:
-    """A dry run makes no entry, so it does not find out that there is no room for one."""
+    """The kernel makes the entry, after our programs: it drops what it has no room for, and nobody of us counts it."""
     fill = facts.conntrack_fill()
-    if view.verdict == "served" and view.device and fill is not None and fill.used >= fill.room:
-        view.verdict, view.reason = "dropped", "drop_conntrack_full"
-        view.steps.append(
-            f"conntrack is full, {fill.used} of {fill.room} entries: a new flow is dropped, flows that exist go on"
-        )
+    if view.verdict != "served" or not view.device or fill is None or fill.used < fill.room:
+        return
+    full = f"conntrack is full, {fill.used} of {fill.room} entries"
+    if any(each.path == "fast" for each in view.endpoints):
+        view.steps.append(f"{full}: a new flow by netfilter is dropped, one of the fast path needs no entry")
+        return
+    view.verdict = "dropped"
+    view.steps.append(f"{full}: the kernel drops a new flow, flows that exist go on")
 
 
 def _is_known(packet: Packet, view: model.Explanation) -> bool:
@@ -192,47 +214,47 @@ def _affinity(maps: Pinned, packet: Packet, decision: Decision) -> bytes | None:
     return key + value
 
 
-def _by_socket(packet: Packet) -> bool:
-    """A process of this node asks, and not by SCTP, of which no program is asked."""
-    return not packet.device and packet.protocol is not Protocol.SCTP
+def _by_socket(packet: Packet, node: Node) -> bool:
+    """A process of this node asks, and a program at its socket: of SCTP none is asked."""
+    return not packet.device and node.world.sockets and packet.protocol is not Protocol.SCTP
 
 
-def _choice(packet: Packet, backend: Backend, decision: Decision, node: Node, with_way: bool) -> model.ChoiceView:
+def _choice(
+    packet: Packet, backend: Backend, decision: Decision, node: Node, paths: Paths, with_way: bool
+) -> model.ChoiceView:
     hairpin = backend.address == packet.source
     masquerade = decision.masquerade or hairpin
-    why = why_netfilter(packet, backend, node.world)
     view = model.ChoiceView(
         address=backend.text,
         backend=backend.id,
         local=backend.local,
-        lane="netfilter" if why else "direct",
-        lane_why=why,
         masquerade=masquerade,
         masquerade_as="",
         way_out="",
     )
-    if _by_socket(packet):
+    if _by_socket(packet, node):
         # A socket is connected to the endpoint: its own address is what the node's routes give it.
-        view.lane, view.lane_why, view.masquerade = "socket", "", False
+        view.masquerade = False
     if with_way:
         source = packet.source if packet.device else b""
         way = routes.way(backend.address, source, node.ip_device(packet.device))
         if way is None:
             view.way_out = "no route"
-            if masquerade and not why and packet.device:
-                view.lane, view.lane_why = "netfilter", "lane_no_route"
         else:
             through = f" through {format_address(way.gateway)}" if way.gateway else ""
             view.way_out = f"{device_name(way.device)}{through}"
+            path = paths.to(backend, masquerade, way.device)
+            view.path, view.path_reason, view.path_why = path.path, path.reason, path.why
             if view.masquerade:
-                view.masquerade_as = format_address(node.masquerade(way, backend.address))
+                view.masquerade_as = format_address(path.snat or node.masquerade(way, backend.address))
     return view
 
 
 def _program(maps: Pinned, packet: Packet, node: Node, affinity: bytes | None) -> model.ProgramView:
     if not packet.device:
-        sctp = packet.protocol is Protocol.SCTP
-        who = "nftables decides on SCTP of this node's own" if sctp else "a socket's call cannot be run dry"
+        who = "a socket's call cannot be run dry"
+        if not _by_socket(packet, node):
+            who = f"nftables decides on {packet.protocol.name} of this node's own"
         return model.ProgramView(ran=False, why=f"{who}: these are the rules alone")
     device = next((each for each in node.attached.devices if each.ifindex == packet.device), None)
     if device is None or device.program is None:
@@ -240,26 +262,23 @@ def _program(maps: Pinned, packet: Packet, node: Node, affinity: bytes | None) -
         return model.ProgramView(ran=False, why=f"{name} carries no program: nothing of this happens to its packets")
     # A test run has an Ethernet header for every program of tc.
     name = "tc_ethernet" if device.program.name == "tc_l3" else device.program.name
-    return _ran(dryrun.run(maps, name, node.settings, packet, affinity), packet)
+    return _ran(dryrun.run(maps, name, node.settings, packet, device.mac, affinity))
 
 
 def _xdp(maps: Pinned, packet: Packet, node: Node, affinity: bytes | None) -> model.ProgramView | None:
     device = next((each for each in node.attached.devices if each.ifindex == packet.device), None)
     if device is None or device.xdp not in ("native", "generic"):
         return None
-    return _ran(dryrun.run_xdp(maps, node.settings, packet, device.mac, affinity), packet)
+    return _ran(dryrun.run_xdp(maps, node.settings, packet, device.mac, affinity))
 
 
-def _ran(out: dryrun.Outcome, packet: Packet) -> model.ProgramView:
-    address = out.masquerade_as[: len(packet.source)] if out.masquerade and out.masquerade_as else b""
+def _ran(out: dryrun.Outcome) -> model.ProgramView:
     return model.ProgramView(
         ran=True,
         verdict=out.verdict,
         counted=out.reasons,
         backend=out.backend,
-        lane=out.lane,
         masquerade=out.masquerade,
-        masquerade_as=format_address(address) if address else "",
     )
 
 
@@ -277,16 +296,8 @@ def disagreements(view: model.Explanation, decision: Decision, program: model.Pr
     if choice is None or all(each.id != program.backend for each in decision.eligible):
         yield f"the program chose backend {program.backend}, which is not among the endpoints"
         return
-    if not program.lane:
-        return  # XDP has chosen, and tc does the rest
     if choice.masquerade != program.masquerade:
         yield f"by the rules it is {'' if choice.masquerade else 'not '}masqueraded, the program does the contrary"
-    for what, rules, real in (
-        ("lane", choice.lane if choice.way_out else program.lane, program.lane),
-        ("address to masquerade with", choice.masquerade_as or program.masquerade_as, program.masquerade_as),
-    ):
-        if rules != real and not (what != "lane" and program.lane == "netfilter"):
-            yield f"{what}: {rules} by the rules, {real} by the program"
 
 
 # ---- the question -----------------------------------------------------------------------------------------------
@@ -332,7 +343,7 @@ def ask(
     """The answer to a question in words. ``wanted`` is given how many service ports there are. SeeError."""
     asked = parse_packet(source, destination, protocol)
     with Pinned(directory) as maps:
-        node = Node(maps, programs.read(maps))
+        node = Node(maps, programs.read(maps), local.state(directory))
         packet = Packet(*asked, node.entrance(asked[0], device))
         known = state.read(reached(maps, packet.destination, packet.protocol))
         objects = wanted(sum(word != 0 for word in maps.words("services")))

@@ -23,8 +23,10 @@ def text(view: model.Explanation, sheet: Paper) -> list[str]:
         lines += wrapped(sheet, f"{number}. {step}", indent="  ")
     lines += wrapped(sheet, f"It {verdict}" + (f" ({view.reason})" if view.reason else "") + ".", colour=colour)  # type: ignore[arg-type]
     if view.endpoints:
-        head = ["ENDPOINT", "POD", "NODE", "LANE", "MASQUERADED AS", "WAY OUT"]
+        head = ["ENDPOINT", "POD", "NODE", "PATH", "MASQUERADED AS", "WAY OUT"]
         lines += ["", *table(sheet, head, list(map(_row, view.endpoints)))]
+        for why, addresses in _whys(view).items():
+            lines += wrapped(sheet, f"{', '.join(addresses)}{why}")
     if view.left_out:
         rows: list[list[Cell | str]] = [
             [e.address, e.pod, "here" if e.local else "elsewhere", e.left_out] for e in view.left_out
@@ -51,12 +53,24 @@ def _ran_text(which: str, program: model.ProgramView, view: model.Explanation) -
     if which.startswith("XDP"):
         verdict = {
             "left": "left to tc",
-            "served": "opens the flow" if program.lane else "chooses, tc opens the flow",
+            "served": "chooses, tc opens the flow",
         }.get(verdict, verdict)
     return f"The {which}, run dry: {verdict}" + (f" by {chose}" if chose else "") + counted
 
 
 def _row(view: model.ChoiceView) -> list[Cell | str]:
-    lane = f"{view.lane} ({view.lane_why})" if view.lane_why else view.lane
     masquerade = view.masquerade_as or ("an address of this node" if view.masquerade else "-")
-    return [view.address, view.pod, "here" if view.local else "elsewhere", lane, masquerade, view.way_out]
+    return [view.address, view.pod, "here" if view.local else "elsewhere", view.path, masquerade, view.way_out]
+
+
+def _whys(view: model.Explanation) -> dict[str, list[str]]:
+    """Why a new flow takes its path, and to which endpoints; nobody of them is named where it is so for all."""
+    found: dict[str, list[str]] = {}
+    for each in view.endpoints:
+        if each.path_why:
+            reason = f" ({each.path_reason})" if each.path_reason else ""
+            found.setdefault(f"{each.path}: {each.path_why}{reason}", []).append(each.address)
+    if len(found) == 1:
+        (why,) = found
+        return {f"A new flow takes the path {why}": []}
+    return {f" by {why}": addresses for why, addresses in found.items()}

@@ -1,43 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of the fast path, as the programs go by it (bpf/flow_maps.h)."""
+"""The state of the fast path, as the programs go by it (bpf/flow_maps.h), and why: that the agent says."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.maps import U32, Pinned
+from pyebpf_proxy.see.reasons import SLOW
 
 _OPEN = "reason_unspecified"
+MAPS = {"fast_path", "flows", "permits", "sweep_results", "young_counts"}
 
 
-def read(maps: Pinned, counts: Mapping[str, int]) -> model.FastPathView | None:
-    """What there is; None where there is no flow cache. ``counts``: of every reason. SeeError."""
-    if not {"fast_path", "flows"} <= maps.names:
+class Word(NamedTuple):
+    """The map ``fast_path``. ``alive``: an agent follows rules and routes. ``closed``: reasons by family, "": open."""
+
+    alive: bool
+    generation: int
+    permit_generation: int
+    closed: Mapping[int, str]
+    draining: bool
+
+
+def word(maps: Pinned) -> Word | None:
+    """None: there is no fast path. SeeError."""
+    if not maps.names >= MAPS:
         return None
+    fields = ("alive_until", "generation", "permit_generation", "closed4", "closed6", "draining")
+    layout = maps.packer("fast_path", *fields)
     value = maps.map("fast_path").lookup(U32.pack(0))
-    layout = maps.packer("fast_path", "alive_until", "generation", "closed4", "closed6")
-    alive_until, _, *closed = layout.unpack(value or bytes(layout.size))
-    words = {number: name.lower() for name, number in maps.enum("reason").items()}
-    closed4, closed6 = (words.get(each, str(each)).replace(_OPEN, "") for each in closed)
-    room = maps.map("flows").max_entries
+    alive_until, generation, permit_generation, *closed, draining = layout.unpack(value or bytes(layout.size))
+    names = {number: name.lower() for name, number in maps.enum("reason").items()}
+    by_family = {
+        family: names.get(each, str(each)).replace(_OPEN, "") for family, each in zip((4, 6), closed, strict=True)
+    }
+    alive = alive_until > time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    return Word(alive, generation, permit_generation, by_family, bool(draining))
+
+
+def read(maps: Pinned, counts: Mapping[str, int], told: Mapping[str, Any]) -> model.FastPathView | None:
+    """What there is; None where there is none. ``counts``: of every reason. ``told``: by the agent. SeeError."""
+    found = word(maps)
+    if found is None:
+        return None
+    swept = maps.packer("sweep_result", "entries", "young")
+    entries, young = swept.unpack(maps.map("sweep_results").lookup(U32.pack(0)) or bytes(swept.size))
+    closed = told.get("closed", {})
+    promotion = told.get("promotion", {})
     return model.FastPathView(
-        watched=alive_until > time.clock_gettime_ns(time.CLOCK_MONOTONIC),
-        closed4=closed4,
-        closed6=closed6,
-        used=max(0, min(counts["flow_learned"] - counts["flow_forgotten"], room)),
-        room=room,
-        hits=counts["flow_hit"],
-        misses=counts["flow_miss"],
+        watched=found.alive,
+        draining=found.draining,
+        closed4=found.closed[4],
+        closed6=found.closed[6],
+        why4=_why(closed, 4, found),
+        why6=_why(closed, 6, found),
+        rules={f"IPv{family}": text for family, text in told.get("warnings", {}).items()},
+        used=entries,
+        room=maps.map("flows").max_entries,
+        young=young,
+        permits=_permits(maps, found),
+        sent=counts["flow_hit"] + counts["xdp_flow_hit"],
+        promoted=counts["flow_promoted"],
+        ended=counts["young_ended"],
+        failed=dict(promotion.get("failed", {})),
+        last_error=str(promotion.get("lastError", "")),
+        new_flows={path: counts[f"new_flow_{path}"] for path in ("fast", "netfilter", "socket")},
+        slow={name: count for name, count in counts.items() if name in SLOW and count},
     )
 
 
-def text(view: model.FastPathView) -> str:
-    """For people."""
-    parts = [f"{view.used} of {view.room} entries, {view.hits} packets"]
+def _why(closed: Mapping[str, Any], family: int, found: Word) -> str:
+    said = closed.get(str(family), {})
+    # What the agent said may be of another moment.
+    return str(said["text"]) if said.get("reason") == found.closed[family] else ""
+
+
+def _permits(maps: Pinned, found: Word) -> int:
+    """How many hold now. A person must be quick to see one: they hold for a second."""
+    layout = maps.packer("permit", "until", "back_until", "generation")
+    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    _, values = maps.map("permits").dump()
+    return sum(
+        until > now and back_until > now and generation == found.permit_generation
+        for until, back_until, generation in layout.iter_unpack(values)
+    )
+
+
+def text(view: model.FastPathView) -> list[str]:
+    """For people: what it has, then what closes it."""
+    kernel = max(0, view.used - 2 * view.young) // 2
+    lines = [
+        f"{view.young} young flows, about {kernel} of the kernel's, {view.used} of {view.room} entries,"
+        f" {view.permits} permits; {view.sent} packets sent, {view.promoted} flows promoted"
+    ]
     if not view.watched:
-        parts.append("rests: nobody watches routes and rules, so every packet goes by the kernel")
-    closed = [(family, why) for family, why in (("IPv4", view.closed4), ("IPv6", view.closed6)) if why]
-    parts += [f"closed for {family}: {why}" for family, why in closed]
-    return ", ".join(parts)
+        lines.append("closed: no agent follows rules and routes (stack_no_agent)")
+    if view.draining:
+        lines.append("draining: no new flow enters it")
+    closed = (("IPv4", view.closed4, view.why4), ("IPv6", view.closed6, view.why6))
+    lines += [f"closed for {family}: {reason}{f', {why}' if why else ''}" for family, reason, why in closed if reason]
+    lines += [f"{family}: not seen by rules of others: {text}" for family, text in view.rules.items()]
+    if view.failed:
+        failed = ", ".join(f"{outcome} {count}" for outcome, count in view.failed.items())
+        lines.append(f"not promoted: {failed}" + (f" ({view.last_error})" if view.last_error else ""))
+    return lines
+
+
+def slow_text(view: model.FastPathView, most: int = 4) -> str:
+    """New flows by path, and what made packets take the slow path most often."""
+    parts = [f"{path} {count}" for path, count in view.new_flows.items()]
+    often = sorted(view.slow.items(), key=lambda entry: -entry[1])[:most]
+    why = "; the slow path: " + ", ".join(f"{name} {count}" for name, count in often) if often else ""
+    return ", ".join(parts) + why

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flows``: service flows as conntrack has them, with names. Nothing of ours keeps flows: this is all there is."""
+"""``flows``: service flows with names: those that conntrack has, and young ones (see/young.py)."""
 
 from __future__ import annotations
 
 import argparse
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pyebpf_proxy.datapath.connections import ctnetlink
 from pyebpf_proxy.datapath.connections.ctnetlink import FAMILY_HEADER, PROTOINFO, TUPLE_ORIG, TUPLE_REPLY, read_tuple
@@ -34,6 +34,12 @@ _UDP_STATES = ("ASSURED", "REPLIED", "UNREPLIED")
 _PORTS = 65536 - 1024
 _PROTOCOLS = frozenset(map(int, Protocol))
 
+#: Who knows a flow: the programs alone, or conntrack; and which way its packets take.
+YOUNG: Final = "young"
+KERNEL: Final = "kernel"
+FAST: Final = "fast"
+NETFILTER: Final = "netfilter"
+
 Place = tuple[bytes, int]
 
 
@@ -51,6 +57,8 @@ class Flow(NamedTuple):
     packets: int | None
     bytes: int | None
     started: float | None
+    #: Only the programs know it, conntrack does not.
+    young: bool = False
 
     @property
     def masqueraded(self) -> bool:
@@ -158,7 +166,6 @@ class Names:
         self._own = own
         self._pods = pods or {}
         self._text = name_text
-        self._netfilter = {(b.address, b.port, b.protocol): b.netfilter for b in state.backends.values()}
 
     def service(self, flow: Flow) -> str:
         """The service port that the client asked for, "" for none."""
@@ -173,10 +180,6 @@ class Names:
     def place(self, address: bytes) -> str:
         """Whose an address is: this node's, a pod's, or "" if nobody says."""
         return "this node" if address in self._own else self._pods.get(address, "")
-
-    def lane(self, flow: Flow) -> str:
-        """How a new flow to this endpoint would go; what a flow did when it was new is not written anywhere."""
-        return "netfilter" if self._netfilter.get((*flow.endpoint, flow.protocol), False) else "direct"
 
 
 def view(flow: Flow, names: Names, cached: Callable[[Flow], bool | None], now: float) -> model.FlowView:
@@ -195,8 +198,9 @@ def view(flow: Flow, names: Names, cached: Callable[[Flow], bool | None], now: f
         seconds=None if flow.started is None else max(0.0, now - flow.started),
         packets=flow.packets,
         bytes=flow.bytes,
-        lane=names.lane(flow),
-        fast_path=cached(flow),
+        fast_path=flow.young or cached(flow),
+        age=YOUNG if flow.young else KERNEL,
+        path=FAST if flow.young or cached(flow) else NETFILTER,
     )
 
 
@@ -226,8 +230,15 @@ def parse_filter(words: list[str], services: set[str], pods: Collection[str] = (
 
 _VALUES: dict[str, Collection[str]] = {
     "protocol": Protocol.__members__,
-    "lane": ("direct", "netfilter"),
-    "state": (*_TCP_STATES, *(name for name in _SCTP_STATES if name not in _TCP_STATES), *_UDP_STATES),
+    "age": (YOUNG, KERNEL),
+    "path": (FAST, NETFILTER),
+    "state": (
+        "OPEN",
+        "CLOSING",
+        *_TCP_STATES,
+        *(name for name in _SCTP_STATES if name not in _TCP_STATES),
+        *_UDP_STATES,
+    ),
 }
 
 
@@ -252,7 +263,8 @@ _FIELDS: dict[str, Callable[[model.FlowView], tuple[str, ...]]] = {
     "destination": lambda flow: (flow.destination,),
     "protocol": lambda flow: (flow.protocol,),
     "state": lambda flow: (flow.state,),
-    "lane": lambda flow: (flow.lane,),
+    "age": lambda flow: (flow.age,),
+    "path": lambda flow: (flow.path,),
 }
 
 
@@ -274,14 +286,19 @@ def text(flows: list[model.FlowView], sheet: Paper, filtered: bool = False) -> l
             named(flow.endpoint, flow.endpoint_name),
             flow.masqueraded_as,
             flow.state,
-            duration(flow.seconds) if flow.seconds is not None else "",
+            _age(flow),
             str(flow.bytes) if flow.bytes is not None else "",
-            flow.lane + (" fast" if flow.fast_path else ""),
+            flow.path,
         ]
         for flow in flows
     ]
-    head = ["SERVICE", "PROTO", "CLIENT", "ENDPOINT", "MASQUERADED AS", "STATE", "AGE", "BYTES", "LANE"]
+    head = ["SERVICE", "PROTO", "CLIENT", "ENDPOINT", "MASQUERADED AS", "STATE", "AGE", "BYTES", "PATH"]
     return table(sheet, head, rows) or ["no service flows" + (" that fit" if filtered else "")]
+
+
+def _age(flow: model.FlowView) -> str:
+    words = [YOUNG] if flow.age == YOUNG else []
+    return " ".join([*words, *([duration(flow.seconds)] if flow.seconds is not None else [])])
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -56,9 +56,12 @@ def samples(directory: Path) -> dict[str, list[float]]:
 
 
 def state(directory: Path) -> Mapping[str, Any] | None:
-    """``version``, and ``refusals``: what was asked for and is not there, and why. None: the agent does not answer."""
+    """``version``; ``refusals``: what was asked for and is not there, and why; ``datapath``: see datapath/view.py.
+
+    None: the agent does not answer.
+    """
     data = _ask(directory, "/state")
-    return {"version": "", "refusals": {}, **_object(data)} if data else None
+    return {"version": "", "refusals": {}, "datapath": {}, **_object(data)} if data else None
 
 
 def pods(directory: Path, addresses: Iterable[bytes]) -> dict[bytes, str]:

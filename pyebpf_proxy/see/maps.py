@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place where pinned maps are read. Their types come from the kernel, so nothing of the agent is needed.
 
+Types are had by number, which takes CAP_SYS_ADMIN. In the agent's own pod, which lacks it, they are those of the object
+file beside this command; the sizes of the maps must agree.
+
 A map is dumped by batches; it is no snapshot. What is read goes to :mod:`state`, which looks whether it fits together.
 """
 
@@ -19,7 +22,8 @@ from typing import Any, Self
 from pyebpf_proxy.datapath.loader import kernel_objects
 from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
 from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION
-from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object
+from pyebpf_proxy.datapath.loader.programs import OBJECTS
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.see.answers import SeeError, listed
 
@@ -34,6 +38,8 @@ class Pinned:
             raise SeeError("not allowed to read the kernel's maps: run it as root (sudo)")
         #: The folder of the pins of this layout: ``maps`` and ``links`` are in it.
         self.folder = _find(directory)
+        #: The run folder of the instance.
+        self.directory = directory
         self._maps: dict[str, Map] = {}
 
     def __enter__(self) -> Self:
@@ -68,8 +74,25 @@ class Pinned:
             if not number:
                 raise SeeError(f"the maps in {self.folder} were made without types: {_OTHER}")
             return kernel_objects.types(number)
-        except (BpfError, ValueError) as error:
+        except BpfError as error:
+            if error.errno != errno.EPERM:
+                raise SeeError(f"the types of the maps cannot be read: {error}") from None
+            return self._own_types()
+        except ValueError as error:
             raise SeeError(f"the types of the maps cannot be read: {error}") from None
+
+    def _own_types(self) -> Btf:
+        """As this command's objects have them, if the maps look as if they were made from those."""
+        try:
+            with Object.open(OBJECTS / "tc.bpf.o") as unset:
+                types, structs = unset.btf, _STRUCTS
+                sizes = {name: types.struct(struct).size for name, struct in structs.items()}
+        except (BpfError, StaleObjectError) as error:
+            raise SeeError(f"the types of the maps cannot be read: {error}") from None
+        other = [name for name, size in sizes.items() if name in self.names and self.map(name).value_size != size]
+        if other:
+            raise SeeError(f"map {other[0]} in {self.folder} has another layout: {_OTHER}")
+        return types
 
     def packer(self, struct: str, *fields: str) -> Struct:
         """How to read these fields of a struct."""
@@ -115,6 +138,17 @@ class Pinned:
 
 
 U32 = Struct("=I")
+#: Values of maps: if they have the size that these structs have, the maps are of this version.
+_STRUCTS = {
+    "tables": "table",
+    "backends4": "backend4",
+    "frontends4": "frontend",
+    "flows": "flow",
+    "permits": "permit",
+    "fast_path": "fast_path",
+    "tracing": "tracing",
+    "last_refused": "refused",
+}
 _ORDER = sys.byteorder
 _HALF = "an agent is being started or was cleaned up half; try again, or pyebpf-proxy --cleanup and start the agent"
 _OTHER = "ask with the pyebpf-proxy that the agent is of"
@@ -126,7 +160,7 @@ def _find(directory: Path) -> Path:
     others: set[str] = set()
     layouts: list[str] = []
     for place in mounts.bpffs_candidates(directory):
-        if not mounts.is_bpffs(place):
+        if not mounts.holds_pins(place):
             continue
         every = place / mounts.FOLDER
         wanted = every / name / f"v{LAYOUT_VERSION}"

@@ -2,7 +2,8 @@
 """Packets and bytes of services and endpoints, by a program of our own that is there while somebody looks.
 
 bpf/meter.bpf.c runs before the programs that carry traffic, on the same devices, with the maps in force, and changes
-nothing. Its links are held by this process alone: however it ends, the kernel takes them off.
+nothing. Its links are held by this process alone: however it ends, the kernel takes them off. The agent knows it by its
+name or, where it may not ask for that, by what is said beside the pins: it leaves it in its place.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Object
-from pyebpf_proxy.datapath.loader.programs import OBJECTS, unused_maps
+from pyebpf_proxy.datapath.loader.programs import object_file, unused_maps
+from pyebpf_proxy.datapath.node.tcx import announce, withdraw
 from pyebpf_proxy.see import programs
 from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.see.maps import Pinned
@@ -47,6 +50,8 @@ class Meter:
     def __init__(self, maps: Pinned, endpoints: int) -> None:
         self._maps = maps
         self._links: dict[int, int] = {}
+        self._pins = maps.folder.parent / "tcx"
+        self._numbers: list[int] = []
         self._devices: frozenset[tuple[int, str]] = frozenset()
         self._raw: dict[bytes, bytes] = {}
         self._amounts: dict[Place, Amount] = {}
@@ -61,7 +66,9 @@ class Meter:
             raise SeeError(f"the program cannot be loaded: {error}") from None
         try:
             self._one_in = self._object.maps["meter_one_in"].mmap().cast("Q")
+            self._numbers = [tcx.described(each.fd)["prog_id"] for each in self._object.programs.values()]
             self._key = self._object.btf.struct("meter_key").packer("service", "port", "ipv6", "address")
+            self._announce()
             self.follow()
         except BaseException:
             self.close()
@@ -78,7 +85,14 @@ class Meter:
         for link in self._links.values():
             os.close(link)
         self._links.clear()
+        withdraw(self._pins, self._numbers)
         self._object.close()
+
+    def _announce(self) -> None:
+        try:
+            announce(self._pins, self._numbers)
+        except OSError as error:
+            raise SeeError(f"the agent cannot be told of the program: {self._pins}: {error.strerror}") from None
 
     @property
     def one_in(self) -> int:
@@ -126,7 +140,7 @@ class Meter:
 
 
 def _load(maps: Pinned, settings: Mapping[str, Any], endpoints: int) -> Object:
-    path = OBJECTS / "meter.bpf.o"
+    path = object_file("meter", bool(settings["conntrack_lookup"]))
     with Object.open(path) as unset:
         layout = unset.btf.struct("settings")
         packed = layout.pack(**{name: value for name, value in settings.items() if name in layout.fields})

@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from pyebpf_proxy.printable import printable_json
+
 
 class Answer(msgspec.Struct, rename="camel", kw_only=True):
     """What all answers have in common."""
@@ -23,7 +25,6 @@ class EndpointView(Answer, kw_only=True):
     address: str
     backend: int
     local: bool
-    lane: Literal["direct", "netfilter", ""]
     lists: list[Literal["cluster", "local"]]
     serving: bool
     left_out: str = ""
@@ -76,7 +77,6 @@ class BackendView(Answer, kw_only=True):
     protocol: str
     service: str
     local: bool
-    lane: Literal["direct", "netfilter"]
     pod: str = ""
 
 
@@ -137,28 +137,48 @@ class AgentView(Answer, kw_only=True):
 
 
 class DeviceView(Answer, kw_only=True):
-    """A device that packets enter by. ``program``: "" if it carries none of ours. ``xdp``: how it carries our XDP
-    program, "foreign" if it carries somebody else's.
+    """A device that packets enter by. ``program``, ``xdp``: how it carries ours; XDP "foreign": somebody else's.
+    ``attached``: by tcx, at the chain's head, or by a filter of clsact. ``redirect``: how the fast path sends by it;
+    ``limit``: why not, or no better; ``others``: programs of others. These two as the agent says.
     """
 
     name: str
     program: str
     wanted: str
     xdp: Literal["", "native", "generic", "foreign"] = ""
+    attached: Literal["", "tcx", "clsact"] = ""
+    redirect: Literal["", "none", "device", "peer"] = ""
+    limit: str = ""
+    others: list[str] = []
 
 
 class FastPathView(Answer, kw_only=True):
-    """The flow cache. ``watched``: somebody looks after routes and rules, so the programs trust it. ``closed4``,
-    ``closed6``: the reason for which a family goes by the kernel alone, "" if it does not. ``used`` is reckoned.
+    """The flow table. ``watched``: an agent follows rules and routes; else all takes the slow path. ``closed4``,
+    ``closed6``: the reason for which a family takes the slow path, "" if it does not; ``why4``, ``why6``: what on this
+    node it is, as the agent says. ``rules``: by family, rules that its packets do not meet (fastPath: true).
+    ``used``: entries, two a flow, and ``young`` flows, by the last sweep. ``permits``: that hold now. The rest counts:
+    ``sent`` packets, young flows ``promoted`` to conntrack or ``ended``, ``failed`` promotions by outcome since the
+    agent's start, ``newFlows`` by path, ``slow``: why new flows and packets took the slow path.
     """
 
     watched: bool
+    draining: bool
     closed4: str
     closed6: str
+    why4: str
+    why6: str
+    rules: dict[str, str]
     used: int
     room: int
-    hits: int
-    misses: int
+    young: int
+    permits: int
+    sent: int
+    promoted: int
+    ended: int
+    failed: dict[str, int]
+    last_error: str
+    new_flows: dict[str, int]
+    slow: dict[str, int]
 
 
 class Fill(Answer, kw_only=True):
@@ -170,17 +190,13 @@ class Fill(Answer, kw_only=True):
 
 
 class Status(Answer, kw_only=True, tag_field="kind", tag="Status"):
-    """``pyebpf-proxy status``. ``lane``: "" if no program is attached. ``sourcePorts``: of the busiest endpoints.
-    ``fastPath``: null where there is no flow cache.
-    """
+    """``pyebpf-proxy status``. ``sourcePorts``: of the busiest endpoints. ``fastPath``: null where there is none."""
 
     version: str
     kernel: str
     directory: str
     pins: str
     agent: AgentView
-    lane: str
-    lane_why: str
     features: list[str]
     devices: list[DeviceView]
     socket_programs: list[str]
@@ -195,7 +211,8 @@ class Status(Answer, kw_only=True, tag_field="kind", tag="Status"):
 
 class FlowView(Answer, kw_only=True):
     """A flow to a service. ``seconds``, ``packets``, ``bytes``: null where the kernel does not keep them
-    (nf_conntrack_timestamp, nf_conntrack_acct). ``fastPath``: null where there is no flow cache.
+    (nf_conntrack_timestamp, nf_conntrack_acct). ``fastPath``: null where there is no fast path. ``age``: young flows
+    are known to the BPF programs alone, the others to conntrack. ``path``: the way of its packets.
     """
 
     protocol: str
@@ -211,8 +228,9 @@ class FlowView(Answer, kw_only=True):
     seconds: float | None
     packets: int | None
     bytes: int | None
-    lane: str
     fast_path: bool | None
+    age: Literal["young", "kernel"]
+    path: Literal["fast", "netfilter"]
 
 
 class Flows(Answer, kw_only=True, tag_field="kind", tag="Flows"):
@@ -279,17 +297,20 @@ class Top(Answer, kw_only=True, tag_field="kind", tag="Top"):
 
 
 class ChoiceView(Answer, kw_only=True):
-    """An endpoint that the packet may go to. ``laneWhy``: as counted, "" for the direct lane. ``wayOut``: in words."""
+    """An endpoint that the packet may go to. ``wayOut``: in words. ``path``: that of a new flow to it, now;
+    ``pathReason`` as the programs count it, "" if it is fast or a socket's; ``pathWhy`` in words.
+    """
 
     address: str
     backend: int
     local: bool
-    lane: str
-    lane_why: str
     masquerade: bool
     masquerade_as: str
     way_out: str
     pod: str = ""
+    path: Literal["", "fast", "netfilter", "socket"] = ""
+    path_reason: str = ""
+    path_why: str = ""
 
 
 class ProgramView(Answer, kw_only=True):
@@ -300,9 +321,7 @@ class ProgramView(Answer, kw_only=True):
     verdict: str = ""
     counted: list[str] = []
     backend: int = 0
-    lane: str = ""
     masquerade: bool = False
-    masquerade_as: str = ""
 
 
 class Explanation(Answer, kw_only=True, tag_field="kind", tag="Explanation"):
@@ -344,9 +363,10 @@ class Findings(Answer, kw_only=True, tag_field="kind", tag="Findings"):
 class Decision(Answer, kw_only=True, tag_field="kind", tag="Decision"):
     """One line of ``pyebpf-proxy trace``: what a program decided on a packet, or on a socket's call.
 
-    ``time``: UTC. ``device``: where the packet came in, "" for a socket's call of ``process``. ``lane``: of what was
-    refused before one was chosen "". ``endpoint``: "" if none was chosen. ``masqueradedAs``: "" where it is not known.
-    ``sourceName``, ``endpointName``: pods, as the agent knows them; "" without it.
+    ``time``: UTC. ``device``: where the packet came in, "" for a socket's call of ``process``. ``path``: of what was
+    refused or dropped "". ``endpoint``: "" if none was chosen. ``masqueradedAs``: "" where it is not known.
+    ``sourceName``, ``endpointName``: pods, as the agent knows them; "" without it. ``slow``: why a new flow took the
+    slow path, "" where nothing said so.
     """
 
     time: str
@@ -361,12 +381,13 @@ class Decision(Answer, kw_only=True, tag_field="kind", tag="Decision"):
     endpoint: str
     endpoint_name: str
     backend: int
-    lane: Literal["direct", "netfilter", "socket", ""]
+    path: Literal["fast", "netfilter", "socket", ""]
     masquerade: bool
     masqueraded_as: str
     verdict: Literal["served", "refused", "dropped", "replaced"]
     reason: str
     source_name: str = ""
+    slow: str = ""
 
 
 class KernelDrop(Answer, kw_only=True, tag_field="kind", tag="KernelDrop"):
@@ -417,7 +438,7 @@ class Lost(Answer, kw_only=True, tag_field="kind", tag="Lost"):
 
 def encode(answer: msgspec.Struct) -> str:
     """The answer as JSON, for scripts."""
-    return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()
+    return printable_json(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
 
 
 def schema() -> dict[str, object]:

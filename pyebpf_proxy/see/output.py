@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from pyebpf_proxy.printable import printable
 from pyebpf_proxy.see.model import encode
+from pyebpf_proxy.see.text import safe
 
 
 def show(
@@ -18,6 +20,6 @@ def show(
     if arguments.output == "json":
         print(encode(answer))
     elif arguments.output == "name":
-        print("".join(f"{name}\n" for name in dict.fromkeys(names)), end="")
+        print("".join(f"{printable(name)}\n" for name in dict.fromkeys(names)), end="")
     else:
-        print("\n".join(lines))
+        print("\n".join(map(safe, lines)))

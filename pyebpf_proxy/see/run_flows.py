@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from struct import Struct
 
 from pyebpf_proxy.see import flows as made
-from pyebpf_proxy.see import model, state
+from pyebpf_proxy.see import model, state, young
 from pyebpf_proxy.see.flows import DST_NAT, Flow, Names
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.pods import known_to
@@ -21,7 +21,8 @@ def flows(arguments: argparse.Namespace) -> list[model.FlowView]:
         known = state.read(maps)
         own = own_addresses(maps)
         names = Names(known, own)
-        served = [flow for flow in made.dump() if flow.status & DST_NAT or names.service(flow)]
+        every = [*young.flows(maps), *made.dump()]
+        served = [flow for flow in every if flow.status & DST_NAT or names.service(flow)]
         pods = _pods(arguments)(_strangers(served, own))
         services = {f"{service.name.namespace}/{service.name.name}" for service in known.services.values()}
         fits = made.parse_filter(arguments.filter, services, pods.values())

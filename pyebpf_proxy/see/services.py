@@ -67,7 +67,6 @@ def _endpoints(state: State, service: Service, wanted: Wanted | None) -> list[mo
             address=backend.text,
             backend=backend.id,
             local=backend.local,
-            lane="netfilter" if backend.netfilter else "direct",
             lists=[*(["cluster"] if backend.id in cluster else []), *(["local"] if backend.id in local else [])],  # type: ignore[list-item]
             serving=True,
         )
@@ -83,7 +82,6 @@ def _endpoints(state: State, service: Service, wanted: Wanted | None) -> list[mo
                     address=format_address_port(address, port),
                     backend=0,
                     local=entry.endpoint.local,
-                    lane="",
                     lists=[],
                     serving=(address, port) in service.serving,
                     left_out=why,
@@ -96,7 +94,6 @@ def _endpoints(state: State, service: Service, wanted: Wanted | None) -> list[mo
                 address=format_address_port(address, port),
                 backend=0,
                 local=False,
-                lane="",
                 lists=[],
                 serving=True,
                 left_out="serves flows that exist, gets no new ones",
@@ -190,7 +187,6 @@ def _backend_view(name: ServicePortName, backend: Backend) -> model.BackendView:
         protocol=name.protocol.name,
         service=name_text(name),
         local=backend.local,
-        lane="netfilter" if backend.netfilter else "direct",
     )
 
 

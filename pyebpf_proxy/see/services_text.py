@@ -82,13 +82,12 @@ def _details(view: model.ServiceView, paper: Paper) -> list[str]:
             each.address,
             each.pod,
             "here" if each.local else "elsewhere",
-            each.lane,
             Cell(each.left_out, "yellow") if each.left_out else _used_for(view, each),
             str(each.backend or ""),
         ]
         for each in view.endpoints
     ]
-    head = ["ENDPOINT", "POD", "NODE", "LANE", "USED FOR", "BACKEND"]
+    head = ["ENDPOINT", "POD", "NODE", "USED FOR", "BACKEND"]
     return lines + ["  " + line for line in table(inner, head, rows)]
 
 
@@ -104,10 +103,10 @@ def _used_for(view: model.ServiceView, endpoint: model.EndpointView) -> str:
 def backends_text(answer: model.Backends, paper: Paper) -> list[str]:
     """A table."""
     rows: list[list[Cell | str]] = [
-        [str(v.id), v.address, v.pod, v.protocol, v.service, "here" if v.local else "elsewhere", v.lane]
+        [str(v.id), v.address, v.pod, v.protocol, v.service, "here" if v.local else "elsewhere"]
         for v in answer.backends
     ]
-    head = ["ID", "ENDPOINT", "POD", "PROTO", "SERVICE", "NODE", "LANE"]
+    head = ["ID", "ENDPOINT", "POD", "PROTO", "SERVICE", "NODE"]
     return table(paper, head, rows) if rows else ["no endpoints"]
 
 

@@ -32,7 +32,6 @@ _ATTEMPTS = 3
 _PROTOCOLS = {member.value: member for member in Protocol}
 _FAMILIES = {member.value: member for member in Family}
 _KINDS = {member.value: member for member in FrontendKind}
-_NETFILTER = 1
 _WORD = 0xFFFFFFFF
 
 
@@ -47,7 +46,7 @@ class Rows(Interface):
 
 
 class Backend(msgspec.Struct, frozen=True, gc=False):
-    """One endpoint of one service port, as the programs have it. ``netfilter``: not by the direct lane."""
+    """One endpoint of one service port, as the programs have it."""
 
     id: int
     family: Family
@@ -56,7 +55,6 @@ class Backend(msgspec.Struct, frozen=True, gc=False):
     protocol: Protocol
     service: int
     local: bool
-    netfilter: bool
 
     @property
     def text(self) -> str:
@@ -204,10 +202,8 @@ class _Reading:
     def _backends(self) -> None:
         u32 = Struct("=I")
         for family in Family:
-            layout = self.maps.packer(
-                f"backend{family.value}", "address", "port", "protocol", "lane", "service", "local"
-            )
-            for (number,), (address, port, protocol, lane, service, local) in self.maps.rows(
+            layout = self.maps.packer(f"backend{family.value}", "address", "port", "protocol", "service", "local")
+            for (number,), (address, port, protocol, service, local) in self.maps.rows(
                 f"backends{family.value}", u32, layout
             ):
                 self.state.backends[number] = Backend(
@@ -218,7 +214,6 @@ class _Reading:
                     _PROTOCOLS[protocol],
                     service,
                     bool(local),
-                    lane == _NETFILTER,
                 )
 
     def _frontends(self) -> None:

@@ -8,13 +8,13 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pyebpf_proxy import __version__
 from pyebpf_proxy.see import drops, facts, fast_path, local, model, programs
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, listed
-from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.programs import Programs
 from pyebpf_proxy.see.text import Cell, Paper, ago, fields, paper, table, wrapped
 
@@ -25,7 +25,7 @@ _SOCKET_PROGRAMS = 8
 #: Maps that fill up with services; those that the programs write make room by themselves.
 _FILLED = (
     *("frontends4", "frontends6", "tables", "service_names", "backends4", "backends6", "endpoints4", "endpoints6"),
-    *("source_ranges4", "source_ranges6", "node_addresses4", "node_addresses6", "masquerade4", "masquerade6"),
+    *("source_ranges4", "source_ranges6", "node_addresses4", "node_addresses6"),
 )
 _FEATURES = {
     "nft_mode": "nftables mode",
@@ -38,6 +38,8 @@ _FEATURES = {
 
 def read(directory: Path) -> model.Status:
     """The whole page. SeeError if there is nothing to look at."""
+    known = local.state(directory)
+    told = known["datapath"] if known is not None else {}
     with Pinned(directory) as maps:
         attached = programs.read(maps)
         refused = drops.read(maps)
@@ -45,20 +47,17 @@ def read(directory: Path) -> model.Status:
         fills = list(_fills(maps))
         ports = sum(word != 0 for word in maps.words("services"))
         folder = maps.folder
-        cache = fast_path.read(maps, maps.counts())
-    known = local.state(directory)
+        flows = fast_path.read(maps, maps.counts(), told)
+        redirects = dict(_redirects(maps))
     refusals = known.get("refusals") if known is not None else None
-    lane, why = _lane(attached, refusals)
     made = model.Status(
         version=__version__,
         kernel=os.uname().release,
         directory=str(directory),
         pins=str(folder),
         agent=_agent(directory, known),
-        lane=lane,
-        lane_why=why,
         features=[text for name, text in _FEATURES.items() if attached.settings and attached.settings.get(name)],
-        devices=[_device(device) for device in attached.devices],
+        devices=[_device(device, redirects, told) for device in attached.devices],
         socket_programs=attached.links,
         service_ports=ports,
         maps=fills,
@@ -66,7 +65,7 @@ def read(directory: Path) -> model.Status:
         source_ports=[],
         drops=refused,
         warnings=[],
-        fast_path=cache,
+        fast_path=flows,
     )
     if made.conntrack is not None and 0 < made.conntrack.used <= _MOST_FLOWS:
         from pyebpf_proxy.see.flows import busiest
@@ -76,28 +75,35 @@ def read(directory: Path) -> model.Status:
     return made
 
 
-def _lane(attached: Programs, refusals: Mapping[str, str] | None) -> tuple[str, str]:
-    if attached.settings is None:
-        return "", "no program is attached"
-    if attached.settings["direct_lane"]:
-        return "direct", "the programs can call the kernel's conntrack functions"
-    if refusals is None:
-        return "netfilter", "why, the agent would say: pyebpf-proxy doctor tries the direct one"
-    return "netfilter", refusals.get("direct lane", "")
-
-
 def _about_refusals(refusals: Mapping[str, str]) -> Iterator[model.Trouble]:
     for what, why in refusals.items():
-        if what != "direct lane":
-            yield model.Trouble(
-                what=f"{what}: asked for, and not there: {why}",
-                remedy="pyebpf-proxy doctor tries it; or take it out of the datapath configuration",
-            )
+        yield model.Trouble(
+            what=f"{what}: not there: {why}",
+            remedy="pyebpf-proxy doctor tries it; or take it out of the datapath configuration",
+        )
 
 
-def _device(device: programs.Device) -> model.DeviceView:
-    program = device.program.name if device.program is not None else ""
-    return model.DeviceView(name=device.name, program=program, wanted=device.wanted, xdp=device.xdp)
+_REDIRECTS: tuple[Literal["none", "device", "peer"], ...] = ("none", "device", "peer")
+
+
+def _redirects(maps: Pinned) -> Iterator[tuple[int, int]]:
+    for (index,), (redirect,) in maps.rows("devices", U32, maps.packer("node_device", "redirect")):
+        yield index, redirect
+
+
+def _device(device: programs.Device, redirects: Mapping[int, int], told: Mapping[str, Any]) -> model.DeviceView:
+    said = told.get("devices", {}).get(str(device.ifindex), {})
+    redirect = redirects.get(device.ifindex, -1)
+    return model.DeviceView(
+        name=device.name,
+        program=device.program.name if device.program is not None else "",
+        wanted=device.wanted,
+        xdp=device.xdp,
+        attached="" if device.program is None else "tcx" if device.by_tcx else "clsact",
+        redirect=_REDIRECTS[redirect] if 0 <= redirect < len(_REDIRECTS) else "",
+        limit=said.get("limit", ""),
+        others=list(said.get("others", [])),
+    )
 
 
 def _agent(directory: Path, known: Mapping[str, Any] | None) -> model.AgentView:
@@ -152,7 +158,14 @@ def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Troubl
         )
     yield from _about_programs(status, attached)
     yield from _about_netfilter(Path(status.directory))
-    for fill in (*status.maps, *([status.conntrack] if status.conntrack is not None else []), *status.source_ports):
+    flows = status.fast_path
+    fills = [model.Fill(name="flows", used=flows.used, room=flows.room)] if flows is not None else []
+    for fill in (
+        *status.maps,
+        *fills,
+        *([status.conntrack] if status.conntrack is not None else []),
+        *status.source_ports,
+    ):
         if fill.used >= _FULL * fill.room:
             yield model.Trouble(
                 what=f"{fill.name}: {fill.used} of {fill.room} are in use", remedy=_fill_remedy(fill.name)
@@ -165,11 +178,13 @@ def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Troubl
 
 
 def _about_programs(status: model.Status, attached: Programs) -> Iterator[model.Trouble]:
+    if attached.hidden:
+        yield model.Trouble(what="the features are not known", remedy=attached.hidden)
     bare = [device.name for device in attached.devices if device.program is None]
     if bare:
         yield model.Trouble(
             what=f"no program is on {listed(bare)}: services are not reached through it",
-            remedy="restart the agent; if it happens again somebody removes the tc filters: see its log",
+            remedy="restart the agent; if it happens again somebody removes the tc programs: see its log",
         )
     strange = [device.name for device in attached.devices if device.program is not None and not device.same_maps]
     if strange:
@@ -214,6 +229,8 @@ def _about_netfilter(directory: Path) -> Iterator[model.Trouble]:
 def _fill_remedy(name: str) -> str:
     if name == "conntrack":
         return "raise nf_conntrack_max (conntrack.maxPerCore), or find who opens so many flows: pyebpf-proxy flows"
+    if name == "flows":
+        return "fastPathEntries of the datapath configuration: more; until then new flows take the slow path"
     if name.startswith("source ports"):
         return "more endpoints of that Service, or externalTrafficPolicy Local, which masquerades nobody"
     return f"give it more room: maps.{name} of the datapath configuration (docs/datapath-configuration.md)"
@@ -231,11 +248,9 @@ def text(status: model.Status, sheet: Paper) -> list[str]:
     if not status.warnings:
         lines.append(sheet.paint("right: nothing to warn of", "green"))
     lines.append("")
-    lane = status.lane or "none"
     pairs: list[tuple[str, str | Cell]] = [
         ("version", f"{status.version}, kernel {status.kernel}"),
         ("agent", _agent_text(status.agent)),
-        ("lane", lane + (f": {status.lane_why}" if status.lane_why else "")),
         ("features", ", ".join(status.features) or "none"),
         ("devices", _devices_text(status.devices)),
         ("sockets", f"{len(status.socket_programs)} programs on the cgroup"),
@@ -243,7 +258,11 @@ def text(status: model.Status, sheet: Paper) -> list[str]:
         ("pins", status.pins),
     ]
     if status.fast_path is not None:
-        pairs.append(("fast path", fast_path.text(status.fast_path)))
+        first, *closed = fast_path.text(status.fast_path)
+        pairs.append(("fast path", first))
+        pairs += [("", Cell(line, "yellow")) for line in closed]
+        pairs += [("", Cell(line)) for line in _limits_text(status.devices)]
+        pairs.append(("new flows", fast_path.slow_text(status.fast_path)))
     if status.conntrack is not None:
         pairs.append(("conntrack", _fill_text(status.conntrack)))
     lines += fields(sheet, pairs, indent="")
@@ -276,12 +295,24 @@ def _devices_text(devices: list[model.DeviceView]) -> str:
     """Devices by what they carry."""
     by_program: dict[str, list[str]] = {}
     for device in devices:
-        by_program.setdefault(device.program or "no program", []).append(device.name)
+        carried = f"{device.program} ({device.attached})" if device.program else "no program"
+        by_program.setdefault(carried, []).append(device.name)
     for device in devices:
         if device.xdp:
             what = "somebody else's XDP" if device.xdp == "foreign" else f"XDP {device.xdp}"
             by_program.setdefault(what, []).append(device.name)
     return "; ".join(f"{program} on {listed(names)}" for program, names in by_program.items()) or "none"
+
+
+def _limits_text(devices: list[model.DeviceView]) -> Iterator[str]:
+    """Why the fast path does not send by devices, or not straight into a pod: devices with the same reason together."""
+    limits: dict[tuple[str, str], list[str]] = {}
+    for device in devices:
+        if device.limit or device.redirect == "none":
+            limits.setdefault((device.redirect, device.limit), []).append(device.name)
+    for (redirect, limit), names in limits.items():
+        closed = "closed" if redirect == "none" else "by its queue, not straight into the pod"
+        yield f"{listed(names)}: {closed}" + (f": {limit}" if limit else "")
 
 
 def _agent_text(agent: model.AgentView) -> Cell:

@@ -8,13 +8,17 @@ would get too narrow for that, each row becomes a block of lines. What does not 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from pyebpf_proxy.printable import printable
+
 Colour = Literal["", "bold", "red", "green", "yellow", "dim"]
 _CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "dim": "2"}
+_COLOUR = re.compile(rf"(\x1b\[(?:0|{'|'.join(_CODES.values())})m)")
 _GAP = 2
 UNLIMITED = 1 << 30
 
@@ -34,6 +38,7 @@ class Paper(NamedTuple):
 
     def paint(self, text: str, colour: Colour) -> str:
         """The text in a colour, where there are any."""
+        text = printable(text)
         return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self.colour and colour and text else text
 
 
@@ -48,7 +53,7 @@ def paper() -> Paper:
 
 def table(paper: Paper, head: Sequence[str], rows: Sequence[Sequence[Cell | str]]) -> list[str]:
     """Lines of a table; a column in which nothing stands is left out."""
-    cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
+    cells = [[_clean(cell) for cell in row] for row in rows]
     if not rows:
         return []
     used = [i for i in range(len(head)) if any(row[i].text for row in cells)]
@@ -70,12 +75,12 @@ def table(paper: Paper, head: Sequence[str], rows: Sequence[Sequence[Cell | str]
 def wrapped(paper: Paper, text: str, indent: str = "", colour: Colour = "") -> list[str]:
     """A sentence over as many lines as it takes, broken between words where that is possible."""
     room = max(paper.width - len(indent), 10)
-    return [indent + paper.paint(part, colour) for part in _broken(text, room)]
+    return [indent + paper.paint(part, colour) for part in _broken(printable(text), room)]
 
 
 def fields(paper: Paper, pairs: Sequence[tuple[str, str | Cell]], indent: str = "  ") -> list[str]:
     """``name  value`` lines, values under each other."""
-    shown = [(name, value if isinstance(value, Cell) else Cell(value)) for name, value in pairs]
+    shown = [(printable(name), _clean(value)) for name, value in pairs]
     margin = max((len(name) for name, _ in shown), default=0) + _GAP + len(indent)
     longest = max((len(word) for _, value in shown for word in value.text.split()), default=0)
     if paper.width - margin < longest:
@@ -93,6 +98,11 @@ def fields(paper: Paper, pairs: Sequence[tuple[str, str | Cell]], indent: str = 
     return lines
 
 
+def safe(line: str) -> str:
+    """A line that was put together elsewhere: nothing in it but text and our own colours gets to a terminal."""
+    return "".join(part if _COLOUR.fullmatch(part) else printable(part) for part in _COLOUR.split(line))
+
+
 def duration(seconds: float) -> str:
     """``3h``, ``90s``: in the largest unit that leaves no rest, else in seconds."""
     whole = int(seconds)
@@ -108,6 +118,10 @@ def ago(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"
+
+
+def _clean(cell: Cell | str) -> Cell:
+    return cell._replace(text=printable(cell.text)) if isinstance(cell, Cell) else Cell(printable(cell))
 
 
 def _widths(natural: list[int], least: list[int], width: int) -> list[int] | None:

@@ -14,6 +14,7 @@ from types import FrameType
 
 import msgspec
 
+from pyebpf_proxy.printable import printable, printable_json
 from pyebpf_proxy.see import local, model, services
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import RIGHT, SeeError
@@ -23,7 +24,7 @@ from pyebpf_proxy.see.meter import Amount, Meter, Place
 from pyebpf_proxy.see.pods import Pods, tell
 from pyebpf_proxy.see.rates import ordered, short, top
 from pyebpf_proxy.see.state import State
-from pyebpf_proxy.see.text import Cell, Paper, paper, table, wrapped
+from pyebpf_proxy.see.text import Cell, Paper, paper, safe, table, wrapped
 from pyebpf_proxy.see.top_arguments import Order
 
 #: Packets a second that are looked at one by one. Of more, one in two, four, … is looked at.
@@ -141,12 +142,13 @@ def show(arguments: argparse.Namespace, found: model.Top) -> None:
     """One interval on stdout, as it was asked for. BrokenPipeError."""
     if arguments.output == "json":
         found.services = ordered(found.services, arguments.sort)
-        print(msgspec.json.encode(found).decode(), flush=True)
+        print(printable_json(msgspec.json.encode(found).decode()), flush=True)
     elif arguments.output == "name":
         names = (view.name for view in ordered(found.services, arguments.sort))
-        print("".join(f"{name}\n" for name in dict.fromkeys(names)), end="", flush=True)
+        print("".join(f"{printable(name)}\n" for name in dict.fromkeys(names)), end="", flush=True)
     else:
-        print("\n".join([*text(found, arguments.sort, arguments.backends, paper()), ""]), flush=True)
+        lines = text(found, arguments.sort, arguments.backends, paper())
+        print("\n".join([*map(safe, lines), ""]), flush=True)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

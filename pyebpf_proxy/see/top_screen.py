@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pyebpf_proxy.printable import printable
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.rates import Part, ordered, short
 from pyebpf_proxy.see.text import Paper, wrapped
@@ -103,13 +104,13 @@ def _lines(found: model.Top, order: Order, backends: int, most: int) -> list[Par
 
 
 def _line(words: str, style: str) -> Text:
-    return Text(words, style=style, no_wrap=True, overflow="ellipsis")
+    return Text(printable(words), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _name(view: Part) -> Text:
     if isinstance(view, model.TopService):
-        return Text(view.name, style="cyan")
-    return Text(f"  {place(view)}", style="dim")
+        return Text(printable(view.name), style="cyan")
+    return Text(f"  {printable(place(view))}", style="dim")
 
 
 def _cells(view: Part) -> dict[str, Text]:

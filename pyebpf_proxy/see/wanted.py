@@ -19,6 +19,7 @@ from pyebpf_proxy.services import endpoints
 from pyebpf_proxy.services.endpoints import FALLBACK, LOCAL, READY, TERMINATING, Known
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
 from pyebpf_proxy.services.planner import Planner, PlanSettings
+from pyebpf_proxy.services.shares import Limits
 
 if TYPE_CHECKING:
     from pyebpf_proxy.config.effective import Effective
@@ -159,7 +160,8 @@ def _source(settings: Effective) -> Source:
 
 async def _read(settings: Effective, source: Source) -> Wanted:
     bind = settings.bind_address.packed if settings.bind_address is not None else None
-    planner = Planner(PlanSettings(settings.node_name, bind, settings.external_ips))
+    limits = Limits.of_maps(settings.map_sizes)
+    planner = Planner(PlanSettings(settings.node_name, bind, settings.external_ips, settings.external_ip_check, limits))
     complete = asyncio.Event()
     batches: list[Batch] = []
 

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from http import HTTPStatus
 from typing import Any, cast
 
 import h11
 
 from pyebpf_proxy.log import Logger
-from pyebpf_proxy.servers.http import Handler, Pool, Request, Response, Share, http_date
+from pyebpf_proxy.servers.http import Handler, Pool, Request, Response, Source, Sources, http_date
 
 #: As Go's net/http.
 MAX_HEADER_BYTES = (1 << 20) + 4096
@@ -29,15 +30,26 @@ LINGER_SECONDS = 0.5
 TURN = 8
 WRITE_BUFFER = 256 << 10
 
+#: What h11 may keep of what is not complete, within a body: a chunk's header, trailers.
+MAX_INCOMPLETE_BYTES = 16 << 10
+#: What a kept header line costs besides its bytes, which h11 has twice (name as sent and in lower case).
+LINE_BYTES = 300
+#: What a new connection costs, and one that is refused (seconds of processor time, reckoned).
+CONNECTION_SECONDS = 0.0002
+REFUSAL_SECONDS = 0.00002
+
 _log = Logger("servers")
-_share = Share()
 
 
 class Connection(asyncio.Protocol):
     """The server's side of one connection."""
 
-    def __init__(self, handler: Handler, pool: Pool, siblings: set[Connection]) -> None:
+    def __init__(
+        self, handler: Handler, pool: Pool, siblings: set[Connection], sources: Sources, source: Source
+    ) -> None:
         """``siblings``: the connections of the same listener; it adds and removes itself."""
+        self.source = source
+        self._sources = sources
         self._handler = handler
         self._pool = pool
         self._siblings = siblings
@@ -47,7 +59,9 @@ class Connection(asyncio.Protocol):
         self._parser: h11.Connection | None = None
         self._request: h11.Request | None = None
         self._body = b""
+        self._head_bytes = 0  # what the header of the request in progress takes
         self._kept = 0
+        self._resting = False
         self._ended = False
         self._writing = True
         self._scheduled = False
@@ -58,20 +72,21 @@ class Connection(asyncio.Protocol):
     # ---- asyncio's calls ---------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        _share.breathe()
+        self.source.connections += 1
+        self._sources.charge(self.source, CONNECTION_SECONDS, self._loop.time())
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(WRITE_BUFFER)
         self._siblings.add(self)
         self._pool.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.source.connections -= 1
         self._keep(0)
         self._buffer.clear()
         self._siblings.discard(self)
         self._pool.remove(self)
 
     def data_received(self, data: bytes) -> None:
-        _share.breathe()
         if self._refused or self._transport.is_closing():
             return
         if not self._buffer and self._request is None:
@@ -96,7 +111,8 @@ class Connection(asyncio.Protocol):
         self._writing = True
         self._deadline = self._loop.time() + REQUEST_SECONDS
         if not self._transport.is_closing():
-            self._transport.resume_reading()
+            if not self._resting:
+                self._transport.resume_reading()
             self._turn()
 
     # ---- bounds ------------------------------------------------------------------------------------------------
@@ -114,26 +130,69 @@ class Connection(asyncio.Protocol):
         self._pool.kept += count - self._kept
         self._kept = count
 
+    def _keep_all(self) -> None:
+        """Count all that is held of the request in progress, here and in the parser."""
+        held = len(self._buffer)
+        if self._request is not None and self._parser is not None:
+            held += self._head_bytes + len(self._body) + len(self._parser.trailing_data[0])
+        self._keep(held)
+
     def _too_much(self) -> bool:
-        count = len(self._buffer)
-        return count > MAX_HEADER_BYTES or (count > SMALL_BYTES and self._pool.kept > self._pool.kept_bytes)
+        return len(self._buffer) > MAX_HEADER_BYTES or (
+            self._kept > SMALL_BYTES and self._pool.kept > self._pool.kept_bytes
+        )
+
+    def _rest(self) -> bool:
+        """Whether its source has had its share; then nothing is read or answered until it has it again."""
+        if not self._resting and (seconds := self.source.rest(self._loop.time())) > 0:
+            self._resting = True
+            self._transport.pause_reading()
+            self._loop.call_later(seconds, self._rested)
+        return self._resting
+
+    def _rested(self) -> None:
+        self._resting = False
+        if self._transport.is_closing():
+            return
+        self._turn()
+        if not self._resting and self._writing:
+            self._transport.resume_reading()
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         """Answer what is complete, a few at a time."""
         self._scheduled = False
-        for _ in range(TURN):
-            if self._refused or not self._writing or self._transport.is_closing():
-                return
-            if not self._step():
-                self._keep(len(self._buffer))
-                if self._ended:
-                    self._transport.close()
-                return
-        if not self._scheduled:
+        if self._refused or not self._writing or self._transport.is_closing():
+            return
+        if self._rest():
+            # What was read before it rested is held, too.
+            self._keep_all()
+            if self._too_much():
+                self._refuse(431)
+            return
+        before = time.thread_time()
+        more = self._some()
+        self._sources.charge(self.source, time.thread_time() - before, self._loop.time())
+        if more and not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._turn)
+
+    def _some(self) -> bool:
+        """Answer a few requests; whether there may be more."""
+        for _ in range(TURN):
+            if self._refused or not self._writing or self._transport.is_closing():
+                return False
+            if not self._step():
+                if not self._refused:
+                    self._keep_all()
+                    if self._request is not None and self._too_much():
+                        self._refuse(413)
+                if self._ended and not self._refused:
+                    self._transport.close()
+                return False
+            self._keep(len(self._buffer))
+        return True
 
     def _step(self) -> bool:
         """Take one request; False if none is complete."""
@@ -157,7 +216,7 @@ class Connection(asyncio.Protocol):
                 del buffer[:2]
         start = max(0, self._seen - 3)
         ends = [end for mark in (b"\n\r\n", b"\n\n") if (end := buffer.find(mark, start) + len(mark)) >= len(mark)]
-        self._keep(len(buffer))
+        self._keep_all()
         if not ends:
             self._seen = len(buffer)
             if self._too_much():
@@ -168,7 +227,8 @@ class Connection(asyncio.Protocol):
         if end > MAX_HEADER_BYTES or buffer.count(b"\n", 0, end) > MAX_HEADER_LINES:
             self._refuse(431)
             return False
-        self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
+        self._head_bytes = 2 * end + LINE_BYTES * buffer.count(b"\n", 0, end)
+        self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_INCOMPLETE_BYTES)
         self._parser.receive_data(bytes(buffer[:end]))
         del buffer[:end]
         event = self._parser.next_event()
@@ -210,7 +270,8 @@ class Connection(asyncio.Protocol):
         parser, request = self._parser, self._request
         assert parser is not None
         assert request is not None
-        self._request = None
+        # What the parser has of the next request was taken over.
+        self._request = self._parser = None
         self._deadline = self._loop.time() + IDLE_SECONDS
         self._pool.touch(self)
         path, _, query = _origin(request.target.decode("latin-1")).partition("?")
@@ -236,6 +297,8 @@ class Connection(asyncio.Protocol):
         text = f"{status} {HTTPStatus(status).phrase}"
         head = f"HTTP/1.1 {text}\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n"
         self._buffer.clear()
+        self._request = self._parser = None
+        self._body = b""
         self._keep(0)
         self._write((head + text).encode())
         # Closed by the peer, or by us a little later: a socket closed with unread data in it takes the answer back.

@@ -22,19 +22,21 @@ _BAD = Response(400, (("Content-Type", "text/plain; charset=utf-8"),), b"address
 class Local(NamedTuple):
     """``pods``: names of the pods with these addresses. ``refusals``: what was asked for and is not there, and why.
 
-    Both are called in the servers' thread.
+    All are called in the servers' thread.
     """
 
     directory: Path
     pods: Callable[[Collection[bytes]], Mapping[bytes, str]]
     refusals: Callable[[], Mapping[str, str]]
+    #: What the data plane says of itself (datapath/view.py).
+    datapath: Callable[[], Mapping[str, object]] = dict
 
 
 def pages(local: Local) -> Mapping[str, Handler]:
     """``/state``, and ``/pods`` for addresses that are in the body."""
 
     def state(request: Request) -> Response:
-        return _json({"version": __version__, "refusals": dict(local.refusals())})
+        return _json({"version": __version__, "refusals": dict(local.refusals()), "datapath": local.datapath()})
 
     def pods(request: Request) -> Response:
         addresses = [parse_address(line) for line in request.body.decode("ascii", "replace").split()]

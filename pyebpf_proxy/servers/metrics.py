@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -13,20 +13,35 @@ from pyebpf_proxy.servers.numbers import EXP15, NETPROG, Counter, Gauge, Histogr
 
 _ALPHA = "[ALPHA] "
 _FAMILY = ("ip_family",)
-#: The reasons that say which way a new flow went, by the value of the label ``lane``.
-_LANES = {"new_flow_direct": "direct", "new_flow_netfilter": "netfilter", "new_flow_socket": "socket"}
+#: enum redirect_mode of bpf/node_maps.h in words; none: the slow path.
+REDIRECTS = ("none", "device", "peer")
+#: The reasons that say which way a new flow went, by the value of the label ``path``.
+_PATHS = {"new_flow_fast": "fast", "new_flow_netfilter": "netfilter", "new_flow_socket": "socket"}
+#: How reasons begin that say why a new flow, or a packet, took the slow path.
+_SLOW = ("slow_", "stack_")
+#: The value of the label ``event`` by reason.
+_EVENTS = {
+    "permit_granted": "permit_granted",
+    "young_ended": "young_ended",
+    "flow_promoted": "promoted",
+    "flow_learned": "learned",
+    "flow_confirmed": "confirmed",
+    "flow_changed": "changed",
+    "flow_forgotten": "forgotten",
+}
 
 
 class DatapathNumbers(NamedTuple):
     """What is read from the data plane at a scrape; each function is quick and safe in any thread.
 
     ``reasons``: packets and socket calls by reason. ``maps``: entries used and room, by map. ``xdp_devices``: mode of
-    XDP, by device.
+    XDP, by device. ``view``: see datapath/view.py.
     """
 
     reasons: Callable[[], Mapping[str, int]] = dict
     maps: Callable[[], Mapping[str, tuple[int, int]]] = dict
     xdp_devices: Callable[[], Mapping[str, str]] = dict
+    view: Callable[[], Mapping[str, Any]] = dict
 
 
 class Metrics:
@@ -84,6 +99,11 @@ class Metrics:
         self.overlaps = Gauge(
             "pyebpf_proxy_service_addresses_of_nodes", "Service addresses that are also an address of a Node, now"
         )
+        self.over_limit = Gauge(
+            "pyebpf_proxy_service_over_limit",
+            "Services that have more than one may have, now: kinds of things that are left out",
+            ("namespace", "service"),
+        )
         self.source_complete = Gauge(
             "pyebpf_proxy_source_complete", "1 when everything that exists has been delivered once"
         )
@@ -112,9 +132,12 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
         last = datapath.reasons()
         return [((name,), number) for name, number in last.items()]
 
-    def lanes() -> Iterable[tuple[Labels, float]]:
+    def paths() -> Iterable[tuple[Labels, float]]:
         # Of the same reading: it comes first, below.
-        return [((_LANES[name],), number) for name, number in last.items() if name in _LANES]
+        return [((_PATHS[name],), number) for name, number in last.items() if name in _PATHS]
+
+    def slow() -> Iterable[tuple[Labels, float]]:
+        return [((name,), number) for name, number in last.items() if name.startswith(_SLOW)]
 
     yield Read(
         CounterMetricFamily,
@@ -123,27 +146,21 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
         ("reason",),
         reasons,
     )
-    yield Read(CounterMetricFamily, "pyebpf_proxy_flows_total", "New flows by the lane they took", ("lane",), lanes)
-
-    def flow_cache() -> Iterable[tuple[Labels, float]]:
-        if "flows" not in datapath.maps():
-            return []
-        _, room = datapath.maps()["flows"]
-        made = last.get("flow_learned", 0) - last.get("flow_forgotten", 0)
-        found = {word: last.get(f"flow_{word}", 0) for word in ("hit", "miss", "stale")}
-        found["hit"] += last.get("xdp_flow_hit", 0)
-        # The kernel takes out the oldest for each that comes when all places are taken, and tells nobody.
-        found["evicted"] = max(0, made - room)
-        return [((word,), number) for word, number in found.items()]
-
     yield Read(
         CounterMetricFamily,
-        "pyebpf_proxy_flow_cache_total",
-        "The fast path: packets sent by the flow cache (hit), those it had to learn for (miss) or ask again about"
-        " (stale), entries that made room for others (evicted)",
-        ("result",),
-        flow_cache,
+        "pyebpf_proxy_flows_total",
+        "New flows by their path: fast (the flow table), netfilter (the slow path), socket",
+        ("path",),
+        paths,
     )
+    yield Read(
+        CounterMetricFamily,
+        "pyebpf_proxy_slow_path_total",
+        "New flows (slow_) and packets (stack_, mostly of known flows) that took the slow path, by why",
+        ("reason",),
+        slow,
+    )
+    yield from _read_fast_path(datapath, lambda: last)
     yield Read(
         GaugeMetricFamily,
         "pyebpf_proxy_xdp_device",
@@ -164,6 +181,79 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
         "Entries that a BPF map has room for",
         ("map",),
         lambda: [((name,), room) for name, (_, room) in datapath.maps().items()],
+    )
+
+
+def _read_fast_path(datapath: DatapathNumbers, last: Callable[[], Mapping[str, int]]) -> Iterable[Read]:
+    """``last``: the reasons of this scrape."""
+
+    def packets() -> Iterable[tuple[Labels, float]]:
+        counts = last()
+        return (
+            [(("tc",), counts["flow_hit"]), (("xdp",), counts.get("xdp_flow_hit", 0))] if "flow_hit" in counts else []
+        )
+
+    def events() -> Iterable[tuple[Labels, float]]:
+        return [((_EVENTS[name],), number) for name, number in last().items() if name in _EVENTS]
+
+    def closed() -> Iterable[tuple[Labels, float]]:
+        found = datapath.view().get("closed", {})
+        return [((f"IPv{family}", why["reason"]), 1) for family, why in sorted(found.items())]
+
+    def devices() -> Iterable[tuple[Labels, float]]:
+        found = datapath.view().get("devices", {}).values()
+        return [((each["name"], REDIRECTS[each["redirect"]]), 1) for each in found]
+
+    def failures() -> Iterable[tuple[Labels, float]]:
+        failed = datapath.view().get("promotion", {}).get("failed", {})
+        return [((outcome,), count) for outcome, count in sorted(failed.items())]
+
+    def young() -> Iterable[tuple[Labels, float]]:
+        promotion = datapath.view().get("promotion")
+        return [] if promotion is None else [((), promotion["young"])]
+
+    yield Read(
+        CounterMetricFamily,
+        "pyebpf_proxy_fast_path_packets_total",
+        "Packets that were sent by the flow table",
+        ("hook",),
+        packets,
+    )
+    yield Read(
+        CounterMetricFamily,
+        "pyebpf_proxy_fast_path_events_total",
+        "The flow table: permits for young flows, young flows that ended or were promoted to the kernel, entries of the"
+        " kernel's flows that were learned, confirmed, found changed, forgotten",
+        ("event",),
+        events,
+    )
+    yield Read(
+        GaugeMetricFamily,
+        "pyebpf_proxy_young_flows",
+        "Flows that conntrack does not know, by the last sweep",
+        (),
+        young,
+    )
+    yield Read(
+        CounterMetricFamily,
+        "pyebpf_proxy_promotion_failures_total",
+        "Young flows that conntrack did not take, by why; each trial counts",
+        ("outcome",),
+        failures,
+    )
+    yield Read(
+        GaugeMetricFamily,
+        "pyebpf_proxy_fast_path_closed",
+        "1 for a family whose flows all take the slow path, with the reason",
+        ("family", "reason"),
+        closed,
+    )
+    yield Read(
+        GaugeMetricFamily,
+        "pyebpf_proxy_device",
+        "Devices by how the fast path sends by them: always 1",
+        ("device", "redirect"),
+        devices,
     )
 
 

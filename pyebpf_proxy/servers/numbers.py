@@ -9,7 +9,7 @@ prometheus_client writes the text.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -71,6 +71,10 @@ class Gauge(Counter):
     def set(self, *labels: str, value: float) -> None:
         """Put ``value`` in the place of the number."""
         self._values[labels] = value
+
+    def replace(self, values: Mapping[Labels, float]) -> None:
+        """These by their labels, and no others."""
+        self._values = dict(values)
 
 
 class Histogram:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Protocol, cast
 
 from pyebpf_proxy.kube.objects import EndpointSlice, Node, Service
@@ -15,6 +16,9 @@ from pyebpf_proxy.services.endpoints import service_of
 from pyebpf_proxy.services.locality import NoLocal
 from pyebpf_proxy.services.model import Family, ServicePort, ServicePortName
 from pyebpf_proxy.services.nodes import is_eligible
+
+#: So many Services over a limit have a sample of their own.
+MOST_OVER_LIMIT = 100
 
 _TRACKED = {"IPv4", "IPv6"}
 
@@ -32,8 +36,12 @@ class Known(Protocol):
         """How many objects of each kind are in use."""
 
     @property
-    def overlaps(self) -> Collection[object]:
-        """Service addresses that are also a Node's."""
+    def over(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
+        """Services that have more than one may have, and what of it is left out."""
+
+    @property
+    def shared(self) -> int:
+        """How many addresses of Services are also a Node's."""
 
 
 class Observer:
@@ -98,11 +106,13 @@ class Observer:
         self._metrics.synced_ports.add(value=len(delta))
         for kind, count in self._known.counts().items():
             self._metrics.objects.set(kind, value=count)
-        self._metrics.overlaps.set(value=len(self._known.overlaps))
+        self._metrics.overlaps.set(value=self._known.shared)
+        over = islice(self._known.over.items(), MOST_OVER_LIMIT)
+        self._metrics.over_limit.replace({(*key,): float(len(what)) for key, what in over})
         self._no_local.update(delta)
 
-    def synced(self, seconds: float, ok: bool, full: bool, problems: Collection[str] = ()) -> None:
-        """A sync, of both families, ended after ``seconds``; ``problems`` are of service ports that were left out."""
+    def synced(self, seconds: float, ok: bool, full: bool, problems: int = 0) -> None:
+        """A sync, of both families, ended after ``seconds``; so many service ports or addresses are left out."""
         now = self._clock()
         metrics = self._metrics
         for family, text in FAMILIES.items():
@@ -116,7 +126,7 @@ class Observer:
         if not ok:
             metrics.failed_syncs.add()
             return
-        metrics.problems.set(value=len(problems))
+        metrics.problems.set(value=problems)
         for times in self._triggers.values():
             for text, trigger in times:
                 metrics.programming.observe(text, value=(now.wall - trigger) / 1e9)

@@ -8,6 +8,7 @@ time that the thread takes from the one that programs. Handlers are plain functi
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import threading
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from typing import Any, Literal, cast
 
 from pyebpf_proxy.config.addresses import join_host_port
 from pyebpf_proxy.log import Logger
-from pyebpf_proxy.servers.connection import Connection
-from pyebpf_proxy.servers.http import Handler, Pool
+from pyebpf_proxy.servers.connection import REFUSAL_SECONDS, Connection
+from pyebpf_proxy.servers.http import Handler, Pool, Source, Sources
 
 Network = Literal["tcp", "tcp4", "tcp6"]
 
@@ -28,6 +29,12 @@ SWEEP_SECONDS = 1.0
 BACKLOG = 1024
 #: So many new connections are taken before others have their turn.
 ACCEPTS = 32
+#: A source that has all its connections and owes so much time gets no new one (seconds). Else it has one that waits:
+#: who is refused at once asks again at once.
+MOST_DEBT = 0.5
+#: The share of a processor for connections that are refused at once, and how long others wait for it at most (seconds).
+REFUSALS = 0.15
+REFUSAL_WAIT = 0.005
 
 _log = Logger("servers")
 
@@ -72,7 +79,9 @@ def listening_socket(host: str, port: int, network: Network = "tcp") -> socket.s
 class Open:
     """One address being listened on, with its connections. Only for the server's thread."""
 
-    def __init__(self, listener: socket.socket, handler: Handler, pool: Pool) -> None:
+    def __init__(self, listener: socket.socket, handler: Handler, pool: Pool, sources: Sources) -> None:
+        self._sources = sources
+        self._refused_until = 0.0
         self._listener = listener
         self._handler = handler
         self._pool = pool
@@ -100,17 +109,36 @@ class Open:
                 self._loop.remove_reader(self._listener)
                 self._loop.call_later(1, self._again)
                 return
+            try:
+                source = self._source(accepted)
+            except OSError:
+                accepted.close()  # it has gone already
+                continue
+            now = self._loop.time()
+            if not source.own and source.connections >= self._pool.most_of(source) and source.rest(now) > MOST_DEBT:
+                accepted.close()
+                self._refused_until = max(self._refused_until, now) + REFUSAL_SECONDS / REFUSALS
+                continue
             accepted.setblocking(False)
             task: asyncio.Task[object] = self._loop.create_task(
-                self._loop.connect_accepted_socket(self._connection, accepted)
+                self._loop.connect_accepted_socket(functools.partial(self._connection, source), accepted)
             )
             self._starting.add(task)
             task.add_done_callback(self._starting.discard)
+        if self._refused_until > self._loop.time() + REFUSAL_WAIT:
+            self._refused_until = 0.0
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(REFUSAL_WAIT, self._again)
 
-    def _connection(self) -> asyncio.Protocol:
+    def _source(self, accepted: socket.socket) -> Source:
+        if accepted.family == socket.AF_UNIX:
+            return self._sources.of(None, None)
+        return self._sources.of(accepted.getpeername()[0], accepted.getsockname()[0])
+
+    def _connection(self, source: Source) -> asyncio.Protocol:
         if self._listener.fileno() < 0:
             return _TooLate()
-        return Connection(self._handler, self._pool, self._connections)
+        return Connection(self._handler, self._pool, self._connections, self._sources, source)
 
     def _again(self) -> None:
         if self._listener.fileno() >= 0:
@@ -131,6 +159,7 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="servers", daemon=True)
         self._pools: list[Pool] = []
+        self._sources = Sources()
         self._opened: list[Open] = []
         self._retries: set[asyncio.Task[None]] = set()
 
@@ -158,13 +187,13 @@ class Server:
 
     def open(self, host: str, port: int, handler: Handler, pool: Pool, network: Network = "tcp") -> Open:
         """Listen now; raises BindError. Only in the server's thread."""
-        opened = Open(listening_socket(host, port, network), handler, pool)
+        opened = Open(listening_socket(host, port, network), handler, pool, self._sources)
         self._opened.append(opened)
         return opened
 
     def open_socket(self, listener: socket.socket, handler: Handler, pool: Pool) -> None:
         """Serve a socket that listens already. Only in the server's thread."""
-        self._opened.append(Open(listener, handler, pool))
+        self._opened.append(Open(listener, handler, pool, self._sources))
 
     def close(self, opened: Open) -> None:
         """The opposite of ``open``."""
@@ -220,6 +249,7 @@ class Server:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             now = self._loop.time()
+            self._sources.forget(now)
             for pool in self._pools:
                 for connection in pool:
                     connection.look(now)

@@ -15,9 +15,9 @@ from pyebpf_proxy.kube.events import About, Recorder
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.run_directory import SOCKET, listening_socket, remove_socket
 from pyebpf_proxy.servers import server
-from pyebpf_proxy.servers.health import Health, HealthPages
+from pyebpf_proxy.servers.health import TEXT_HEADERS, Health, HealthPages
 from pyebpf_proxy.servers.health_checks import Addresses, HealthCheckPorts, listen_addresses
-from pyebpf_proxy.servers.http import Handler
+from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.servers.local import Local, pages
 from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
 from pyebpf_proxy.servers.numbers import Family as Numbers
@@ -85,6 +85,8 @@ class Servers:
         self._health_pages = HealthPages(health, self.observer.node_eligible, self.metrics.count)
         self._metrics_pages = metrics_pages(shown, self.metrics, settings.enable_profiling)
         self._local = local
+        #: Why the health server's address is not this agent's; "": it is, or there is to be none.
+        self._health_missing = "" if settings.healthz_address is None else "it is not bound yet"
 
     def start(self) -> None:
         """Returns at once; what cannot be bound is said, and tried again or fatal (bindAddressHardFail)."""
@@ -99,13 +101,20 @@ class Servers:
             self._server.call(self._serve_locally, self._local)
 
     def _serve_locally(self, local: Local) -> None:
-        handler = Mux({**pages(local), "/metrics": self._metrics_pages}, {})
+        probes: dict[str, Handler] = {"/livez": self._health_pages, "/readyz": self._ready}
+        handler = Mux({**pages(local), **probes, "/metrics": self._metrics_pages}, {})
         try:
             listener = listening_socket(local.directory)
         except OSError as error:
             _log.warning("commands on this node cannot ask the agent", socket=SOCKET, error=error.strerror)
             return
         self._server.open_socket(listener, handler, self._server.pool(CONNECTIONS))
+
+    def _ready(self, request: Request) -> Response:
+        """``/healthz``, and no while another process answers it on this node in our place."""
+        if self._health_missing:
+            return Response(503, TEXT_HEADERS, f"the health server is not ours: {self._health_missing}\n".encode())
+        return self._health_pages(request._replace(path="/healthz"))
 
     async def guard(self) -> None:
         """Waits for ever; FatalError when an address cannot be had and bindAddressHardFail is set."""
@@ -122,6 +131,7 @@ class Servers:
 
         def failed(error: str) -> bool:
             if what == "health":
+                self._health_missing = error
                 error = f"failed to start proxy healthz on {shown}: {error}"
             if not self._settings.bind_address_hard_fail:
                 seconds = int(server.BIND_RETRY_SECONDS)
@@ -138,6 +148,8 @@ class Servers:
             return False
 
         def ready() -> None:
+            if what == "health":
+                self._health_missing = ""
             _log.info(f"{what} is served" if what == "health" else f"{what} are served", address=shown)
 
         self._server.serve(address, handler, self._server.pool(CONNECTIONS), failed, ready)

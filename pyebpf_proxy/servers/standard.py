@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import prometheus_client
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import CollectorRegistry
 
 from pyebpf_proxy import KUBERNETES_VERSION
@@ -63,13 +63,12 @@ def add_build(registry: Registry, gates: Mapping[str, tuple[str, bool]], alpha: 
         "[BETA] The count of registered metrics broken by stability level and deprecation version.",
         ("deprecated_version", "stability_level"),
         [(("", "ALPHA"), float(alpha)), (("", "BETA"), 5.0)],
+        CounterMetricFamily,
     )
     none = [
-        _single("disabled_metrics_total", "[BETA] The count of disabled metrics.", 0.0),
-        _single("hidden_metrics_total", "[BETA] The count of hidden metrics.", 0.0),
+        _family(f"{which}_metrics_total", f"[BETA] The count of {which} metrics.", (), [((), 0.0)], CounterMetricFamily)
+        for which in ("disabled", "hidden")
     ]
-    for metric in (registered, *none):
-        metric.type = "counter"
     fixed = [build, features, registered, *none]
     registry.add_collector(lambda: fixed)
 
@@ -108,8 +107,14 @@ def _single(name: str, text: str, value: float) -> Metric:
     return _family(name, text, (), [((), value)])
 
 
-def _family(name: str, text: str, labels: Iterable[str], values: Iterable[tuple[Labels, float]]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=list(labels))
+def _family(
+    name: str,
+    text: str,
+    labels: Iterable[str],
+    values: Iterable[tuple[Labels, float]],
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = GaugeMetricFamily,
+) -> Metric:
+    family = kind(name, text, labels=list(labels))
     for found, value in values:
         family.add_metric(found, value)
     return family

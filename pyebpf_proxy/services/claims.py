@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is served at an address that two service ports name.
 
-The API server prevents most of it; with manifests, or with stale data, it happens. kube-proxy leaves the outcome to
-the order of its writes (spec/service-semantics §8). Here the older object wins, then the first by namespace and name,
-and the others are served as soon as the winner leaves.
+The API server prevents most of it; with manifests, with stale data, or with an externalIP that somebody names, it
+happens. kube-proxy leaves the outcome to the order of its writes (spec/service-semantics §8). Here the kind of address
+decides first, for anybody may name any externalIP, and only the cluster gives out the others; then the older object
+wins, then the first by namespace and name. The others are served as soon as the winner leaves.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ FIELDS = {
     FrontendKind.LOAD_BALANCER: "status.loadBalancer.ingress",
     FrontendKind.NODE_PORT: "spec.ports.nodePort",
 }
+#: The smallest has an address. What the cluster allocates comes first, what anybody may write comes last.
+KIND_RANK = {
+    FrontendKind.CLUSTER_IP: 0,
+    FrontendKind.NODE_PORT: 1,
+    FrontendKind.LOAD_BALANCER: 2,
+    FrontendKind.EXTERNAL_IP: 3,
+}
 
 
 class Claim(NamedTuple):
@@ -30,6 +38,10 @@ class Claim(NamedTuple):
     port: int
     protocol: Protocol
 
+    def __str__(self) -> str:
+        where = format_address_port(self.address, self.port) if any(self.address) else f"NodePort {self.port}"
+        return f"{where}/{self.protocol.name}"
+
 
 class Conflict(NamedTuple):
     """One claim with more than one claimant; ``losers`` are not served at it. ``kinds``: what it is to each of them."""
@@ -37,18 +49,7 @@ class Conflict(NamedTuple):
     claim: Claim
     winner: ServicePortName
     losers: tuple[ServicePortName, ...]
-    kinds: tuple[FrontendKind, ...] = ()
-
-    def __str__(self) -> str:
-        address, port, protocol = self.claim
-        where = format_address_port(address, port) if any(address) else f"NodePort {port}"
-        losers = ", ".join(
-            f"Service {loser.namespace}/{loser.name}: {FIELDS[kind]}"
-            for loser, kind in zip(self.losers, self.kinds, strict=True)
-        )
-        verb = "is" if len(self.losers) == 1 else "are"
-        winner = f"Service {self.winner.namespace}/{self.winner.name}"
-        return f"{losers}: {where}/{protocol.name} is that of {winner} already, {verb} not served there"
+    kinds: tuple[FrontendKind, ...]
 
 
 def claim_of(name: ServicePortName, frontend: Frontend) -> Claim:
@@ -59,13 +60,17 @@ def claim_of(name: ServicePortName, frontend: Frontend) -> Claim:
 class Claims:
     """Claimants of every address; only addresses with more than one cost more than a dictionary entry.
 
-    :param rank: orders claimants, the smallest wins.
+    :param rank: orders claimants of one kind, the smallest wins.
     """
 
     def __init__(self, rank: Callable[[ServicePortName], Any]) -> None:
         self._rank = rank
         self._holder: dict[Claim, ServicePortName] = {}
         self._contested: dict[Claim, set[ServicePortName]] = {}
+
+    def holder(self, claim: Claim) -> ServicePortName | None:
+        """Who is served there, as far as it is settled."""
+        return self._holder.get(claim)
 
     def add(self, claim: Claim, name: ServicePortName) -> bool:
         """Note a claimant. True if the claim is contested (now): settle it."""
@@ -89,16 +94,20 @@ class Claims:
         contenders.discard(name)
         return True
 
-    def settle(self, claim: Claim) -> Conflict | None:
-        """Decide a contested claim: the conflict that remains, or None when one claimant (or none) is left."""
+    def settle(self, claim: Claim, kind_of: Callable[[ServicePortName, Claim], FrontendKind]) -> Conflict | None:
+        """Decide a contested claim: the conflict that remains, or None when one claimant (or none) is left.
+
+        ``kind_of`` tells what the address is to a claimant.
+        """
         contenders = self._contested.get(claim, set())
         if not contenders:
             self._contested.pop(claim, None)
             self._holder.pop(claim, None)
             return None
-        winner, *losers = sorted(contenders, key=self._rank)
+        kinds = {name: kind_of(name, claim) for name in contenders}
+        winner, *losers = sorted(contenders, key=lambda name: (KIND_RANK[kinds[name]], self._rank(name)))
         self._holder[claim] = winner
         if losers:
-            return Conflict(claim, winner, tuple(losers))
+            return Conflict(claim, winner, tuple(losers), tuple(kinds[name] for name in losers))
         del self._contested[claim]
         return None

@@ -68,6 +68,13 @@ class SliceView(msgspec.Struct, frozen=True, gc=False):
         addresses = (address for (address,) in _ADDRESS[self.family].iter_unpack(self.addresses))
         return zip(addresses, self.flags, self.hints or repeat(NO_HINTS))  # noqa: B905 (one of them has no end)
 
+    def first(self, number: int) -> SliceView:
+        """The slice with its first endpoints only, and without their pods' names."""
+        size = _ADDRESS[self.family].size
+        return SliceView(
+            self.family, self.ports, self.addresses[: number * size], self.flags[:number], self.hints[:number]
+        )
+
 
 class Lists(NamedTuple):
     """The endpoint lists of one service port (the fields of ``model.ServicePort``)."""
@@ -77,6 +84,11 @@ class Lists(NamedTuple):
     serving: tuple[Endpoint, ...]
     any_endpoints: bool
 
+
+#: Endpoints times ports that one Service may have in a family, so that it cannot fill the maps.
+MOST_ENDPOINTS = 32768
+#: Endpoints that are read of one slice; the API server takes no more than 1000 in one.
+MOST_IN_SLICE = 10_000
 
 NO_LISTS = Lists((), (), (), False)
 
@@ -114,7 +126,7 @@ def view_slice(endpoint_slice: objects.EndpointSlice, node_name: str) -> SliceVi
     hints = []
     every = list(pods.unpacked(endpoint_slice.pods))
     names = []
-    for i, endpoint in enumerate(endpoint_slice.endpoints or ()):
+    for i, endpoint in enumerate((endpoint_slice.endpoints or ())[:MOST_IN_SLICE]):
         if not endpoint.addresses:
             continue
         address = parse_address(endpoint.addresses[0])
@@ -192,8 +204,36 @@ def _entries(
     return {text: found[text] for text in sorted(found)} if len(found) == len(flags) else None
 
 
-def merge(views: Sequence[SliceView], port: tuple[str, Protocol]) -> list[Known]:
-    """All endpoints of one service port in one family, each once, in the order of the text ``ip:port``."""
+def count(views: Iterable[SliceView], port: tuple[str, Protocol]) -> int:
+    """How many endpoints one service port has in these slices, those that are there twice counted twice."""
+    return sum(len(view.flags) * len(view.ports.get(port, ())) for view in views)
+
+
+def entries(protocol: Protocol) -> int:
+    """How many places of the maps an endpoint takes: those of UDP are looked up by Service too."""
+    return 2 if protocol is Protocol.UDP else 1
+
+
+def merge(views: Sequence[SliceView], port: tuple[str, Protocol], most: int = MOST_ENDPOINTS) -> list[Known]:
+    """The endpoints of one service port, each once, in the order of the text ``ip:port``.
+
+    Of more than ``most`` the first, slice by slice: the others are not even read.
+    """
+    if count(views, port) <= most:
+        return _merge(views, port)
+    kept: list[SliceView] = []
+    for view in views:
+        each = len(view.ports.get(port, ()))
+        if not each:
+            continue
+        members = min(len(view.flags), most // each)
+        kept.append(view.first(members))
+        most -= members * each
+    return _merge(kept, port)
+
+
+def _merge(views: Sequence[SliceView], port: tuple[str, Protocol]) -> list[Known]:
+    """All of them."""
     numbers = [(view, number) for view in views for number in view.ports.get(port, ())]
     if len(numbers) > 1:
         # The usual case: no endpoint is in two of them.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from sys import intern
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import msgspec
 
 from .addresses import UNSPECIFIED, contains, family_of, parse_address, parse_prefix, unusable_reason
 from .model import Family, Frontend, FrontendKind, Protocol, ServicePort, ServicePortName, SourceRange
+from .shares import Denied, Need
 
 if TYPE_CHECKING:
     from ..kube import objects
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
 SERVICE_PROXY_NAME_LABEL = "service.kubernetes.io/service-proxy-name"
 
 DEFAULT_AFFINITY_SECONDS = 10800
+
+# What one Service may have in a family, so that it cannot fill the maps (docs/objects.md, "What one Service may take").
+MOST_PORTS = 1024
+#: Addresses besides the ClusterIP, times ports.
+MOST_EXTERNAL = 2048
+MOST_RANGES = 1024
 
 _FAMILIES = {"IPv4": Family.IPV4, "IPv6": Family.IPV6}
 
@@ -30,16 +38,22 @@ def is_served(service: objects.Service) -> bool:
 
 
 def service_ports(
-    namespace: str, name: str, service: objects.Service, node_ips: Mapping[Family, bytes], *, external_ips: bool = True
+    namespace: str,
+    name: str,
+    service: objects.Service,
+    node_ips: Mapping[Family, bytes],
+    *,
+    external_ips: bool = True,
+    denied: Denied = Denied.NOTHING,
 ) -> tuple[ServicePort, ...]:
     """Every service port of a Service in every family it has, endpoint lists still empty.
 
-    ``external_ips``: whether they are served (feature gate AllowServiceExternalIPs).
+    ``external_ips``: whether they are served (feature gate AllowServiceExternalIPs). ``denied``: what is not made.
 
     Addresses are in the order ClusterIP, LoadBalancer VIPs, external IPs, NodePort; one that is listed twice counts
     as the first of these.
     """
-    if not is_served(service):
+    if not is_served(service) or denied & Denied.PORTS:
         return ()
     # The last of two ports of one identity wins.
     found: dict[ServicePortName, ServicePort] = {}
@@ -47,7 +61,7 @@ def service_ports(
         cluster_ip = _cluster_ip(service.spec, family)
         if cluster_ip is not None:
             node_ip, externals = node_ips.get(family), (service.spec.external_ips or ()) if external_ips else ()
-            for port in _ports_of_family(namespace, name, service, family, cluster_ip, node_ip, externals):
+            for port in _ports_of_family(namespace, name, service, family, cluster_ip, node_ip, externals, denied):
                 found[port.name] = port
     return tuple(found.values())
 
@@ -60,23 +74,27 @@ def _ports_of_family(
     cluster_ip: bytes,
     node_ip: bytes | None,
     external_ips: Iterable[str],
+    denied: Denied,
 ) -> Iterator[ServicePort]:
     spec = service.spec
-    vips = _usable(family, _vip_texts(service))
-    externals = _usable(family, external_ips)
+    bare = denied.external(family)
+    vips = [] if bare or denied.ranges(family) else _usable(family, _vip_texts(service))
+    externals = [] if bare else _usable(family, external_ips)
     addresses: dict[bytes, FrontendKind] = {cluster_ip: FrontendKind.CLUSTER_IP}
-    for address in vips:
-        addresses.setdefault(address, FrontendKind.LOAD_BALANCER)
-    for address in externals:
-        addresses.setdefault(address, FrontendKind.EXTERNAL_IP)
+    most = _most_addresses(spec)
+    for kind, found in ((FrontendKind.LOAD_BALANCER, vips), (FrontendKind.EXTERNAL_IP, externals)):
+        for address in found:
+            if len(addresses) > most:
+                break
+            addresses.setdefault(address, kind)
     may_be_external = spec.type in ("LoadBalancer", "NodePort") or bool(spec.external_ips)
     ranges = _source_ranges(spec, family) if vips else ()
-    for port in spec.ports or ():
+    for port in (spec.ports or ())[:MOST_PORTS]:
         protocol = Protocol.__members__.get(port.protocol or "TCP")
         if protocol is None or not port.port:
             continue
         frontends = [Frontend(kind, address, port.port) for address, kind in addresses.items()]
-        if port.node_port:
+        if port.node_port and not bare:
             frontends.append(Frontend(FrontendKind.NODE_PORT, UNSPECIFIED[family], port.node_port))
         yield ServicePort(
             name=ServicePortName(namespace, name, intern(port.name or ""), protocol, family),
@@ -87,6 +105,72 @@ def _ports_of_family(
             source_ranges=ranges,
             vip_source_allowed=_is_within(node_ip, ranges),
         )
+
+
+def _most_addresses(spec: objects.ServiceSpec) -> int:
+    """How many addresses besides its ClusterIP a Service may have in a family: whole ones, with all of its ports."""
+    return MOST_EXTERNAL // max(1, min(len(spec.ports or ()), MOST_PORTS))
+
+
+def need(service: objects.Service, *, external_ips: bool = True) -> Need:
+    """What a Service takes of its namespace's share, at most: counted, not made."""
+    spec = service.spec
+    number = min(len(spec.ports or ()), MOST_PORTS)
+    node_ports = sum(1 for port in (spec.ports or ())[:MOST_PORTS] if port.node_port)
+    most = _most_addresses(spec)
+    vips = list(_vip_texts(service))
+    texts = [*vips, *((spec.external_ips or ()) if external_ips else ())]
+    ports, external, ranges = [], [], []
+    for family in Family:
+        there = _cluster_ip(spec, family) is not None
+        ports.append(number if there else 0)
+        external.append(min(_count(texts, family), most) * number + node_ports if there else 0)
+        prefixes = min(_count(spec.load_balancer_source_ranges or (), family), MOST_RANGES) if vips and there else 0
+        ranges.append(prefixes * number)
+    return Need((ports[0], ports[1]), (external[0], external[1]), (ranges[0], ranges[1]))
+
+
+def _count(texts: Iterable[str], family: Family) -> int:
+    """How many of them look like addresses or ranges of a family."""
+    return sum((":" in text) == (family is Family.IPV6) for text in texts)
+
+
+def reduced(port: ServicePort, denied: Denied) -> ServicePort | None:
+    """A service port without what is denied, None if that is all."""
+    family = port.name.family
+    if denied & Denied.PORTS:
+        return None
+    kept = port.frontends
+    if denied.external(family):
+        kept = tuple(frontend for frontend in kept if frontend.kind is FrontendKind.CLUSTER_IP)
+    elif denied.ranges(family):
+        kept = tuple(frontend for frontend in kept if frontend.kind is not FrontendKind.LOAD_BALANCER)
+    else:
+        return port
+    return msgspec.structs.replace(port, frontends=kept, source_ranges=(), vip_source_allowed=False)
+
+
+def over_limits(service: objects.Service, *, external_ips: bool = True) -> tuple[str, ...]:
+    """What of a Service is left out because it is too much, each ``field: what``; counted, not made."""
+    spec = service.spec
+    found = []
+    if (ports := len(spec.ports or ())) > MOST_PORTS:
+        found.append(f"spec.ports: {ports} are more than {MOST_PORTS}: the first {MOST_PORTS} are served")
+    most = _most_addresses(spec)
+    externals = (spec.external_ips or ()) if external_ips else ()
+    texts = sum(1 for _ in _vip_texts(service)) + len(externals)
+    if texts <= most and len(spec.load_balancer_source_ranges or ()) <= MOST_RANGES:
+        return tuple(found)
+    for family in Family:
+        named = {*_usable(family, _vip_texts(service)), *_usable(family, externals)}
+        if len(named) > most:
+            what = f"{len(named)} IPv{family.value} addresses for {min(ports, MOST_PORTS)} ports are more than {most}"
+            found.append(f"spec.externalIPs: {what}: load balancers' first, then the first {most} are served")
+        ranges = sum(1 for _ in _ranges_of(spec, family, None))
+        if ranges > MOST_RANGES:
+            what = f"{ranges} IPv{family.value} ranges are more than {MOST_RANGES}"
+            found.append(f"spec.loadBalancerSourceRanges: {what}: sources in the others are not let in")
+    return tuple(found)
 
 
 def with_node_ip(port: ServicePort, node_ip: bytes | None) -> ServicePort:
@@ -130,14 +214,20 @@ def _usable(family: Family, texts: Iterable[str]) -> list[bytes]:
 
 
 def _source_ranges(spec: objects.ServiceSpec, family: Family) -> tuple[SourceRange, ...]:
+    ranges = set(_ranges_of(spec, family, MOST_RANGES))
+    # One that holds every address is no restriction.
+    return () if any(prefix.prefix_length == 0 for prefix in ranges) else tuple(sorted(ranges))
+
+
+def _ranges_of(spec: objects.ServiceSpec, family: Family, most: int | None) -> Iterator[SourceRange]:
+    """The ranges of a family, as many as are asked for."""
     size = len(UNSPECIFIED[family])
-    ranges = {
+    found = (
         prefix
         for text in spec.load_balancer_source_ranges or ()
         if (prefix := parse_prefix(text)) is not None and len(prefix.address) == size
-    }
-    # One that holds every address is no restriction.
-    return () if any(prefix.prefix_length == 0 for prefix in ranges) else tuple(sorted(ranges))
+    )
+    return islice(found, most)
 
 
 def _affinity_seconds(spec: objects.ServiceSpec) -> int:

@@ -24,13 +24,14 @@ class NodeView(NamedTuple):
     """The used part of one Node.
 
     ``ips``: at most one address per family, InternalIP before ExternalIP; the first key is the primary family.
-    ``addresses``: every InternalIP and ExternalIP. ``pod_cidrs``: in the Node's order.
+    ``addresses``: every InternalIP and ExternalIP. ``pod_cidrs``: in the Node's order. ``kubelet_port``: 0 if unknown.
     """
 
     zone: str
     ips: dict[Family, bytes]
     addresses: frozenset[bytes]
     pod_cidrs: tuple[Network, ...]
+    kubelet_port: int = 0
 
 
 def view_node(node: objects.Node) -> NodeView:
@@ -43,6 +44,8 @@ def view_node(node: objects.Node) -> NodeView:
             if entry.type == wanted and (packed := parse_address(entry.address or "")) is not None:
                 ips.setdefault(family_of(packed), packed)
                 all_addresses.add(packed)
+    daemons = node.status.daemon_endpoints if node.status else None
+    kubelet = daemons.kubelet_endpoint if daemons is not None else None
     spec = node.spec
     texts: tuple[str, ...] = ()
     if spec is not None:
@@ -52,6 +55,7 @@ def view_node(node: objects.Node) -> NodeView:
         ips=ips,
         addresses=frozenset(all_addresses),
         pod_cidrs=networks_of(texts),
+        kubelet_port=(kubelet.port or 0) if kubelet is not None else 0,
     )
 
 

@@ -7,12 +7,15 @@ programs, and NodePorts. But what listens there at the same port is not reached 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from .addresses import format_address_port
-from .claims import FIELDS
-from .model import Frontend, FrontendKind, ServicePort, ServicePortName
+from .claims import FIELDS, Claim, claim_of
+from .losses import LINES, News, Said
+from .model import Family, Frontend, FrontendKind, ServicePort, ServicePortName
+
+Key = tuple[str, str]
 
 
 class Overlap(NamedTuple):
@@ -33,28 +36,66 @@ class Overlaps:
 
     def __init__(self) -> None:
         self._owners: Mapping[bytes, str] = {}
-        self._found: dict[Hashable, tuple[Overlap, ...]] = {}
+        self._found: dict[Key, tuple[Overlap, ...]] = {}
+        self._by_port: dict[tuple[Family, Claim], set[ServicePortName]] = {}
+        self._touched: dict[Key, None] = {}
+        self._news = News()
+        #: How many there are now.
+        self.count = 0
 
     @property
     def all(self) -> frozenset[Overlap]:
         """Those that there are now."""
         return frozenset(overlap for of in self._found.values() for overlap in of)
 
-    def service(self, key: Hashable, ports: Iterable[ServicePort]) -> None:
+    def at(self, node_port: Claim) -> Iterable[ServicePortName]:
+        """Service ports that name an address of a Node with the port and protocol of a NodePort."""
+        family = Family.IPV4 if len(node_port.address) == 4 else Family.IPV6
+        return self._by_port.get((family, node_port._replace(address=b"")), ())
+
+    def news(self) -> list[Said]:
+        """What is to be said that was not said before."""
+        touched, self._touched = self._touched, {}
+        return [line for key in touched for line in self._news.of(key, self._lines(key))]
+
+    def service(self, key: Key, ports: Iterable[ServicePort]) -> None:
         """A Service has these ports now; none: it is gone."""
+        owners = self._owners
         found = tuple(
-            Overlap(port.name, frontend, self._owners[frontend.address])
+            Overlap(port.name, frontend, owners[frontend.address])
             for port in ports
             for frontend in port.frontends
-            if frontend.address in self._owners and frontend.kind is not FrontendKind.NODE_PORT
+            if frontend.address in owners and frontend.kind is not FrontendKind.NODE_PORT
         )
+        before = self._found.pop(key, ())
         if found:
             self._found[key] = found
-        else:
-            self._found.pop(key, None)
+        if found == before:
+            return
+        self._touched[key] = None
+        self.count += len(found) - len(before)
+        for overlap in before:
+            names = self._by_port.get(_by_port(overlap), set())
+            names.discard(overlap.name)
+            if not names:
+                self._by_port.pop(_by_port(overlap), None)
+        for overlap in found:
+            self._by_port.setdefault(_by_port(overlap), set()).add(overlap.name)
 
-    def nodes(self, owners: Mapping[bytes, str], services: Iterable[tuple[Hashable, Iterable[ServicePort]]]) -> None:
+    def nodes(self, owners: Mapping[bytes, str], services: Iterable[tuple[Key, Iterable[ServicePort]]]) -> None:
         """The Nodes have these addresses now, by packed address; ``services`` are all there are, with their ports."""
         self._owners = owners
         for key, ports in services:
             self.service(key, ports)
+
+    def _lines(self, key: Key) -> Iterable[Said]:
+        found = self._found.get(key, ())
+        for overlap in found[:LINES]:
+            yield Said(*key, str(overlap))
+        if len(found) > LINES:
+            more = f"{len(found) - LINES} more of its addresses and ports are those of Nodes"
+            yield Said(*key, f"Service {key[0]}/{key[1]}: {more}")
+
+
+def _by_port(overlap: Overlap) -> tuple[Family, Claim]:
+    return overlap.name.family, claim_of(overlap.name, overlap.frontend)._replace(address=b"")

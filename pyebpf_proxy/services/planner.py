@@ -8,17 +8,23 @@ node's zone or IPs concern everybody.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Collection, Iterable, KeysView, Mapping
+import zlib
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from . import endpoints, frontends, pods
-from .claims import Claim, Claims, Conflict, claim_of
+from . import endpoints, frontends
+from .claims import claim_of
+from .disputes import Disputes
+from .guard import API_SERVER, Check
 from .health_checks import HealthCheck, HealthCheckName, HealthChecks, health_check_port
-from .model import Family, FrontendKind, Protocol, ServicePort, ServicePortName
+from .losses import Loss, Said
+from .model import Family, Protocol, ServicePort, ServicePortName
 from .nodes import NO_NODE, Network, NodeView, networks_of, view_node
 from .overlaps import Overlap, Overlaps
+from .shares import EndpointShares, Limits, Shares
+from .slices import Slices
 
 if TYPE_CHECKING:
     from ..kube import objects
@@ -40,11 +46,15 @@ class _Service(msgspec.Struct, frozen=True, gc=False):
     """What is kept of a Service that is served: less than half the room of the whole object.
 
     ``ports`` have no endpoints yet. ``created`` is only ever asked in conflicts. ``health_check_port``: 0 for none.
+    ``over``: what is left out because it is too much. ``held``: what it is made of once its namespace has room again,
+    where something is left out for want of it: the object, or all of its ports, compressed.
     """
 
     ports: tuple[ServicePort, ...]
     created: str
     health_check_port: int
+    over: tuple[str, ...] = ()
+    held: objects.Service | bytes | None = None
 
 
 class PlanSettings(msgspec.Struct, frozen=True):
@@ -52,36 +62,39 @@ class PlanSettings(msgspec.Struct, frozen=True):
 
     ``node_name``: of our Node, as in ``nodeName`` of endpoints. ``node_ip``: packed address of a ``bindAddress`` that
     is not unspecified; it replaces the Node's own of that family (spec/configuration §5.3). ``external_ips``: whether
-    external IPs are served (feature gate AllowServiceExternalIPs).
+    external IPs are served (feature gate AllowServiceExternalIPs). ``check``: which of them are refused. ``limits``:
+    what one namespace may have.
     """
 
     node_name: str
     node_ip: bytes | None = None
     external_ips: bool = True
+    check: Check = "checked"
+    limits: Limits = Limits()
 
 
 class Planner:
     """The plan, kept up to date by :meth:`update`.
 
     Read-only for others: ``node_ips`` (our node's, primary family first) and ``node_cidrs`` (the first of its pod CIDRs
-    in each family), ``pod_cidrs`` and ``node_addresses`` of all Nodes, ``conflicts``. All are replaced, never changed
-    in place, and stay the same object when nothing in them changes.
+    in each family), ``pod_cidrs`` and ``node_addresses`` of all Nodes. All are replaced, never changed in place, and
+    stay the same object when nothing in them changes.
     """
 
     def __init__(self, settings: PlanSettings) -> None:
         self._settings = settings
         self._services: dict[ServiceKey, _Service] = {}
-        # Per service name, also of services that do not exist yet: its slices by name, and the way back.
-        self._slices: dict[ServiceKey, dict[str, endpoints.SliceView]] = {}
-        self._service_of_slice: dict[tuple[str, str], ServiceKey] = {}
+        self._slices = Slices(settings.node_name)
+        self._shares = Shares(settings.limits)
+        self._endpoint_shares = {
+            family: EndpointShares(most) for family, most in zip(Family, settings.limits.endpoints, strict=True)
+        }
         self._nodes: dict[str, NodeView] = {}
         # What every service port wants, and what of it others have.
         self._wanted: dict[ServicePortName, ServicePort] = {}
-        self._lost: dict[ServicePortName, set[Claim]] = {}
-        self._claims = Claims(self._rank)
-        self._conflicts: dict[Claim, Conflict] = {}
         self._health_checks = HealthChecks()
         self._overlaps = Overlaps()
+        self._disputes = Disputes(settings.check, self._rank, self._wanted, self._overlaps)
 
         self._topology = endpoints.Topology(settings.node_name, "")
         self.node_ips: dict[Family, bytes] = {}
@@ -90,6 +103,7 @@ class Planner:
         self.node_addresses: frozenset[bytes] = frozenset()
         self._service_cidrs: dict[str, tuple[Network, ...]] = {}
         self.service_cidrs: frozenset[Network] = frozenset()
+        self._owners: dict[bytes, str] = {}
         self._read_nodes()
 
     @property
@@ -98,14 +112,33 @@ class Planner:
         return self._wanted.keys()
 
     @property
-    def conflicts(self) -> frozenset[Conflict]:
-        """Addresses that more than one service port names, now. Its members are texts for people by ``str``."""
-        return frozenset(self._conflicts.values())
+    def conflicts(self) -> frozenset[Loss]:
+        """Addresses that are not served as their Services say, now: each a text by ``str``. All are copied."""
+        return frozenset(self._disputes.losses)
+
+    @property
+    def lost(self) -> int:
+        """How many ``conflicts`` there are."""
+        return self._disputes.losses.count
+
+    @property
+    def over(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
+        """Services that have more than one may have, and what of it is left out. For the thread that plans."""
+        return self._disputes.losses.over
 
     @property
     def overlaps(self) -> frozenset[Overlap]:
-        """Service addresses that are also a Node's, now. Its members are texts for people by ``str``."""
+        """Service addresses that are also a Node's, now: each a text for people by ``str``. All are copied."""
         return self._overlaps.all
+
+    @property
+    def shared(self) -> int:
+        """How many ``overlaps`` there are."""
+        return self._overlaps.count
+
+    def news(self) -> tuple[list[Said], list[Said]]:
+        """What is to be said of ``conflicts`` and of ``overlaps`` that was not said before. A few lines a Service."""
+        return self._disputes.losses.news(), self._overlaps.news()
 
     def differs(self, namespace: str, name: str, service: objects.Service | None) -> bool:
         """Whether a Service (None: that there is none) says anything else than what the last update took in."""
@@ -118,18 +151,17 @@ class Planner:
 
     def pods(self, addresses: Collection[bytes]) -> Mapping[bytes, str]:
         """The pods that have these addresses, as far as slices name them, ``namespace/name``. Safe in any thread."""
-        slices = list(self._slices.items())
-        return pods.named(((key.namespace, list(views.values())) for key, views in slices), addresses)
+        return self._slices.pods(addresses)
 
     def service_of_slice(self, namespace: str, name: str) -> tuple[str, str] | None:
         """Namespace and name of the Service that a slice in use belongs to."""
-        return self._service_of_slice.get((namespace, name))
+        return self._slices.service_of((namespace, name))
 
     def counts(self) -> dict[str, int]:
         """How many objects of each kind are in use."""
         return {
             "Service": len(self._services),
-            "EndpointSlice": len(self._service_of_slice),
+            "EndpointSlice": len(self._slices),
             "Node": len(self._nodes),
         }
 
@@ -141,11 +173,22 @@ class Planner:
     def get(self, name: ServicePortName) -> ServicePort | None:
         """A service port as planned now: without the addresses that it lost to others."""
         wanted = self._wanted.get(name)
-        lost = self._lost.get(name)
+        lost = self._disputes.losses.of(name)
         if wanted is None or not lost:
             return wanted
         kept = tuple(frontend for frontend in wanted.frontends if claim_of(name, frontend) not in lost)
         return msgspec.structs.replace(wanted, frontends=kept)
+
+    def oldest_first(self) -> Iterator[ServicePortName]:
+        """Every service port, in the order in which room is to be given to them: the oldest Service first."""
+        services = self._services
+        for key in sorted(services, key=self._age):
+            yield from (port.name for port in services[key].ports)
+
+    def _age(self, key: tuple[str, str]) -> tuple[str, tuple[str, str]]:
+        # As the API server writes times they sort as texts; without one a Service is the youngest.
+        known = self._services.get(ServiceKey(*key))
+        return (known.created if known is not None else "") or "~", key
 
     def update(self, changes: Iterable[Change]) -> Delta:
         """Take changes in. Returns every service port that differs from before, None for one that is gone."""
@@ -167,18 +210,18 @@ class Planner:
             touched.update(self._services)
 
         before: Delta = {}
-        disputed: set[Claim] = set()
+        other = self._share_out(services)
         for key, service in services.items():
-            self._replace_service(key, service, before, disputed)
-        touched.update(services)
+            self._replace_service(key, self._read_service(key, service) if service is not None else None, before)
+        for key in other:
+            self._replace_service(key, self._with_share(key), before)
+        touched.update(services, other)
+        touched.update(self._share_endpoints(touched))
         for key in touched:
-            for template in self._ports_of(key):
-                self._remember(template.name, before)
-                self._wanted[template.name] = self._fill(key, template)
-        for claim in disputed:
-            self._settle(claim, before)
+            self._fill_service(key, before)
+        self._disputes.settle(lambda name: self._remember(name, before))
         self._health_checks.update(
-            (key, known.health_check_port if known is not None else 0, self._ports_of(key), self._slices.get(key, {}))
+            (key, known.health_check_port if known is not None else 0, self._ports_of(key), self._slices.of(key))
             for key in touched
             for known in (self._services.get(key),)
         )
@@ -190,10 +233,52 @@ class Planner:
         """None: it is not served."""
         if not frontends.is_served(service):
             return None
+        external_ips, denied = self._settings.external_ips, self._shares.denied(key)
         ports = frontends.service_ports(
-            key.namespace, key.name, service, self.node_ips, external_ips=self._settings.external_ips
+            key.namespace, key.name, service, self.node_ips, external_ips=external_ips, denied=denied
         )
-        return _Service(ports, service.metadata.creation_timestamp or "", health_check_port(service))
+        over = frontends.over_limits(service, external_ips=external_ips)
+        created = service.metadata.creation_timestamp or ""
+        return _Service(ports, created, health_check_port(service), over, service if denied else None)
+
+    def _share_out(self, services: Mapping[ServiceKey, objects.Service | None]) -> set[ServiceKey]:
+        """Count what these Services need. All others that get more or less than before."""
+        for key, service in services.items():
+            served = service is not None and frontends.is_served(service)
+            need = frontends.need(service, external_ips=self._settings.external_ips) if served and service else None
+            self._shares.want(key, need)
+
+        def age(key: tuple[str, str]) -> tuple[str, tuple[str, str]]:
+            service = services.get(ServiceKey(*key))
+            return self._age(key) if service is None else (service.metadata.creation_timestamp or "~", key)
+
+        return {ServiceKey(*key) for key in self._shares.settle(age)} - services.keys()
+
+    def _with_share(self, key: ServiceKey) -> _Service | None:
+        """The same Service with more or less than before."""
+        known = self._services.get(key)
+        if known is None:
+            return None
+        if known.held is not None and not isinstance(known.held, bytes):
+            return self._read_service(key, known.held)
+        held = known.held or zlib.compress(msgspec.msgpack.encode(known.ports), 1)
+        ports = msgspec.msgpack.decode(zlib.decompress(held), type=tuple[ServicePort, ...])
+        denied = self._shares.denied(key)
+        reduced = tuple(less for port in ports if (less := frontends.reduced(port, denied)) is not None)
+        return self._with_node_ips(msgspec.structs.replace(known, ports=reduced, held=held if denied else None))
+
+    def _share_endpoints(self, touched: Iterable[ServiceKey]) -> set[ServiceKey]:
+        """Count what these Services have. All that get more or less than before."""
+        for key in touched:
+            views = self._slices.of(key).values()
+            numbers = dict.fromkeys(Family, 0)
+            for port in self._ports_of(key) if views else ():
+                of_family = [view for view in views if view.family is port.name.family]
+                number = endpoints.count(of_family, (port.name.port, port.name.protocol))
+                numbers[port.name.family] += number * endpoints.entries(port.name.protocol)
+            for family, number in numbers.items():
+                self._endpoint_shares[family].want(key, min(number, 2 * endpoints.MOST_ENDPOINTS))
+        return {ServiceKey(*key) for shares in self._endpoint_shares.values() for key in shares.settle(self._age)}
 
     def _with_node_ips(self, known: _Service) -> _Service:
         """The node's addresses have changed."""
@@ -209,28 +294,10 @@ class Planner:
     def _take_slice(
         self, namespace: str, name: str, endpoint_slice: objects.EndpointSlice | None
     ) -> Iterable[ServiceKey]:
-        """The services whose endpoints may be others now: two when the slice moves from one to another."""
-        service = endpoints.service_of(endpoint_slice) if endpoint_slice is not None else None
-        view = None
-        if endpoint_slice is not None and service is not None:
-            view = endpoints.view_slice(endpoint_slice, self._settings.node_name)
-        old_key = self._service_of_slice.get((namespace, name))
-        new_key = ServiceKey(namespace, service) if service is not None and view is not None else None
-        touched = []
-        if old_key is not None and old_key != new_key:
-            views = self._slices[old_key]
-            del views[name]
-            if not views:
-                del self._slices[old_key]
-            del self._service_of_slice[(namespace, name)]
-            touched.append(old_key)
-        if new_key is not None and view is not None:
-            views = self._slices.setdefault(new_key, {})
-            if views.get(name) != view:
-                views[name] = view
-                touched.append(new_key)
-            self._service_of_slice[(namespace, name)] = new_key
-        return touched
+        touched = self._slices.take(namespace, name, endpoint_slice)
+        if API_SERVER in touched:
+            self._disputes.guard.set_api_servers(self._slices.places(API_SERVER))
+        return [ServiceKey(*key) for key in touched]
 
     def _take_node(self, name: str, node: objects.Node | None) -> bool:
         view = view_node(node) if node is not None else None
@@ -249,6 +316,7 @@ class Planner:
             return
         self._service_cidrs[name] = cidrs
         self.service_cidrs = frozenset(cidr for cidrs in self._service_cidrs.values() for cidr in cidrs)
+        self._disputes.guard.set_service_cidrs(self.service_cidrs)
 
     def _read_nodes(self) -> bool:
         """Bring the node attributes up to date; True if that concerns every service."""
@@ -273,11 +341,18 @@ class Planner:
         pod_cidrs = frozenset(cidr for node in self._nodes.values() for cidr in node.pod_cidrs)
         if pod_cidrs != self.pod_cidrs:
             self.pod_cidrs = pod_cidrs
-        addresses = frozenset(address for node in self._nodes.values() for address in node.addresses)
-        if addresses != self.node_addresses:
-            self.node_addresses = addresses
-            owners = {address: name for name, node in self._nodes.items() for address in node.addresses}
+        # Of Nodes that claim one address the first by name counts, whatever came first.
+        owners = {
+            address: name for name in sorted(self._nodes, reverse=True) for address in self._nodes[name].addresses
+        }
+        if owners != self._owners:
+            self._owners = owners
             self._overlaps.nodes(owners, ((key, known.ports) for key, known in self._services.items()))
+            self._disputes.guard.set_nodes(owners)
+            if owners.keys() != self.node_addresses:
+                self.node_addresses = frozenset(owners)
+        known = [node for node in self._nodes.values() if node.kubelet_port]
+        self._disputes.guard.set_kubelets(frozenset((a, node.kubelet_port) for node in known for a in node.addresses))
         return concerns_all
 
     # ---- planning ----------------------------------------------------------------------------------------------
@@ -287,41 +362,59 @@ class Planner:
         if name not in before:
             before[name] = self.get(name)
 
-    def _replace_service(
-        self, key: ServiceKey, service: objects.Service | None, before: Delta, disputed: set[Claim]
-    ) -> None:
-        """Make a Service's ports anew and put its claims in the place of the old ones."""
+    def _replace_service(self, key: ServiceKey, known: _Service | None, before: Delta) -> None:
+        """Give a Service other ports and put its claims in the place of the old ones."""
         # Remembered for all of them before anything changes: a lost address is part of what was.
         old = self._ports_of(key)
         for template in old:
             self._remember(template.name, before)
         for template in old:
-            for frontend in template.frontends:
-                claim = claim_of(template.name, frontend)
-                if self._claims.remove(claim, template.name):
-                    disputed.add(claim)
+            self._disputes.leave(template)
             del self._wanted[template.name]
-        known = self._read_service(key, service) if service is not None else None
         self._overlaps.service(key, known.ports if known is not None else ())
         if known is None:
             self._services.pop(key, None)
             return
         self._services[key] = known
         for template in known.ports:
-            for frontend in template.frontends:
-                claim = claim_of(template.name, frontend)
-                if self._claims.add(claim, template.name):
-                    disputed.add(claim)
+            self._disputes.enter(template)
 
-    def _fill(self, key: ServiceKey, template: ServicePort) -> ServicePort:
-        """A service port with its endpoint lists."""
-        views = self._slices.get(key)
-        if not views:
-            return template
-        name = template.name
+    def _fill_service(self, key: ServiceKey, before: Delta) -> None:
+        """Give the ports of a Service their endpoints, as many as one Service may have."""
+        rooms = {family: self._endpoint_shares[family].room(key) for family in Family}
+        left = {family: 2 * endpoints.MOST_ENDPOINTS if room is None else room for family, room in rooms.items()}
+        room = dict.fromkeys(Family, endpoints.MOST_ENDPOINTS)
+        views = self._slices.of(key)
         # By slice name, so that "the later one" of duplicates is the same whatever came first.
-        of_family = [views[slice_name] for slice_name in sorted(views) if views[slice_name].family is name.family]
-        known = endpoints.merge(of_family, (name.port, name.protocol))
+        ordered = [views[slice_name] for slice_name in sorted(views)]
+        by_family = {family: [view for view in ordered if view.family is family] for family in Family}
+        wanted = dict.fromkeys(Family, 0)
+        known = self._services.get(key)
+        for template in known.ports if known is not None else ():
+            name, family = template.name, template.name.family
+            self._remember(name, before)
+            of_family, each = by_family[family], endpoints.entries(name.protocol)
+            most = min(room[family], left[family] // each)
+            self._wanted[name] = self._fill(template, of_family, most) if of_family else template
+            number = endpoints.count(of_family, (name.port, name.protocol))
+            wanted[family] += number
+            room[family] = max(0, room[family] - number)
+            left[family] = max(0, left[family] - number * each)
+        over = [] if known is None else [*known.over, *self._shares.why(key), *self._slices.too_long(key)]
+        for family, number in wanted.items():
+            which = f"IPv{family.value} endpoints, counted by port,"
+            if number > endpoints.MOST_ENDPOINTS:
+                over.append(f"{number} {which} are more than {endpoints.MOST_ENDPOINTS}: the first are served")
+            if rooms[family] is not None:
+                most = self._endpoint_shares[family].most
+                what = f"{number} {which} are more than older Services of namespace {key.namespace} leave of {most}"
+                over.append(f"{what}: the first are served")
+        self._disputes.losses.set_over(key, tuple(over))
+
+    def _fill(self, template: ServicePort, of_family: list[endpoints.SliceView], most: int) -> ServicePort:
+        """A service port with its endpoint lists."""
+        name = template.name
+        known = endpoints.merge(of_family, (name.port, name.protocol), most)
         lists = endpoints.choose_lists(
             known,
             self._topology,
@@ -345,8 +438,6 @@ class Planner:
             vip_source_allowed=template.vip_source_allowed,
         )
 
-    # ---- conflicts ---------------------------------------------------------------------------------------------
-
     def _rank(self, name: ServicePortName) -> Any:
         """Older first, of no known age last, then by namespace and name (spec/service-semantics §8 leaves it open)."""
         known = self._services.get(ServiceKey(name.namespace, name.name))
@@ -357,24 +448,3 @@ class Planner:
         if created.tzinfo is None:
             created = created.replace(tzinfo=datetime.UTC)
         return created, name
-
-    def _settle(self, claim: Claim, before: Delta) -> None:
-        """Decide a disputed claim and mark who lost it."""
-        was = self._conflicts.pop(claim, None)
-        conflict = self._claims.settle(claim)
-        losers_before = set(was.losers) if was is not None else set()
-        losers = set(conflict.losers) if conflict is not None else set()
-        for name in losers_before - losers:
-            self._remember(name, before)
-            lost = self._lost[name]
-            lost.discard(claim)
-            if not lost:
-                del self._lost[name]
-        for name in losers - losers_before:
-            self._remember(name, before)
-            self._lost.setdefault(name, set()).add(claim)
-        if conflict is not None:
-            self._conflicts[claim] = conflict._replace(kinds=tuple(self._kind(name, claim) for name in conflict.losers))
-
-    def _kind(self, name: ServicePortName, claim: Claim) -> FrontendKind:
-        return next(each.kind for each in self._wanted[name].frontends if claim_of(name, each) == claim)

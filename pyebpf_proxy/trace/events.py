@@ -12,17 +12,16 @@ from pyebpf_proxy.see import model
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import Protocol
 
-Lane = Literal["direct", "netfilter", "socket", ""]
+Path = Literal["fast", "netfilter", "socket", ""]
 Verdict = Literal["served", "refused", "dropped", "replaced"]
 Place = tuple[bytes, int]
 
 #: Fields of struct decision, in the order of :class:`Event`.
 FIELDS = (
     *("when", "source", "destination", "endpoint", "source_port", "destination_port", "endpoint_port"),
-    *("protocol", "ipv6", "device", "service", "backend", "reason", "process", "masquerade", "hook", "command"),
+    *("protocol", "ipv6", "device", "service", "backend", "reason", "process", "masquerade", "hook", "slow", "command"),
 )
 _HOOKS: Mapping[int, Literal["tc", "xdp", "socket"]] = {1: "tc", 2: "xdp", 3: "socket"}
-_DIRECT = ("new_flow_direct", "insert_race", "drop_conntrack_full", "drop_insert_failed", "drop_nat_failed")
 
 
 class Event(NamedTuple):
@@ -41,13 +40,14 @@ class Event(NamedTuple):
     command: str
     masquerade: bool
     hook: int
+    slow: str = ""
 
 
 def decode(raw: bytes, layout: Struct, reasons: Mapping[int, str]) -> Event:
     """``reasons``: their names, in lower case, by number. What is behind the struct is padding."""
     when, source, destination, endpoint, *rest = layout.unpack_from(raw)
     source_port, destination_port, endpoint_port, protocol, ipv6, device, service, backend, *more = rest
-    reason, process, masquerade, hook, command = more
+    reason, process, masquerade, hook, slow, command = more
     size = 16 if ipv6 else 4
     return Event(
         when / 1e9,
@@ -63,14 +63,15 @@ def decode(raw: bytes, layout: Struct, reasons: Mapping[int, str]) -> Event:
         command.partition(b"\0")[0].decode(errors="replace"),
         bool(masquerade),
         hook,
+        reasons.get(slow, "") if slow else "",
     )
 
 
-def lane_of(reason: str) -> Lane:
-    """The lane that a decision with this reason is for."""
-    if reason in _DIRECT:
-        return "direct"
-    if reason.startswith("lane_"):
+def path_of(reason: str) -> Path:
+    """The path of what was decided with this reason: of a new flow, or of a packet that the slow path had to take."""
+    if reason in ("new_flow_fast", "drop_rewrite_failed", "drop_awaiting_promotion"):
+        return "fast"
+    if reason == "new_flow_netfilter" or reason.startswith(("slow_", "stack_")):
         return "netfilter"
     return "socket" if reason.endswith("_socket") else ""
 
@@ -114,7 +115,8 @@ def view(event: Event, names: Names, booted: float) -> model.Decision:
         endpoint=format_address_port(*event.endpoint) if event.endpoint is not None else "",
         endpoint_name=names.pod(event.endpoint[0]) if event.endpoint is not None else "",
         backend=event.backend,
-        lane=lane_of(event.reason),
+        path=path_of(event.reason),
+        slow=event.slow,
         masquerade=event.masquerade,
         masqueraded_as=names.masqueraded_as(event) if event.masquerade else "",
         verdict=verdict_of(event.reason),

@@ -13,15 +13,15 @@ from pyebpf_proxy.see.filters import means, split
 from pyebpf_proxy.see.names import matching, suggested
 from pyebpf_proxy.services.addresses import format_address, parse_address
 from pyebpf_proxy.services.model import Protocol, ServicePortName
-from pyebpf_proxy.trace.events import lane_of
+from pyebpf_proxy.trace.events import path_of
 
 #: As many service ports as struct tracing (bpf/trace_maps.h) has room for.
 SERVICES_MAX = 16
 FIELDS = (
-    *("service", "address", "client", "destination", "endpoint", "port", "protocol", "reason", "lane", "device"),
+    *("service", "address", "client", "destination", "endpoint", "port", "protocol", "reason", "path", "device"),
     "process",
 )
-LANES = ("direct", "netfilter", "socket")
+PATHS = ("fast", "netfilter", "socket")
 Check = Callable[[model.Decision], bool]
 #: ``[NAMESPACE/]NAME`` of a pod; not all digits and dots: that is an address, or ought to be one.
 _POD = re.compile(r"(?![0-9.]+$)([a-z0-9-]+/)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
@@ -92,7 +92,7 @@ class Filter:
             protocol = _protocol(value)
             self.wanted["protocol"] = int(protocol)
             self._checks.append(lambda d: d.protocol == protocol.name)
-        elif field in ("reason", "lane"):
+        elif field in ("reason", "path"):
             self._reasons(field, value, known)
         elif field == "device":
             if value not in known.devices:
@@ -142,10 +142,10 @@ class Filter:
         self._checks.append(lambda d: any(place.endswith(end) for place in (d.source, d.destination, d.endpoint)))
 
     def _reasons(self, field: str, value: str, known: Known) -> None:
-        if field == "lane":
-            if value not in LANES:
-                raise QuestionError(f"there is no lane {value}: {', '.join(LANES)}")
-            found = {name for name in known.reasons if lane_of(name) == value}
+        if field == "path":
+            if value not in PATHS:
+                raise QuestionError(f"there is no path {value}: {', '.join(PATHS)}")
+            found = {name for name in known.reasons if path_of(name) == value}
         else:
             found = _reasons(value, known)
             if not found:
@@ -177,8 +177,8 @@ def _field_of(word: str, known: Known) -> str:
         return "address"
     if word.upper() in Protocol.__members__:
         return "protocol"
-    if word in LANES:
-        return "lane"
+    if word in PATHS:
+        return "path"
     if _reasons(word, known):
         return "reason"
     if word in known.devices:
@@ -188,5 +188,5 @@ def _field_of(word: str, known: Known) -> str:
     except QuestionError as error:
         if suggested(word, {(name.namespace, name.name) for name in known.services}) or "may be" in str(error):
             raise
-        raise QuestionError(f"{word} is no address, service, protocol, lane, reason or device") from None
+        raise QuestionError(f"{word} is no address, service, protocol, path, reason or device") from None
     return "service"

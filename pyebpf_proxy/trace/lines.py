@@ -8,6 +8,7 @@ from datetime import datetime
 
 import msgspec
 
+from pyebpf_proxy.printable import printable, printable_json
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.text import Colour, Paper
 
@@ -19,16 +20,16 @@ _COLOURS: dict[str, Colour] = {"refused": "red", "dropped": "red", "replaced": "
 def printed(line: Line, form: str, sheet: Paper) -> str:
     """As it was asked for: ``table``, ``json`` or ``name``; "" if there is nothing to say that way."""
     if form == "json":
-        return msgspec.json.encode(line).decode()
+        return printable_json(msgspec.json.encode(line).decode())
     if form == "name":
-        return line.service if isinstance(line, model.Decision) else ""
+        return printable(line.service) if isinstance(line, model.Decision) else ""
     if isinstance(line, model.Decision):
         text, colour = _decision(line)
     elif isinstance(line, model.Lost):
         text, colour = _lost(line)
     else:
         text, colour = _kernel(line)
-    text = f"{_clock(line.time)} {text}"
+    text = printable(f"{_clock(line.time)} {text}")
     parts = [text]
     if len(text) > sheet.width:
         parts = textwrap.wrap(text, sheet.width, subsequent_indent="    ", break_on_hyphens=False)
@@ -50,8 +51,8 @@ def _decision(decision: model.Decision) -> tuple[str, Colour]:
         words.append(decision.service)
     if decision.endpoint:
         words.append(f"to {_named(decision.endpoint, decision.endpoint_name)}")
-    if decision.lane:
-        words.append(decision.lane)
+    if decision.path:
+        words.append(f"{decision.path} ({decision.slow})" if decision.slow else decision.path)
     if decision.masquerade:
         words.append("masqueraded" + (f" as {decision.masqueraded_as}" if decision.masqueraded_as else ""))
     if decision.verdict in ("refused", "dropped"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
+from struct import Struct
 from types import TracebackType
 from typing import Self
 
@@ -74,7 +76,9 @@ class Lookup:
         return self._devices[ifindex]
 
     def _masqueraded_as(self, event: Event) -> str:
-        """As conntrack has it; the netfilter lane's flows are there when their packet has left."""
+        """As the flow table has it, or conntrack: there it is when the packet has left."""
+        if event.reason == "new_flow_fast":
+            return self._young_masqueraded_as(event)
         try:
             reply = ctnetlink.reply_of(self._conntrack, event.protocol, event.source, event.destination)
         except OSError:
@@ -82,3 +86,26 @@ class Lookup:
         if reply is None or reply.destination == event.source[0]:
             return ""
         return format_address_port(reply.destination, int.from_bytes(reply.destination_port, "big"))
+
+    def _young_masqueraded_as(self, event: Event) -> str:
+        value = self._maps.map("flows").lookup(
+            self._flow_key.pack(
+                event.source[0].ljust(16, b"\0"),
+                event.destination[0].ljust(16, b"\0"),
+                event.source[1],
+                event.destination[1],
+                int(event.protocol),
+                len(event.source[0]) == 16,
+            )
+        )
+        if value is None:
+            return ""
+        (rewrite,) = self._maps.packer("flow", "rewrite").unpack(value)
+        source, port = self._maps.packer("flow_rewrite", "source", "source_port").unpack(rewrite)
+        return format_address_port(source[: len(event.source[0])], port)
+
+    @cached_property
+    def _flow_key(self) -> Struct:
+        return self._maps.packer(
+            "flow_key", "source", "destination", "source_port", "destination_port", "protocol", "ipv6"
+        )

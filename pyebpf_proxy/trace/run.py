@@ -33,7 +33,7 @@ _LOOK = 1.0
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    text = "address, service, protocol, lane, reason or device; or FIELD=VALUE: service, address, client, destination,"
+    text = "address, service, protocol, path, reason or device; or FIELD=VALUE: service, address, client, destination,"
     parser.add_argument(
         "filter", nargs="*", metavar="FILTER", help=f"{text} endpoint, port, protocol, reason, …; all must fit"
     )

@@ -70,18 +70,16 @@ def udp_flows(family: Family) -> Iterator[Flow]:
 
 
 def delete(flows: Iterable[Flow]) -> int:
-    """Delete flows; the number of those that were still there. OSError if the kernel refuses: the rest stays.
+    """Delete flows; the number of those that were still there. OSError if the kernel refuses one: that one stays.
 
     A flow that has got another endpoint since it was listed is another entry, and stays.
     """
-    deleted = 0
     with RawLink(NETLINK_NETFILTER) as link:
-        for flow in flows:
-            number = link.request(DELETE, _header(flow.family) + flow.key)
-            if number not in (0, errno.ENOENT):
-                raise OSError(number, f"conntrack: a UDP flow could not be deleted: {os.strerror(number)}")
-            deleted += number == 0
-    return deleted
+        numbers = link.request_many(DELETE, 0, [_header(flow.family) + flow.key for flow in flows])
+    for number in numbers:
+        if number not in (0, errno.ENOENT):
+            raise OSError(number, f"conntrack: a UDP flow could not be deleted: {os.strerror(number)}")
+    return numbers.count(0)
 
 
 def reply_of(link: RawLink, protocol: int, source: tuple[bytes, int], destination: tuple[bytes, int]) -> Tuple | None:

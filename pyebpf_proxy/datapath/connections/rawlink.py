@@ -7,10 +7,11 @@ things (links, addresses, tc) is asked by pyroute2.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -23,6 +24,11 @@ _CODE = struct.Struct("=i")
 _ATTRIBUTE = struct.Struct("=HH")
 _NESTED, _TYPE = 0x8000, 0x3FFF
 _RECEIVE_BYTES = 1 << 18
+_SOL_NETLINK, _CAP_ACK = 270, 10
+#: Messages of one send. Each acknowledgement takes about 768 bytes of the socket's receive buffer, 208 KiB by default.
+_AT_ONCE = 128
+#: Requests of one send whose answers are whole messages, each of which takes 2 to 4 KiB of that buffer.
+_ANSWERS_AT_ONCE = 32
 
 
 class RawLink:
@@ -62,6 +68,61 @@ class RawLink:
         (code,) = _CODE.unpack_from(self._socket.recv(_RECEIVE_BYTES), _HEADER.size)
         return -int(code)
 
+    def request_many(self, kind: int, flags: int, bodies: Sequence[bytes]) -> list[int]:
+        """Ask for many things of one kind: for each, in order, 0 or the errno that it was refused with.
+
+        ``flags``: beside NLM_F_REQUEST and NLM_F_ACK. The kernel does them one after the other, whatever becomes of
+        the others. OSError if it does not answer at all.
+        """
+        # Else every refusal brings the whole message back.
+        self._socket.setsockopt(_SOL_NETLINK, _CAP_ACK, 1)
+        numbers: list[int] = []
+        for at in range(0, len(bodies), _AT_ONCE):
+            numbers += self._request_some(kind, flags | _REQUEST | _ACK, bodies[at : at + _AT_ONCE])
+        return numbers
+
+    def _request_some(self, kind: int, flags: int, bodies: Sequence[bytes]) -> list[int]:
+        self._socket.send(_batch(kind, flags, bodies))
+        numbers, answered = [0] * len(bodies), 0
+        while answered < len(bodies):
+            data = self._socket.recv(_RECEIVE_BYTES)
+            at = 0
+            while at + _HEADER.size + _CODE.size <= len(data):
+                length, answer, _, number, _ = _HEADER.unpack_from(data, at)
+                if answer == _ERROR and number < len(bodies):
+                    (code,) = _CODE.unpack_from(data, at + _HEADER.size)
+                    numbers[number] = -int(code)
+                    answered += 1
+                at += max((length + 3) & ~3, _HEADER.size)
+        return numbers
+
+    def get_many(self, kind: int, bodies: Sequence[bytes]) -> list[bytes | int]:
+        """Ask for many things of one kind: for each, in order, the answer without its netlink header, or an errno.
+
+        Each answer is one message, of 16 KiB at most. EAGAIN: the kernel gave no answer. OSError of the socket.
+        """
+        buffer = bytearray(1 << 14)
+        found: list[bytes | int] = []
+        for at in range(0, len(bodies), _ANSWERS_AT_ONCE):
+            some: list[bytes | int] = [errno.EAGAIN] * len(bodies[at : at + _ANSWERS_AT_ONCE])
+            self._socket.send(_batch(kind, _REQUEST, bodies[at : at + _ANSWERS_AT_ONCE]))
+            # The kernel has answered all of them before send() returns.
+            for _ in some:
+                try:
+                    size = self._socket.recv_into(buffer, 0, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    break
+                length, answer, _, number, _ = _HEADER.unpack_from(buffer)
+                if length > size or number >= len(some):
+                    continue
+                if answer == _ERROR:
+                    (code,) = _CODE.unpack_from(buffer, _HEADER.size)
+                    some[number] = -int(code)
+                else:
+                    some[number] = bytes(buffer[_HEADER.size : length])
+            found += some
+        return found
+
     def get(self, kind: int, body: bytes) -> bytes:
         """Ask for one thing: the answer without its netlink header. OSError with what the kernel says."""
         self._send(kind, _REQUEST, body)
@@ -74,6 +135,13 @@ class RawLink:
 
     def _send(self, kind: int, flags: int, body: bytes) -> None:
         self._socket.send(_HEADER.pack(_HEADER.size + len(body), kind, flags, 1, 0) + body)
+
+
+def _batch(kind: int, flags: int, bodies: Sequence[bytes]) -> bytes:
+    return b"".join(
+        _HEADER.pack(_HEADER.size + len(body), kind, flags, number, 0) + body + bytes(-len(body) % 4)
+        for number, body in enumerate(bodies)
+    )
 
 
 def attribute(kind: int, value: bytes, *, nested: bool = False) -> bytes:

@@ -26,6 +26,8 @@ typedef int (*libbpf_print_fn_t)(int level, const char *format, void *arguments)
 libbpf_print_fn_t libbpf_set_print(libbpf_print_fn_t function);
 uint32_t libbpf_major_version(void);
 int libbpf_num_possible_cpus(void);
+int libbpf_probe_bpf_helper(int program_type, int helper, const void *options);
+int libbpf_probe_bpf_map_type(int map_type, const void *options);
 
 struct bpf_object *bpf_object__open_file(const char *path, const void *options);
 int bpf_object__load(struct bpf_object *object);
@@ -65,7 +67,18 @@ int bpf_link__destroy(struct bpf_link *link);
 
 struct link_options { size_t sz; uint32_t flags; uint32_t iter_info_len; };
 int bpf_link_create(int program_fd, int target, int attach_type, const struct link_options *options);
+int bpf_link_update(int link_fd, int program_fd, const void *options);
+int bpf_link_detach(int link_fd);
 int bpf_obj_pin(int fd, const char *path);
+struct query_options {
+    size_t sz;
+    uint32_t query_flags; uint32_t attach_flags; uint32_t *prog_ids; uint32_t count; uint32_t *prog_attach_flags;
+};
+int bpf_prog_query_opts(int target, int attach_type, struct query_options *options);
+int bpf_map_create(int type, const char *name, uint32_t key_size, uint32_t value_size, uint32_t max_entries,
+                   const void *options);
+int bpf_prog_load(int type, const char *name, const char *license, const char *instructions, size_t count,
+                  const void *options);
 
 typedef void (*sample_fn)(void *context, int cpu, void *data, uint32_t size);
 struct perf_buffer *perf_buffer__new(int map_fd, size_t pages, sample_fn sample, void *lost, void *context,
@@ -78,6 +91,7 @@ struct batch_options { size_t sz; uint64_t element_flags; uint64_t flags; };
 int bpf_map_lookup_elem(int fd, const char *key, char *value);
 int bpf_map_update_elem(int fd, const char *key, const char *value, uint64_t flags);
 int bpf_map_delete_elem(int fd, const char *key);
+int bpf_map_lookup_and_delete_elem(int fd, const char *key, char *value);
 int bpf_map_get_next_key(int fd, const char *key, char *next_key);
 int bpf_map_lookup_batch(int fd, const char *in_batch, char *out_batch, char *keys, char *values, uint32_t *count,
                          const struct batch_options *options);

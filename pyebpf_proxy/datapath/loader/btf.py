@@ -211,8 +211,16 @@ class Btf:
                 return inner[0], at + inner[1]
         return None
 
+    def has_variable(self, section: str, name: str) -> bool:
+        """Whether there is such a global variable."""
+        try:
+            self.variable(section, name)
+        except StaleObjectError:
+            return False
+        return True
+
     def variable(self, section: str, name: str) -> tuple[int, int]:
-        """Offset and size of a global variable in its section (".rodata")."""
+        """Offset and size of a global variable in its section (".rodata"). StaleObjectError: there is none."""
         for t in self._types:
             if t.kind != _DATASEC or t.name != section:
                 continue

@@ -4,4 +4,4 @@
 from __future__ import annotations
 
 #: Part of the pins' path. Changes with every change of bpf/maps.h that a program of the other version could not read.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2

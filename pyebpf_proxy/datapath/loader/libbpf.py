@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Self
 from pyebpf_proxy.datapath.loader import _libbpf
 from pyebpf_proxy.datapath.loader._libbpf import BpfError, captured, checked, checked_pointer, ffi
 from pyebpf_proxy.datapath.loader._map import Map
+from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS, of_kernel
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.errors import FatalError
 
@@ -77,6 +78,8 @@ class RunResult(NamedTuple):
 
 
 class Program:
+    """A program of an object."""
+
     def __init__(self, pointer: Any) -> None:
         self.pointer = pointer
         self._lib = _libbpf.lib()
@@ -84,6 +87,7 @@ class Program:
 
     @property
     def fd(self) -> int:
+        """The descriptor; it belongs to the object."""
         return checked(self._lib.bpf_program__fd(self.pointer), f"program {self.name}")
 
     def test_run(self, data: bytes, skb: SkBuff | None = None, repeat: int = 1) -> RunResult:
@@ -287,12 +291,15 @@ class Object:
         without: Container[str],
         resized: Path | None,
     ) -> None:
+        abilities = of_kernel()
+        if self.btf.has_variable(".rodata", "abilities"):
+            self._set_rodata("abilities", self.btf.struct("abilities").pack(**abilities._asdict()))
         for name, value in rodata.items():
             self._set_rodata(name, value)
         for name, pointer in self._maps.items():
             if "." in name:  # .rodata and the like are this object's own
                 continue
-            if name in without:
+            if name in without or (name in STORAGE_MAPS and not abilities.socket_storage):
                 checked(self._lib.bpf_map__set_autocreate(pointer, False), f"leave out map {name}")
                 self._left_out.add(name)
                 continue

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the programs, and find out by trying which lane this kernel can carry.
+"""Load the programs, and find out by trying what this kernel can carry.
 
-The kfuncs that create conntrack entries are not stable, and some kernels refuse them: nothing is concluded from a
-version. Loading is tried with everything, then without creating entries, then without looking them up. What is
-switched off is dead code to the verifier, so it is never asked about what the kernel lacks.
+Kfuncs are not stable, and some kernels refuse them: nothing is concluded from a version. Loading is tried with
+everything, then without looking conntrack entries up, then without the fast path. What is switched off is dead code to
+the verifier, so it is never asked about what the kernel lacks.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION as LAYOUT_VERSION
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object
-from pyebpf_proxy.datapath.preflight import old_kernel, unreachable_modules
+from pyebpf_proxy.datapath.preflight import old_kernel, unreachable_conntrack
 from pyebpf_proxy.datapath.tables.resize import Resize
 
 if TYPE_CHECKING:
     from pyebpf_proxy.config.effective import Scheduler
 
 OBJECTS = Path(__file__).resolve().parents[2] / "bpf"
-
-Lane = Literal["direct", "netfilter"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,11 @@ class Settings:
 
     netns_cookie: int
     masquerade_mark: int = 0x4000
-    tcp_timeout_ms: int = 120_000
-    udp_timeout_ms: int = 30_000
-    tcp_established_ms: int = 86_400_000
-    udp_stream_ms: int = 120_000
+    #: Source ports of masqueraded flows of the fast path; 0 and 0: there are none.
+    snat_port_min: int = 0
+    snat_port_max: int = 0
+    #: Young flows that packets of one device may have opened at a time.
+    flow_quota: int = 8192
     pod_cidr4: bytes = bytes(4)
     pod_mask4: bytes = bytes(4)
     pod_cidr6: bytes = bytes(16)
@@ -47,14 +47,14 @@ class Settings:
     detector6: int = 0
     masquerade_all: bool = False
     conntrack_lookup: bool = True
-    direct_lane: bool = True
     nft_mode: bool = False
     localhost_node_ports: bool = False
     scheduler: int = 0
     pod_sockets: bool = False
     fast_path: bool = False
     mark_datagrams: bool = False
-    learn_after: int = 3
+    #: The processor reorders stores, as anything but x86 and s390 does.
+    weak_memory: bool = False
     xdp: bool = False
     xdp_generic: bool = False
     dry_run: bool = False
@@ -85,13 +85,17 @@ _SCHEDULER_MAPS = {
     "locality_sets": {8},
 }
 # Maps that are made only where sockets of pods are translated.
-_POD_MAPS = {"pod_sources", "left_sockets", "excluded_pods"}
+_POD_MAPS = {"pod_sources", "left_sockets", "excluded_pods", *STORAGE_MAPS}
 # Maps of XDP alone.
-_XDP_MAPS = {"xdp_devices", "xdp_choices", "xdp_opened"}
+_XDP_MAPS = {"xdp_devices", "xdp_choices"}
 # Only for programs that are run to see what they would do.
 _DRY_MAPS = {"dry_results"}
-# Maps of the flow cache alone.
-_FLOW_MAPS = {"flows", "fast_path", "flow_drafts", "flow_sightings"}
+# Maps and programs of the fast path alone.
+_FLOW_MAPS = {
+    *("flows", "fast_path", "flow_drafts", "sightings", "promotions", "young_counts", "permits", "handovers"),
+    *("sweep_results", "flow_fragments", "recent_flows", "recent_next"),
+}
+_FLOW_PROGRAMS = {"tc_egress", "sweep_flows", "promote_flow", "end_flow"}
 
 
 class Loaded:
@@ -102,7 +106,7 @@ class Loaded:
         tc: Object,
         sock: Object,
         settings: Settings,
-        why: str,
+        why_no_lookup: str = "",
         resize: Resize | None = None,
         why_not_pods: str = "",
         why_not_fast: str = "",
@@ -116,13 +120,11 @@ class Loaded:
         #: Why there is no XDP though that was asked for, or "".
         self.why_not_xdp = why_not_xdp
         self.settings = settings
-        #: Which lane TCP and UDP to pods take.
-        self.lane: Lane = "direct" if settings.direct_lane else "netfilter"
-        #: Why it is not the direct one, or "".
-        self.why = why
+        #: Why conntrack is not asked before a flow is opened, or "".
+        self.why_no_lookup = why_no_lookup
         #: Why sockets of pods are not translated though that was asked for, or "".
         self.why_not_pods = why_not_pods
-        #: Why established flows do not go by the flow cache though that was asked for, or "".
+        #: Why there is no fast path though that was asked for, or "".
         self.why_not_fast = why_not_fast
         self.maps: dict[str, Map] = {**sock.maps, **tc.maps}
         self._resize = resize
@@ -133,8 +135,8 @@ class Loaded:
     def refusals(self) -> dict[str, str]:
         """What was asked for and is not there, and why."""
         named = {
-            "direct lane": self.why,
             "fast path": self.why_not_fast,
+            "conntrack lookup": self.why_no_lookup,
             "sockets of pods": self.why_not_pods,
             "XDP": self.why_not_xdp,
         }
@@ -158,10 +160,9 @@ def load(
     settings: Settings,
     pin_dir: Path | None = None,
     sizes: Mapping[str, int] | None = None,
-    lane: Literal["auto", "netfilter"] = "auto",
     objects: Path = OBJECTS,
 ) -> Loaded:
-    """Load both objects with the best lane that the kernel accepts.
+    """Load the objects with as much of ``settings`` as the kernel accepts.
 
     ``pin_dir``: where the maps are pinned, and taken from if they are there already. ``sizes``: max_entries by map; a
     pinned map of another size is replaced by one with its entries (``resize``), FatalError if they do not fit.
@@ -177,11 +178,11 @@ def load(
     sizes = _with_schedulers(sizes or {})
     tc: Object | None = None
     try:
-        tc, settings, why, why_not_fast = _load_tc(settings, pin_dir, sizes, lane, objects)
+        tc, settings, why_no_lookup, why_not_fast = _load_tc(settings, pin_dir, sizes, objects)
         sock, why_not_pods = _load_sock(settings, pin_dir, sizes, tc, objects)
         try:
             xdp, why_not_xdp = _load_xdp(settings, pin_dir, sizes, tc, objects)
-            loaded = Loaded(tc, sock, settings, why, resize, why_not_pods, why_not_fast, xdp, why_not_xdp)
+            loaded = Loaded(tc, sock, settings, why_no_lookup, resize, why_not_pods, why_not_fast, xdp, why_not_xdp)
             if pin_dir is not None:
                 # Of a former run with another scheduler; the programs of that run still hold theirs.
                 for name in _unused(settings):
@@ -203,37 +204,53 @@ def load(
 
 
 def _load_tc(
-    settings: Settings,
-    pin_dir: Path | None,
-    sizes: Mapping[str, int] | None,
-    lane: Literal["auto", "netfilter"],
-    objects: Path,
+    settings: Settings, pin_dir: Path | None, sizes: Mapping[str, int] | None, objects: Path
 ) -> tuple[Object, Settings, str, str]:
-    """With the settings that the kernel took; why it is not the direct lane, and why not the fast path."""
-    slow = replace(settings, fast_path=False)
-    attempts = [settings, slow] if lane == "auto" and settings.direct_lane else []
-    attempts += [replace(settings, direct_lane=False), replace(slow, direct_lane=False)]
-    attempts.append(replace(slow, direct_lane=False, conntrack_lookup=False))
+    """With the settings that the kernel took; why conntrack is not looked up, and why there is no fast path."""
+    why_no_lookup = why_not_fast = ""
+    wanted = settings
+    if settings.fast_path and not fast_path_is_built(objects / "tc.bpf.o"):
+        why_not_fast = "tc.bpf.o has no program tc_egress"
+        wanted = replace(settings, fast_path=False)
+    attempts = [wanted, replace(wanted, conntrack_lookup=False)]
+    attempts += [replace(attempt, fast_path=False) for attempt in attempts]
     attempts = list(dict.fromkeys(attempts))
-    why = "" if lane == "auto" else "the netfilter lane was asked for"
-    why_not_fast = ""
     for attempt in attempts:
-        tc = _open(objects / "tc.bpf.o", attempt, pin_dir, sizes)
+        tc = _open(object_file("tc", attempt.conntrack_lookup, objects), attempt, pin_dir, sizes)
         try:
-            return tc.load(), attempt, why, "" if attempt.fast_path else why_not_fast
+            loaded = tc.load()
         except BpfError as error:
             tc.close()
-            refused = unreachable_modules() or f"the kernel does not accept it: {error}"
-            if attempt.fast_path:
+            refused = f"the kernel does not accept it: {error}"
+            if attempt.conntrack_lookup:
+                why_no_lookup = why_no_lookup or unreachable_conntrack() or refused
+            elif attempt.fast_path:
                 why_not_fast = why_not_fast or refused
-            else:
-                why = why or unreachable_modules() or f"the kernel does not accept the direct lane: {error}"
             if attempt is attempts[-1]:
                 raise
         except BaseException:
             tc.close()
             raise
+        else:
+            if not attempt.fast_path:
+                for name in _FLOW_PROGRAMS:
+                    loaded.programs.pop(name, None)
+            return loaded, attempt, "" if attempt.conntrack_lookup else why_no_lookup, why_not_fast
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def object_file(name: str, conntrack_lookup: bool, folder: Path = OBJECTS) -> Path:
+    """The object with this name, or the one that does not declare the functions of conntrack.
+
+    libbpf before 1.4 fails where it may not look for them, whoever calls them (bpf/tc_without_lookup.bpf.c).
+    """
+    return folder / (f"{name}.bpf.o" if conntrack_lookup else f"{name}_without_lookup.bpf.o")
+
+
+def fast_path_is_built(path: Path = OBJECTS / "tc.bpf.o") -> bool:
+    """Whether the object has the program that sees packets leave, without which there is no fast path."""
+    with Object.open(path) as unset:
+        return "tc_egress" in unset.programs
 
 
 def _load_sock(
@@ -259,14 +276,14 @@ def _load_xdp(
     """The XDP program, if it is asked for; None, and why, where the kernel refuses it."""
     if not settings.xdp:
         return None, ""
-    if not settings.direct_lane and not settings.fast_path:
-        return None, "there is neither the direct lane nor the fast path, and nothing else to do"
+    if not settings.fast_path:
+        return None, "there is no fast path, and nothing else to do"
     xdp = _open(objects / "xdp.bpf.o", settings, pin_dir, sizes, reuse=tc.maps if pin_dir is None else None)
     try:
         return xdp.load(), ""
     except BpfError as error:
         xdp.close()
-        return None, unreachable_modules() or f"the kernel does not accept it: {error}"
+        return None, f"the kernel does not accept it: {error}"
     except BaseException:
         xdp.close()
         raise
@@ -287,6 +304,7 @@ def _open(
         if unknown := sorted(layout.fields.keys() ^ values.keys()):
             raise StaleObjectError(str(path), f"struct settings differs in {', '.join(unknown)}")
         packed = layout.pack(**values)
+        names = set(unset.programs)
     return Object.open(
         path,
         pin_dir=pin_dir,
@@ -295,12 +313,15 @@ def _open(
         reuse=reuse,
         resized=Resize(pin_dir).made if pin_dir is not None else None,
         without=_unused(settings),
+        programs=None if settings.fast_path else names - _FLOW_PROGRAMS,
     )
 
 
 def _with_schedulers(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of the schedulers' maps follow from what they have an entry for."""
+    """The sizes of maps that nobody sets follow from what they have an entry for."""
     wanted = dict(sizes)
+    if "services" in sizes:
+        wanted["affinity_counts"] = sizes["services"]
     if "slots" in sizes:
         wanted["turns"] = sizes["slots"]
     if "backends4" in sizes and "backends6" in sizes:

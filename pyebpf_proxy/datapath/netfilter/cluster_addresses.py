@@ -1,48 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cluster IPs there are, kept up to date from the plan's changes (nftables mode, spec/service-semantics §9)."""
+"""Which cluster IPs and ports there are, kept up to date from the plan's changes (spec/service-semantics §9)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
+from pyebpf_proxy.datapath.netfilter.nft_rules import port_key
 from pyebpf_proxy.services.model import FrontendKind, ServicePort, ServicePortName
+
+
+class Moved(NamedTuple):
+    """Cluster IPs, packed, and keys of their ports (``nft_rules.port_key``), that are new, and that are gone."""
+
+    added: set[bytes]
+    removed: set[bytes]
+    ports_added: set[bytes]
+    ports_removed: set[bytes]
 
 
 class ClusterAddresses:
     """Every cluster IP with the number of service ports that have it. Pure."""
 
     def __init__(self) -> None:
-        self._of: dict[ServicePortName, bytes] = {}
-        self._ports: Counter[bytes] = Counter()
+        self._of: dict[ServicePortName, tuple[bytes, bytes]] = {}
+        self._users: Counter[bytes] = Counter()
+        self._port_users: Counter[bytes] = Counter()
 
     @property
     def all(self) -> set[bytes]:
         """Every cluster IP, packed."""
-        return set(self._ports)
+        return set(self._users)
 
-    def apply(self, delta: Mapping[ServicePortName, ServicePort | None]) -> tuple[set[bytes], set[bytes]]:
-        """Take changes in; returns the cluster IPs that are new, and those that are gone."""
-        was: dict[bytes, bool] = {}
+    @property
+    def ports(self) -> set[bytes]:
+        """The keys of their defined ports."""
+        return set(self._port_users)
+
+    def apply(self, delta: Mapping[ServicePortName, ServicePort | None]) -> Moved:
+        """Take changes in; what they make new, and what is gone by them."""
+        before, ports_before = Counter[bytes](), Counter[bytes]()
+        after, ports_after = Counter[bytes](), Counter[bytes]()
         for name, plan in delta.items():
-            old = self._of.pop(name, None)
-            new = _cluster_ip(plan)
+            old, new = self._of.pop(name, None), _cluster_ip(name, plan)
             if old is not None:
-                was.setdefault(old, True)
-                self._ports[old] -= 1
+                before[old[0]] += 1
+                ports_before[old[1]] += 1
             if new is not None:
-                was.setdefault(new, self._ports[new] > 0)
-                self._ports[new] += 1
+                after[new[0]] += 1
+                ports_after[new[1]] += 1
                 self._of[name] = new
-        added = {address for address, had in was.items() if not had and self._ports[address]}
-        removed = {address for address, had in was.items() if had and not self._ports[address]}
-        for address in was:
-            if not self._ports[address]:
-                del self._ports[address]
-        return added, removed
+        return Moved(*_count(self._users, before, after), *_count(self._port_users, ports_before, ports_after))
 
 
-def _cluster_ip(plan: ServicePort | None) -> bytes | None:
+def _count(users: Counter[bytes], before: Counter[bytes], after: Counter[bytes]) -> tuple[set[bytes], set[bytes]]:
+    added = {key for key in after if not users[key]}
+    for key, number in before.items():
+        users[key] -= number
+    users.update(after)
+    removed = {key for key in before if not users[key]}
+    for key in (*removed, *(key for key in added if not users[key])):
+        del users[key]
+    return added, removed
+
+
+def _cluster_ip(name: ServicePortName, plan: ServicePort | None) -> tuple[bytes, bytes] | None:
     if plan is None:
         return None
-    return next((one.address for one in plan.frontends if one.kind is FrontendKind.CLUSTER_IP), None)
+    for one in plan.frontends:
+        if one.kind is FrontendKind.CLUSTER_IP:
+            return one.address, port_key(one.address, name.protocol, one.port)
+    return None

@@ -6,28 +6,32 @@ from __future__ import annotations
 import errno
 import ipaddress
 import json
-import socket
-import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import nftables
 
-from pyebpf_proxy.datapath.netfilter import nft_rules
-from pyebpf_proxy.datapath.netfilter.nft_rules import MAPS, SETS, Behaviour, Prefix, Target
-from pyebpf_proxy.datapath.netfilter.own_sctp import NOTHING, Existing, OwnSctp, is_ours
+from pyebpf_proxy.datapath.netfilter import nfnetlink, nft_rules
+from pyebpf_proxy.datapath.netfilter.host_rules import NOTHING, Existing, HostRules, is_ours
+from pyebpf_proxy.datapath.netfilter.nfnetlink import Chain, Channel, Step
+from pyebpf_proxy.datapath.netfilter.nft_rules import MAP_SHAPES, PORT_SHAPES, Behaviour, Prefix, Target
 from pyebpf_proxy.datapath.refused import RefusedError
 
-NETLINK_NETFILTER = 12
-NLM_F_REQUEST = 1
-# include/uapi/linux/netfilter/nf_tables.h, in the subsystem NFNL_SUBSYS_NFTABLES
-NFT_MSG_NEWGEN = 10 << 8 | 15
-NFT_MSG_GETGEN = 10 << 8 | 16
-NFTA_GEN_ID = 1
+NETLINK_NETFILTER = nfnetlink.NETLINK_NETFILTER
 TABLE = "pyebpf-proxy"
 #: libnftables keeps some things for all its users in a process: one call at a time, in whatever thread.
 LIBRARY = threading.Lock()
+#: Address and port behind one another, as an element has them but for its padding: a hundred thousand are kept.
+_Packed = bytes
+
+
+class _Found(NamedTuple):
+    """What the table has; no chains: there is none."""
+
+    chains: Mapping[str, Chain] | None
+    sets: Collection[str]
 
 
 class NftError(RefusedError):
@@ -45,22 +49,24 @@ class Table:
         self.name = name
         # Before libnftables, which ends the process if it cannot open its socket.
         try:
-            self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETLINK_NETFILTER)
+            self._channel = Channel()
         except OSError as error:
             raise NftError(error.errno, "nftables: this kernel has no nfnetlink (CONFIG_NF_TABLES)") from error
         self._nft: Any = nftables.Nftables()
-        self._elements: dict[int, Target] = {}
+        self._elements: dict[int, _Packed] = {}
         #: By the set's name without its number.
         self._addresses: dict[str, set[Prefix]] = {"cluster_ips": set(), "service_cidrs": set()}
+        #: Keys of the sets cluster_ports4 and 6.
+        self._ports: set[bytes] = set()
         self._behaviour: Behaviour | None = None
         #: None: not said yet, and what a former run has left of it stays.
-        self._own_sctp: OwnSctp | None = None
+        self._host_rules: HostRules | None = None
         self._known: int | None = None
 
     @property
     def elements(self) -> Mapping[int, Target]:
-        """Backend ids in the maps and where they lead."""
-        return self._elements
+        """Backend ids in the maps and where they lead. Made when it is asked for."""
+        return {id_: Target(packed[:-2], int.from_bytes(packed[-2:])) for id_, packed in self._elements.items()}
 
     def knows_sockets(self) -> bool:
         """Whether this kernel's nftables can look at the mark of a packet's socket (CONFIG_NFT_SOCKET). Tried."""
@@ -86,56 +92,80 @@ class Table:
         """
         if behaviour == self._behaviour and self._known is not None and self._generation() == self._known:
             return
-        seen = self._generation()
-        chains = self._chains()
-        kept = {} if chains is None else self._read_back()
-        held = {name: set[Prefix]() for name in self._addresses} if chains is None else self._read_addresses()
-        self._known = seen
+        with self._in_words("look at the table"):
+            self._known = self._channel.generation()
+            chains = self._channel.chains(self.name) if self._channel.has_table(self.name) else None
+            counts = {} if chains is None else self._channel.sets(self.name)
+            kept = self._kept(counts)
+        held = {name: set[Prefix]() for name in self._addresses} if chains is None else self._read_addresses(counts)
+        ports = self._read_ports(counts)
         if self._behaviour is None:
-            self._elements = kept
+            self._elements = dict(kept)
             if behaviour.refuse_unknown:
-                self._addresses = held
+                self._addresses, self._ports = held, set(ports)
         self._behaviour = behaviour
-        if chains is None or _without_sctp(chains) == nft_rules.chains(behaviour):
+        missing: dict[int, _Packed] = {}
+        if kept is not self._elements:
             missing = {id_: target for id_, target in self._elements.items() if kept.get(id_) != target}
-            lacking = {name: wanted - held[name] for name, wanted in self._addresses.items()}
-            try:
-                self._run(self._definition(missing, lacking, self._existing(chains)), "make the table")
-                return
-            except NftError:
-                if chains is None:
-                    raise
-        # Somebody, perhaps an older version of us, has made it differently.
-        self._run(self._fresh(self._elements, self._addresses), "replace the table")
+        lacking = {name: wanted - held[name] for name, wanted in self._addresses.items()}
+        try:
+            wrong = {id_: kept[id_] for id_ in missing if id_ in kept}
+            self._make(_Found(chains, counts), wrong, missing, lacking, self._ports - ports)
+        except NftError:
+            if chains is None:
+                raise
+            # Somebody has made it in a way that cannot be mended: another type of map, say.
+            self._remake(self._elements)
 
     def update(self, added: Mapping[int, tuple[bytes, int]], removed: Iterable[int] = ()) -> None:
         """Adds (or changes) and removes backends by id, in one transaction; ids in both are added."""
-        wanted = {id_: Target(*target) for id_, target in added.items()}
-        changed = {id_: target for id_, target in wanted.items() if self._elements.get(id_) != target}
-        gone = [id_ for id_ in removed if id_ in self._elements and id_ not in wanted]
-        gone += [id_ for id_ in changed if id_ in self._elements]
+        wanted = {id_: address + port.to_bytes(2) for id_, (address, port) in added.items()}
+        present = self._elements
+        changed = {id_: target for id_, target in wanted.items() if present.get(id_) != target}
+        gone = {id_: present[id_] for id_ in removed if id_ in present and id_ not in wanted}
+        gone |= {id_: present[id_] for id_ in changed if id_ in present}
         if not changed and not gone:
             return
-        after = dict(self._elements)
-        for id_ in gone:
-            after.pop(id_, None)
-        after.update(changed)
-        commands = nft_rules.backend_elements(
-            self.name, "delete", {id_: self._elements[id_] for id_ in gone}, keys_only=True
-        )
-        commands += nft_rules.backend_elements(self.name, "add", changed)
         try:
-            self._run(commands, "change backends")
+            self._change(_backend_steps(gone, changed), "change backends")
         except NftError:
             if self._behaviour is None:
                 raise
             # The table is not what we left (flushed by a firewall's reload, say): make it again, whole.
-            self._run(self._fresh(after, self._addresses), "make the table again")
-        self._elements = after
+            after = {id_: target for id_, target in present.items() if id_ not in gone} | changed
+            self._remake(after)
+            self._elements = after
+            return
+        for id_ in gone:
+            del present[id_]
+        present.update(changed)
 
     def replace(self, wanted: Mapping[int, tuple[bytes, int]]) -> None:
         """Makes the maps hold exactly ``wanted``, writing only the differences (for adoption after a restart)."""
         self.update(wanted, [id_ for id_ in self._elements if id_ not in wanted])
+
+    def change_ports(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """Adds and removes defined ports of cluster IPs (``nft_rules.port_key``); what is in both is added."""
+        if self._behaviour is None or not self._behaviour.refuse_unknown:
+            return
+        new = set(added)
+        gone = {key for key in removed if key in self._ports} - new
+        new -= self._ports
+        after = (self._ports - gone) | new
+        before, self._ports = self._ports, after
+        try:
+            self._change([*_port_steps(True, gone), *_port_steps(False, new)], "change cluster_ports")
+        except NftError:
+            try:
+                self._remake(self._elements)
+            except NftError:
+                self._ports = before
+                raise
+
+    def set_ports(self, wanted: Iterable[bytes]) -> None:
+        """Makes the sets of defined ports hold exactly ``wanted``, writing only the differences."""
+        wanted = set(wanted)
+        self.change_ports(wanted - self._ports, self._ports - wanted)
 
     def set_addresses(self, base: str, wanted: Iterable[Prefix]) -> None:
         """Makes the sets ``cluster_ips`` or ``service_cidrs`` hold exactly ``wanted``, writing only the differences.
@@ -162,26 +192,31 @@ class Table:
         try:
             self._run(commands, f"change {base}")
         except NftError:
-            self._run(self._fresh(self._elements, after), "make the table again")
+            before, self._addresses = self._addresses, after
+            try:
+                self._remake(self._elements)
+            except NftError:
+                self._addresses = before
+                raise
         self._addresses = after
 
-    def set_own_sctp(self, wanted: OwnSctp) -> None:
-        """Makes the rules for SCTP of the node itself exactly those, writing only what differs."""
-        if wanted is self._own_sctp:
+    def set_host_rules(self, wanted: HostRules) -> None:
+        """Makes the rules for what the node itself sends exactly those, writing only what differs."""
+        if wanted is self._host_rules:
             return
-        if self._own_sctp is None:
+        if self._host_rules is None:
             commands = wanted.definition(self.name, self._existing(self._chains()))
         else:
-            commands = self._own_sctp.change(self.name, wanted)
-        before, self._own_sctp = self._own_sctp, wanted
+            commands = self._host_rules.change(self.name, wanted)
+        before, self._host_rules = self._host_rules, wanted
         try:
             if commands:
-                self._run(commands, "change what SCTP of the node goes by")
+                self._run(commands, "change what the node's own packets go by")
         except NftError:
             try:
-                self._run(self._fresh(self._elements, self._addresses), "make the table again")
+                self._remake(self._elements)
             except NftError:
-                self._own_sctp = before
+                self._host_rules = before
                 raise
 
     def remove(self) -> bool:
@@ -191,81 +226,100 @@ class Table:
             self._run([f"delete table inet {self.name}"], "delete the table")
         self._elements = {}
         self._addresses = {name: set() for name in self._addresses}
+        self._ports = set()
         self._behaviour = None
-        self._own_sctp = None
+        self._host_rules = None
         return present
 
     def exists(self) -> bool:
         return self._chains() is not None
 
-    def _definition(
+    def _make(
         self,
-        elements: Mapping[int, Target],
-        addresses: Mapping[str, Iterable[Prefix]],
-        existing: Existing = NOTHING,
-    ) -> list[str]:
+        found: _Found,
+        wrong: Mapping[int, _Packed],
+        missing: Mapping[int, _Packed],
+        lacking: Mapping[str, Iterable[Prefix]],
+        ports: Iterable[bytes],
+    ) -> None:
+        """What there is becomes what it shall be. Elements first: no rule may look for one in vain."""
         assert self._behaviour is not None
-        commands = nft_rules.definition(self.name, self._behaviour)
-        commands += nft_rules.backend_elements(self.name, "add", elements)
+        ports = set(ports) if self._behaviour.refuse_unknown else set()
+        if missing or ports:
+            self._run(nft_rules.places(self.name, self._behaviour), "make the maps")
+            steps = _backend_steps(wrong, missing)
+            self._change([*steps, *_port_steps(False, ports)], "fill the maps")
+        chains = {name: shape for name, shape in (found.chains or {}).items() if not is_ours(name)}
+        commands = nft_rules.definition(self.name, self._behaviour, chains, found.sets)
         if self._behaviour.refuse_unknown:
-            for base, prefixes in addresses.items():
+            for base, prefixes in lacking.items():
                 commands += nft_rules.address_elements(self.name, "add", base, prefixes)
-        return commands if self._own_sctp is None else commands + self._own_sctp.definition(self.name, existing)
+        if self._host_rules is not None:
+            commands += self._host_rules.definition(self.name, self._existing(found.chains))
+        self._run(commands, "make the table")
 
-    def _fresh(self, elements: Mapping[int, Target], addresses: Mapping[str, Iterable[Prefix]]) -> list[str]:
-        """Commands that make the table anew, whatever is there under its name."""
-        away = [f"add table inet {self.name}", f"delete table inet {self.name}"]
-        return away + self._definition(elements, addresses)
+    def _remake(self, elements: Mapping[int, _Packed]) -> None:
+        """Makes the table anew, whatever is there under its name, or leaves it: all as text, in one transaction."""
+        assert self._behaviour is not None
+        commands = [f"add table inet {self.name}", f"delete table inet {self.name}"]
+        commands += nft_rules.definition(self.name, self._behaviour, {})
+        commands += nft_rules.backend_elements(self.name, elements)
+        if self._behaviour.refuse_unknown:
+            for base, prefixes in self._addresses.items():
+                commands += nft_rules.address_elements(self.name, "add", base, prefixes)
+            commands += nft_rules.port_elements(self.name, self._ports)
+        if self._host_rules is not None:
+            commands += self._host_rules.definition(self.name)
+        self._run(commands, "make the table again")
 
-    def _chains(self) -> dict[str, tuple[str, str, int]] | None:
-        """The table's chains: type, hook and priority; None if there is no such table."""
-        tables = self._list("list tables inet")
-        if not any("table" in item and item["table"]["name"] == self.name for item in tables):
-            return None
-        chains = [item["chain"] for item in self._list("list chains inet") if "chain" in item]
-        return {
-            chain["name"]: (chain.get("type", ""), chain.get("hook", ""), chain.get("prio", 0))
-            for chain in chains
-            if chain["table"] == self.name
-        }
+    def _chains(self) -> dict[str, Chain] | None:
+        """The table's chains; None if there is no such table."""
+        with self._in_words("look at the table"):
+            return self._channel.chains(self.name) if self._channel.has_table(self.name) else None
 
     def _existing(self, chains: Mapping[str, object] | None) -> Existing:
-        """What the table has for SCTP of the node."""
+        """What the table has for packets of the node."""
         if not chains or not any(map(is_ours, chains)):
             return NOTHING
-        listed = [*self._list("list sets inet"), *self._list("list maps inet")]
-        objects = [kind[word] for kind in listed for word in ("set", "map") if word in kind]
-        return Existing(
-            [name for name in chains if is_ours(name)],
-            [one["name"] for one in objects if one["table"] == self.name and is_ours(one["name"])],
-        )
+        with self._in_words("look at the table"):
+            sets = self._channel.sets(self.name)
+        return Existing(list(filter(is_ours, chains)), list(filter(is_ours, sets)))
 
-    def _read_back(self) -> dict[int, Target]:
+    def _kept(self, counts: Mapping[str, int | None]) -> Mapping[int, _Packed]:
+        """The backends that the maps have. Where there are as many as we have put there, they are those."""
+        if self._behaviour is not None:
+            wide = sum(1 for packed in self._elements.values() if len(packed) > 6)
+            if (counts.get("backends4"), counts.get("backends6")) == (len(self._elements) - wide, wide):
+                return self._elements
         found = {}
-        for _, (key, value) in self._read_elements("map", MAPS):
-            major, minor = (int(part, 16) for part in key.split(":"))
-            address, port = value["concat"]
-            id_ = (major << 16 | minor) & 0xFFFFFF
-            found[id_] = Target(ipaddress.ip_address(address).packed, port)
+        for name, shape in MAP_SHAPES.items():
+            if counts.get(name, 0) != 0:
+                for key, data in self._channel.elements(self.name, name, shape).items():
+                    found[nft_rules.backend_id(key)] = data[:-2]
         return found
 
-    def _read_addresses(self) -> dict[str, set[Prefix]]:
+    def _read_ports(self, counts: Mapping[str, int | None]) -> set[bytes]:
+        found: set[bytes] = set()
+        with self._in_words("read cluster_ports"):
+            for name, shape in PORT_SHAPES.items():
+                if counts.get(name, 0) != 0:
+                    found.update(self._channel.elements(self.name, name, shape))
+        return found
+
+    def _read_addresses(self, counts: Mapping[str, int | None]) -> dict[str, set[Prefix]]:
         found: dict[str, set[Prefix]] = {base: set() for base in self._addresses}
-        for name, element in self._read_elements("set", SETS):
+        names = [base + number for base in found for number in "46" if counts.get(base + number, 0) != 0]
+        for name, element in self._read_elements(names):
             prefix = element["prefix"] if isinstance(element, dict) else {"addr": element, "len": None}
             packed = ipaddress.ip_address(prefix["addr"]).packed
             found[name[:-1]].add((packed, prefix["len"] if prefix["len"] is not None else 8 * len(packed)))
         return found
 
-    def _read_elements(self, kind: str, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """The elements of our maps or sets, each with the name of its map or set."""
+    def _read_elements(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """The elements of our sets of addresses, each with the name of its set."""
         for name in names:
-            try:
-                items = self._list(f"list {kind} inet {self.name} {name}")
-            except NftError:
-                continue  # not there: ensure() will make it
-            for item in items:
-                for element in item.get(kind, {}).get("elem", []):
+            for item in self._list(f"list set inet {self.name} {name}"):
+                for element in item.get("set", {}).get("elem", []):
                     yield name, element
 
     def _list(self, command: str) -> list[dict[str, Any]]:
@@ -277,27 +331,36 @@ class Table:
         return list(json.loads(output)["nftables"]) if output else []
 
     def _run(self, commands: list[str], what: str) -> None:
+        self._counted(lambda: self._call("\n".join(commands) + "\n", what))
+
+    def _change(self, steps: Iterable[Step], what: str) -> None:
+        steps = [step for step in steps if step.elements]
+        if steps:
+            with self._in_words(what):
+                self._counted(lambda: self._channel.change(self.name, steps))
+
+    def _counted(self, transaction: Callable[[], object]) -> None:
+        """One transaction. A change of somebody else's between the last check and this one must still be noticed."""
         before = self._generation()
-        # A change of somebody else's between the last check and this one must still be noticed.
-        undisturbed = self._known in (None, before)
+        undisturbed = before is not None and self._known == before
         self._known = None
-        self._call("\n".join(commands) + "\n", what)
+        transaction()
         after = self._generation()
-        if before is not None and after == before + 1 and undisturbed:
+        if undisturbed and before is not None and after == before + 1:
             self._known = after
 
     def _generation(self) -> int | None:
-        """Number of the ruleset's present version: the kernel counts every committed transaction of the namespace."""
-        self._socket.send(struct.pack("=IHHIIBBH", 20, NFT_MSG_GETGEN, NLM_F_REQUEST, 1, 0, 0, 0, 0))
-        answer = self._socket.recv(4096)
-        kind = struct.unpack_from("=H", answer, 4)[0]
-        offset = 20
-        while kind == NFT_MSG_NEWGEN and offset + 8 <= len(answer):
-            length, attribute = struct.unpack_from("=HH", answer, offset)
-            if attribute == NFTA_GEN_ID:
-                return int(struct.unpack_from(">I", answer, offset + 4)[0])
-            offset += max(4, (length + 3) & ~3)
-        return None
+        with self._in_words("look at the table"):
+            return self._channel.generation()
+
+    @contextmanager
+    def _in_words(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except NftError:
+            raise
+        except OSError as error:
+            raise _failure(self.name, what, str(error), error.errno) from error
 
     def _call(self, text: str, what: str) -> str:
         with LIBRARY:
@@ -307,12 +370,21 @@ class Table:
         return str(output)
 
 
-def _without_sctp(chains: Mapping[str, tuple[str, str, int]]) -> dict[str, tuple[str, str, int]]:
-    """Which of these there are goes by the services."""
-    return {name: shape for name, shape in chains.items() if not is_ours(name)}
+def _backend_steps(gone: Mapping[int, _Packed], added: Mapping[int, _Packed]) -> Iterator[Step]:
+    for name, shape in MAP_SHAPES.items():
+        size = shape.data - 2
+        key = nft_rules.backend_key
+        yield Step(True, name, shape, [key(id_) for id_, old in gone.items() if len(old) == size])
+        yield Step(False, name, shape, [key(id_) + to + b"\0\0" for id_, to in added.items() if len(to) == size])
 
 
-def _failure(table: str, what: str, text: str) -> NftError:
+def _port_steps(delete: bool, keys: Iterable[bytes]) -> Iterator[Step]:
+    keys = list(keys)
+    for name, shape in PORT_SHAPES.items():
+        yield Step(delete, name, shape, [key for key in keys if len(key) == shape.key])
+
+
+def _failure(table: str, what: str, text: str, number: int | None = None) -> NftError:
     first = text.strip().splitlines()[0] if text.strip() else "no reason given"
     where = f"nftables table inet {table}: {what}"
     if "Operation not permitted" in text:
@@ -323,4 +395,4 @@ def _failure(table: str, what: str, text: str) -> NftError:
         return NftError(
             errno.EOPNOTSUPP, f"{where}: the kernel lacks a part of nftables (inet family, NAT, fib, reject): {first}"
         )
-    return NftError(errno.EINVAL, f"{where}: {first}")
+    return NftError(number or errno.EINVAL, f"{where}: {first}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What our one nftables table holds, as text: chains, rules, maps, sets. Pure; ``nft.Table`` puts it into the kernel.
 
-A program hands a decision over in the packet itself: ``skb->priority`` (0xEB000000 | backend id, or
-0xEC000001 to reject) and one bit of ``skb->mark`` (masquerade). The table carries it out:
+A program hands a decision over in the packet itself, in ``skb->priority``: 0xEB000000 | backend id; 0xED000000 |
+backend id, which is the same and masquerade; or 0xEC000001, reject. The table carries it out:
 
 =================  ===========================  ==========================================================
 chain              hook                         what it does
@@ -11,10 +11,15 @@ reject_forwarded   prerouting, nat, -110        rejects what is not for this nod
                                                 forward hook, because the kernel resets the priority when it
                                                 forwards; after conntrack (-200), before anybody's NAT
 reject_local       input, nat, -110             rejects what is for an address of this node
-translate          prerouting, nat, -100        translates to the backend that the program chose
+translate          prerouting, nat, -105        sets the masquerade bit of the mark where the tag says so, which is
+                                                after others' mangle chains (-150) may have restored a mark;
+                                                translates to the backend that the program chose, before
+                                                others' rules (-100), a kube-proxy's that is still there, say
+prove_new          postrouting, nat, 99         priority 0xEE000001 for the first packet of a translated flow: the
+                                                program at the device's egress sees that it was let through
 hide_source        postrouting, nat, 100        masquerades packets with the bit (spec/service-semantics §5.1)
-clear_mark         postrouting, filter, 101     clears that one bit. Not in the nat chain: a flow whose entry
-                                                was written into conntrack never meets a nat chain
+clear_mark         postrouting, filter, 101     clears that one bit, and a tag that nobody has taken: the kernel resets
+                                                the priority only when it forwards IPv4
 drop_invalid       forward, filter, 0           iptables mode: what conntrack calls INVALID, unless conntrack
                                                 is liberal (§5.1)
 own_datagrams      output, nat, -110            gives datagrams of the node the bit that their socket has (sock.bpf.c)
@@ -23,11 +28,10 @@ unknown_own        output, nat, -90             rejected, other addresses of the
 =================  ===========================  ==========================================================
 
 Chains of type nat are asked by the kernel only for the first packet of a flow, and only until the flow has its NAT:
-packets of established flows, and flows of the direct lane, meet one rule, that of clear_mark, and in iptables mode
-that of drop_invalid. What a service port serves is translated before -90, and so never called unknown.
-
-The NAT statements are also what makes conntrack and the NAT hooks live in the network namespace, for both
-families; without them entries created from BPF are not translated.
+packets of established flows meet one rule, that of clear_mark, and in iptables mode that of drop_invalid. Packets
+that others' rules have marked NOTRACK meet no nat chain at all. What a service port serves is translated before -90.
+A packet to a defined port that is not translated by then came in by a device that carries no program yet: it is
+dropped, and the client's next try is served.
 
 Not built: kube-proxy's explicit ACCEPT of marked and established packets in the forward path (§5.1, iptables mode).
 An accept in one nftables table does not overrule a drop in another or in iptables, so it would mean nothing here.
@@ -38,12 +42,23 @@ kube-proxy's nftables mode.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from pyebpf_proxy.datapath.netfilter.nfnetlink import Chain, Shape
+
 BACKEND_TAG = 0xEB000000
+MASQUERADE_TAG = 0xED000000
 REJECT_CLASS = "ec00:0001"
+#: What the first packet of a new flow leaves with.
+PROVEN = "ee00:0001"
 MAPS = {"backends4": "ipv4_addr", "backends6": "ipv6_addr"}
+#: A tag; address and port, the port padded.
+MAP_SHAPES = {"backends4": Shape(4, 8), "backends6": Shape(4, 20)}
+#: Address, protocol and port of a set's key, each padded.
+PORT_SHAPES = {"cluster_ports4": Shape(12), "cluster_ports6": Shape(24)}
+_TAG = "meta priority and ff00:0000"
 _TRANSPORTS = "meta l4proto { tcp, udp, sctp }"
 _REJECT = f"meta priority {REJECT_CLASS}"
 _PORT_UNREACHABLE = "reject with icmpx type port-unreachable"
@@ -60,6 +75,10 @@ class Behaviour(NamedTuple):
     drop_invalid: bool = False
     refuse_unknown: bool = False
     mark_datagrams: bool = False
+    #: Say of first packets of flows that they are; something at the devices' egress must reset the priority then.
+    prove_new: bool = False
+    #: First and last source port of what is masqueraded; None: as the kernel chooses.
+    masquerade_ports: tuple[int, int] | None = None
 
 
 class Target(NamedTuple):
@@ -69,24 +88,28 @@ class Target(NamedTuple):
     port: int
 
 
-#: Sets of addresses by name, and the type of their elements.
+#: Sets by name, and the type of their elements.
 SETS = {
     "cluster_ips4": "type ipv4_addr ;",
     "cluster_ips6": "type ipv6_addr ;",
+    "cluster_ports4": "type ipv4_addr . inet_proto . inet_service ;",
+    "cluster_ports6": "type ipv6_addr . inet_proto . inet_service ;",
     "service_cidrs4": "type ipv4_addr ; flags interval ;",
     "service_cidrs6": "type ipv6_addr ; flags interval ;",
 }
 
 
-def chains(behaviour: Behaviour) -> dict[str, tuple[str, str, int]]:
-    """Type, hook and priority of every chain."""
+def chains(behaviour: Behaviour) -> dict[str, Chain]:
+    """Every chain that goes by the behaviour alone."""
     found = {
         "reject_forwarded": ("nat", "prerouting", -110),
         "reject_local": ("nat", "input", -110),
-        "translate": ("nat", "prerouting", -100),
+        "translate": ("nat", "prerouting", -105),
         "hide_source": ("nat", "postrouting", 100),
         "clear_mark": ("filter", "postrouting", 101),
     }
+    if behaviour.prove_new:
+        found["prove_new"] = ("nat", "postrouting", 99)
     if behaviour.drop_invalid:
         found["drop_invalid"] = ("filter", "forward", 0)
     if behaviour.mark_datagrams:
@@ -94,21 +117,37 @@ def chains(behaviour: Behaviour) -> dict[str, tuple[str, str, int]]:
     if behaviour.refuse_unknown:
         found["unknown_forwarded"] = ("nat", "prerouting", -90)
         found["unknown_own"] = ("nat", "output", -90)
-    return found
+    return {name: Chain(*shape) for name, shape in found.items()}
 
 
 def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     """(chain, rule) in order."""
     mark = behaviour.masquerade_mark
     marked = f"meta mark and {mark:#x} == {mark:#x}"
+    masquerades = f"{_TAG} == {_class(MASQUERADE_TAG)}"
+    # One key for both tags: elements have that without masquerade.
+    one_tag = f"meta priority set meta priority xor {_class(MASQUERADE_TAG ^ BACKEND_TAG)}"
     found = [
         ("reject_forwarded", f"{_REJECT} fib daddr type != local {_PORT_UNREACHABLE}"),
         ("reject_local", f"{_REJECT} {_PORT_UNREACHABLE}"),
+        ("translate", f"{masquerades} meta mark set meta mark or {mark:#x} {one_tag}"),
         ("translate", f"meta nfproto ipv4 {_TRANSPORTS} dnat ip to meta priority map @backends4"),
         ("translate", f"meta nfproto ipv6 {_TRANSPORTS} dnat ip6 to meta priority map @backends6"),
+    ]
+    if behaviour.masquerade_ports is not None:
+        low, high = behaviour.masquerade_ports
+        found.append(("hide_source", f"{marked} {_TRANSPORTS} masquerade to :{low}-{high} fully-random"))
+    found += [
         ("hide_source", f"{marked} masquerade fully-random"),
         ("clear_mark", f"{marked} meta mark set meta mark and {~mark & 0xFFFFFFFF:#x}"),
+        # 0xEB to 0xED, cheaply for the packets that have none of it.
+        ("clear_mark", f"meta priority and f800:0000 == e800:0000 {_TAG} != ee00:0000 meta priority set 0:0"),
     ]
+    if behaviour.prove_new:
+        # A priority that somebody else has given stays, and the flow is not proven by it. What the node itself sends
+        # (no device that it came in by) passed no program before, and none would take the proof back.
+        for none in ("meta priority and ffff:fff0 == 0:0", f"{_TAG} == {_class(BACKEND_TAG)}"):
+            found.append(("prove_new", f"iif != 0 ct status dnat {none} meta priority set {PROVEN}"))
     if behaviour.drop_invalid:
         found.append(("drop_invalid", "ct state invalid counter drop"))
     if behaviour.mark_datagrams:
@@ -121,37 +160,79 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     if behaviour.refuse_unknown:
         for chain, not_ours in (("unknown_forwarded", "fib daddr type != local "), ("unknown_own", "")):
             for family, number in (("ip", 4), ("ip6", 6)):
+                if chain == "unknown_forwarded":
+                    known = f"{family} daddr . meta l4proto . th dport @cluster_ports{number}"
+                    found.append((chain, f"{known} {not_ours}drop"))
                 found.append((chain, f"{family} daddr @cluster_ips{number} {not_ours}{_PORT_UNREACHABLE}"))
                 found.append((chain, f"{family} daddr @service_cidrs{number} {not_ours}drop"))
     return found
 
 
-def definition(table: str, behaviour: Behaviour) -> list[str]:
-    """Commands that make the table, or put it right where it exists; elements stay."""
+def places(table: str, behaviour: Behaviour) -> list[str]:
+    """Commands that make the table with its maps and sets, where they are not there; elements stay."""
     commands = [f"add table inet {table}"]
     for name, data in MAPS.items():
         commands.append(f"add map inet {table} {name} {{ type classid : {data} . inet_service ; }}")
     if behaviour.refuse_unknown:
         commands += [f"add set inet {table} {name} {{ {shape} }}" for name, shape in SETS.items()]
-    for name, (kind, hook, priority) in chains(behaviour).items():
+    return commands
+
+
+def definition(
+    table: str, behaviour: Behaviour, existing: Mapping[str, Chain], sets: Collection[str] = ()
+) -> list[str]:
+    """Commands that make the table, or of ``existing`` chains, of whatever version, exactly these; elements stay.
+
+    ``sets``: those that there are. What only another mode has goes.
+    """
+    wanted = chains(behaviour)
+    commands = places(table, behaviour)
+    commands += [f"flush chain inet {table} {name}" for name in existing]
+    commands += [f"delete chain inet {table} {name}" for name in existing if wanted.get(name) != existing[name]]
+    if not behaviour.refuse_unknown:
+        commands += [f"delete set inet {table} {name}" for name in SETS if name in sets]
+    for name, (kind, hook, priority) in wanted.items():
         shape = f"type {kind} hook {hook} priority {priority} ; policy accept ;"
         commands.append(f"add chain inet {table} {name} {{ {shape} }}")
-    commands += [f"flush chain inet {table} {name}" for name in chains(behaviour)]
     return commands + [f"add rule inet {table} {chain} {rule}" for chain, rule in rules(behaviour)]
 
 
-def backend_elements(table: str, verb: str, elements: Mapping[int, Target], keys_only: bool = False) -> list[str]:
-    """Commands that ``add`` or ``delete`` backends by id."""
+def backend_key(id_: int) -> bytes:
+    """The key of a backend's element."""
+    return (BACKEND_TAG | id_).to_bytes(4, sys.byteorder)
+
+
+def backend_id(key: bytes) -> int:
+    """The backend that an element is for."""
+    return int.from_bytes(key, sys.byteorder) & 0xFFFFFF
+
+
+def port_key(address: bytes, protocol: int, port: int) -> bytes:
+    """The key of a defined port in the sets cluster_ports4 and 6."""
+    return address + protocol.to_bytes(1) + bytes(3) + port.to_bytes(2) + bytes(2)
+
+
+def backend_elements(table: str, elements: Mapping[int, bytes]) -> list[str]:
+    """Commands that add backends by id; of each the address and, in the last two bytes, the port."""
     commands = []
-    for name, size in (("backends4", 4), ("backends6", 16)):
+    for name, shape in MAP_SHAPES.items():
         texts = [
-            _class(id_) if keys_only else f"{_class(id_)} : {ipaddress.ip_address(target.address)} . {target.port}"
-            for id_, target in elements.items()
-            if len(target.address) == size
+            f"{_class(BACKEND_TAG | id_)} : {ipaddress.ip_address(packed[:-2])} . {int.from_bytes(packed[-2:])}"
+            for id_, packed in elements.items()
+            if len(packed) == shape.data - 2
         ]
         if texts:
-            commands.append(f"{verb} element inet {table} {name} {{ {', '.join(texts)} }}")
+            commands.append(f"add element inet {table} {name} {{ {', '.join(texts)} }}")
     return commands
+
+
+def port_elements(table: str, keys: Iterable[bytes]) -> list[str]:
+    """Commands that add defined ports, given as ``port_key`` makes them."""
+    texts: dict[str, list[str]] = {name: [] for name in PORT_SHAPES}
+    for key in keys:
+        address, number = ipaddress.ip_address(key[:-8]), int.from_bytes(key[-4:-2])
+        texts[f"cluster_ports{address.version}"].append(f"{address} . {key[-8]} . {number}")
+    return [f"add element inet {table} {name} {{ {', '.join(found)} }}" for name, found in texts.items() if found]
 
 
 def address_elements(table: str, verb: str, base: str, prefixes: Iterable[Prefix]) -> list[str]:
@@ -168,7 +249,6 @@ def address_elements(table: str, verb: str, base: str, prefixes: Iterable[Prefix
     ]
 
 
-def _class(id_: int) -> str:
-    """A backend id as nft writes a packet's priority: two 16-bit numbers in hexadecimal."""
-    value = BACKEND_TAG | id_
+def _class(value: int) -> str:
+    """As nft writes a packet's priority: two 16-bit numbers in hexadecimal."""
     return f"{value >> 16:04x}:{value & 0xFFFF:04x}"

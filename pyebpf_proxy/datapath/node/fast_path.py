@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the flow cache cannot see by itself: routes, devices, neighbours, rules of routing and IPsec that change.
+"""What the fast path cannot see by itself: changes of routes, devices, neighbours, rulesets, ip rules and IPsec.
 
-The programs ask the kernel again about a flow when the generation in the map ``fast_path`` has moved, and once a
-second. Policy routing and IPsec are nothing they could ask about: while there is any, the family is closed. All of it
-holds only while somebody watches: the time until which the programs may trust is pushed on every second.
+The map ``fast_path`` has two numbers. ``generation`` moves with routes, devices, neighbours and endpoints: then the
+programs send a packet of each flow the slow way before they go on. ``permit_generation`` moves with every change of a
+ruleset: new flows need new permits. A family is closed while this node has something that every packet must meet:
+IPsec, rules of routing that select by more than addresses, devices and marks, and rules that count, log or rewrite.
+All of it holds only while the agent lives: the time until which the programs may trust is pushed on every second.
 """
 
 from __future__ import annotations
@@ -12,13 +14,18 @@ import asyncio
 import errno
 import socket
 import struct
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Protocol
 
-from pyebpf_proxy.datapath.connections.rawlink import RawLink, attributes
+from pyebpf_proxy.datapath.connections.rawlink import RawLink
+from pyebpf_proxy.datapath.node import policy_routing
 from pyebpf_proxy.datapath.node.neighbours import Neighbours
+from pyebpf_proxy.datapath.rulesets.judge import Verdict
+from pyebpf_proxy.datapath.rulesets.kernel import Reading, device
+from pyebpf_proxy.datapath.rulesets.watch import Watch
 from pyebpf_proxy.log import Logger
 
 # include/uapi/linux/netlink.h, rtnetlink.h, xfrm.h
@@ -26,19 +33,14 @@ _NETLINK_ROUTE, _NETLINK_XFRM = 0, 6
 _GROUPS = (1, 7, 8, 11, 19, 32)  # LINK, IPV4_ROUTE, IPV4_RULE, IPV6_ROUTE, IPV6_RULE, NEXTHOP
 _XFRM_POLICY_GROUP = 4
 _ADD_MEMBERSHIP, _SOL_NETLINK = 1, 270
-_NEWRULE, _DELRULE, _GETRULE = 32, 33, 34
+_NEWLINK, _DELLINK, _NEWRULE, _DELRULE = 16, 17, 32, 33
 _GETPOLICY, _POLICY_ID_BYTES = 0x15, 64
-_RULE_HEADER = struct.Struct("=BBBBBBBBI")  # struct fib_rule_hdr
-_PRIORITY, _TABLE, _PROTOCOL = 6, 15, 21
-_SUPPRESS_PREFIXLENGTH = 14
-_HARMLESS = {_PRIORITY, _TABLE, _PROTOCOL, _SUPPRESS_PREFIXLENGTH}
-#: (priority, table) of the rules that the kernel makes itself.
-_KERNELS_OWN = {(0, 255), (32766, 254), (32767, 253)}
 _MESSAGE = struct.Struct("=IHHII")
 _RECEIVE_BYTES = 1 << 17
 
 TRUST_SECONDS = 5.0
 BEAT_SECONDS = 1.0
+_IPSEC, _ROUTED, _RULES = "STACK_IPSEC", "STACK_POLICY_ROUTED", "STACK_RULES"
 _log = Logger("datapath")
 
 
@@ -58,32 +60,84 @@ class Layout(Protocol):
     def unpack(self, data: bytes, /) -> dict[str, int | bytes]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ClosedReason:
+    """Why a family is closed: ``code`` is a name of enum reason, ``text`` says what on this node it is."""
+
+    code: str
+    text: str
+
+
+def closed_on_node() -> dict[int, ClosedReason]:
+    """What policy routing and IPsec of this network namespace close, by family."""
+    found = {}
+    try:
+        ipsec = _has_ipsec()
+        for family, number in ((4, socket.AF_INET), (6, socket.AF_INET6)):
+            if ipsec:
+                found[family] = ClosedReason(_IPSEC, "there are IPsec policies")
+            elif selecting := [rule for rule in policy_routing.rules(number) if rule.selects]:
+                first = selecting[0]
+                found[family] = ClosedReason(_ROUTED, f"ip rule {first.priority} selects by {first.selects}")
+    except OSError as error:
+        _log.error("rules of routing could not be listed: no fast path", error=str(error))
+        why = ClosedReason(_ROUTED, f"rules of routing could not be listed: {error}")
+        found = {4: why, 6: why}
+    return found
+
+
 class FastPath:
     """The map ``fast_path`` of the network namespace it was made in.
 
-    ``layout`` is that of its value, ``reasons`` are numbers of enum reason by name. Make it, then give :meth:`follow`
-    a loop. :meth:`close` sends every packet to the kernel again. ``xdp``: link addresses are in the cache, too.
+    ``layout`` is that of its value, ``reasons`` are numbers of enum reason by name, ``own_table`` is the name of this
+    instance's nftables table. ``heed_rules`` False: rules of others close nothing, they are only warned of. Make it,
+    then give :meth:`follow` a loop. :meth:`close` sends every packet to the kernel again.
     """
 
-    def __init__(self, word: Word, layout: Layout, reasons: Mapping[str, int], xdp: bool = False) -> None:
+    def __init__(
+        self,
+        word: Word,
+        layout: Layout,
+        reasons: Mapping[str, int],
+        own_table: str = "pyebpf-proxy",
+        heed_rules: bool = True,
+    ) -> None:
         self._word = word
         self._layout = layout
         self._reasons = reasons
-        before = word.lookup(bytes(4))
-        # Entries of a former run are pinned: nothing of them may count any more.
-        self._generation = (int(layout.unpack(before)["generation"]) if before else 0) + 1 & 0xFFFFFFFF
-        self._closed: dict[int, str] = {}
-        self._routes = _subscribe(_NETLINK_ROUTE, _GROUPS)
-        try:
-            self._policies: socket.socket | None = _subscribe(_NETLINK_XFRM, (_XFRM_POLICY_GROUP,))
-        except OSError as error:
-            if error.errno not in (errno.EPROTONOSUPPORT, errno.EAFNOSUPPORT):
-                self._routes.close()
-                raise
-            self._policies = None  # A kernel without IPsec.
-        self._neighbours = Neighbours() if xdp else None
-        self._look()
-        self._write()
+        self._heed_rules = heed_rules
+        before = layout.unpack(found) if (found := word.lookup(bytes(4))) else {}
+        # Entries and permits of a former run are pinned: nothing of them may count any more.
+        self._generation, self._permit_generation = (
+            int(before.get(name, 0)) + 1 & 0xFFFFFFFF for name in ("generation", "permit_generation")
+        )
+        #: By family; none: it is open.
+        self.closed: dict[int, ClosedReason] = {}
+        #: Rules that would close it, if ``heed_rules``.
+        self.warnings: dict[int, str] = {}
+        #: No new flow enters the fast path.
+        self.draining = False
+        self._on_node: dict[int, ClosedReason] = {}
+        self._by_rules: dict[int, Verdict] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        with ExitStack() as undo:
+            self._routes = undo.enter_context(_subscribe(_NETLINK_ROUTE, _GROUPS))
+            try:
+                self._policies: socket.socket | None = undo.enter_context(
+                    _subscribe(_NETLINK_XFRM, (_XFRM_POLICY_GROUP,))
+                )
+            except OSError as error:
+                if error.errno not in (errno.EPROTONOSUPPORT, errno.EAFNOSUPPORT):
+                    raise
+                self._policies = None  # A kernel without IPsec.
+            self._neighbours = Neighbours()
+            undo.callback(self._neighbours.close)
+            self._look()
+            # Subscribed before it reads, and read before anything is open.
+            self._rules = Watch(own_table, self.rules_moved, self._take_rules)
+            undo.callback(self._rules.close)
+            self._write()
+            undo.pop_all()
 
     def follow(self, loop: asyncio.AbstractEventLoop) -> None:
         """Keep the map right from now on, until ``close``."""
@@ -91,8 +145,8 @@ class FastPath:
         loop.add_reader(self._routes, self._read, self._routes)
         if self._policies is not None:
             loop.add_reader(self._policies, self._read, self._policies)
-        if self._neighbours is not None:
-            loop.add_reader(self._neighbours, self._read_neighbours, self._neighbours)
+        loop.add_reader(self._neighbours, self._read_neighbours)
+        self._rules.follow(loop)
         self._beat()
 
     def moved(self) -> None:
@@ -100,28 +154,45 @@ class FastPath:
         self._generation = self._generation + 1 & 0xFFFFFFFF
         self._write()
 
+    def devices_moved(self) -> None:
+        """How packets leave by some device is another: neither flows nor permits may go by what was learned before."""
+        self._generation = self._generation + 1 & 0xFFFFFFFF
+        self.rules_moved()
+
+    def rules_moved(self) -> None:
+        """Rules of others are another: what was permitted by the former ones is void."""
+        self._permit_generation = self._permit_generation + 1 & 0xFFFFFFFF
+        self._write()
+
+    def drain(self) -> None:
+        """From now on no new flow enters the fast path; ``sweep_flows`` promotes those there are."""
+        self.draining = True
+        self._write()
+
     def close(self) -> None:
         """Nobody watches any more."""
-        if hasattr(self, "_timer"):
+        if self._loop is not None:
             self._timer.cancel()
             self._loop.remove_reader(self._routes)
             if self._policies is not None:
                 self._loop.remove_reader(self._policies)
-            if self._neighbours is not None:
-                self._loop.remove_reader(self._neighbours)
+            self._loop.remove_reader(self._neighbours)
+            self._loop = None
+        self._rules.close()
         self._write(trust=0.0)
         self._routes.close()
         if self._policies is not None:
             self._policies.close()
-        if self._neighbours is not None:
-            self._neighbours.close()
+        self._neighbours.close()
 
     def _beat(self) -> None:
+        assert self._loop is not None
         self._write()
         self._timer = self._loop.call_later(BEAT_SECONDS, self._beat)
 
     def _read(self, source: socket.socket) -> None:
         look = source is self._policies
+        devices = False
         while True:
             try:
                 data = source.recv(_RECEIVE_BYTES)
@@ -131,16 +202,23 @@ class FastPath:
                 if error.errno != errno.ENOBUFS:
                     _log.error("changes of routes could not be followed", error=str(error))
                     break
-                look = True  # Some were lost.
+                look = devices = True  # Some were lost.
                 continue
-            look = look or _has_rule(data)
+            if source is self._routes:
+                slow = self._rules.reading.slow_devices
+                for kind, message in _messages(data):
+                    look = look or kind in (_NEWRULE, _DELRULE)
+                    devices = devices or (kind in (_NEWLINK, _DELLINK) and _is_slow(message, slow))
         if look:
             self._look()
+        # Rules of routing may go by marks that others set; rules of others may be for devices that are none of ours.
+        if devices or (look and self._rules.reading.marks):
+            self._rules.again()
         self.moved()
 
-    def _read_neighbours(self, neighbours: Neighbours) -> None:
+    def _read_neighbours(self) -> None:
         try:
-            moved = neighbours.read()
+            moved = self._neighbours.read()
         except OSError as error:
             _log.error("changes of neighbours could not be followed", error=str(error))
             moved = True
@@ -149,33 +227,55 @@ class FastPath:
 
     def _look(self) -> None:
         """What there is of policy routing and IPsec."""
-        closed = {}
-        try:
-            ipsec = self._policies is not None and _has_ipsec()
-            for family, number in ((4, socket.AF_INET), (6, socket.AF_INET6)):
-                if ipsec:
-                    closed[family] = "STACK_IPSEC"
-                elif _has_rules(number):
-                    closed[family] = "STACK_POLICY_ROUTED"
-        except OSError as error:
-            _log.error("rules of routing could not be listed: no fast path", error=str(error))
-            closed = {4: "STACK_POLICY_ROUTED", 6: "STACK_POLICY_ROUTED"}
-        if closed != self._closed:
-            for family in (4, 6):
-                why = closed.get(family)
-                if why != self._closed.get(family):
-                    _log.info("fast path", family=f"IPv{family}", closed=why.lower() if why else "no")
-        self._closed = closed
+        self._on_node = closed_on_node()
+        self._decide()
+
+    def _take_rules(self, reading: Reading) -> None:
+        """The rulesets were read."""
+        self._by_rules = reading.verdicts
+        self._decide()
+        if hasattr(self, "_rules"):
+            self._write()
+
+    def _decide(self) -> None:
+        closed: dict[int, ClosedReason] = {}
+        warnings: dict[int, str] = {}
+        for family in (4, 6):
+            verdict = self._by_rules.get(family)
+            if verdict is not None and verdict.closes and not self._heed_rules:
+                warnings[family] = str(verdict)
+            if family in self._on_node:
+                closed[family] = self._on_node[family]
+            elif verdict is not None and verdict.closes and self._heed_rules:
+                closed[family] = ClosedReason(_RULES, str(verdict))
+        for family in (4, 6):
+            why, before = closed.get(family), self.closed.get(family)
+            if why != before:
+                words = f"{why.code.lower()}: {why.text}" if why else "no"
+                _log.info("fast path", family=f"IPv{family}", closed=words)
+            if family in warnings and warnings[family] != self.warnings.get(family):
+                _log.warning(
+                    "rules of this node do not see packets of the fast path; fastPath: auto closes it for them",
+                    family=f"IPv{family}",
+                    rules=warnings[family],
+                )
+        self.closed, self.warnings = closed, warnings
 
     def _write(self, trust: float = TRUST_SECONDS) -> None:
         until = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(trust * 1e9) if trust else 0
         value = self._layout.pack(
             alive_until=until,
             generation=self._generation,
-            closed4=self._reasons[self._closed.get(4, "REASON_UNSPECIFIED")],
-            closed6=self._reasons[self._closed.get(6, "REASON_UNSPECIFIED")],
+            permit_generation=self._permit_generation,
+            closed4=self._number(4),
+            closed6=self._number(6),
+            draining=int(self.draining),
         )
         self._word.update(bytes(4), value)
+
+    def _number(self, family: int) -> int:
+        why = self.closed.get(family)
+        return 0 if why is None else self._reasons.get(why.code, self._reasons[_ROUTED])
 
 
 def _subscribe(protocol: int, groups: tuple[int, ...]) -> socket.socket:
@@ -195,38 +295,25 @@ def _subscribe(protocol: int, groups: tuple[int, ...]) -> socket.socket:
     return made
 
 
-def _has_rule(data: bytes) -> bool:
+def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at + _MESSAGE.size <= len(data):
         length, kind, _, _, _ = _MESSAGE.unpack_from(data, at)
-        if kind in (_NEWRULE, _DELRULE):
-            return True
+        yield kind, data[at + _MESSAGE.size : at + length]
         at += max(length + 3 & ~3, _MESSAGE.size)
-    return False
 
 
-def _has_rules(family: int) -> bool:
-    """Whether routing goes by anything else than the destination."""
-    try:
-        with RawLink(_NETLINK_ROUTE) as link:
-            return any(map(_is_policy, link.dump(_GETRULE, _RULE_HEADER.pack(family, *[0] * 8))))
-    except OSError as error:
-        if error.errno in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP):
-            return False  # No such family here, or a kernel that knows no rules.
-        raise
-
-
-def _is_policy(message: bytes) -> bool:
-    _, to_length, from_length, tos, table, _, _, _, _ = _RULE_HEADER.unpack_from(message)
-    priority = 0
-    for kind, begin, end in attributes(message, _RULE_HEADER.size, len(message)):
-        if kind == _PRIORITY:
-            priority = int.from_bytes(message[begin:end], sys.byteorder)
-        elif kind not in _HARMLESS:
-            return True
-    return bool(to_length or from_length or tos) or (priority, table) not in _KERNELS_OWN
+def _is_slow(link: bytes, known: frozenset[str]) -> bool:
+    """Whether a device is none of Ethernet, or has the name of one that was none."""
+    name, ethernet = device(link)
+    return not ethernet or name in known
 
 
 def _has_ipsec() -> bool:
-    with RawLink(_NETLINK_XFRM) as link:
-        return bool(list(link.dump(_GETPOLICY, bytes(_POLICY_ID_BYTES))))
+    try:
+        with RawLink(_NETLINK_XFRM) as link:
+            return bool(list(link.dump(_GETPOLICY, bytes(_POLICY_ID_BYTES))))
+    except OSError as error:
+        if error.errno in (errno.EPROTONOSUPPORT, errno.EAFNOSUPPORT):
+            return False  # A kernel without IPsec.
+        raise

@@ -17,14 +17,18 @@ from pyebpf_proxy.datapath.node.messages import (
     RTM_GETLINK,
     RTM_NEWADDR,
     RTM_NEWLINK,
+    RTM_NEWQDISC,
+    RTM_NEWTFILTER,
     ifaddrmsg,
     ifinfmsg,
 )
 from pyebpf_proxy.datapath.node.netlink import Netlink, attribute
+from pyebpf_proxy.datapath.node.peers import Peers
 from pyebpf_proxy.datapath.node.plan import IFA_F_SECONDARY, InterfaceAddress, Link, State
 
 GROUPS = 0x1 | 0x8 | 0x10 | 0x100  # RTMGRP_LINK, RTMGRP_TC, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR
 AF_BRIDGE = 7
+_TC = frozenset({RTM_NEWTFILTER, RTM_DELTFILTER, RTM_NEWQDISC, RTM_DELQDISC})
 SKIP_STATISTICS = 8  # RTEXT_FILTER_SKIP_STATS
 
 
@@ -34,7 +38,8 @@ class Events:
 
     changed: bool = False  # links or addresses
     gone: set[int] = field(default_factory=set)  # devices that left
-    filters: set[int] = field(default_factory=set)  # devices that lost a tc filter or qdisc, anybody's
+    filters: set[int] = field(default_factory=set)  # devices whose tc filters or qdiscs are others now, anybody's
+    links: set[int] = field(default_factory=set)  # devices that something was said of
 
 
 class Follower:
@@ -42,6 +47,7 @@ class Follower:
 
     def __init__(self) -> None:
         self.state = State()
+        self._peers = Peers()
         self._requests = Netlink()
         try:
             self._events = Netlink(GROUPS)
@@ -74,6 +80,7 @@ class Follower:
             if entry is not None:
                 fresh.addresses[_key(entry)] = entry
         self.state.links, self.state.addresses = fresh.links, fresh.addresses
+        self.state.peers = self._peers.ask(fresh.links.values())
 
     def read(self) -> Events:
         """Takes in what has arrived. Lost messages are made up for by listing everything again."""
@@ -92,9 +99,22 @@ class Follower:
                 self._take_link(message, kind, seen)
             elif kind in (RTM_NEWADDR, RTM_DELADDR):
                 self._take_address(message, kind, seen)
-            elif kind in (RTM_DELTFILTER, RTM_DELQDISC):
+            elif kind in _TC:
                 seen.filters.add(message["index"])
+        links = self.state.links
+        # XDP at one end of a veth changes the features of the other end (veth_xdp_set()), which comes as a message.
+        seen.changed |= self._take_peers(self._peers.ask(links[index] for index in seen.links if index in links))
         return seen
+
+    def look_at_peers(self) -> bool:
+        """Whether the other ends of veths are other ones than known: where features did not change, nothing came."""
+        return self._take_peers(self._peers.ask_some(self.state.links.values()))
+
+    def _take_peers(self, found: dict[int, str]) -> bool:
+        peers = self.state.peers
+        changed = any(peers.get(index, "") != said for index, said in found.items())
+        peers.update(found)
+        return changed
 
     def _take_link(self, message: Any, kind: int, seen: Events) -> None:
         if message["family"] == AF_BRIDGE:
@@ -104,10 +124,14 @@ class Follower:
             seen.gone.add(index)
             seen.changed = True
             self.state.links.pop(index, None)
+            self.state.others.pop(index, None)
+            self.state.peers.pop(index, None)
+            self._peers.forget(index)
             for key in [key for key in self.state.addresses if key[0] == index]:
                 del self.state.addresses[key]
             return
         link = _link(message)
+        seen.links.add(index)
         if self.state.links.get(index) != link:
             self.state.links[index] = link
             seen.changed = True
@@ -140,6 +164,8 @@ def _key(entry: InterfaceAddress) -> tuple[int, ipaddress.IPv4Address | ipaddres
 
 def _link(message: Any) -> Link:
     info = attribute(message, "IFLA_LINKINFO")
+    kind = (attribute(info, "IFLA_INFO_KIND") if info is not None else None) or ""
+    data = attribute(info, "IFLA_INFO_DATA") if kind == "bridge" else None
     xdp = attribute(message, "IFLA_XDP")
     mac = attribute(message, "IFLA_ADDRESS") or ""
     octets = mac.split(":") if isinstance(mac, str) else []
@@ -147,11 +173,14 @@ def _link(message: Any) -> Link:
         ifindex=message["index"],
         name=attribute(message, "IFLA_IFNAME"),
         type=message["ifi_type"],
-        kind=(attribute(info, "IFLA_INFO_KIND") if info is not None else None) or "",
+        kind=kind,
         master=attribute(message, "IFLA_MASTER") or 0,
         mac=bytes(int(octet, 16) for octet in octets) if len(octets) == 6 else bytes(6),
         lower=attribute(message, "IFLA_LINK") or 0,
         xdp=(attribute(xdp, "IFLA_XDP_PROG_ID") if xdp is not None else None) or 0,
+        mtu=attribute(message, "IFLA_MTU") or 0,
+        peer_netns=attribute(message, "IFLA_LINK_NETNSID") if kind == "veth" else None,
+        vlan_filtering=bool(attribute(data, "IFLA_BR_VLAN_FILTERING")) if data is not None else False,
     )
 
 

@@ -3,20 +3,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pyebpf_proxy.config.addresses import Address
+from pyebpf_proxy.datapath.node.attachments import GONE, Attachments, bridge_rules
 from pyebpf_proxy.datapath.node.follower import Follower
-from pyebpf_proxy.datapath.node.plan import Link, NodeConfig, Wanted, plan
-from pyebpf_proxy.datapath.node.tc import Filters
+from pyebpf_proxy.datapath.node.plan import (
+    OBSERVED,
+    TC_EGRESS,
+    Link,
+    NodeConfig,
+    Others,
+    Wanted,
+    plan,
+    program_for,
+)
 
-# A filter that others remove this often within a minute is left alone until the device changes.
+# A program that others take away this often within a minute is left alone until the device changes.
 REATTACH_LIMIT = 10
 REATTACH_SECONDS = 60.0
+# Netlink does not tell of tcx programs and rules for bridges, nor always of a veth's other end: they are looked at so
+# often.
+LOOK_SECONDS = 3.0
 
 
 class NodeMap(Protocol):
@@ -48,38 +61,44 @@ def contents(wanted: Wanted, layouts: Layouts) -> dict[str, Contents]:
     """The maps of the node as bytes, by map name (bpf/node_maps.h)."""
     maps: dict[str, Contents] = {name: {} for name in MAPS}
     address_layouts = {size: layouts.struct(name) for size, name in ((4, "address4"), (16, "address6"))}
-    key_layouts = {size: layouts.struct(name) for size, name in ((4, "masquerade4_key"), (16, "masquerade6_key"))}
     suffixes = {4: "4", 16: "6"}
     values = {accepted: layouts.struct("node_address").pack(node_ports=int(accepted)) for accepted in (False, True)}
     for address, node_ports in wanted.node_addresses.items():
         key = address_layouts[len(address)].pack(address=address)
         maps[f"node_addresses{suffixes[len(address)]}"][key] = values[node_ports]
-    for prefix, address in wanted.masquerade.items():
-        key = key_layouts[len(address)].pack(
-            prefix_length=32 + prefix.prefix_length, device=prefix.device, address=prefix.address
-        )
-        maps[f"masquerade{suffixes[len(address)]}"][key] = address_layouts[len(address)].pack(address=address)
     layout = layouts.struct("node_device")
     for index, device in wanted.devices.items():
         value = layout.pack(
             bridge=device.bridge,
             bridge_mac=device.bridge_mac,
             pod_source=int(device.pod_source),
-            passage=device.passage,
+            redirect=device.redirect,
+            mtu=device.mtu,
         )
         maps["devices"][struct.pack("=I", index)] = value
     return maps
 
 
-MAPS = ("node_addresses4", "node_addresses6", "masquerade4", "masquerade6", "devices")
+MAPS = ("node_addresses4", "node_addresses6", "devices")
+
+
+class DeviceState(NamedTuple):
+    """A device as the data plane has it: ``limit`` says why ``redirect`` (enum redirect_mode) is no better."""
+
+    name: str
+    program: str
+    redirect: int
+    limit: str
+    others: Others
 
 
 class Node:
     """Devices and addresses of the network namespace it was made in.
 
-    ``maps`` are the five of :data:`MAPS`. What they hold from before is adopted: only differences are written.
+    ``maps`` are those of :data:`MAPS`; What they hold from before is adopted: only differences
+    are written. ``pins`` is a folder in a bpffs, for what holds the programs on devices.
     ``report`` takes one line for each thing that went wrong with one device or entry; the others are served.
-    Make it, then :meth:`attach`; add :meth:`fileno` to the loop with :meth:`read` as reader.
+    Make it, then :meth:`attach`, then :meth:`follow`.
     """
 
     def __init__(
@@ -89,6 +108,8 @@ class Node:
         maps: Mapping[str, NodeMap],
         layouts: Layouts,
         report: Callable[[str], None],
+        pins: Path,
+        use_tcx: bool | None = None,
     ) -> None:
         self._config = config
         self._maps = maps
@@ -97,16 +118,20 @@ class Node:
         self._said: set[str] = set()
         #: Told of every change of devices, after what follows from it was done.
         self.on_change: Callable[[Mapping[int, Link], Wanted], None] = lambda links, wanted: None
+        #: Called when the entry of a device in the map has changed; one that is new changes nothing that was known.
+        self.on_devices: Callable[[], None] = lambda: None
         self._written: dict[str, Contents] = {name: dict(maps[name].items()) for name in MAPS}
         self._programs: Mapping[str, int] = {}
         self._attached: dict[int, str] = {}
         self._reattached: dict[int, list[float]] = {}
-        self._filters = Filters(directory)
+        self._attachments = Attachments(directory, pins, use_tcx)
         try:
             self._follower = Follower()
         except BaseException:
-            self._filters.close()
+            self._attachments.close()
             raise
+        self._chains: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self._see_others()
         self._wanted = plan(self._follower.state, config)
         self._write()
 
@@ -124,13 +149,33 @@ class Node:
         """Every address of a device."""
         return [address for _, address, _ in self._follower.state.addresses]
 
+    @property
+    def uses_tcx(self) -> bool:
+        """Whether programs are attached by tcx, or by filters of a clsact qdisc."""
+        return self._attachments.uses_tcx
+
+    @property
+    def devices(self) -> dict[int, DeviceState]:
+        """Every device that carries a program or that packets of the fast path leave by, by ifindex."""
+        state, wanted = self._follower.state, self._wanted
+        return {
+            index: DeviceState(
+                self._name(index),
+                self._attached.get(index, ""),
+                device.redirect,
+                wanted.limits.get(index, ""),
+                state.others.get(index, Others()),
+            )
+            for index, device in wanted.devices.items()
+        }
+
     def fileno(self) -> int:
         return self._follower.fileno()
 
     def close(self) -> None:
         """Stops following. Programs, filters and maps stay as they are."""
         self._follower.close()
-        self._filters.close()
+        self._attachments.close()
 
     def configure(self, config: NodeConfig) -> None:
         """Other configuration, or node IPs that have become known."""
@@ -141,15 +186,17 @@ class Node:
     def attach(self, programs: Mapping[str, int]) -> None:
         """Puts programs (name → fd, which must stay open) on every entrance; replaces those of a former run atomically.
 
-        A device that carries our filter but is no entrance any more loses it.
+        A device that carries a program of ours but is no entrance any more loses it.
         """
         self._programs = dict(programs)
-        for index in self._filters.attached():
+        self._attachments.tidy(self._follower.state.links)
+        for index in self._attachments.attached():
             if index not in self._wanted.programs:
                 self._detach(index)
         for index, name in self._wanted.programs.items():
             self._attach(index, name)
-        self.changed()
+        self._see_others()
+        self._replan()
 
     def changed(self) -> None:
         """Tell once more how things are."""
@@ -161,11 +208,79 @@ class Node:
         for index in events.gone:
             self._attached.pop(index, None)
             self._reattached.pop(index, None)
-            self._filters.forget(index)
-        if events.changed:
-            self._replan()
+            self._attachments.forget(index)
         for index in events.filters & self._attached.keys():
             self._check(index)
+        seen = bool(events.filters) and self._see_others()
+        if events.changed or seen:
+            self._replan()
+
+    def look(self) -> None:
+        """Finds what netlink does not tell: others' tcx programs, rules of bridges, XDP at the other end of a veth.
+
+        A few microseconds a device.
+        """
+        peers = self._follower.look_at_peers()
+        rules = bridge_rules() if self._bridges() else ""
+        changed = [
+            index
+            for index, chain in self._attachments.chains(self._watched()).items()
+            if chain != self._chains.get(index)
+        ]
+        if not changed and not peers and rules == self._follower.state.bridge_rules:
+            return
+        for index in changed:
+            if index in self._attached:
+                self._check(index)
+        if self._see_others() or peers:
+            self._replan()
+
+    def follow(self, loop: asyncio.AbstractEventLoop, error: Callable[..., None]) -> Callable[[], None]:
+        """Keep up with the node from now on: :meth:`read` when netlink has something, :meth:`look` every few seconds.
+
+        ``error`` takes what went wrong, in words. What is returned ends it; call it before :meth:`close`.
+        """
+
+        def read() -> None:
+            try:
+                self.read()
+            except OSError as problem:
+                error("a change of devices could not be followed", error=str(problem))
+
+        async def look() -> None:
+            while True:
+                await asyncio.sleep(LOOK_SECONDS)
+                try:
+                    self.look()
+                except OSError as problem:
+                    error("what others have on devices could not be seen", error=str(problem))
+
+        def stop() -> None:
+            loop.remove_reader(descriptor)
+            task.cancel()
+
+        descriptor = self.fileno()
+        loop.add_reader(descriptor, read)
+        task = loop.create_task(look(), name="look at devices")
+        return stop
+
+    def _bridges(self) -> list[int]:
+        return [index for index, link in self._follower.state.links.items() if link.kind == "bridge"]
+
+    def _watched(self) -> list[int]:
+        """Entrances, and bridges, which stand between their ports and the node."""
+        links = self._follower.state.links
+        return [*(index for index, link in links.items() if program_for(link, links)), *self._bridges()]
+
+    def _see_others(self) -> bool:
+        """Whether others have something else on the devices than when we looked last."""
+        state = self._follower.state
+        before = state.others, state.bridge_rules
+        watched = self._watched()
+        self._chains = self._attachments.chains(watched)
+        state.others = self._attachments.others(watched)
+        state.bridge_rules = bridge_rules() if self._bridges() else ""
+        return before != (state.others, state.bridge_rules)
 
     def _replan(self) -> None:
         self._wanted = plan(self._follower.state, self._config)
@@ -174,14 +289,18 @@ class Node:
             return
         for index in [index for index in self._attached if index not in self._wanted.programs]:
             self._detach(index)
-        for index, name in self._wanted.programs.items():
-            if self._attached.get(index) != name:
-                self._attach(index, name)
+        fresh = [(index, name) for index, name in self._wanted.programs.items() if self._attached.get(index) != name]
+        for index, name in fresh:
+            self._attach(index, name)
+        if fresh and self._see_others():
+            self._wanted = plan(self._follower.state, self._config)
+            self._write()
         self.changed()
 
     def _write(self) -> None:
         for name in self._wanted.unsupported:
             self._say(f"device {name}: its link layer is not supported, services are not served to packets from it")
+        before = dict(self._written["devices"])
         for name, entries in contents(self._wanted, self._layouts).items():
             written = self._written[name]
             self._add(name, entries)
@@ -191,6 +310,9 @@ class Node:
                 del written[key]
             if stale:
                 self._add(name, entries)  # what found the map full before
+        after = self._written["devices"]
+        if any(after.get(key) != value for key, value in before.items()):
+            self.on_devices()
 
     def _add(self, name: str, entries: Contents) -> None:
         written = self._written[name]
@@ -207,7 +329,8 @@ class Node:
     def _attach(self, index: int, name: str) -> None:
         device = self._name(index)
         try:
-            if self._filters.attach(index, device, self._programs[name]):
+            egress = self._programs[TC_EGRESS] if self._is_observed(name) else None
+            if self._attachments.attach(index, device, self._programs[name], egress):
                 self._attached[index] = name
         except OSError as error:
             self._say(str(error))
@@ -215,23 +338,34 @@ class Node:
     def _detach(self, index: int) -> None:
         self._attached.pop(index, None)
         try:
-            self._filters.detach(index, self._name(index))
+            self._attachments.detach(index, self._name(index))
         except OSError as error:
             self._say(str(error))
 
     def _check(self, index: int) -> None:
-        """Somebody removed a filter or qdisc there: if it was ours, it goes back."""
-        if self._filters.is_attached(index):
+        """Somebody took a program of ours off, or put theirs before it: ours goes back to its place."""
+        name = self._attached[index]
+        try:
+            wrong = self._attachments.standing(index, self._is_observed(name))
+        except OSError as error:
+            self._say(str(error))
+            return
+        if not wrong:
             return
         now = time.monotonic()
         recent = [then for then in self._reattached.get(index, []) if now - then < REATTACH_SECONDS]
         if len(recent) >= REATTACH_LIMIT:
-            self._say(f"device {self._name(index)}: somebody keeps removing our tc filter, it is left off")
-            self._attached.pop(index)
+            self._say(f"device {self._name(index)}: somebody keeps taking our tc program from its place, it is left so")
+            if wrong == GONE:
+                self._attached.pop(index)
             return
         self._reattached[index] = [*recent, now]
-        self._report(f"device {self._name(index)}: somebody removed our tc filter, attaching it again")
+        self._report(f"device {self._name(index)}: our tc program is {wrong}, attaching it again")
         self._attach(index, self._attached.pop(index))
+
+    def _is_observed(self, name: str) -> bool:
+        """Whether the observer belongs at the egress of a device with this program; never without a fast path."""
+        return name in OBSERVED and TC_EGRESS in self._programs
 
     def _name(self, index: int) -> str:
         link = self._follower.state.links.get(index)

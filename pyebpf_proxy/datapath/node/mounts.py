@@ -74,6 +74,11 @@ def pin_directory(bpffs: Path, directory: Path, version: int) -> Path:
     return bpffs / FOLDER / instance_name(directory) / f"v{version}"
 
 
+def tcx_directory(bpffs: Path, directory: Path) -> Path:
+    """Folder of the pins that hold programs on devices. Of no layout version: the next one takes them over in place."""
+    return bpffs / FOLDER / instance_name(directory) / "tcx"
+
+
 def file_system_type(path: Path) -> int:
     """Magic number of the file system at ``path``, 0 if there is none (statfs(2))."""
     buffer = (ctypes.c_long * 64)()
@@ -86,6 +91,11 @@ def is_bpffs(path: Path) -> bool:
     return file_system_type(path) == BPF_FS_MAGIC
 
 
+def holds_pins(place: Path) -> bool:
+    """Whether pins can be below ``place``: it is a bpffs, or at least the folder in it is. A pod sees no more of it."""
+    return is_bpffs(place) or is_bpffs(place / FOLDER)
+
+
 def bpffs_candidates(directory: Path) -> list[Path]:
     """Where a bpffs of ours may be, in the order of preference."""
     return [directory / "bpf", SYSTEM_BPFFS, root_of_host() / SYSTEM_BPFFS.relative_to("/")]
@@ -95,7 +105,7 @@ def ensure_bpffs(directory: Path) -> Bpffs:
     """The bpffs to pin in; mounted if there is none. MountError says what was tried and what to do."""
     candidates = bpffs_candidates(directory)
     for candidate in candidates:
-        if is_bpffs(candidate):
+        if holds_pins(candidate):
             return Bpffs(candidate)
     reasons = []
     try:
@@ -133,9 +143,10 @@ def release_bpffs(directory: Path) -> list[str]:
     gone: list[str] = []
     seen: set[tuple[int, int]] = set()
     for bpffs in bpffs_candidates(directory):
-        if not is_bpffs(bpffs):
+        if not holds_pins(bpffs):
             continue
-        identity = (os.stat(bpffs).st_dev, os.stat(bpffs).st_ino)
+        root = os.stat(bpffs if is_bpffs(bpffs) else bpffs / FOLDER)
+        identity = (root.st_dev, root.st_ino)
         if identity in seen:
             continue
         seen.add(identity)
@@ -232,7 +243,10 @@ def _mark(bpffs: Path) -> None:
 def _release_mount(bpffs: Path) -> list[str]:
     """Removes our folder if no instance is left in it, and the mount if it is ours and empty."""
     folder = bpffs / FOLDER
-    if not folder.is_dir() or {entry.name for entry in folder.iterdir()} - {MARK}:
+    # What is mounted itself, as in a pod, cannot be removed from there: an empty folder is left on the node.
+    if not folder.is_dir() or os.stat(folder).st_dev != os.stat(bpffs).st_dev:
+        return []
+    if {entry.name for entry in folder.iterdir()} - {MARK}:
         return []
     marked = (folder / MARK).is_dir()
     others = {entry.name for entry in bpffs.iterdir()} - KERNELS_OWN - {FOLDER}

@@ -4,20 +4,16 @@
 ``links.Follower`` keeps a :class:`State` up to date from netlink, :func:`plan` says what follows from it,
 ``links.Node`` writes the differences.
 
-Simplifications, all visible only in unusual set-ups:
+A simplification, visible only in unusual set-ups:
 
 * addresses that are local without being on an interface (AnyIP: ``ip route add local 10.0.0.0/8 dev lo``, or
-  a prefix shorter than /32 on the loopback device) are not known as addresses of the node;
-* IPv6 masquerading takes, instead of the full ordering of RFC 6724, an address of the outgoing device in the
-  destination's own subnet, else a unique local address for a unique local destination, else the device's
-  first global address that is not unique local; deprecated and temporary addresses only if there is nothing
-  else, tentative ones never.
+  a prefix shorter than /32 on the loopback device) are not known as addresses of the node.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,25 +28,24 @@ NOT_ENTRANCES = frozenset({"bridge", "vrf", "ifb", "nlmon", "vsockmon", "can", "
 PORT_MASTERS = frozenset({"bridge", "vrf"})
 
 # include/uapi/linux/if_addr.h, rtnetlink.h
-IFA_F_SECONDARY = 0x01  # the same bit is IFA_F_TEMPORARY for IPv6
-IFA_F_TEMPORARY = 0x01
+IFA_F_SECONDARY = 0x01
 IFA_F_DADFAILED = 0x08
-IFA_F_DEPRECATED = 0x20
-IFA_F_TENTATIVE = 0x40
 SCOPE_UNIVERSE = 0
 
 # Ethernet devices that send on what they are given; tunnels that ask the packet's route where to are not among them.
 FAST_KINDS = frozenset(
     {"", "veth", "netkit", "bond", "team", "vlan", "bridge", "macvlan", "ipvlan", "vxlan", "geneve", "tun"}
 )
-# enum passage of bpf/node_maps.h
-TO_STACK, TO_NEIGHBOUR = 0, 1
+# enum redirect_mode of bpf/node_maps.h
+REDIRECT_NONE, REDIRECT_DEVICE, REDIRECT_PEER = 0, 1, 2
 
 TC_ETHERNET = "tc_ethernet"
 TC_LAYER3 = "tc_l3"
 TC_BRIDGE_PORT = "tc_bridge_port"
+TC_EGRESS = "tc_egress"
+# With these the observer at egress is on the device, too.
+OBSERVED = frozenset({TC_ETHERNET, TC_BRIDGE_PORT})
 PRIMARY = ("primary",)
-ULA = ipaddress.IPv6Network("fc00::/7")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -65,10 +60,27 @@ class Link(NamedTuple):
     kind: str = ""
     master: int = 0
     mac: bytes = bytes(6)
-    #: Of a VLAN: the device below it.
+    #: Of a VLAN: the device below it; of a veth: its other end, by that one's number in its own network namespace.
     lower: int = 0
     #: Id of an XDP program that is on it, anybody's.
     xdp: int = 0
+    mtu: int = 0
+    #: Of a veth whose other end is in another network namespace: that one's number here, as the kernel gave it.
+    peer_netns: int | None = None
+    #: Of a bridge.
+    vlan_filtering: bool = False
+
+
+class Others(NamedTuple):
+    """What others have on a device, in words: programs behind ours at ingress, any at egress, the root qdisc.
+
+    ``unobserved``: why our program at egress is not there; "": it is.
+    """
+
+    ingress: tuple[str, ...] = ()
+    egress: tuple[str, ...] = ()
+    qdisc: str = ""
+    unobserved: str = ""
 
 
 class InterfaceAddress(NamedTuple):
@@ -88,10 +100,17 @@ class InterfaceAddress(NamedTuple):
 
 @dataclass
 class State:
-    """Links by ifindex; addresses by (device, address, prefix length), in the kernel's order per device."""
+    """Links and what others have on them by ifindex; addresses by (device, address, prefix length).
+
+    ``peers``: what keeps packets from going straight to a veth's other end, in words, by the veth's ifindex.
+    """
 
     links: dict[int, Link] = field(default_factory=dict)
     addresses: dict[tuple[int, Address, int], InterfaceAddress] = field(default_factory=dict)
+    others: dict[int, Others] = field(default_factory=dict)
+    peers: dict[int, str] = field(default_factory=dict)
+    #: A rule for frames that cross a bridge, in words; "": there is none.
+    bridge_rules: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,15 +134,8 @@ class Device(NamedTuple):
     bridge: int = 0
     bridge_mac: bytes = bytes(6)
     pod_source: bool = False
-    passage: int = TO_STACK
-
-
-class MasqueradeKey(NamedTuple):
-    """Device and prefix (packed, host bits zero; prefix length without the device's 32 bits)."""
-
-    device: int
-    prefix_length: int
-    address: bytes
+    redirect: int = REDIRECT_NONE
+    mtu: int = 0
 
 
 @dataclass
@@ -133,7 +145,8 @@ class Wanted:
     programs: dict[int, str] = field(default_factory=dict)
     devices: dict[int, Device] = field(default_factory=dict)
     node_addresses: dict[bytes, bool] = field(default_factory=dict)
-    masquerade: dict[MasqueradeKey, bytes] = field(default_factory=dict)
+    #: Why the fast path does not take a device, or only by its queue and not straight into the pod, by ifindex.
+    limits: dict[int, str] = field(default_factory=dict)
     unsupported: tuple[str, ...] = ()
 
 
@@ -145,18 +158,17 @@ def plan(state: State, config: NodeConfig) -> Wanted:
         program = program_for(link, state.links)
         if program:
             wanted.programs[link.ifindex] = program
-            wanted.devices[link.ifindex] = _device(link, state.links, config)
+            redirect, why = redirect_of(link, state, config)
+            wanted.devices[link.ifindex] = _device(link, state.links, config, redirect)
+            if why:
+                wanted.limits[link.ifindex] = why
         elif program is None:
             unsupported.append(link.name)
-        elif link.kind == "bridge" and (passage := _passage(link, state.links, config)):
+        elif link.kind == "bridge" and (redirect := redirect_of(link, state, config)[0]):
             # No entrance, but packets leave by it, and those of its ports come in by it.
-            wanted.devices[link.ifindex] = Device(passage=passage)
+            wanted.devices[link.ifindex] = Device(redirect=redirect, mtu=link.mtu)
     wanted.unsupported = tuple(sorted(unsupported))
     wanted.node_addresses = _node_addresses(state.addresses.values(), config)
-    wanted.masquerade = {
-        **_masquerade4(state.links, state.addresses.values()),
-        **_masquerade6(state.links, state.addresses.values()),
-    }
     return wanted
 
 
@@ -172,28 +184,80 @@ def program_for(link: Link, links: Mapping[int, Link]) -> str | None:
     return TC_LAYER3 if link.type in ARPHRD_LAYER3 else None
 
 
-def _device(link: Link, links: Mapping[int, Link], config: NodeConfig) -> Device:
-    master = links.get(link.master)
-    bridge = master if master is not None and master.kind == "bridge" else None
+def _device(link: Link, links: Mapping[int, Link], config: NodeConfig, redirect: int) -> Device:
+    bridge = _bridge(link, links)
     # The input interface of spec/service-semantics §6 is the one the IP layer sees: a port's bridge.
     seen_as = (bridge or link).name
     if config.bridge_interface:
         pod_source = seen_as == config.bridge_interface
     else:
         pod_source = bool(config.interface_name_prefix) and seen_as.startswith(config.interface_name_prefix)
-    passage = _passage(link, links, config)
     if bridge is None:
-        return Device(pod_source=pod_source, passage=passage)
-    return Device(bridge.ifindex, bridge.mac, pod_source, passage)
+        return Device(pod_source=pod_source, redirect=redirect, mtu=link.mtu)
+    return Device(bridge.ifindex, bridge.mac, pod_source, redirect, link.mtu)
 
 
-def _passage(link: Link, links: Mapping[int, Link], config: NodeConfig) -> int:
-    """How the fast path sends by a device (enum passage), and whether it takes packets from there."""
-    if not config.fast_path or link.name in config.fast_path_excluded_devices:
-        return TO_STACK
-    if link.type != ARPHRD_ETHER or link.kind not in FAST_KINDS or _vrf(link.ifindex, links):
-        return TO_STACK
-    return TO_NEIGHBOUR
+def _bridge(link: Link, links: Mapping[int, Link]) -> Link | None:
+    master = links.get(link.master)
+    return master if master is not None and master.kind == "bridge" else None
+
+
+def redirect_of(link: Link, state: State, config: NodeConfig) -> tuple[int, str]:
+    """How the fast path sends by a device and takes packets from it, and why it is no better; "": it can't be.
+
+    What stands behind our program at ingress would not see packets of the fast path, so the device is closed. Only
+    REDIRECT_PEER goes past egress programs and the qdisc, and past XDP at the other end. Packets of a port would not
+    meet what its bridge does.
+    """
+    if not config.fast_path:
+        return REDIRECT_NONE, ""
+    others = state.others.get(link.ifindex, Others())
+    bridge = _bridge(link, state.links)
+    if closed := _closed(link, state.links, config) or _in_the_way(others) or _bridge_in_the_way(bridge, state):
+        return REDIRECT_NONE, closed
+    if link.kind != "veth":
+        return REDIRECT_DEVICE, ""
+    if link.peer_netns is None:
+        return REDIRECT_DEVICE, "its other end is in this network namespace"
+    if others.egress:
+        return REDIRECT_DEVICE, f"behind the fast path: {', '.join(others.egress)}"
+    if others.qdisc not in ("", "noqueue"):
+        return REDIRECT_DEVICE, f"qdisc {others.qdisc}"
+    if peer := state.peers.get(link.ifindex):
+        return REDIRECT_DEVICE, peer
+    return REDIRECT_PEER, ""
+
+
+def _closed(link: Link, links: Mapping[int, Link], config: NodeConfig) -> str:
+    """Why a device can't carry the fast path, whatever others have on it; "": it can."""
+    if link.name in config.fast_path_excluded_devices:
+        return "fastPathExcludedDevices names it"
+    if link.type != ARPHRD_ETHER:
+        return "its packets have no Ethernet header"
+    if link.kind not in FAST_KINDS:
+        return f"devices of kind {link.kind} may send a packet elsewhere than its frame says"
+    return "it is in a VRF" if _vrf(link.ifindex, links) else ""
+
+
+def _in_the_way(others: Others) -> str:
+    if others.ingress:
+        return f"behind our program: {', '.join(others.ingress)}"
+    return f"our program is not at its egress: {others.unobserved}" if others.unobserved else ""
+
+
+def _bridge_in_the_way(bridge: Link | None, state: State) -> str:
+    """What a port's packets would not meet any more if they did not pass the bridge."""
+    if bridge is None:
+        return ""
+    if bridge.vlan_filtering:
+        return f"bridge {bridge.name} filters VLANs"
+    if state.bridge_rules:
+        return state.bridge_rules
+    others = state.others.get(bridge.ifindex, Others())
+    programs = [*others.ingress, *others.egress]
+    if others.qdisc not in ("", "noqueue"):
+        programs.append(f"qdisc {others.qdisc}")
+    return f"on bridge {bridge.name}: {', '.join(programs)}" if programs else ""
 
 
 def _node_addresses(addresses: Iterable[InterfaceAddress], config: NodeConfig) -> dict[bytes, bool]:
@@ -219,73 +283,6 @@ def accepted_networks(version: int, config: NodeConfig) -> tuple[Network, ...] |
         cidrs = list(config.node_port_addresses)
     networks = [ipaddress.ip_network(text, strict=False) for text in cidrs]
     return tuple(network for network in networks if network.version == version) or None
-
-
-def _masquerade4(links: Mapping[int, Link], addresses: Iterable[InterfaceAddress]) -> dict[MasqueradeKey, bytes]:
-    """What inet_select_addr(device, next hop, universe) returns, as a longest-prefix table."""
-    by_device: dict[int, list[InterfaceAddress]] = {}
-    for entry in addresses:
-        if entry.address.version == 4 and entry.scope == SCOPE_UNIVERSE and not entry.flags & IFA_F_SECONDARY:
-            by_device.setdefault(entry.device, []).append(entry)
-    found: dict[MasqueradeKey, bytes] = {}
-    for index in links:
-        own = by_device.get(index, [])
-        _subnet_entries(found, index, own)
-        default = own[0].address if own else _borrowed(index, links, by_device)
-        if default is not None:
-            found[MasqueradeKey(index, 0, bytes(4))] = default.packed
-    return found
-
-
-def _masquerade6(links: Mapping[int, Link], addresses: Iterable[InterfaceAddress]) -> dict[MasqueradeKey, bytes]:
-    by_device: dict[int, list[InterfaceAddress]] = {}
-    for entry in addresses:
-        usable = entry.scope == SCOPE_UNIVERSE and not entry.flags & (IFA_F_TENTATIVE | IFA_F_DADFAILED)
-        if entry.address.version == 6 and usable:
-            by_device.setdefault(entry.device, []).append(entry)
-    for own in by_device.values():
-        # Stable: lasting addresses first, each group in the kernel's order.
-        own.sort(key=lambda entry: (bool(entry.flags & IFA_F_DEPRECATED), bool(entry.flags & IFA_F_TEMPORARY)))
-    found: dict[MasqueradeKey, bytes] = {}
-    for index in links:
-        own = by_device.get(index, [])
-        _subnet_entries(found, index, own)
-        local = next((entry.address for entry in own if entry.address in ULA), None)
-        other = next((entry.address for entry in own if entry.address not in ULA), None)
-        default = other or local or _borrowed(index, links, by_device)
-        if local is not None and other is not None:
-            found.setdefault(MasqueradeKey(index, ULA.prefixlen, ULA.network_address.packed), local.packed)
-        if default is not None:
-            found.setdefault(MasqueradeKey(index, 0, bytes(16)), default.packed)
-    return found
-
-
-def _subnet_entries(found: dict[MasqueradeKey, bytes], index: int, own: list[InterfaceAddress]) -> None:
-    """One entry per subnet. The kernel takes the first match, so a subnet inside an earlier one has no entry."""
-    earlier: list[Network] = []
-    for entry in own:
-        subnet = entry.subnet
-        if any(_contains(network, subnet) for network in earlier):
-            continue
-        earlier.append(subnet)
-        key = MasqueradeKey(index, subnet.prefixlen, subnet.network_address.packed)
-        found[key] = entry.address.packed
-
-
-def _contains(outer: Network, inner: Network) -> bool:
-    return outer.prefixlen <= inner.prefixlen and inner.network_address in outer
-
-
-def _borrowed(index: int, links: Mapping[int, Link], by_device: Mapping[int, list[InterfaceAddress]]) -> Address | None:
-    """For a device without an address of its own: its VRF's, else the first device's of the same VRF (or of none)."""
-    return next((by_device[other][0].address for other in _lenders(index, links) if by_device.get(other)), None)
-
-
-def _lenders(index: int, links: Mapping[int, Link]) -> Iterator[int]:
-    vrf = _vrf(index, links)
-    if vrf:
-        yield vrf
-    yield from (other for other in sorted(links) if _vrf(other, links) == vrf)
 
 
 def _vrf(index: int, links: Mapping[int, Link]) -> int:

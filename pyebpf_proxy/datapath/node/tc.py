@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our program at a device's tc ingress: clsact qdisc and one cls_bpf filter in direct-action mode.
+"""Our programs at a device's tc hooks where there is no tcx: clsact qdisc and cls_bpf filters in direct-action mode.
 
-A filter is ours if its kind, priority, handle and name are all ours. Everything else on the device is left
-alone: a clsact or ingress qdisc that was there is used and stays, other filters run before or after ours
-(our programs return TC_ACT_UNSPEC to go on).
+A filter is ours if its kind, handle and name are all ours. At ingress it has the first priority that it can have, at
+egress the last one. Everything else on the device is left alone: a clsact or ingress qdisc that was there is used and
+stays, other filters run before or after ours (our programs return TC_ACT_UNSPEC to go on). An ingress qdisc has no
+egress.
 
 Whether the clsact was made by us is remembered as an empty file ``<directory>/clsact/<ifindex>-<name>``, written
 before the qdisc is made. It is taken away again when it is in that record and no filter is left on either of its hooks.
@@ -12,9 +13,13 @@ before the qdisc is made. It is taken away again when it is in that record and n
 from __future__ import annotations
 
 import errno
+import socket
+import struct
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from pyebpf_proxy.datapath.connections.rawlink import RawLink, attributes
 from pyebpf_proxy.datapath.node.messages import (
     NLM_F_CREATE,
     NLM_F_EXCL,
@@ -30,14 +35,22 @@ from pyebpf_proxy.datapath.node.messages import (
 from pyebpf_proxy.datapath.node.netlink import Netlink, NetlinkError, attribute
 
 NAME = "pyebpf-proxy"
-PRIORITY = 0xEB
 HANDLE = 0xEB
+# include/uapi/linux/rtnetlink.h, pkt_cls.h: attributes of qdiscs and filters, and of cls_bpf
+_KIND, _OPTIONS, _BPF_NAME, _BPF_ID = 1, 2, 7, 11
+_ROOT = 0xFFFFFFFF
+# struct tcmsg: family, ifindex, handle, parent, info
+_TCMSG = struct.Struct("=B3xiIII")
 CLSACT_HANDLE = 0xFFFF0000
 CLSACT_PARENT = 0xFFFFFFF1
 INGRESS = 0xFFFFFFF2
 EGRESS = 0xFFFFFFF3
+_HOOKS = {INGRESS: "ingress", EGRESS: "egress"}
 PROTOCOL_ALL = 0x0300  # htons(ETH_P_ALL)
 DIRECT_ACTION = 1
+PRIORITY_MAX = 0xFFFF
+# Earlier versions had their filter at 235; nobody else needs as many in front of ours.
+_PRIORITIES = {INGRESS: range(1, 0xEB), EGRESS: range(PRIORITY_MAX, PRIORITY_MAX - 0xEB, -1)}
 # What the kernel says of a device that is gone, or leaves while we are at it.
 GONE = (errno.ENODEV, errno.ENXIO)
 
@@ -52,20 +65,16 @@ class Filters:
     def close(self) -> None:
         self._netlink.close()
 
-    def attach(self, ifindex: int, device: str, program_fd: int) -> bool:
+    def attach(self, ifindex: int, device: str, program_fd: int, hook: int = INGRESS) -> bool:
         """Puts the program on the device, or in the place of the one that is there, in one atomic step.
 
+        A filter of ours at another priority (an earlier version's) has the program too until the new one is there.
         False if the device is gone. NetlinkError names the device and the kernel's reason.
         """
         try:
             self._ensure_qdisc(ifindex, device)
             try:
-                self._refuse_foreign(ifindex, device)
-                message = _message(ifindex, INGRESS, HANDLE, PRIORITY << 16 | PROTOCOL_ALL)
-                options = [("TCA_BPF_FD", program_fd), ("TCA_BPF_NAME", NAME), ("TCA_BPF_FLAGS", DIRECT_ACTION)]
-                message["attrs"] = [("TCA_KIND", "bpf"), ("TCA_OPTIONS", {"attrs": options})]
-                what = f"tc filter on {device}: attach"
-                self._netlink.request(message, RTM_NEWTFILTER, NLM_F_CREATE | NLM_F_REPLACE, what)
+                self._put(ifindex, device, program_fd, hook)
             except NetlinkError:
                 self._release_qdisc(ifindex, device)
                 raise
@@ -76,14 +85,21 @@ class Filters:
             raise
         return True
 
+    def replace(self, ifindex: int, device: str, program_fd: int) -> bool:
+        """The program in the place of whatever of ours is at ingress, in one atomic step. False: there is nothing."""
+        own = self._own(ifindex, INGRESS)
+        for priority in own:
+            self._add(ifindex, device, program_fd, INGRESS, priority)
+        return bool(own)
+
     def detach(self, ifindex: int, device: str) -> bool:
-        """Takes our filter off, and our clsact if nothing else uses it. False if there was nothing of ours."""
+        """Takes our filters off, and our clsact if nothing else uses it. False if there was nothing of ours."""
         try:
-            found = self.is_attached(ifindex)
-            if found:
-                message = _message(ifindex, INGRESS, HANDLE, PRIORITY << 16 | PROTOCOL_ALL)
-                message["attrs"] = [("TCA_KIND", "bpf")]
-                self._netlink.request(message, RTM_DELTFILTER, 0, f"tc filter on {device}: detach")
+            found = False
+            for hook in _HOOKS:
+                for priority in self._own(ifindex, hook):
+                    self._remove(ifindex, device, hook, priority)
+                    found = True
             return self._release_qdisc(ifindex, device) or found
         except NetlinkError as error:
             if error.errno not in (*GONE, errno.ENOENT):
@@ -91,15 +107,19 @@ class Filters:
             self.forget(ifindex)
             return False
 
-    def is_attached(self, ifindex: int) -> bool:
-        return any(_is_ours(f) for f in self._filters(ifindex, INGRESS))
+    def is_attached(self, ifindex: int, hook: int = INGRESS) -> bool:
+        return bool(self._own(ifindex, hook))
 
     def attached(self) -> list[int]:
-        """Devices of this namespace, by ifindex, that carry a filter of ours."""
+        """Devices of this namespace, by ifindex, that carry a filter of ours at ingress."""
         message = _message(0, 0, 0, 0)
         qdiscs = self._netlink.dump(message, RTM_GETQDISC, "list of qdiscs")
         candidates = {q["index"] for q in qdiscs if attribute(q, "TCA_KIND") in ("clsact", "ingress")}
         return sorted(index for index in candidates if self.is_attached(index))
+
+    def qdisc(self, ifindex: int) -> str:
+        """The qdisc with a device's hooks: "clsact", "ingress" (it has none at egress), "": there is none."""
+        return qdiscs().get(ifindex, Qdiscs()).hooks
 
     def recorded(self) -> list[tuple[int, str]]:
         """Devices whose clsact we made, as far as the record knows: ifindex and the name it had then."""
@@ -109,6 +129,10 @@ class Filters:
             if index.isdigit():
                 found.append((int(index), device))
         return found
+
+    def is_recorded(self, ifindex: int) -> bool:
+        """Whether the device's clsact was made by us, as far as the record knows."""
+        return bool(self._record(ifindex))
 
     def forget(self, ifindex: int) -> None:
         """Drops the record: the device is gone, and its qdisc with it. An ifindex may be used again."""
@@ -152,14 +176,46 @@ class Filters:
         self.forget(ifindex)
         return True
 
-    def _refuse_foreign(self, ifindex: int, device: str) -> None:
-        for message in self._filters(ifindex, INGRESS):
-            if message["info"] >> 16 == PRIORITY and not _is_ours(message) and message["handle"]:
-                raise NetlinkError(
-                    errno.EEXIST,
-                    f"tc filter on {device}: priority {PRIORITY} of the ingress hook is taken by a filter "
-                    f"that is not ours; remove it or give it another priority",
-                )
+    def _put(self, ifindex: int, device: str, program_fd: int, hook: int) -> None:
+        own = self._own(ifindex, hook)
+        for priority in own:
+            self._add(ifindex, device, program_fd, hook, priority)
+        wanted = self._priority(ifindex, device, hook)
+        if wanted not in own:
+            self._add(ifindex, device, program_fd, hook, wanted)
+        for priority in own:
+            if priority != wanted:
+                self._remove(ifindex, device, hook, priority)
+
+    def _priority(self, ifindex: int, device: str, hook: int) -> int:
+        """The outermost priority that has nothing, or only filters beside which ours can be."""
+        taken = set()
+        for message in self._filters(ifindex, hook):
+            kind, protocol = attribute(message, "TCA_KIND"), message["info"] & 0xFFFF
+            foreign = message["handle"] == HANDLE and not _is_ours(message)
+            if kind != "bpf" or protocol != PROTOCOL_ALL or foreign:
+                taken.add(message["info"] >> 16)
+        free = next((priority for priority in _PRIORITIES[hook] if priority not in taken), 0)
+        if not free:
+            raise NetlinkError(errno.EEXIST, f"tc filter on {device}: others have every priority of the {_HOOKS[hook]}")
+        return free
+
+    def _add(self, ifindex: int, device: str, program_fd: int, hook: int, priority: int) -> None:
+        message = _message(ifindex, hook, HANDLE, priority << 16 | PROTOCOL_ALL)
+        options = [("TCA_BPF_FD", program_fd), ("TCA_BPF_NAME", NAME), ("TCA_BPF_FLAGS", DIRECT_ACTION)]
+        message["attrs"] = [("TCA_KIND", "bpf"), ("TCA_OPTIONS", {"attrs": options})]
+        self._netlink.request(message, RTM_NEWTFILTER, NLM_F_CREATE | NLM_F_REPLACE, f"tc filter on {device}: attach")
+
+    def _remove(self, ifindex: int, device: str, hook: int, priority: int) -> None:
+        message = _message(ifindex, hook, HANDLE, priority << 16 | PROTOCOL_ALL)
+        message["attrs"] = [("TCA_KIND", "bpf")]
+        self._netlink.request(message, RTM_DELTFILTER, 0, f"tc filter on {device}: detach")
+
+    def _own(self, ifindex: int, hook: int) -> list[int]:
+        """The priorities of our filters, as a rule one."""
+        if hook == EGRESS and self.qdisc(ifindex) != "clsact":
+            return []  # asked for egress, an ingress qdisc lists its ingress
+        return [message["info"] >> 16 for message in self._filters(ifindex, hook) if _is_ours(message)]
 
     def _in_use(self, ifindex: int) -> bool:
         return any(self._filters(ifindex, INGRESS)) or any(self._filters(ifindex, EGRESS))
@@ -180,7 +236,62 @@ def _message(ifindex: int, parent: int, handle: int, info: int) -> Any:
 
 
 def _is_ours(message: Any) -> bool:
-    if attribute(message, "TCA_KIND") != "bpf" or message["info"] >> 16 != PRIORITY or message["handle"] != HANDLE:
+    if attribute(message, "TCA_KIND") != "bpf" or message["handle"] != HANDLE:
         return False
     options = attribute(message, "TCA_OPTIONS")
     return options is not None and attribute(options, "TCA_BPF_NAME") == NAME
+
+
+class Qdiscs(NamedTuple):
+    """Of a device: the kind of its root qdisc, and of the one with its tc hooks; "": there is none."""
+
+    root: str = ""
+    hooks: str = ""
+
+
+def qdiscs() -> dict[int, Qdiscs]:
+    """Of every device of this network namespace that has any, by ifindex. OSError."""
+    found: dict[int, Qdiscs] = {}
+    with RawLink(socket.NETLINK_ROUTE) as link:
+        for message in link.dump(RTM_GETQDISC, _TCMSG.pack(0, 0, 0, 0, 0)):
+            _, index, _, parent, _ = _TCMSG.unpack_from(message)
+            inner = {kind: message[begin:end] for kind, begin, end in attributes(message, _TCMSG.size, len(message))}
+            kind = inner.get(_KIND, b"").rstrip(bytes(1)).decode()
+            if parent == _ROOT:
+                found[index] = found.get(index, Qdiscs())._replace(root=kind)
+            elif parent == CLSACT_PARENT:
+                found[index] = found.get(index, Qdiscs())._replace(hooks=kind)
+    return found
+
+
+class Filter(NamedTuple):
+    """A tc filter; ``name`` is a BPF program's, as its owner called it."""
+
+    priority: int
+    kind: str
+    name: str
+    ours: bool
+    program: int
+
+    def __str__(self) -> str:
+        return f"filter pref {self.priority} {self.kind} {self.name}".rstrip()
+
+
+def filters(ifindex: int, hook: int) -> list[Filter]:
+    """Those at a hook of a device, in the order in which they run. OSError."""
+    found = []
+    with RawLink(socket.NETLINK_ROUTE) as link:
+        for message in link.dump(RTM_GETTFILTER, _TCMSG.pack(0, ifindex, 0, hook, 0)):
+            _, _, handle, _, info = _TCMSG.unpack_from(message)
+            known = {kind: (begin, end) for kind, begin, end in attributes(message, _TCMSG.size, len(message))}
+            begin, end = known.get(_KIND, (0, 0))
+            kind = message[begin:end].rstrip(bytes(1)).decode()
+            if kind == "bpf" and not handle:
+                continue  # the head of the filters of one priority
+            begin, end = known.get(_OPTIONS, (0, 0))
+            inner = {each: message[b:e] for each, b, e in attributes(message, begin, end)}
+            name = inner.get(_BPF_NAME, b"").rstrip(bytes(1)).decode(errors="replace") if kind == "bpf" else ""
+            ours = kind == "bpf" and handle == HANDLE and name == NAME
+            number = int.from_bytes(inner.get(_BPF_ID, b""), sys.byteorder) if kind == "bpf" else 0
+            found.append(Filter(info >> 16, kind, name, ours, number))
+    return found

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import msgspec
 
 from pyebpf_proxy.datapath.loader.libbpf import Map
-from pyebpf_proxy.datapath.tables.changes import Garbage, Record
+from pyebpf_proxy.datapath.tables.changes import Garbage, Record, slot_order
 from pyebpf_proxy.datapath.tables.ids import Ids
 from pyebpf_proxy.datapath.tables.ranges import Ranges
 from pyebpf_proxy.datapath.tables.state import BACKEND_IDS, TABLE_IDS, State
+from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import Endpoint, Family, Frontend, Protocol, ServicePort, ServicePortName, SourceRange
 
 
@@ -35,8 +36,14 @@ class _Backend(msgspec.Struct, frozen=True, gc=False):
     endpoint: Endpoint
     protocol: int
     service: int
-    netfilter: bool
     family: Family
+
+
+def _by_text(endpoints: list[Endpoint]) -> tuple[Endpoint, ...]:
+    """In the order of a plan's lists (services/model.py)."""
+    if len(endpoints) < 2:
+        return tuple(endpoints)
+    return tuple(sorted(endpoints, key=lambda e: format_address_port(e.address, e.port)))
 
 
 class _Adoption:
@@ -152,10 +159,10 @@ class _Adoption:
         for family in Family:
             name = f"backends{family.value}"
             rows = self._rows(name, self.layouts.u32, self.layouts.backend[family])
-            for (number,), (address, port, protocol, lane, service, local), _ in rows:
+            for (number,), (address, port, protocol, service, local), _ in rows:
                 mirror.used[name] += 1
                 endpoint = Endpoint(address, port, bool(local))  # type: ignore[arg-type]
-                self.backends[number] = _Backend(endpoint, protocol, service, bool(lane), family)
+                self.backends[number] = _Backend(endpoint, protocol, service, family)
         shift = self.layouts.word_shift
         reached: set[int] = set()
         for service, record in self.records.items():
@@ -173,19 +180,19 @@ class _Adoption:
                 numbers[backend.endpoint] = number
                 found.append(backend.endpoint)
             split = cluster_count if not record.dirty else len(found)
-            record.plan = ServicePort(record.plan.name, (), tuple(found[:split]), tuple(found[split:]))
+            lists = found[:split], found[split:]
+            # Lists that an agent before this one wrote in another order are written anew.
+            if any(part != sorted(part, key=slot_order) for part in lists):
+                record.dirty = True
+            record.plan = ServicePort(record.plan.name, (), _by_text(lists[0]), _by_text(lists[1]))
             record.set_backends(numbers)
         for number, backend in self.backends.items():
-            if backend.netfilter:
-                mirror.outside.add(number)
-            if backend.netfilter or mirror.all_netfilter:
-                mirror.netfilter[number] = (backend.endpoint.address, backend.endpoint.port)
             key = self._endpoint_key(backend)
             mirror.endpoint_counts[key] = mirror.endpoint_counts.get(key, 0) + 1
             if number not in reached:
                 self.garbage.backends[backend.family].append((number, key))
         # Ids that a client or a socket remembers must not come back as something else.
-        remembered = max(self.backends, default=0)
+        remembered = max(max(self.backends, default=0), mirror.foreign_id)
         for name in ("affinities", "socket_flows"):
             keys, values = self.maps[name].dump()
             if name == "affinities":

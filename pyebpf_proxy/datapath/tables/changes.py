@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,7 +43,11 @@ class Record:
     @property
     def backends(self) -> dict[Endpoint, int]:
         """The number of every endpoint of the plan's lists. Made when it is asked for, see ``set_backends``."""
-        return dict(zip(self._endpoints(), self._numbers, strict=True))
+        return dict(self.numbered())
+
+    def numbered(self) -> Iterator[tuple[Endpoint, int]]:
+        """Every endpoint of the plan's lists, once, and its number."""
+        return zip(self._endpoints(), self._numbers, strict=True)
 
     def set_backends(self, numbers: Mapping[Endpoint, int]) -> None:
         """Every endpoint of the plan's lists has its number in ``numbers``.
@@ -58,6 +62,11 @@ class Record:
 
     def _endpoints(self) -> dict[Endpoint, None]:
         return dict.fromkeys((*self.plan.cluster, *self.plan.local))
+
+
+def slot_order(endpoint: Endpoint) -> tuple[bytes, int]:
+    """The order of endpoints in each list of map ``slots``: the programs look for one by halves (bpf/slots.h)."""
+    return endpoint.address, endpoint.port
 
 
 @dataclass
@@ -103,7 +112,6 @@ class Change:
         "frontend_puts",
         "gone",
         "name",
-        "netfilter",
         "new",
         "old",
         "puts",
@@ -111,6 +119,7 @@ class Change:
         "serving_new",
         "slots",
         "table_changed",
+        "targets",
     )
 
     def __init__(self, name: ServicePortName, old: Record | None, new: Record | None) -> None:
@@ -130,7 +139,8 @@ class Change:
         self.serving_deletes: list[bytes] = []
         self.fresh: list[tuple[int, bytes]] = []
         self.gone: list[tuple[int, bytes]] = []
-        self.netfilter: dict[int, tuple[bytes, int]] = {}
+        #: What the nft table must know before a packet can carry these ids.
+        self.targets: dict[int, tuple[bytes, int]] = {}
         self.failed: str | None = None
 
     @property

@@ -11,6 +11,7 @@ import re
 from contextlib import ExitStack
 from pathlib import Path
 
+from pyebpf_proxy.datapath.connections.drain import drain
 from pyebpf_proxy.datapath.connections.flows import Route
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import Loaded
@@ -32,6 +33,11 @@ class Former:
         self._maps = loaded.maps
         self._layouts = Layouts(loaded.tc.btf)
         self._writer = writer
+
+    def drain(self) -> None:
+        """Hand flows that only the programs of the others know to conntrack, before ours take their places."""
+        for folder in self.folders:
+            drain(folder)
 
     def take_over(self) -> int:
         """Bind clients as they are bound there; how many. May be done again: the newest connection counts."""

@@ -36,7 +36,7 @@ class Layouts:
             "vip_source_allowed",
         )
         self.service_name = btf.struct("service_name").packer("namespace_name", "name", "port", "family", "protocol")
-        self.backend = each("backend{}", "address", "port", "protocol", "lane", "service", "local")
+        self.backend = each("backend{}", "address", "port", "protocol", "service", "local")
         self.endpoint_key = each("endpoint{}_key", "service", "address", "port", "protocol")
         self.endpoint = btf.struct("endpoint").packer("backends")
         self.source_range_key = each("source_range{}_key", "prefix_length", "table", "address")

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pyebpf_proxy.datapath.tables.changes import Change, NoRoomError, Record
+from pyebpf_proxy.datapath.tables.changes import Change, NoRoomError, Record, slot_order
 from pyebpf_proxy.datapath.tables.state import State
 from pyebpf_proxy.services.addresses import format_address_port
-from pyebpf_proxy.services.model import Endpoint, Protocol, ServicePort, ServicePortName
-
-_DIRECT, _NETFILTER = 0, 1
+from pyebpf_proxy.services.model import Endpoint, FrontendKind, ServicePort, ServicePortName
+from pyebpf_proxy.services.shares import RESERVED
 
 
 class Mirror(State):
@@ -42,19 +41,13 @@ class Mirror(State):
         change.gone = [(number, self._endpoint_key(name, e)) for e, number in old.backends.items()]
         return change
 
-    def plan(
-        self,
-        name: ServicePortName,
-        wanted: ServicePort,
-        released: set[bytes],
-        renew: frozenset[Endpoint] = frozenset(),
-    ) -> Change | None:
-        """What makes the maps say ``wanted``; None if they do. Endpoints in ``renew`` get a new backend id.
+    def plan(self, name: ServicePortName, wanted: ServicePort, released: set[bytes]) -> Change | None:
+        """What makes the maps say ``wanted``; None if they do.
 
         Takes ids, slots and frontends at once: :meth:`commit` or :meth:`revert` must follow. Raises NoRoomError.
         """
         old = self.records.get(name)
-        table_changed = old is None or old.dirty or bool(renew) or _table_fields(old.plan) != _table_fields(wanted)
+        table_changed = old is None or old.dirty or _table_fields(old.plan) != _table_fields(wanted)
         serving = self._serving_pairs(wanted)
         old_serving = self._serving_pairs(old.plan) if old is not None else frozenset()
         serving_changed = serving != old_serving
@@ -73,7 +66,7 @@ class Mirror(State):
             if not self.service_ids.available:
                 raise NoRoomError(f"map services is full ({self.room['services']} entries)")
         had = old.backends if old is not None and table_changed else {}
-        fresh = self._fresh_endpoints(had, wanted, renew) if table_changed else []
+        fresh = self._fresh_endpoints(had, wanted) if table_changed else []
         pack = self.layouts.endpoint_key[name.family].pack
         fresh_keys = [pack(0, e.address, e.port, name.protocol) for e in fresh]
         self._check_room(name, wanted, table_changed, fresh_keys, len(serving - old_serving))
@@ -134,8 +127,11 @@ class Mirror(State):
         """Which frontends the service port gets (key -> kind), and words about those that others have."""
         grants: dict[bytes, int] = {}
         conflicts = []
-        new = 0
+        new = left_out = 0
         own = old.id if old is not None else 0
+        table = f"frontends{name.family.value}"
+        # The rest is for ClusterIPs: without theirs, Services of the cluster do not work.
+        external_room = self.room[table] - self.room[table] // RESERVED
         for frontend in wanted.frontends:
             key = self.layouts.pack_frontend(name, frontend)
             owner = self.owners.get(key)
@@ -143,19 +139,23 @@ class Mirror(State):
                 where = format_address_port(frontend.address, frontend.port)
                 conflicts.append(f"{where}/{name.protocol.name} belongs to {self.names[owner]}")
                 continue
-            new += owner is None and key not in grants
+            if owner is None and key not in grants:
+                if frontend.kind is not FrontendKind.CLUSTER_IP and self.used[table] + new >= external_room:
+                    left_out += 1
+                    continue
+                new += 1
             grants.setdefault(key, frontend.kind)
-        self._check(f"frontends{name.family.value}", new)
+        if left_out:
+            conflicts.append(f"map {table} has no room for {left_out} addresses besides the ClusterIP")
+        self._check(table, new)
         return grants, conflicts
 
     @staticmethod
-    def _fresh_endpoints(
-        had: Mapping[Endpoint, int], wanted: ServicePort, renew: frozenset[Endpoint]
-    ) -> list[Endpoint]:
+    def _fresh_endpoints(had: Mapping[Endpoint, int], wanted: ServicePort) -> list[Endpoint]:
         endpoints = dict.fromkeys((*wanted.cluster, *wanted.local))
         if not had:
             return list(endpoints)
-        return [e for e in endpoints if e not in had or e in renew]
+        return [e for e in endpoints if e not in had]
 
     def _plan_backends(
         self,
@@ -180,29 +180,17 @@ class Mirror(State):
                 if e not in there or backends[e] != number
             ]
         new.set_backends(backends)
-        change.slots = [backends[e] for e in wanted.cluster]
-        change.slots += [backends[e] for e in wanted.local]
+        change.slots = [backends[e] for e in sorted(wanted.cluster, key=slot_order)]
+        change.slots += [backends[e] for e in sorted(wanted.local, key=slot_order)]
         if not fresh:
             return
         pack = self.layouts.backend[family].pack
         service = new.id
-        inside = self._inside
-        in_pod_network = self.in_pod_network
-        sctp = protocol is Protocol.SCTP
         values = []
         for (number, _), endpoint in zip(change.fresh, fresh, strict=True):
             address, port = endpoint.address, endpoint.port
-            pod = inside.get(address)
-            if pod is None:
-                pod = inside[address] = in_pod_network(family, address)
-            if pod and not sctp:
-                lane = _DIRECT
-            else:
-                lane = _NETFILTER
-                self.outside.add(number)
-            if lane or self.all_netfilter:
-                change.netfilter[number] = (address, port)
-            values.append(pack(address, port, protocol, lane, service, endpoint.local))
+            change.targets[number] = (address, port)
+            values.append(pack(address, port, protocol, service, endpoint.local))
         u32 = self.layouts.u32.pack
         change.puts[f"backends{family.value}"] = (b"".join(map(u32, ids)), b"".join(values))
         self.used[f"backends{family.value}"] += len(fresh)

@@ -38,7 +38,7 @@ WRITTEN_BY_PROGRAMS = (
 #: Of these the values begin with the time of their newest use.
 _WITH_TIME = ("affinities", "socket_flows", "localities", "locality_sets", "pod_sources")
 #: Arrays of which what is beyond the new end may go: counters, and turns of lists that are no more.
-_MAY_BE_CUT = ("reasons", "last_refused", "refused_lately", "turns")
+_MAY_BE_CUT = ("reasons", "last_refused", "refused_lately", "turns", "affinity_counts")
 
 
 class Resize:

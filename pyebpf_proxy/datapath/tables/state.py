@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -22,31 +22,20 @@ TABLE_IDS = 1 << 32
 class State:
     """Counters, allocators and records. ``room``: max_entries by map."""
 
-    def __init__(
-        self,
-        layouts: Layouts,
-        room: Mapping[str, int],
-        in_pod_network: Callable[[Family, bytes], bool],
-        all_netfilter: bool = False,
-    ) -> None:
+    def __init__(self, layouts: Layouts, room: Mapping[str, int], foreign_id: int = 0) -> None:
         self.layouts = layouts
         self.room = dict(room)
         self.used = dict.fromkeys(room, 0)
-        self.in_pod_network = in_pod_network
-        self.all_netfilter = all_netfilter
+        #: Ids of backends up to this one may be in packets, and mean those of other maps.
+        self.foreign_id = foreign_id
         self.records: dict[ServicePortName, Record] = {}
         self.owners: dict[bytes, int] = {}
         self.names: dict[int, ServicePortName] = {}
         self.endpoint_counts: dict[bytes, int] = {}
-        #: Backends whose entry says NETFILTER.
-        self.outside: set[int] = set()
-        #: Backends that the nft table must know: id -> address, port.
-        self.netfilter: dict[int, tuple[bytes, int]] = {}
         self.service_ids = Ids(min(room["services"], 1 << 32))
         self.table_ids = Ids(TABLE_IDS)
         self.backend_ids = Ids(BACKEND_IDS)
         self.slot_ranges = Ranges(room["slots"])
-        self._inside: dict[bytes, bool] = {}
         self._counts = [layouts.endpoint.pack(i) for i in range(64)]
 
     def fill(self) -> dict[str, tuple[int, int]]:
@@ -56,10 +45,6 @@ class State:
             "slots": self.room["slots"] - self.slot_ranges.available,
         }
         return {name: (used[name], room) for name, room in self.room.items()}
-
-    def round_ends(self) -> None:
-        """What only helps within a round is not kept: for 100 000 endpoints that is 5 MB."""
-        self._inside.clear()
 
     # ---- after the maps were written -----------------------------------------------------------------------
 
@@ -146,7 +131,6 @@ class State:
             used[f"backends{family.value}"] -= len(garbage.backends[family])
             ids = [number for number, _ in garbage.backends[family]]
             self.backend_ids.free(ids)
-            self.outside.difference_update(ids)
 
     def discount_endpoints(self, backends: list[tuple[int, bytes]], family: Family) -> tuple[dict[bytes, int], int]:
         """Backends are gone: new counts of their service-0 endpoint entries (0: delete), and how many are 0."""
@@ -161,21 +145,15 @@ class State:
         self.used[f"endpoints{family.value}"] -= len(ended)
         return changed, len(ended)
 
-    def lanes_changed(self) -> list[tuple[ServicePortName, frozenset[Endpoint]]]:
-        """Which endpoints' lane is no longer what ``in_pod_network`` says, after that has changed."""
-        self._inside.clear()
-        result = []
-        for name, record in self.records.items():
-            if name.protocol is Protocol.SCTP:
-                continue
-            moved = frozenset(
-                e
-                for e, number in record.backends.items()
-                if self._is_inside(name.family, e.address) == (number in self.outside)
-            )
-            if moved:
-                result.append((name, moved))
-        return result
+    def targets(self, garbage: Garbage) -> dict[int, tuple[bytes, int]]:
+        """Address and port of every backend that a packet may carry the id of: those in use, and garbage."""
+        found = {n: (e.address, e.port) for record in self.records.values() for e, n in record.numbered()}
+        for family in Family:
+            unpack = self.layouts.endpoint_key[family].unpack
+            for number, key in garbage.backends[family]:
+                _, address, port, _ = unpack(key)
+                found[number] = address, port
+        return found
 
     def backends_of(self, routes: Iterable[Route]) -> Iterator[tuple[Route, int]]:
         """The backend that each route of a flow leads to; nothing for what is no service's.
@@ -215,12 +193,6 @@ class State:
 
     def pack_count(self, count: int) -> bytes:
         return self._counts[count] if count < len(self._counts) else self.layouts.endpoint.pack(count)
-
-    def _is_inside(self, family: Family, address: bytes) -> bool:
-        inside = self._inside.get(address)
-        if inside is None:
-            inside = self._inside[address] = self.in_pod_network(family, address)
-        return inside
 
     def _endpoint_key(self, name: ServicePortName, e: Endpoint) -> bytes:
         return self.layouts.endpoint_key[name.family].pack(0, e.address, e.port, name.protocol)

@@ -18,7 +18,7 @@ import asyncio
 import errno as errors
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from pyebpf_proxy.cycles import without_cycle_search
@@ -43,15 +43,15 @@ _BEFORE_FLIP = MAPS[:8]
 PART = 1000
 _NO_ROOM = {errors.E2BIG, errors.ENOSPC, errors.ENOMEM}
 
-NetfilterCallback = Callable[[Mapping[int, tuple[bytes, int]], Iterable[int]], None]
+BackendsCallback = Callable[[Mapping[int, tuple[bytes, int]], Iterable[int]], None]
 
 
 class Writer:
     """Owns the service maps of ``loaded``.
 
-    ``in_pod_network`` says which endpoints may take the direct lane. Backends of the netfilter lane (all of them, if
-    there is no other lane) are told to ``on_netfilter_backends`` (added: id → packed address, port; removed: ids), the
-    added ones before packets can choose them; :attr:`netfilter_backends` has all of them, to begin with.
+    Backends are told to ``on_backends`` (added: id → packed address, port; removed: ids), the added ones before
+    packets can choose them; :attr:`netfilter_backends` has all of them, to begin with. ``foreign_id``: ids up to this
+    one are in use by programs with other maps, and are not given to new backends.
 
     Made by adopting what the maps hold. A BpfError from any call means that the kernel refused what should always
     work; what was to be done is remembered, and the next call begins by adopting anew.
@@ -60,14 +60,13 @@ class Writer:
     def __init__(
         self,
         loaded: Loaded,
-        in_pod_network: Callable[[Family, bytes], bool],
-        on_netfilter_backends: NetfilterCallback | None = None,
+        on_backends: BackendsCallback | None = None,
+        foreign_id: int = 0,
     ) -> None:
         maps = self._maps = loaded.maps
         self._layouts = Layouts(loaded.tc.btf)
-        self._in_pod_network = in_pod_network
-        self._on_netfilter = on_netfilter_backends
-        self._all_netfilter = loaded.lane != "direct"
+        self._on_backends = on_backends
+        self._foreign_id = foreign_id
         self._services = maps["services"].mmap().cast("Q")
         self._slots = maps["slots"].mmap().cast("Q")
         self._hints = Hints(maps, loaded.tc.btf)
@@ -75,18 +74,18 @@ class Writer:
         self.problems: dict[ServicePortName, Problem] = {}
         self._pending: dict[ServicePortName, ServicePort | None] = {}
         self._freed = False
+        #: Nothing refers to it any more, and the grace period is running.
+        self._dying = Garbage()
         self._adopt()
 
     def _adopt(self) -> None:
         maps = self._maps
         room = {name: maps[name].max_entries for name in (*MAPS, "services", "slots")}
-        self._mirror = Mirror(self._layouts, room, self._in_pod_network, self._all_netfilter)
+        self._mirror = Mirror(self._layouts, room, self._foreign_id)
         with without_cycle_search():
             repairs = adopt(self._mirror, maps, self._services, self._slots)
-            # The pod network may have changed while nobody looked.
-            self._renew = dict(self._mirror.lanes_changed())
         self._garbage = repairs.garbage
-        self._memory = Memory(maps["affinities"], self._layouts, self._garbage.affinities)
+        self._memory = Memory(maps["affinities"], maps["affinity_counts"], self._layouts, self._garbage.affinities)
         for name, keys in repairs.deletes.items():
             maps[name].delete_batch(keys)
         for number in repairs.dead_services:
@@ -115,7 +114,11 @@ class Writer:
     @property
     def netfilter_backends(self) -> Mapping[int, tuple[bytes, int]]:
         """Every backend that our nft table must know: id → packed address, port."""
-        return self._mirror.netfilter
+        garbage = Garbage()
+        garbage.absorb(self._garbage)
+        garbage.absorb(self._dying)
+        with without_cycle_search():
+            return self._mirror.targets(garbage)
 
     @property
     def names(self) -> Iterable[ServicePortName]:
@@ -156,21 +159,22 @@ class Writer:
         """Whether :meth:`collect` has anything to do."""
         return bool(self._garbage)
 
-    def apply(self, delta: Mapping[ServicePortName, ServicePort | None]) -> list[Problem]:
+    def apply(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> list[Problem]:
         """Write what changed; None takes a service port away. Returns the problems that are new or say something new.
 
         A service port that does not fit keeps its last good state, and is tried again when room was made.
+        ``complete``: there are no others. Those go in the same round, so that nothing that is gone keeps an address.
         """
         before = dict(self.problems)
         with self._whole(delta), without_cycle_search():
             if self._mirror.records:
-                self._apply(dict(delta))
+                known = (*self._mirror.records, *self._pending) if complete else ()
+                self._apply({**delta, **dict.fromkeys(name for name in known if name not in delta)})
             else:
                 # Nobody has anything that another one of the same round might get: in parts, which takes less memory.
                 names = list(delta)
                 for start in range(0, max(1, len(names)), PART):
                     self._apply({name: delta[name] for name in names[start : start + PART]})
-            self._mirror.round_ends()
         return [p for name, p in self.problems.items() if before.get(name) != p]
 
     def _apply(self, todo: dict[ServicePortName, ServicePort | None]) -> None:
@@ -185,20 +189,10 @@ class Writer:
             self._freed = False
             self._round({name: todo[name] for name in failed})
 
-    def prune(self, wanted: Container[ServicePortName]) -> None:
-        """Take away every service port that is not ``wanted``: for after the first complete batch of a source."""
-        self.apply({name: None for name in [*self._mirror.records, *self._pending] if name not in wanted})
-
-    def relane(self) -> list[Problem]:
-        """``in_pod_network`` answers differently now: adjust what follows.
-
-        A backend that changes its lane becomes another backend (its clients' affinity is lost); flows go on.
-        """
-        self._renew.update(self._mirror.lanes_changed())
-        records = self._mirror.records
-        return self.apply(
-            {name: self._pending.get(name, records[name].plan) for name in self._renew if name in records}
-        )
+    def recount_clients(self) -> None:
+        """Keep what is remembered of clients within the shares of their service ports. Some 50 ms for a full map."""
+        records = self._mirror.records.values()
+        self._memory.recount({r.id: r.plan.affinity_seconds for r in records if r.plan.affinity_seconds})
 
     def collect(self) -> None:
         """Wait for a grace period and take away what nothing refers to; then what lacked room is tried again.
@@ -214,13 +208,15 @@ class Writer:
         """:meth:`collect`, but other calls may be made (from the same thread) during the grace period."""
         mirror, garbage = self._mirror, self._garbage
         if garbage:
-            self._garbage = Garbage()
+            self._garbage, self._dying = Garbage(), garbage
             try:
                 await asyncio.to_thread(grace.wait)
             except BaseException:
                 if mirror is self._mirror:
                     self._garbage.absorb(garbage)
                 raise
+            finally:
+                self._dying = Garbage()
             with self._whole({}):
                 # If the maps were adopted anew meanwhile, that has found this garbage again.
                 if mirror is self._mirror:
@@ -273,7 +269,6 @@ class Writer:
         return failed + [change.name for change in reverted]
 
     def _settled(self, name: ServicePortName) -> None:
-        self._renew.pop(name, None)
         self._pending.pop(name, None)
         self.problems.pop(name, None)
 
@@ -293,10 +288,7 @@ class Writer:
         failed = []
         for name, wanted in todo.items():
             try:
-                if wanted is None:
-                    change = mirror.plan_removal(name)
-                else:
-                    change = mirror.plan(name, wanted, released, self._renew.get(name, frozenset()))
+                change = mirror.plan_removal(name) if wanted is None else mirror.plan(name, wanted, released)
             except NoRoomError as error:
                 failed.append(name)
                 self._unsettled(name, todo, str(error))
@@ -386,20 +378,17 @@ class Writer:
 
     def _tell_netfilter(self, changes: list[Change], family: int) -> None:
         """Our nft table learns of backends before a packet can choose them."""
-        concerned = [c for c in changes if c.netfilter and c.failed is None and c.name.family.value == family]
-        if not concerned:
+        concerned = [c for c in changes if c.targets and c.failed is None and c.name.family.value == family]
+        if self._on_backends is None or not concerned:
             return
         added: dict[int, tuple[bytes, int]] = {}
         for change in concerned:
-            added.update(change.netfilter)
-        if self._on_netfilter is not None:
-            try:
-                self._on_netfilter(added, ())
-            except OSError as error:
-                for change in concerned:
-                    change.failed = f"netfilter lane: {error}"
-                return
-        self._mirror.netfilter.update(added)
+            added.update(change.targets)
+        try:
+            self._on_backends(added, ())
+        except OSError as error:
+            for change in concerned:
+                change.failed = str(error)
 
     def _fill(self, first: int, backends: list[int]) -> None:
         shift = self._layouts.word_shift
@@ -433,9 +422,8 @@ class Writer:
                 self._maps[name].update_batch(
                     b"".join([key for key, _ in shared]), b"".join([mirror.pack_count(count) for _, count in shared])
                 )
-            removed = [number for number, _ in backends if mirror.netfilter.pop(number, None) is not None]
-            if removed and self._on_netfilter is not None:
-                self._on_netfilter({}, removed)
+            if backends and self._on_backends is not None:
+                self._on_backends({}, [number for number, _ in backends])
         self._delete("service_names", [u32(number) for number in garbage.services])
         mirror.freed(garbage)
         self._freed = True

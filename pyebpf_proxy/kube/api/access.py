@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pyebpf_proxy.config.loader import content
 from pyebpf_proxy.errors import FatalError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -114,9 +115,9 @@ def in_cluster(environment: Mapping[str, str] = os.environ, folder: Path = SERVI
     token, authority = folder / "token", folder / "ca.crt"
     for path in (token, authority):
         try:
-            path.read_bytes()
-        except OSError as error:
-            raise FatalError(f"open {path}: {(error.strerror or str(error)).lower()}") from None
+            content(path)
+        except ValueError as error:
+            raise FatalError(str(error)) from None
     server = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
     return Access(server, Tls(ca_file=str(authority)), token_file=str(token))
 

@@ -33,7 +33,7 @@ from .timing import Timing
 from .trouble import HTTP_ERRORS, StoppedError, TroubleError, connection_trouble, status_trouble
 
 #: More than any answer needs; one that goes on and on does not fill the memory.
-MOST_BYTES = 512 * 1024 * 1024
+MOST_BYTES = 128 * 1024 * 1024
 
 _KEEPALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -286,17 +286,23 @@ class Answer:
         """The whole body. Raises TroubleError, also when it comes far too slowly or is far too long."""
         pieces = []
         total = 0
+        length = self.response.headers.get("Content-Length", "")
+        if length.isdecimal() and int(length) > most:
+            raise self._too_long(most)
         pace = Pace(self._channel, self._timing)
         for piece in self.pieces():
             pieces.append(piece)
             total += len(piece)
             pace.came(len(piece))
             if total > most:
-                self._channel.close()
-                raise TroubleError(f"an answer of more than {most} bytes is not read", shared=True)
+                raise self._too_long(most)
         client = self._channel._client
         client.observer.transferred(self._method, client.access.host, self._sent, total)
         return b"".join(pieces)
+
+    def _too_long(self, most: int) -> TroubleError:
+        self._channel.close()
+        return TroubleError(f"an answer of more than {most >> 20} MiB is not read", shared=True)
 
 
 class Pace:

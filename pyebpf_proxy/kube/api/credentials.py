@@ -14,6 +14,9 @@ import threading
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from pathlib import Path
+
+from pyebpf_proxy.config.loader import content
 
 from . import exec_plugin
 from .access import Access, Tls
@@ -77,9 +80,8 @@ class Credentials:
         now = time.monotonic()
         if path and now - self._token_read >= TOKEN_SECONDS:
             try:
-                with open(path, encoding="utf-8") as file:
-                    token = file.read().strip()
-            except (OSError, UnicodeDecodeError) as error:
+                token = content(Path(path)).decode().strip()
+            except ValueError as error:
                 if not self._token:
                     raise TroubleError(f"the token file {path} cannot be read: {error}", shared=True) from None
             else:
@@ -155,10 +157,9 @@ def _context(tls: Tls, credential: exec_plugin.Credential | None) -> ssl.SSLCont
 
 def _read(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise TroubleError(f"open {path}: {(error.strerror or str(error)).lower()}", shared=True) from None
+        return content(Path(path))
+    except ValueError as error:
+        raise TroubleError(str(error), shared=True) from None
 
 
 def _load_pair(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:

@@ -18,6 +18,7 @@ import msgspec
 import yaml
 from msgspec import field
 
+from pyebpf_proxy.config.loader import content
 from pyebpf_proxy.errors import FatalError
 
 from .access import Access, ExecPlugin, Tls, server_url, without_credentials
@@ -25,6 +26,8 @@ from .access import Access, ExecPlugin, Tls, server_url, without_credentials
 _EXEC_VERSIONS = ("client.authentication.k8s.io/v1", "client.authentication.k8s.io/v1beta1")
 #: Versions that do without an interactiveMode.
 _NOT_INTERACTIVE = tuple(f"client.authentication.k8s.io/{version}" for version in ("v1beta1", "v1alpha1"))
+#: More values than any kubeconfig has, aliases counted with what they stand for.
+MAX_VALUES = 100_000
 _EXEC_EXTENSION = "client.authentication.k8s.io/exec"
 
 _T = TypeVar("_T")
@@ -138,11 +141,11 @@ def _read(path: Path) -> _Config:
     except OSError as error:
         raise FatalError(f"stat {path}: {(error.strerror or str(error)).lower()}") from None
     try:
-        document = yaml.load(path.read_bytes(), Loader=yaml.CSafeLoader)
-    except OSError as error:
-        verb = "read" if isinstance(error, IsADirectoryError) else "open"
-        what = f"{verb} {path}: {(error.strerror or str(error)).lower()}"
-        raise FatalError(f'error loading config file "{path}": {what}') from None
+        written = content(path)
+    except ValueError as error:
+        raise FatalError(f'error loading config file "{path}": {error}') from None
+    try:
+        document = _without_nulls(yaml.load(written, Loader=yaml.CSafeLoader))
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise FatalError(f'error loading config file "{path}": {_yaml_problem(error)}') from None
     if document is None:
@@ -153,7 +156,7 @@ def _read(path: Path) -> _Config:
     if kind not in (None, "", "Config"):
         raise FatalError(f'error loading config file "{path}": no kind "{kind}" is registered for version "v1"')
     try:
-        config = msgspec.convert(_without_nulls(document), _Config)
+        config = msgspec.convert(document, _Config)
     except msgspec.ValidationError as error:
         text, _, place = str(error).replace("`", "").rpartition(" - at ")
         what = f"{place.removeprefix('$.')}: {text[:1].lower()}{text[1:]}" if text else str(error)
@@ -172,12 +175,29 @@ def _yaml_problem(error: Exception) -> str:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A null is what is not there, as for Go."""
-    if isinstance(value, dict):
-        return {str(key): _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value if item is not None]
-    return value
+    """A null is what is not there, as for Go. ValueError for aliases that make a cycle, or too much."""
+    left = MAX_VALUES
+    inside: set[int] = set()
+
+    def copied(value: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError("document contains excessive aliasing")
+        if not isinstance(value, (dict, list)):
+            return value
+        if id(value) in inside:
+            raise ValueError("the value of an anchor contains itself")
+        inside.add(id(value))
+        done: Any
+        if isinstance(value, dict):
+            done = {str(key): copied(item) for key, item in value.items() if item is not None}
+        else:
+            done = [copied(item) for item in value if item is not None]
+        inside.remove(id(value))
+        return done
+
+    return copied(value)
 
 
 def _chosen(entries: dict[str, _T], name: str, problem: str, problems: list[str]) -> _T | None:
@@ -224,9 +244,9 @@ def _access(path: Path, folder: Path, server: str, cluster: _Cluster, user: _Use
     token_file = _resolve(folder, user.token_file)
     if token_file and not user.token:
         try:
-            Path(token_file).read_bytes()
-        except OSError as error:
-            raise FatalError(f"open {token_file}: {(error.strerror or str(error)).lower()}") from None
+            content(Path(token_file))
+        except ValueError as error:
+            raise FatalError(str(error)) from None
     return Access(
         server_url(server, tls=tls.has_ca or tls.has_certificate or tls.insecure),
         tls,
@@ -257,10 +277,9 @@ def _tls_problems(tls: Tls, user: _User, context: _Context) -> list[str]:
     ):
         if file:
             try:
-                Path(file).read_bytes()
-            except OSError as error:
-                what = f"open {file}: {(error.strerror or str(error)).lower()}"
-                problems.append(f"unable to read {name} {file} for {owner} due to {what}")
+                content(Path(file))
+            except ValueError as error:
+                problems.append(f"unable to read {name} {file} for {owner} due to {error}")
     return problems
 
 

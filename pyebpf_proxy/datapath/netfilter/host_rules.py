@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SCTP that the node itself sends to Services, as rules of our nft table. Pure; ``nft.Table`` puts them in place.
+"""What the node itself sends to Services, as rules of our nft table. Pure; ``nft.Table`` puts them in place.
 
-The kernel asks no program when an SCTP socket connects, and behind the output hook its packets are past address
-translation. So nftables decides here as kube-proxy's nftables mode does, and only for SCTP: with a chain for each kind
-of address that a service port has (spec/service-semantics §5), one for each endpoint, and with session affinity a set
-of clients for each endpoint. ``decide()`` of bpf/policy.h is the same table for a source that is the node.
+Connections of the node's own processes are translated by programs at their sockets. The kernel asks none of them for
+SCTP, and with ``socketLB: off`` there are none; behind the output hook such packets are past address translation. So
+nftables decides here as kube-proxy's nftables mode does: with a chain for each kind of address that a service port has
+(spec/service-semantics §5), one for each endpoint, and with session affinity a set of clients for each endpoint.
+``decide()`` of bpf/policy.h is the same table for a source that is the node.
 
 ==================  =======================  ===============================================================
 chain               hook                     what it does
 ==================  =======================  ===============================================================
-own_sctp            output, nat, -100        looks service addresses up, then NodePorts (§2, §8)
-own_sctp_unserved   input, filter, 0         iptables mode: REJECT and DROP of NodePorts at addresses that serve none,
+host_output         output, nat, -100        looks service addresses up, then NodePorts (§2, §8)
+host_unserved       input, filter, 0         iptables mode: REJECT and DROP of NodePorts at addresses that serve none,
                                              when the packet comes in again, as with kube-proxy. Not in the output
                                              chain, whose DROP tells the sender
-sctp_reject         –                        port unreachable
-sctp_drop           –                        §5, §7
-sctp4/…, sctp6/…    –                        a service port's: ``/cluster``, ``/outside``, ``/vip-PORT``, endpoints
+host_reject         –                        port unreachable
+host_drop           –                        §5, §7
+host4/…, host6/…    –                        a service port's: ``/cluster``, ``/outside``, ``/vip-PORT``, endpoints
 ==================  =======================  ===============================================================
 
-Without SCTP service ports there is nothing of this. A change rewrites the chains that differ, and nothing else.
+Without service ports of these protocols there is nothing of this. A change rewrites the chains that differ, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -35,16 +37,21 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 K = TypeVar("K")
 V = TypeVar("V")
 #: The table's chains with a hook; in iptables mode both.
-OUTPUT, UNSERVED = "own_sctp", "own_sctp_unserved"
-_REJECT, _DROP = "sctp_reject", "sctp_drop"
+OUTPUT, UNSERVED = "host_output", "host_unserved"
+#: Of versions that served only SCTP so.
+_OLDER = ("own_sctp", "sctp")
+_OLDER_MAPS = tuple(f"sctp_{what}{number}" for what in ("services", "node_ports", "unserved") for number in (4, 6))
+_REJECT, _DROP = "host_reject", "host_drop"
 _IP = {Family.IPV4: "ip", Family.IPV6: "ip6"}
 _ADDRESS = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
 _LOOPBACK = {Family.IPV4: "127.0.0.0/8", Family.IPV6: "::1"}
+#: So many endpoints are chosen from by a rule each.
+_FEW = 16
 #: Of a chain's name; the kernel takes 255, and an endpoint's address comes behind it.
 _LONGEST = 180
 
 
-class OwnTraffic(NamedTuple):
+class HostTraffic(NamedTuple):
     """What the configuration says of packets that the node sends."""
 
     masquerade_mark: int
@@ -55,6 +62,8 @@ class OwnTraffic(NamedTuple):
     #: Networks whose addresses serve NodePorts; a family without an entry: all of its own.
     node_ports: Mapping[Family, Sequence[Network]] = {}
     localhost_node_ports: bool = False
+    #: Those that nothing else serves.
+    protocols: frozenset[Protocol] = frozenset({Protocol.SCTP})
 
 
 @dataclass
@@ -78,13 +87,13 @@ NOTHING = Existing()
 
 def is_ours(name: str) -> bool:
     """Whether a chain, set or map of the table is one of these."""
-    return name.startswith(("own_sctp", "sctp"))
+    return name.startswith(("host_", "host4/", "host6/", *_OLDER))
 
 
-class OwnSctp:
-    """Every SCTP service port's rules, and the commands that bring the table from one state of them to the next."""
+class HostRules:
+    """Every service port's rules, and the commands that bring the table from one state of them to the next."""
 
-    def __init__(self, traffic: OwnTraffic) -> None:
+    def __init__(self, traffic: HostTraffic) -> None:
         self._traffic = traffic
         self._plans: dict[ServicePortName, ServicePort] = {}
         self._rules: dict[ServicePortName, _Rules] = {}
@@ -92,15 +101,15 @@ class OwnSctp:
     def __bool__(self) -> bool:
         return bool(self._rules)
 
-    def after(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> OwnSctp | None:
+    def after(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> HostRules | None:
         """This with changes taken in; ``complete``: there are no others. None if that changes nothing."""
-        wanted = {name: plan for name, plan in delta.items() if name.protocol is Protocol.SCTP}
+        wanted = {name: plan for name, plan in delta.items() if name.protocol in self._traffic.protocols}
         if complete:
             wanted.update({name: None for name in self._plans if name not in wanted})
         changed = {name: plan for name, plan in wanted.items() if self._plans.get(name) != plan}
         if not changed:
             return None
-        new = OwnSctp(self._traffic)
+        new = HostRules(self._traffic)
         new._plans = {**self._plans}
         new._rules = {**self._rules}
         for name, plan in changed.items():
@@ -111,11 +120,11 @@ class OwnSctp:
                 new._rules[name] = _rules(plan, self._traffic)
         return new
 
-    def with_traffic(self, traffic: OwnTraffic) -> OwnSctp | None:
+    def with_traffic(self, traffic: HostTraffic) -> HostRules | None:
         """The same service ports by another configuration; None if it is no other."""
         if traffic == self._traffic:
             return None
-        return OwnSctp(traffic).after(self._plans) or OwnSctp(traffic)
+        return HostRules(traffic).after(self._plans) or HostRules(traffic)
 
     def definition(self, table: str, existing: Existing = NOTHING) -> list[str]:
         """Commands that make exactly this of whatever there is; clients that are remembered stay."""
@@ -133,12 +142,13 @@ class OwnSctp:
         commands += [f"add chain inet {table} {name}" for name in chains if name not in (OUTPUT, UNSERVED)]
         commands += _away(table, "flush chain", {**dict.fromkeys(old), **dict.fromkeys(chains)})
         commands += _away(table, "delete chain", [name for name in old if name not in chains])
-        clients = [name for name in existing.sets if name.startswith(("sctp4/", "sctp6/"))]
+        clients = [name for name in existing.sets if "/" in name]
+        commands += _away(table, "delete map", [name for name in _OLDER_MAPS if name in existing.sets])
         commands += _away(table, "delete set", [name for name in clients if name not in sets])
         commands += [f"add rule inet {table} {name} {rule}" for name, rules in chains.items() for rule in rules]
         return commands + _put(table, "add", self._elements())
 
-    def change(self, table: str, new: OwnSctp) -> list[str]:
+    def change(self, table: str, new: HostRules) -> list[str]:
         """Commands that bring the table from this to ``new``, where it has this: only what differs."""
         if not self or not new or self._traffic != new._traffic:
             return new.definition(table, Existing(self._all_chains(), [*self._all_sets(), *dict(self._maps())]))
@@ -185,9 +195,9 @@ class OwnSctp:
     @staticmethod
     def _maps() -> Iterator[tuple[str, str]]:
         for family in Family:
-            yield f"sctp_services{family.value}", f"type {_ADDRESS[family]} . inet_service : verdict ;"
-            yield f"sctp_node_ports{family.value}", "type inet_service : verdict ;"
-            yield f"sctp_unserved{family.value}", "type inet_service : verdict ;"
+            yield f"host_services{family.value}", f"type {_ADDRESS[family]} . inet_proto . inet_service : verdict ;"
+            yield f"host_node_ports{family.value}", "type inet_proto . inet_service : verdict ;"
+            yield f"host_unserved{family.value}", "type inet_proto . inet_service : verdict ;"
 
 
 def _joined(parts: Iterable[Mapping[K, V]]) -> dict[K, V]:
@@ -212,12 +222,12 @@ def _put(table: str, verb: str, elements: Mapping[tuple[str, str], str]) -> list
 # ---- where a packet of the node is looked up ---------------------------------------------------------------------
 
 
-def _lookups(traffic: OwnTraffic) -> Iterator[str]:
-    yield "meta l4proto != sctp return"
+def _lookups(traffic: HostTraffic) -> Iterator[str]:
+    yield f"meta l4proto != {{ {', '.join(sorted(map(_protocol, traffic.protocols)))} }} return"
     for family, ip in _IP.items():
-        yield f"{ip} daddr . sctp dport vmap @sctp_services{family.value}"
+        yield f"{ip} daddr . meta l4proto . th dport vmap @host_services{family.value}"
     for family, ip in _IP.items():
-        ports = f"sctp dport vmap @sctp_node_ports{family.value}"
+        ports = f"meta l4proto . th dport vmap @host_node_ports{family.value}"
         if family is Family.IPV4 and traffic.localhost_node_ports:
             yield f"ip daddr {_LOOPBACK[family]} {ports}"
         networks = traffic.node_ports.get(family, ())
@@ -229,9 +239,12 @@ def _lookups(traffic: OwnTraffic) -> Iterator[str]:
 def _unserved() -> Iterator[str]:
     """What an own address that serves NodePorts has got is translated by now, or refused."""
     for family in Family:
-        protocol = f"meta nfproto ipv{family.value} meta l4proto sctp"
-        new = "ct state new ct status & dnat == 0"
-        yield f"iif lo {protocol} {new} sctp dport vmap @sctp_unserved{family.value}"
+        new = f"meta nfproto ipv{family.value} ct state new ct status & dnat == 0"
+        yield f"iif lo {new} meta l4proto . th dport vmap @host_unserved{family.value}"
+
+
+def _protocol(protocol: Protocol) -> str:
+    return protocol.name.lower()
 
 
 def _texts(networks: Iterable[Network]) -> str:
@@ -245,19 +258,20 @@ def _texts(networks: Iterable[Network]) -> str:
 # ---- one service port ---------------------------------------------------------------------------------------------
 
 
-def _rules(plan: ServicePort, traffic: OwnTraffic) -> _Rules:
+def _rules(plan: ServicePort, traffic: HostTraffic) -> _Rules:
     """The rows of spec/service-semantics §5 for a source that is the node; one function for each kind of address."""
     made = _Rules()
     family = plan.name.family
-    base = _base(plan.name)
+    base, protocol = _base(plan.name), _protocol(plan.name.protocol)
     for frontend in plan.frontends:
         if frontend.kind is FrontendKind.NODE_PORT:
-            key = (f"sctp_node_ports{family.value}", str(frontend.port))
+            port = f"{protocol} . {frontend.port}"
+            key = (f"host_node_ports{family.value}", port)
             if not traffic.nft_mode and (verdict := _refusal_anywhere(plan)):
-                made.elements[f"sctp_unserved{family.value}", str(frontend.port)] = verdict
+                made.elements[f"host_unserved{family.value}", port] = verdict
         else:
             address = ipaddress.ip_address(frontend.address)
-            key = (f"sctp_services{family.value}", f"{address} . {frontend.port}")
+            key = (f"host_services{family.value}", f"{address} . {protocol} . {frontend.port}")
         if frontend.kind is FrontendKind.CLUSTER_IP:
             made.elements[key] = _cluster_ip(plan, traffic, base, made)
         elif frontend.kind is FrontendKind.LOAD_BALANCER and plan.source_ranges:
@@ -268,10 +282,10 @@ def _rules(plan: ServicePort, traffic: OwnTraffic) -> _Rules:
 
 
 def _base(name: ServicePortName) -> str:
-    text = f"{name.namespace}/{name.name}/{name.port}"
+    text = f"{_protocol(name.protocol)}/{name.namespace}/{name.name}/{name.port}"
     if len(text) > _LONGEST:
         text = hashlib.sha256(text.encode()).hexdigest()
-    return f"sctp{name.family.value}/{text}"
+    return f"host{name.family.value}/{text}"
 
 
 def _refusal_anywhere(plan: ServicePort) -> str:
@@ -281,7 +295,7 @@ def _refusal_anywhere(plan: ServicePort) -> str:
     return f"goto {_DROP}" if plan.external_local and not plan.local else ""
 
 
-def _cluster_ip(plan: ServicePort, traffic: OwnTraffic, base: str, made: _Rules) -> str:
+def _cluster_ip(plan: ServicePort, traffic: HostTraffic, base: str, made: _Rules) -> str:
     if not plan.any_endpoints:
         return f"goto {_REJECT}"
     listed = plan.local if plan.internal_local else plan.cluster
@@ -298,7 +312,7 @@ def _cluster_ip(plan: ServicePort, traffic: OwnTraffic, base: str, made: _Rules)
     return f"goto {name}"
 
 
-def _outside(plan: ServicePort, traffic: OwnTraffic, base: str, kind: FrontendKind, made: _Rules) -> str:
+def _outside(plan: ServicePort, traffic: HostTraffic, base: str, kind: FrontendKind, made: _Rules) -> str:
     """externalIPs, VIPs and NodePorts; the node is entitled to the cluster list whatever the policy."""
     name = f"{base}/outside"
     if not plan.any_endpoints:
@@ -314,7 +328,7 @@ def _outside(plan: ServicePort, traffic: OwnTraffic, base: str, kind: FrontendKi
     return f"goto {name}"
 
 
-def _guarded_vip(plan: ServicePort, traffic: OwnTraffic, base: str, port: int, made: _Rules) -> str:
+def _guarded_vip(plan: ServicePort, traffic: HostTraffic, base: str, port: int, made: _Rules) -> str:
     """§7: iptables mode asks for endpoints first (§14)."""
     onward = _outside(plan, traffic, base, FrontendKind.LOAD_BALANCER, made)
     if not plan.any_endpoints and not traffic.nft_mode:
@@ -328,21 +342,37 @@ def _guarded_vip(plan: ServicePort, traffic: OwnTraffic, base: str, port: int, m
     return f"goto {name}"
 
 
-def _mark(traffic: OwnTraffic) -> str:
+def _mark(traffic: HostTraffic) -> str:
     return f"meta mark set meta mark or {traffic.masquerade_mark:#x}"
 
 
-def _unless_pod(family: Family, traffic: OwnTraffic) -> str:
+def _unless_pod(family: Family, traffic: HostTraffic) -> str:
     """A wide range of pods may hold the node's address (§5); no device detects what the node itself sends (§6)."""
     pods = traffic.detectors.get(family)
     return f"{_IP[family]} saddr != {pods} {_mark(traffic)}" if pods is not None else _mark(traffic)
 
 
 def _choice(
-    plan: ServicePort, listed: Sequence[Endpoint], traffic: OwnTraffic, base: str, made: _Rules
+    plan: ServicePort, listed: Sequence[Endpoint], traffic: HostTraffic, base: str, made: _Rules
 ) -> Iterator[str]:
     """§4: who is remembered, else one of them at random."""
     ip = _IP[plan.name.family]
+    if len(listed) > 1 and not plan.affinity_seconds and not any(endpoint.local for endpoint in listed):
+        # Almost all of a large cluster's: a chain for each takes minutes. Nothing but an endpoint on this node may have
+        # an address of it, and hairpin.
+        texts = [(ipaddress.ip_address(endpoint.address), endpoint.port) for endpoint in listed]
+        numbered = ", ".join(f"{number} : {address} . {port}" for number, (address, port) in enumerate(texts))
+        protocol = _protocol(plan.name.protocol)
+        if len(texts) <= _FEW:
+            # The kernel names a rule's own map by looking at all of the table's: of thousands in half a minute.
+            for number, (address, port) in enumerate(texts):
+                left = len(texts) - number
+                chance = f"numgen random mod {left} 0 " if left > 1 else ""
+                to = f"[{address}]" if ip == "ip6" else str(address)
+                yield f"meta l4proto {protocol} {chance}dnat {ip} to {to}:{port}"
+            return
+        yield f"meta l4proto {protocol} dnat {ip} to numgen random mod {len(texts)} map {{ {numbered} }}"
+        return
     chains = [_endpoint(plan, endpoint, traffic, base, made) for endpoint in listed]
     if plan.affinity_seconds:
         yield from (f"{ip} saddr @{chain} goto {chain}" for chain in chains)
@@ -353,7 +383,7 @@ def _choice(
         yield f"numgen random mod {len(chains)} vmap {{ {verdicts} }}"
 
 
-def _endpoint(plan: ServicePort, endpoint: Endpoint, traffic: OwnTraffic, base: str, made: _Rules) -> str:
+def _endpoint(plan: ServicePort, endpoint: Endpoint, traffic: HostTraffic, base: str, made: _Rules) -> str:
     """The chain of an endpoint; its name is that of the set of its clients, too."""
     ip = _IP[plan.name.family]
     address = ipaddress.ip_address(endpoint.address)
@@ -364,5 +394,5 @@ def _endpoint(plan: ServicePort, endpoint: Endpoint, traffic: OwnTraffic, base: 
             made.sets[name] = f"type {_ADDRESS[plan.name.family]} ; flags dynamic,timeout ;"
             rules.append(f"update @{name} {{ {ip} saddr timeout {plan.affinity_seconds}s }}")
         to = f"[{address}]" if ip == "ip6" else str(address)
-        made.chains[name] = [*rules, f"meta l4proto sctp dnat {ip} to {to}:{endpoint.port}"]
+        made.chains[name] = [*rules, f"meta l4proto {_protocol(plan.name.protocol)} dnat {ip} to {to}:{endpoint.port}"]
     return name

@@ -1,0 +1,167 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/* The flow table: finding an entry, making sure that it is this flow's, and taking a flow out.  Touches no packet. */
+#ifndef PEP_FLOW_TABLE_H
+#define PEP_FLOW_TABLE_H
+
+#include "hints.h"
+
+#define CONFIRMED_NS NANOSECONDS
+
+/* Never 0: an element that was never used is zero. */
+static __always_inline __u32 tag_of(const void *key)
+{
+	const __u64 *w = key;
+	__u64 t = w[0] ^ (w[1] << 7 | w[1] >> 57) ^ (w[2] << 14 | w[2] >> 50) ^ (w[3] << 28 | w[3] >> 36) ^
+		  (w[4] << 21 | w[4] >> 43);
+
+	/* Addresses and ports that differ in one bit must differ in the tag. */
+	t = (t ^ t >> 32) * 0x9e3779b97f4a7c15ULL;
+	return (__u32)(t >> 32) | 1;
+}
+
+/* A flow of the table has the frontend's address on the one side, and the endpoint's on the other. */
+static __always_inline bool may_be_known(const struct packet *p)
+{
+	return is_hinted(&p->destination, p->destination_port, p->ipv6) ||
+	       is_hinted(&p->source, p->source_port, p->ipv6);
+}
+
+static __always_inline bool is_endpoint(const union address *address, __u16 port, enum protocol protocol, bool ipv6,
+					__u32 service)
+{
+	if (ipv6) {
+		struct endpoint6_key key = { .service = service, .port = port, .protocol = protocol };
+
+		__builtin_memcpy(key.address, address, 16);
+		return bpf_map_lookup_elem(&endpoints6, &key);
+	} else {
+		struct endpoint4_key key = { .service = service, .port = port, .protocol = protocol };
+
+		__builtin_memcpy(key.address, address, 4);
+		return bpf_map_lookup_elem(&endpoints4, &key);
+	}
+}
+
+static __always_inline bool comes_from_endpoint(const struct packet *p)
+{
+	return is_hinted(&p->source, p->source_port, p->ipv6) &&
+	       is_endpoint(&p->source, p->source_port, p->protocol, p->ipv6, 0);
+}
+
+static __always_inline struct fast_path *fast_path_word(void)
+{
+	__u32 zero = 0;
+
+	return bpf_map_lookup_elem(&fast_path, &zero);
+}
+
+/* REASON_UNSPECIFIED: the agent follows what the table cannot see, and nothing there forbids this family. */
+static __always_inline enum reason fast_path_closed(const struct fast_path *word, bool ipv6, __u64 now)
+{
+	if (now >= word->alive_until)
+		return STACK_NO_AGENT;
+	return ipv6 ? word->closed6 : word->closed4;
+}
+
+/* The loads before this come before those after it. x86 keeps that order by itself. */
+static __always_inline void read_barrier(void)
+{
+	__u32 word = 0;
+
+	barrier();
+	if (settings.weak_memory)
+		__sync_lock_test_and_set(&word, 1);
+}
+
+/*
+ * The element may be given to another flow at any time.  Asked before an entry is used, and once more after it was:
+ * in between it was this flow's.
+ */
+static __always_inline bool is_another_flows(const struct flow_rewrite *a, __u32 tag)
+{
+	bool another;
+
+	read_barrier();
+	another = *(volatile __u32 *)&a->tag_again != tag || *(volatile __u32 *)&a->tag != tag;
+	read_barrier();
+	return another;
+}
+
+/* The key of the packets that answer those that become `a`. */
+static __always_inline void answer_key(const struct flow_rewrite *a, enum protocol protocol, bool ipv6,
+				       struct flow_key *key)
+{
+	__builtin_memset(key, 0, sizeof(*key));
+	__builtin_memcpy(key->source, a->destination, 16);
+	__builtin_memcpy(key->destination, a->source, 16);
+	key->source_port = a->destination_port;
+	key->destination_port = a->source_port;
+	key->protocol = protocol;
+	key->ipv6 = ipv6;
+}
+
+static __always_inline void count_young(__u32 device)
+{
+	__u32 *open = bpf_map_lookup_elem(&young_counts, &device);
+	__u32 first = 1;
+
+	if (open)
+		__sync_fetch_and_add(open, 1);
+	else
+		bpf_map_update_elem(&young_counts, &device, &first, BPF_NOEXIST);
+}
+
+static __always_inline void uncount_young(__u32 device)
+{
+	__u32 *open = bpf_map_lookup_elem(&young_counts, &device);
+
+	if (open && *(volatile __u32 *)open)
+		__sync_fetch_and_add(open, -1);
+}
+
+/* Takes out both directions of a flow: of that with this key, and action, and of its answers. 1: it was there. */
+static __noinline int forget_flow(const struct flow_key *key, const struct flow_rewrite *a, bool reply, bool young)
+{
+	long failed, failed_other;
+	struct flow_key other;
+
+	if (!key || !a)
+		return 0;
+	answer_key(a, key->protocol, key->ipv6, &other);
+	failed_other = bpf_map_delete_elem(&flows, &other);
+	failed = bpf_map_delete_elem(&flows, key);
+	/* Whoever takes out the client's direction has taken out the flow. */
+	if (reply ? failed_other : failed)
+		return 0;
+	if (young)
+		uncount_young(reply ? a->out.device : a->device_in);
+	return 1;
+}
+
+/* One direction's way back, if both are there; NULL if not. */
+static __always_inline struct flow *other_direction(const struct flow_rewrite *a, const struct packet *p)
+{
+	struct flow_key key;
+
+	answer_key(a, p->protocol, p->ipv6, &key);
+	return bpf_map_lookup_elem(&flows, &key);
+}
+
+/* ---- sightings ------------------------------------------------------------------- */
+
+static __always_inline __u64 *sighting_of(__u32 tag)
+{
+	__u32 number = tag * 0x9e3779b1U >> (32 - SIGHTING_BITS);
+
+	return bpf_map_lookup_elem(&sightings, &number);
+}
+
+#define SIGHTING_SECONDS(s) ((__u32)(s) >> 8)
+#define SIGHTING_COUNT(s) ((__u32)(s) & 0xff)
+
+static __always_inline __u64 sighting(__u32 tag, __u32 seconds, __u32 count)
+{
+	return (__u64)tag << 32 | (seconds & 0xffffff) << 8 | count;
+}
+
+#endif

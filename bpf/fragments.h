@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/* Fragments of a packet: only the first has ports, and all must go the same way.  After skb.h. */
+#ifndef PEP_FRAGMENTS_H
+#define PEP_FRAGMENTS_H
+
+#include "flow_send.h"
+
+/* True: the packet is a fragment, and `key` says of what. IPv6: with the fragment header first, as senders put it. */
+static __always_inline bool is_fragment(struct __sk_buff *skb, struct fragments *key)
+{
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		struct iphdr *ip = bytes_at(skb, ETH_HLEN, sizeof(*ip));
+
+		if (!ip || !(ip->frag_off & bpf_htons(0x3fff)))
+			return false;
+		__builtin_memcpy(key->source, &ip->saddr, 4);
+		__builtin_memcpy(key->destination, &ip->daddr, 4);
+		key->id = ip->id;
+		key->protocol = ip->protocol;
+		return true;
+	}
+	if (skb->protocol == bpf_htons(ETH_P_IPV6)) {
+		struct {
+			struct ipv6hdr ip;
+			__u8 next;
+			__u8 reserved;
+			__be16 offset;
+			__be32 id;
+		} __attribute__((packed)) *h = bytes_at(skb, ETH_HLEN, sizeof(*h));
+
+		if (!h || h->ip.nexthdr != 44)
+			return false;
+		__builtin_memcpy(key->source, &h->ip.saddr, 16);
+		__builtin_memcpy(key->destination, &h->ip.daddr, 16);
+		key->id = h->id;
+		key->protocol = h->next;
+		return true;
+	}
+	return false;
+}
+
+/* The part of the rewriting that every fragment needs: addresses, and one hop less. */
+static __noinline int rewrite_addresses(struct __sk_buff *skb, const struct flow_rewrite *a, bool ipv6)
+{
+	__u32 change;
+
+	if (!a)
+		return -1;
+	if (ipv6) {
+		struct ipv6hdr *ip = bytes_at(skb, ETH_HLEN, sizeof(*ip));
+		__u8 hops;
+
+		if (!ip || ip->hop_limit <= 1)
+			return -1;
+		hops = ip->hop_limit - 1;
+		change = add(a->address_sum, (__u16)~bpf_htons(1));
+		update_whole_sum(skb, change);
+		return bpf_skb_store_bytes(skb, ETH_HLEN + offsetof(struct ipv6hdr, hop_limit), &hops, 1, 0) ||
+		       bpf_skb_store_bytes(skb, ETH_HLEN + offsetof(struct ipv6hdr, saddr), a->source, 16, 0) ||
+		       bpf_skb_store_bytes(skb, ETH_HLEN + offsetof(struct ipv6hdr, daddr), a->destination, 16, 0);
+	} else {
+		struct iphdr *ip = bytes_at(skb, ETH_HLEN, sizeof(*ip));
+		__u16 check;
+		__u8 hops;
+
+		if (!ip || ip->ttl <= 1)
+			return -1;
+		hops = ip->ttl - 1;
+		/* The TTL is the upper byte of its word. */
+		change = add(a->address_sum, (__u16)~bpf_htons(0x100));
+		check = ~fold(add((__u16)~ip->check, change));
+		return bpf_skb_store_bytes(skb, ETH_HLEN + offsetof(struct iphdr, ttl), &hops, 1, 0) ||
+		       bpf_skb_store_bytes(skb, ETH_HLEN + offsetof(struct iphdr, check), &check, 2, 0) ||
+		       bpf_skb_store_bytes(skb, ETH_HLEN + offsetof(struct iphdr, saddr), a->source, 4, 0) ||
+		       bpf_skb_store_bytes(skb, ETH_HLEN + offsetof(struct iphdr, daddr), a->destination, 4, 0);
+	}
+}
+
+/* The first fragment of a young flow's datagram is sent, and the others will follow it. */
+static __noinline int send_first_fragment(struct __sk_buff *skb, const struct packet *p, const struct flow_rewrite *a)
+{
+	struct fragments key = {};
+	__be16 ports[2];
+
+	if (!p || !a || p->protocol != UDP || !is_fragment(skb, &key))
+		return NOT_SENT;
+	bpf_map_update_elem(&flow_fragments, &key, a, BPF_ANY);
+	ports[0] = bpf_htons(a->source_port);
+	ports[1] = bpf_htons(a->destination_port);
+	if (update_transport_check(skb, p, a, p->transport + UDP_CHECK) ||
+	    bpf_skb_store_bytes(skb, p->transport, ports, sizeof(ports), 0) || rewrite_addresses(skb, a, p->ipv6)) {
+		count(DROP_REWRITE_FAILED);
+		return DROPPED;
+	}
+	count_sent();
+	return send(skb, a);
+}
+
+/* A packet without ports: if its first fragment was sent by a young flow, it goes the same way. */
+static __noinline int send_later_fragment(struct __sk_buff *skb)
+{
+	struct fragments key = {};
+	struct flow_rewrite *a;
+
+	if (!is_fragment(skb, &key))
+		return NOT_SENT;
+	a = bpf_map_lookup_elem(&flow_fragments, &key);
+	if (!a || a->device_in != skb->ifindex || !is_for(skb, a->mac_in))
+		return NOT_SENT;
+	if (rewrite_addresses(skb, a, skb->protocol == bpf_htons(ETH_P_IPV6))) {
+		count(DROP_REWRITE_FAILED);
+		return DROPPED;
+	}
+	count_sent();
+	return send(skb, a);
+}
+
+#endif

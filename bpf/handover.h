@@ -1,0 +1,105 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * A packet that netfilter is to treat, and that the observer on egress is to
+ * compare with what came in.  The kernel takes a packet from ingress to egress on
+ * one CPU, so the record lies in that CPU's memory; skb->tc_index names it.
+ * After skb.h.
+ */
+#ifndef PEP_HANDOVER_H
+#define PEP_HANDOVER_H
+
+#include "flow_table.h"
+
+#define HANDOVER_NS 20000000ULL		/* a packet that waits longer (for its neighbour, say) proves nothing */
+
+static __always_inline struct handover *handover_slot(__u32 number)
+{
+	__u32 slot = number % HANDOVER_SLOTS;
+
+	return bpf_map_lookup_elem(&handovers, &slot);
+}
+
+/* Fills a record for this packet; NULL if there is none to be had. */
+static __always_inline struct handover *hand_over(struct __sk_buff *skb, const struct packet *p,
+						  enum handover_kind kind, __u32 ip_device)
+{
+	__u32 number = (bpf_get_prandom_u32() & HANDOVER_NUMBER) | 1;
+	struct handover *h = handover_slot(number);
+
+	if (!h || bpf_skb_load_bytes(skb, 0, h->mac_to, sizeof(h->mac_to) + sizeof(h->mac_from)))
+		return NULL;
+	__builtin_memcpy(&h->key, p, sizeof(h->key));
+	h->when = bpf_ktime_get_coarse_ns();
+	h->number = number;
+	h->device = skb->ifindex;
+	h->ip_device = ip_device;
+	h->service = 0;
+	h->backend = 0;
+	h->kind = kind;
+	h->masquerade = 0;
+	h->learn = 0;
+	skb->tc_index = HANDOVER_MARK | number;
+	return h;
+}
+
+/* A backend was chosen, and netfilter carries it out. */
+static __noinline int hand_over_open(struct __sk_buff *skb, const struct packet *p, const struct entitlement *e,
+				     const struct backend *b, __u32 ip_device)
+{
+	struct handover *h;
+
+	if (!p || !e || !b || p->fragment || p->protocol == SCTP)
+		return 0;
+	h = hand_over(skb, p, HANDOVER_OPEN, ip_device);
+	if (!h)
+		return 0;
+	h->service = e->service;
+	h->backend = b->id;
+	h->masquerade = e->masquerade;
+	h->endpoint_port = b->port;
+	__builtin_memcpy(h->endpoint, &b->address, 16);
+	return 0;
+}
+
+static __noinline int hand_over_confirm(struct __sk_buff *skb, const struct packet *p, __u32 ip_device)
+{
+	if (p && !p->fragment)
+		hand_over(skb, p, HANDOVER_CONFIRM, ip_device);
+	return 0;
+}
+
+/*
+ * An endpoint's packet that the table does not know.  How often it is asked: the answer to
+ * a first packet gives a permit its way back; a flow that goes on is entered; what is no service's flow is asked
+ * again once a second.
+ */
+static __noinline int hand_over_reply(struct __sk_buff *skb, const struct packet *p, __u32 ip_device)
+{
+	__u32 seconds, count = 0, tag;
+	struct handover *h;
+	__u64 *seen;
+	bool first;
+
+	if (!p || p->fragment || p->protocol == SCTP)
+		return 0;
+	tag = tag_of(p);
+	seen = sighting_of(tag);
+	seconds = bpf_ktime_get_coarse_ns() / NANOSECONDS & 0xffffff;
+	if (seen && *seen >> 32 == tag)
+		count = SIGHTING_COUNT(*seen);
+	first = p->protocol == TCP && p->tcp_flags & TCP_SYN;
+	if (seen && !first) {
+		if (count >= 3 && SIGHTING_SECONDS(*seen) == seconds)
+			return 0;
+		*seen = sighting(tag, seconds, count < 3 ? count + 1 : 3);
+		/* TCP that has sent one packet may end with it. */
+		if (p->protocol == TCP && !count)
+			return 0;
+	}
+	h = hand_over(skb, p, HANDOVER_REPLY, ip_device);
+	if (h)
+		h->learn = !first;
+	return 0;
+}
+
+#endif

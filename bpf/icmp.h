@@ -1,0 +1,87 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * ICMP errors about young flows.  Only conntrack can translate them, and tell the sender: the flow is handed to the
+ * kernel at once, so that the next error about it finds its entry.  After skb.h.
+ */
+#ifndef PEP_ICMP_H
+#define PEP_ICMP_H
+
+#include "flow_send.h"
+
+#define ICMP_PROTOCOL 1
+#define ICMP_UNREACHABLE 3
+#define ICMPV6_PROTOCOL 58
+#define ICMPV6_UNREACHABLE 1
+#define ICMPV6_TOO_BIG 2
+#define ICMP_HEADER 8
+
+/* What of the packet in error is needed: its ports follow its header. */
+static __always_inline bool read_ports(struct __sk_buff *skb, __u32 offset, struct flow_key *key)
+{
+	__be16 ports[2];
+
+	if (key->protocol != TCP && key->protocol != UDP)
+		return false;
+	if (bpf_skb_load_bytes(skb, offset, ports, sizeof(ports)))
+		return false;
+	/* The other way round: the key of the packets that answer it. */
+	key->source_port = bpf_ntohs(ports[1]);
+	key->destination_port = bpf_ntohs(ports[0]);
+	return true;
+}
+
+static __always_inline bool answer_to_error4(struct __sk_buff *skb, struct flow_key *key)
+{
+	__u32 offset = ETH_HLEN + sizeof(struct iphdr);
+	struct iphdr outer, inner;
+	__u8 type;
+
+	if (bpf_skb_load_bytes(skb, ETH_HLEN, &outer, sizeof(outer)) || outer.protocol != ICMP_PROTOCOL || outer.ihl != 5)
+		return false;
+	if (bpf_skb_load_bytes(skb, offset, &type, 1) || type != ICMP_UNREACHABLE)
+		return false;
+	if (bpf_skb_load_bytes(skb, offset + ICMP_HEADER, &inner, sizeof(inner)) || inner.ihl != 5)
+		return false;
+	__builtin_memcpy(key->source, &inner.daddr, 4);
+	__builtin_memcpy(key->destination, &inner.saddr, 4);
+	key->protocol = inner.protocol;
+	return read_ports(skb, offset + ICMP_HEADER + sizeof(inner), key);
+}
+
+static __always_inline bool answer_to_error6(struct __sk_buff *skb, struct flow_key *key)
+{
+	__u32 offset = ETH_HLEN + sizeof(struct ipv6hdr);
+	struct ipv6hdr header;
+	__u8 type;
+
+	if (bpf_skb_load_bytes(skb, ETH_HLEN, &header, sizeof(header)) || header.nexthdr != ICMPV6_PROTOCOL)
+		return false;
+	if (bpf_skb_load_bytes(skb, offset, &type, 1) || (type != ICMPV6_UNREACHABLE && type != ICMPV6_TOO_BIG))
+		return false;
+	if (bpf_skb_load_bytes(skb, offset + ICMP_HEADER, &header, sizeof(header)))
+		return false;
+	__builtin_memcpy(key->source, &header.daddr, 16);
+	__builtin_memcpy(key->destination, &header.saddr, 16);
+	key->protocol = header.nexthdr;
+	key->ipv6 = 1;
+	return read_ports(skb, offset + ICMP_HEADER + sizeof(header), key);
+}
+
+/* A packet that is none of TCP, UDP and SCTP, or no first fragment. */
+static __noinline int promote_by_error(struct __sk_buff *skb)
+{
+	struct flow_key key = {};
+	struct flow *f;
+	bool found;
+
+	if (skb->protocol == bpf_htons(ETH_P_IP))
+		found = answer_to_error4(skb, &key);
+	else
+		found = skb->protocol == bpf_htons(ETH_P_IPV6) && answer_to_error6(skb, &key);
+	if (!found)
+		return 0;
+	f = bpf_map_lookup_elem(&flows, &key);
+	return f && f->young && request_promotion(&key, &f->rewrite, f);
+}
+
+#endif

@@ -1,0 +1,388 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * The observer, on egress: compares a packet that leaves netfilter with the record
+ * of how it came in.  That is the proof of all that the fast path does: who may
+ * talk to whom, how a flow is translated, and which way its packets leave.
+ */
+#ifndef PEP_OBSERVER_H
+#define PEP_OBSERVER_H
+
+#include "handover.h"
+#include "young.h"
+
+#define PERMIT_BACK_NS (3 * NANOSECONDS)
+
+/* What our nft table makes of the priority of a packet that begins a connection of conntrack's. */
+#define PRIORITY_NEW 0xEE000001
+
+/* The kernel's priority for a packet with this TOS (ip_tos2prio). */
+static __always_inline __u32 priority_of_tos(__u8 tos)
+{
+	switch (tos >> 3 & 3) {
+	case 1:
+		return 2;	/* TC_PRIO_BULK */
+	case 2:
+		return 6;	/* TC_PRIO_INTERACTIVE */
+	case 3:
+		return 4;	/* TC_PRIO_INTERACTIVE_BULK */
+	default:
+		return 0;
+	}
+}
+
+/* Puts the packet's priority back to what the kernel gave it. True: it is the first packet of a new connection. */
+static __always_inline bool take_proof_of_new(struct __sk_buff *skb)
+{
+	__u8 *tos;
+
+	if (skb->priority != PRIORITY_NEW)
+		return false;
+	tos = skb->protocol == bpf_htons(ETH_P_IP) ? bytes_at(skb, ETH_HLEN + 1, 1) : NULL;
+	skb->priority = tos ? priority_of_tos(*tos) : 0;
+	return true;
+}
+
+/* How this packet leaves.  What came in by a closed device is for those behind our program there, too. */
+static __always_inline bool read_link(struct __sk_buff *skb, const struct handover *h, struct link *l)
+{
+	__u32 ifindex = skb->ifindex, device_in = h->device;
+	struct node_device *d = bpf_map_lookup_elem(&devices, &ifindex);
+	struct node_device *in = bpf_map_lookup_elem(&devices, &device_in);
+	__u32 mtu;
+
+	if (!d || !in)
+		return false;
+	l->device = ifindex;
+	l->redirect = in->redirect ? d->redirect : REDIRECT_NONE;
+	mtu = d->mtu;
+	l->mtu = mtu > 65535 ? 65535 : mtu;
+	return !bpf_skb_load_bytes(skb, 0, l->mac_to, sizeof(l->mac_to) + sizeof(l->mac_from));
+}
+
+static __always_inline bool is_same_link(const struct link *a, const struct link *b)
+{
+	const __u32 *x = (const void *)a, *y = (const void *)b;
+
+	_Static_assert(sizeof(struct link) == 20, "compared in words");
+	return !((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3]) | (x[4] ^ y[4]));
+}
+
+/* The packet has become what the entry says. */
+static __always_inline bool is_as_said(const struct packet *p, const struct flow_rewrite *a)
+{
+	const __u64 *source = (const void *)a->source, *destination = (const void *)a->destination;
+	const __u64 *s = (const void *)&p->source, *d = (const void *)&p->destination;
+
+	return !((s[0] ^ source[0]) | (s[1] ^ source[1]) | (d[0] ^ destination[0]) | (d[1] ^ destination[1])) &&
+	       p->source_port == a->source_port && p->destination_port == a->destination_port;
+}
+
+static __always_inline bool same_bytes16(const __u8 *a, const void *b)
+{
+	const __u64 *x = (const void *)a, *y = b;
+
+	return !((x[0] ^ y[0]) | (x[1] ^ y[1]));
+}
+
+/* ---- a kernel flow that must be confirmed ----------------------------------------------- */
+
+/* An entry gets another link: whoever reads it meanwhile takes it for another flow's. */
+static __always_inline void change_link(struct flow_rewrite *a, const struct link *l)
+{
+	__u32 tag = a->tag;
+
+	*(volatile __u32 *)&a->tag_again = 0;
+	*(volatile __u32 *)&a->tag = 0;
+	read_barrier();
+	a->out = *l;
+	read_barrier();
+	*(volatile __u32 *)&a->tag = tag;
+	*(volatile __u32 *)&a->tag_again = tag;
+}
+
+/* 1: the table knows the flow, and what it says holds. A flow that netfilter translates in another way is forgotten. */
+static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
+{
+	struct fast_path *word = fast_path_word();
+	struct flow_key key;
+	struct link l = {};
+	struct flow *f;
+
+	if (!p || !h || !word || !read_link(skb, h, &l))
+		return 0;
+	key = h->key;
+	f = bpf_map_lookup_elem(&flows, &key);
+	if (!f || f->young || is_another_flows(&f->rewrite, tag_of(&key)))
+		return 0;
+	if (!is_as_said(p, &f->rewrite) || f->rewrite.device_in != h->device) {
+		struct flow_rewrite a = f->rewrite;
+
+		forget_flow(&key, &a, f->reply, false);
+		count(FLOW_CHANGED);
+		return 0;
+	}
+	if (!is_same_link(&f->rewrite.out, &l))
+		change_link(&f->rewrite, &l);
+	f->generation = *(volatile __u32 *)&word->generation;
+	/* Nothing comes in or leaves by a device that is closed. */
+	if (!l.redirect)
+		count(STACK_DEVICE);
+	f->confirmed_until = l.redirect ? now + CONFIRMED_NS : 0;
+	count(FLOW_CONFIRMED);
+	return 1;
+}
+
+/* ---- a flow of the kernel's is entered ------------------------------------------------------ */
+
+/* The draft's key, translation and links are set; neither direction is there yet. */
+static __always_inline void enter_kernel_flow(struct flow_draft *d, __u64 now, bool reply_confirmed)
+{
+	struct fast_path *word = fast_path_word();
+	union address address = {};
+
+	if (!word || is_over_quota(d->there.rewrite.device_in))
+		return;
+	complete_draft(d, *(volatile __u32 *)&word->generation, now);
+	if (reply_confirmed && d->reply.rewrite.out.redirect)
+		d->reply.confirmed_until = now + CONFIRMED_NS;
+	if (bpf_map_update_elem(&flows, &d->reply_key, &d->reply, BPF_NOEXIST))
+		return;
+	if (bpf_map_update_elem(&flows, &d->key, &d->there, BPF_NOEXIST)) {
+		bpf_map_delete_elem(&flows, &d->reply_key);
+		return;
+	}
+	__builtin_memcpy(&address, d->key.destination, 16);
+	set_hint(&address, d->key.destination_port, d->key.ipv6);
+	count(FLOW_LEARNED);
+}
+
+/* ---- the first packet of a flow ------------------------------------------------------------- */
+
+/* The pair was seen within the last second already: spoofed sources come once each. */
+static __always_inline bool was_seen_lately(const struct permit_key *key, __u64 now)
+{
+	__u32 seconds = now / NANOSECONDS & 0xffffff;
+	__u64 *seen;
+	bool lately;
+	__u32 tag;
+
+	/* Two keys in one map of hashes: the other kind begins with an address. */
+	tag = tag_of(key) * 0x85ebca6bU | 1;
+	seen = sighting_of(tag);
+	if (!seen)
+		return true;
+	lately = *seen >> 32 == tag && seconds - SIGHTING_SECONDS(*seen) <= 1;
+	*seen = sighting(tag, seconds, 1);
+	return lately;
+}
+
+static __noinline int grant_permit(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
+{
+	struct fast_path *word = fast_path_word();
+	struct flow_draft *d = flow_draft();
+	union address client = {}, endpoint = {};
+	struct permit *known;
+
+	if (!p || !h || !d || !word)
+		return 0;
+	__builtin_memcpy(&client, h->key.source, 16);
+	__builtin_memcpy(&endpoint, h->endpoint, 16);
+	permit_key_of(&d->permit_key, h->device, &client, &endpoint, h->endpoint_port, p->protocol, p->ipv6,
+		      h->masquerade);
+	known = bpf_map_lookup_elem(&permits, &d->permit_key);
+	if (!known && !was_seen_lately(&d->permit_key, now))
+		return 0;
+	__builtin_memset(&d->permit, 0, sizeof(d->permit));
+	if (known)
+		d->permit = *known;
+	if (!read_link(skb, h, &d->permit.out))
+		return 0;
+	d->permit.until = now + PERMIT_NS;
+	d->permit.generation = *(volatile __u32 *)&word->permit_generation;
+	if (h->masquerade)
+		__builtin_memcpy(d->permit.snat, &p->source, 16);
+	bpf_map_update_elem(&permits, &d->permit_key, &d->permit, BPF_ANY);
+	count(PERMIT_GRANTED);
+	return 1;
+}
+
+/* A flow may go on without an answer, and must keep its endpoint. */
+static __noinline int enter_opened(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
+{
+	struct flow_draft *d = flow_draft();
+
+	if (!p || !h || !d)
+		return 0;
+	__builtin_memset(&d->there, 0, sizeof(d->there));
+	__builtin_memset(&d->reply, 0, sizeof(d->reply));
+	d->key = h->key;
+	d->there.rewrite.device_in = h->device;
+	__builtin_memcpy(d->there.rewrite.mac_in, h->mac_to, 6);
+	__builtin_memcpy(d->there.rewrite.source, &p->source, 16);
+	__builtin_memcpy(d->there.rewrite.destination, &p->destination, 16);
+	d->there.rewrite.source_port = p->source_port;
+	d->there.rewrite.destination_port = p->destination_port;
+	if (!read_link(skb, h, &d->there.rewrite.out))
+		return 0;
+	/* Until an answer was seen to leave: where it comes in, and how it leaves, is only likely. */
+	d->reply.rewrite.device_in = d->there.rewrite.out.device;
+	__builtin_memcpy(d->reply.rewrite.mac_in, d->there.rewrite.out.mac_from, 6);
+	d->reply.rewrite.out.device = h->device;
+	d->there.service = h->service;
+	d->there.backend = h->backend;
+	enter_kernel_flow(d, now, false);
+	return 0;
+}
+
+static __always_inline void observe_open(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
+					 bool is_new, __u64 now)
+{
+	bool same_source, known_pair;
+
+	if (confirm(skb, p, h, now) || !is_new)
+		return;
+	if (!same_bytes16(h->endpoint, &p->destination) || h->endpoint_port != p->destination_port)
+		return;
+	same_source = same_bytes16(h->key.source, &p->source) && h->key.source_port == p->source_port;
+	/* Somebody else's rule has given it another source: the next one may get yet another. */
+	if (!h->masquerade && !same_source)
+		return;
+	known_pair = grant_permit(skb, p, h, now);
+	/* Also so that no young flow takes the same ends, by another Service of the endpoint. */
+	if (known_pair || (p->protocol == UDP && takes_stranger(now)))
+		enter_opened(skb, p, h, now);
+}
+
+/* ---- an endpoint's packet ---------------------------------------------------------------------- */
+
+/* The pair's permit learns the way back. */
+static __noinline int complete_permit(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
+				      bool masqueraded, __u64 now)
+{
+	struct flow_draft *d = flow_draft();
+	union address endpoint = {};
+	struct permit *permit;
+	struct link l = {};
+
+	if (!p || !h || !d || !read_link(skb, h, &l))
+		return 0;
+	__builtin_memcpy(&endpoint, h->key.source, 16);
+	permit_key_of(&d->permit_key, skb->ifindex, &p->destination, &endpoint, h->key.source_port, p->protocol,
+		      p->ipv6, masqueraded);
+	permit = bpf_map_lookup_elem(&permits, &d->permit_key);
+	if (!permit)
+		return 0;
+	if (permit->device_back != h->device || !is_same_link(&permit->back, &l) || permit->back_until < now) {
+		/* Nobody uses what is being written. */
+		permit->back_until = 0;
+		permit->device_back = h->device;
+		permit->back = l;
+		__builtin_memcpy(permit->mac_in_back, h->mac_to, 6);
+	}
+	permit->back_until = now + PERMIT_BACK_NS;
+	return 1;
+}
+
+static __noinline int enter_by_reply(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
+				     __u64 now)
+{
+	struct flow_draft *d = flow_draft();
+	struct packet asked = {};
+	struct frontend f = {};
+
+	if (!p || !h || !d)
+		return 0;
+	__builtin_memset(&d->there, 0, sizeof(d->there));
+	__builtin_memset(&d->reply, 0, sizeof(d->reply));
+	__builtin_memset(&d->key, 0, sizeof(d->key));
+	/* The client's packets: the other way round. */
+	__builtin_memcpy(d->key.source, &p->destination, 16);
+	__builtin_memcpy(d->key.destination, &p->source, 16);
+	d->key.source_port = p->destination_port;
+	d->key.destination_port = p->source_port;
+	d->key.protocol = p->protocol;
+	d->key.ipv6 = p->ipv6;
+	__builtin_memcpy(d->there.rewrite.source, h->key.destination, 16);
+	__builtin_memcpy(d->there.rewrite.destination, h->key.source, 16);
+	d->there.rewrite.source_port = h->key.destination_port;
+	d->there.rewrite.destination_port = h->key.source_port;
+	if (!read_link(skb, h, &d->reply.rewrite.out))
+		return 0;
+	d->reply.rewrite.device_in = h->device;
+	__builtin_memcpy(d->reply.rewrite.mac_in, h->mac_to, 6);
+	d->there.rewrite.device_in = d->reply.rewrite.out.device;
+	__builtin_memcpy(d->there.rewrite.mac_in, d->reply.rewrite.out.mac_from, 6);
+	/* How the client's packets leave is found out when one is confirmed. */
+	d->there.rewrite.out.device = h->device;
+	__builtin_memcpy(&asked, &d->key, sizeof(d->key));
+	if (find_frontend(&asked, &f))
+		d->there.service = f.service;
+	enter_kernel_flow(d, now, true);
+	return 0;
+}
+
+/* False: no service's flow, the source is as it was. */
+static __always_inline bool learn_way_back(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
+					   __u64 now)
+{
+	bool masqueraded;
+
+	if (same_bytes16(h->key.source, &p->source) && h->key.source_port == p->source_port)
+		return false;
+	masqueraded = !same_bytes16(h->key.destination, &p->destination) ||
+		      h->key.destination_port != p->destination_port;
+	complete_permit(skb, p, h, masqueraded, now);
+	return true;
+}
+
+static __always_inline void observe_reply(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
+					  __u64 now)
+{
+	if (!learn_way_back(skb, p, h, now))
+		return;
+	if (h->learn && !confirm(skb, p, h, now))
+		enter_by_reply(skb, p, h, now);
+}
+
+/* ---- all ------------------------------------------------------------------------------------------ */
+
+static __always_inline int observe(struct __sk_buff *skb)
+{
+	struct packet p = {};
+	struct handover *h;
+	bool is_new, known;
+	__u32 number;
+	__u64 now;
+
+	/* Others' flows have the priority, too. */
+	is_new = take_proof_of_new(skb);
+	if ((skb->tc_index & ~HANDOVER_NUMBER) != HANDOVER_MARK)
+		return TC_ACT_UNSPEC;
+	number = skb->tc_index & HANDOVER_NUMBER;
+	skb->tc_index = 0;
+	h = handover_slot(number);
+	if (!h || h->number != number)
+		return TC_ACT_UNSPEC;
+	h->number = 0;
+	now = bpf_ktime_get_coarse_ns();
+	known = parse_packet(skb, ETH_HLEN, &p) && !p.fragment;
+	if (!known || now - h->when > HANDOVER_NS || h->ip_device != skb->ingress_ifindex ||
+	    p.protocol != h->key.protocol || p.ipv6 != h->key.ipv6)
+		return TC_ACT_UNSPEC;
+	switch (h->kind) {
+	case HANDOVER_OPEN:
+		observe_open(skb, &p, h, is_new, now);
+		break;
+	case HANDOVER_REPLY:
+		observe_reply(skb, &p, h, now);
+		break;
+	case HANDOVER_CONFIRM:
+		/* The first answer may find an entry already, and is one that a permit waits for. */
+		if (confirm(skb, &p, h, now))
+			learn_way_back(skb, &p, h, now);
+		break;
+	}
+	return TC_ACT_UNSPEC;
+}
+
+#endif

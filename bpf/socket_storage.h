@@ -1,0 +1,127 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * What a translated socket talks to, and what its application asked for: kept in the socket, and where that cannot be,
+ * in maps that all sockets share (socket_maps.h).  Threads may use one socket at a time: hence the locks, under which
+ * nothing may be called.
+ */
+#ifndef PEP_SOCKET_STORAGE_H
+#define PEP_SOCKET_STORAGE_H
+
+#include "backend.h"
+
+static __always_inline bool is_at(const __u8 *address, const union address *wanted)
+{
+	const __u32 *a = (const void *)address;
+
+	return a[0] == wanted->words[0] && a[1] == wanted->words[1] && a[2] == wanted->words[2] &&
+	       a[3] == wanted->words[3];
+}
+
+/*
+ * Without sockets of pods the shared maps do: all who are in them are the node's own, and an entry there costs a
+ * connect less than storage, which has to be allocated.
+ */
+static __always_inline bool uses_storage(struct bpf_sock *sk)
+{
+	return settings.pod_sockets && abilities.socket_storage && sk;
+}
+
+static __always_inline struct connected_peer *connected_peer_of(struct bpf_sock *sk, __u64 flags)
+{
+	return uses_storage(sk) ? bpf_sk_storage_get(&connected_peers, sk, NULL, flags) : NULL;
+}
+
+static __always_inline struct socket_talks *talks_of(struct bpf_sock *sk, __u64 flags)
+{
+	return uses_storage(sk) ? bpf_sk_storage_get(&socket_talks, sk, NULL, flags) : NULL;
+}
+
+/* ---- from an endpoint to what was asked for ---------------------------------- */
+
+/*
+ * Of storage: `asked` filled, and where to note that tc has found another endpoint; else NULL.  `at`: the endpoint,
+ * with zeros behind an IPv4 address.
+ */
+static __always_inline __u8 *stored_peer(struct bpf_sock *sk, const struct place *at, bool ipv6, struct place *asked)
+{
+	struct connected_peer *peer = connected_peer_of(sk, 0);
+	struct socket_talks *all;
+	__u64 newest = 0;
+	__u32 found = 0;
+	__u8 *moved = NULL;
+	int i;
+
+	if (peer) {
+		bpf_spin_lock(&peer->lock);
+		if (peer->port && peer->port == at->port && peer->ipv6 == ipv6 && is_at(peer->address, &at->address)) {
+			__builtin_memcpy(&asked->address, peer->asked, 16);
+			asked->port = peer->asked_port;
+			moved = &peer->moved;
+		}
+		bpf_spin_unlock(&peer->lock);
+		if (moved)
+			return moved;
+	}
+	all = talks_of(sk, 0);
+	if (!all)
+		return NULL;
+	bpf_spin_lock(&all->lock);
+	for (i = 0; i < SOCKET_PEERS; i++) {
+		struct socket_talk *t = &all->talks[i];
+
+		/* An endpoint of two services: it is asked for by that which was used last. */
+		if (t->backend && t->last_used > newest && t->port == at->port && t->ipv6 == ipv6 &&
+		    is_at(t->address, &at->address)) {
+			newest = t->last_used;
+			found = i + 1;
+		}
+	}
+	if (found) {
+		struct socket_talk *t = &all->talks[(found - 1) % SOCKET_PEERS];
+
+		__builtin_memcpy(&asked->address, t->asked, 16);
+		asked->port = t->asked_port;
+		moved = &t->moved;
+	}
+	bpf_spin_unlock(&all->lock);
+	return moved;
+}
+
+static __always_inline __u8 *shared_peer(__u64 cookie, const struct place *at, enum protocol protocol, bool ipv6,
+					 struct place *asked)
+{
+	if (ipv6) {
+		struct socket_peer6_key key = { .cookie = cookie, .port = at->port, .protocol = protocol };
+		struct socket_peer6 *peer;
+
+		__builtin_memcpy(key.address, &at->address, 16);
+		peer = bpf_map_lookup_elem(&socket_peers6, &key);
+		if (!peer)
+			return NULL;
+		__builtin_memcpy(&asked->address, peer->address, 16);
+		asked->port = peer->port;
+		return &peer->moved;
+	} else {
+		struct socket_peer4_key key = { .cookie = cookie, .port = at->port, .protocol = protocol };
+		struct socket_peer4 *peer;
+
+		__builtin_memcpy(key.address, &at->address, 4);
+		peer = bpf_map_lookup_elem(&socket_peers4, &key);
+		if (!peer)
+			return NULL;
+		__builtin_memcpy(&asked->address, peer->address, 4);
+		asked->port = peer->port;
+		return &peer->moved;
+	}
+}
+
+/* As stored_peer; `asked` must be zero before. */
+static __always_inline __u8 *find_peer(struct bpf_sock *sk, __u64 cookie, const struct place *at,
+				       enum protocol protocol, bool ipv6, struct place *asked)
+{
+	__u8 *moved = stored_peer(sk, at, ipv6, asked);
+
+	return moved ? moved : shared_peer(cookie, at, protocol, ipv6, asked);
+}
+
+#endif

@@ -1,0 +1,232 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/* What the programs of sockets note of a socket (socket_storage.h), and what they have noted of one that is not connected. */
+#ifndef PEP_SOCKET_TALKS_H
+#define PEP_SOCKET_TALKS_H
+
+#include "socket_storage.h"
+
+/*
+ * Functions that are not static are read by the verifier once, for any argument.  Linux 6.1 takes no argument of
+ * theirs for the key of a map.
+ */
+
+#define LEFT_FLOW_SECONDS 180		/* longer than conntrack remembers one with replies */
+
+/* ---- to maps that all sockets share ------------------------------------------- */
+
+/* Of `t`: both places. */
+static __noinline int share_peer(__u64 cookie, enum protocol protocol, const struct socket_talk *t)
+{
+	long failed;
+
+	if (t->ipv6) {
+		struct socket_peer6_key key = { .cookie = cookie, .port = t->port, .protocol = protocol };
+		struct socket_peer6 peer = { .port = t->asked_port };
+
+		__builtin_memcpy(key.address, t->address, 16);
+		__builtin_memcpy(peer.address, t->asked, 16);
+		failed = bpf_map_update_elem(&socket_peers6, &key, &peer, BPF_ANY);
+	} else {
+		struct socket_peer4_key key = { .cookie = cookie, .port = t->port, .protocol = protocol };
+		struct socket_peer4 peer = { .port = t->asked_port };
+
+		__builtin_memcpy(key.address, t->address, 4);
+		__builtin_memcpy(peer.address, t->asked, 4);
+		failed = bpf_map_update_elem(&socket_peers4, &key, &peer, BPF_ANY);
+	}
+	if (failed)
+		count(SOCKET_PEER_FULL);
+	return 0;
+}
+
+/* As CONTEXT_POINTER of packet.h. */
+static __always_inline struct bpf_sock *socket_of(struct bpf_sock_addr *ctx)
+{
+	struct bpf_sock *sk;
+
+	asm volatile("%0 = *(u64 *)(%1 + %2)" : "=r"(sk) : "r"(ctx), "i"(offsetof(struct bpf_sock_addr, sk)));
+	return sk;
+}
+
+static __noinline int share_talk(const struct socket_flow_key *key, __u32 backend)
+{
+	struct socket_flow_key own = *key;
+	struct affinity value = { .last_used = bpf_ktime_get_ns(), .backend = backend };
+	struct affinity *last = bpf_map_lookup_elem(&socket_flows, &own);
+
+	/* In place, which costs less. */
+	if (last && last->backend == backend) {
+		last->last_used = value.last_used;
+		return 0;
+	}
+	bpf_map_update_elem(&socket_flows, &own, &value, BPF_ANY);
+	return 0;
+}
+
+static __always_inline void set_places(struct socket_talk *t, const struct packet *p, const struct backend *b)
+{
+	__builtin_memcpy(t->address, &b->address, 16);
+	__builtin_memcpy(t->asked, &p->destination, 16);
+	t->port = b->port;
+	t->asked_port = p->destination_port;
+	t->ipv6 = p->ipv6;
+}
+
+static __noinline int share_places(__u64 cookie, const struct packet *p, const struct backend *b)
+{
+	struct socket_talk t = {};
+
+	set_places(&t, p, b);
+	return share_peer(cookie, p->protocol, &t);
+}
+
+/* ---- a connected socket -------------------------------------------------------- */
+
+/* `share`: the agent has to find it, too. */
+__noinline int note_connected(struct bpf_sock_addr *ctx, const struct packet *p, const struct backend *b, bool share)
+{
+	struct connected_peer *peer;
+
+	if (!p || !b)
+		return 0;
+	peer = connected_peer_of(socket_of(ctx), BPF_SK_STORAGE_GET_F_CREATE);
+	if (peer) {
+		bpf_spin_lock(&peer->lock);
+		__builtin_memcpy(peer->address, &b->address, 16);
+		__builtin_memcpy(peer->asked, &p->destination, 16);
+		peer->port = b->port;
+		peer->asked_port = p->destination_port;
+		peer->ipv6 = p->ipv6;
+		peer->moved = 0;
+		bpf_spin_unlock(&peer->lock);
+		if (!share)
+			return 0;
+	}
+	return share_places(bpf_get_socket_cookie(ctx), p, b);
+}
+
+/* ---- an unconnected UDP socket ------------------------------------------------- */
+
+/* What it used last for that service; false: nothing yet. */
+__noinline int last_talk(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, struct affinity *last)
+{
+	struct socket_flow_key own;
+	struct socket_talks *all;
+	struct affinity *shared;
+	int i, found = 0;
+
+	if (!key || !last)
+		return 0;
+	all = talks_of(socket_of(ctx), 0);
+	if (all) {
+		bpf_spin_lock(&all->lock);
+		for (i = 0; i < SOCKET_PEERS; i++) {
+			struct socket_talk *t = &all->talks[i];
+
+			if (t->service == key->service && t->kind == key->kind) {
+				last->last_used = t->last_used;
+				last->backend = t->backend;
+				last->position = t->position;
+				found = 1;
+			}
+		}
+		bpf_spin_unlock(&all->lock);
+		if (found)
+			return 1;
+	}
+	own = *key;
+	shared = bpf_map_lookup_elem(&socket_flows, &own);
+	if (!shared)
+		return 0;
+	*last = *shared;
+	return 1;
+}
+
+/* Who has to make room for another goes where everybody is. */
+static __noinline int move_out(__u64 cookie, struct socket_talks *all, __u32 at)
+{
+	struct socket_flow_key key = { .cookie = cookie };
+	struct socket_talk was;
+
+	bpf_spin_lock(&all->lock);
+	was = all->talks[at % SOCKET_PEERS];
+	bpf_spin_unlock(&all->lock);
+	if (!was.last_used || bpf_ktime_get_ns() - was.last_used > LEFT_FLOW_SECONDS * NANOSECONDS)
+		return 0;
+	if (was.kind) {
+		key.service = was.service;
+		key.kind = was.kind;
+		share_talk(&key, was.backend);
+	}
+	return was.backend ? share_peer(cookie, UDP, &was) : 0;
+}
+
+/*
+ * Which place the talk gets: the one that it, or an earlier one with this backend, has; else that of the longest
+ * silent, + SOCKET_PEERS.
+ */
+static __noinline int place_for(struct socket_talks *all, const struct socket_flow_key *key, __u32 backend)
+{
+	__u64 oldest = ~0ULL;
+	__u32 at = 0, again = 0;
+	int i;
+
+	bpf_spin_lock(&all->lock);
+	for (i = 0; i < SOCKET_PEERS; i++) {
+		struct socket_talk *t = &all->talks[i];
+
+		if (again)
+			continue;
+		if (t->last_used < oldest) {
+			oldest = t->last_used;
+			at = i;
+		}
+		if (t->service != key->service)
+			continue;
+		if (t->backend == backend && (!t->kind || t->kind == key->kind)) {
+			again = 1;
+			at = i;
+		}
+	}
+	bpf_spin_unlock(&all->lock);
+	return again ? at : at + SOCKET_PEERS;
+}
+
+/* It uses this backend for that service from now on, or still; b->id 0: tc serves it. */
+__noinline int note_talk(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct packet *p,
+			 const struct backend *b)
+{
+	__u64 now = bpf_ktime_get_ns();
+	struct socket_talks *all;
+	struct socket_talk *t;
+	__u32 at;
+	int i;
+
+	if (!key || !p || !b)
+		return 0;
+	all = talks_of(socket_of(ctx), BPF_SK_STORAGE_GET_F_CREATE);
+	if (!all) {
+		share_talk(key, b->id);
+		return b->id ? share_places(key->cookie, p, b) : 0;
+	}
+	at = place_for(all, key, b->id);
+	if (at >= SOCKET_PEERS)
+		move_out(key->cookie, all, at);
+	bpf_spin_lock(&all->lock);
+	/* No other place says what the socket uses for that service, and there is no moment when none does. */
+	for (i = 0; i < SOCKET_PEERS; i++)
+		if (all->talks[i].service == key->service && all->talks[i].kind == key->kind)
+			all->talks[i].kind = 0;
+	t = &all->talks[at % SOCKET_PEERS];
+	t->last_used = now;
+	t->service = key->service;
+	t->kind = key->kind;
+	t->backend = b->id;
+	t->position = 0;
+	set_places(t, p, b);
+	t->moved = 0;
+	bpf_spin_unlock(&all->lock);
+	return 0;
+}
+
+#endif

@@ -1,0 +1,345 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * A flow that lives in the flow table from its first packet on, because its pair has a permit.
+ * After skb.h or xdp.h.
+ */
+#ifndef PEP_YOUNG_H
+#define PEP_YOUNG_H
+
+#include "backend.h"
+#include "flow_send.h"
+
+#define SNAT_PORT_TRIES 4
+#define EXCHANGE_NS (NANOSECONDS / 20)
+#define PERMIT_NS NANOSECONDS
+
+static __always_inline void permit_key_of(struct permit_key *key, __u32 device, const union address *client,
+					  const union address *endpoint, __u16 port, enum protocol protocol,
+					  bool ipv6, bool masquerade)
+{
+	__builtin_memset(key, 0, sizeof(*key));
+	key->device = device;
+	__builtin_memcpy(key->client, client, 16);
+	__builtin_memcpy(key->endpoint, endpoint, 16);
+	key->port = port;
+	key->protocol = protocol;
+	key->ipv6 = ipv6;
+	key->masquerade = masquerade;
+}
+
+/* What both directions' entries change in a checksum: from the packet's addresses and ports to the action's. */
+static __always_inline void set_sums(struct flow_rewrite *a, const struct flow_key *from)
+{
+	__be32 ports_before = bpf_htonl((__u32)from->source_port << 16 | from->destination_port);
+	__be32 ports_after = bpf_htonl((__u32)a->source_port << 16 | a->destination_port);
+	__u32 size = from->ipv6 ? 16 : 4;
+	__s64 sum;
+
+	sum = bpf_csum_diff((__be32 *)from->source, size, (__be32 *)a->source, size, 0);
+	sum = bpf_csum_diff((__be32 *)from->destination, size, (__be32 *)a->destination, size, sum);
+	a->address_sum = sum;
+	a->port_sum = bpf_csum_diff(&ports_before, 4, &ports_after, 4, 0);
+}
+
+static __always_inline void stamp(struct flow *f, const struct flow_key *key, __u32 generation, __u64 now)
+{
+	f->rewrite.tag = f->rewrite.tag_again = tag_of(key);
+	f->generation = generation;
+	f->started = f->last_seen = now;
+}
+
+/*
+ * Completes the draft: both keys and there->rewrite's translation are set.  The answers' entry follows from it.
+ */
+static __always_inline void complete_draft(struct flow_draft *d, __u32 generation, __u64 now)
+{
+	struct flow_rewrite *there = &d->there.rewrite, *reply = &d->reply.rewrite;
+
+	answer_key(there, d->key.protocol, d->key.ipv6, &d->reply_key);
+	__builtin_memcpy(reply->source, d->key.destination, 16);
+	__builtin_memcpy(reply->destination, d->key.source, 16);
+	reply->source_port = d->key.destination_port;
+	reply->destination_port = d->key.source_port;
+	set_sums(there, &d->key);
+	reply->address_sum = ~there->address_sum;
+	reply->port_sum = ~there->port_sum;
+	d->reply.reply = 1;
+	d->reply.service = d->there.service;
+	d->reply.backend = d->there.backend;
+	stamp(&d->there, &d->key, generation, now);
+	stamp(&d->reply, &d->reply_key, generation, now);
+}
+
+static __always_inline struct flow_draft *flow_draft(void)
+{
+	__u32 zero = 0;
+
+	return bpf_map_lookup_elem(&flow_drafts, &zero);
+}
+
+/* Why this new flow cannot be young, whatever its permit says. */
+static __always_inline enum reason why_not_young(const struct packet *p, const struct fast_path *word, __u64 now)
+{
+	enum reason reason = fast_path_closed(word, p->ipv6, now);
+
+	if (reason)
+		return reason;
+	if (word->draining)
+		return STACK_DRAINING;
+	/* Who counts the kernel's connections must see each of them. */
+	if (p->protocol == SCTP || settings.scheduler >= LEAST_CONNECTIONS)
+		return SLOW_NO_PERMIT;
+	if (p->fragment)
+		return STACK_FRAGMENT;
+	if (p->options)
+		return STACK_OPTIONS;
+	return p->hops <= 1 ? STACK_HOPS : REASON_UNSPECIFIED;
+}
+
+static __always_inline bool is_over_quota(__u32 device)
+{
+	__u32 *open = bpf_map_lookup_elem(&young_counts, &device);
+
+	return open && *(volatile __u32 *)open >= settings.flow_quota;
+}
+
+/*
+ * The source ports are given by turns: one that the endpoint may still remember (TIME_WAIT) is given again as late as
+ * possible.
+ */
+static __always_inline __u16 next_snat_port(void)
+{
+	__u32 range = settings.snat_port_max - settings.snat_port_min + 1;
+	__u32 zero = 0, *next = bpf_map_lookup_elem(&recent_next, &zero);
+	__u32 turn = next ? (*next)++ : bpf_get_prandom_u32();
+
+	return settings.snat_port_min + (turn + (bpf_get_smp_processor_id() & 1) * (range / 2)) % range;
+}
+
+/* Both entries, the answers' first: a packet finds either both or none that it could miss. */
+static __always_inline enum reason insert_young(struct flow_draft *d, bool masquerade)
+{
+	bool other_port = masquerade;
+	int i;
+
+	for (i = 0; i < SNAT_PORT_TRIES; i++) {
+		if (other_port) {
+			__u16 port = next_snat_port();
+
+			d->there.rewrite.source_port = port;
+		}
+		complete_draft(d, d->there.generation, d->there.started);
+		if (!bpf_map_update_elem(&flows, &d->reply_key, &d->reply, BPF_NOEXIST))
+			break;
+		if (!bpf_map_lookup_elem(&flows, &d->reply_key))
+			return SLOW_TABLE_FULL;
+		/* The client has the port in use with another Service of this endpoint: as netfilter, take another one. */
+		if (!settings.snat_port_min)
+			return SLOW_NO_PORT;
+		other_port = true;
+	}
+	if (i == SNAT_PORT_TRIES)
+		return SLOW_NO_PORT;
+	if (!bpf_map_update_elem(&flows, &d->key, &d->there, BPF_NOEXIST))
+		return REASON_UNSPECIFIED;
+	bpf_map_delete_elem(&flows, &d->reply_key);
+	return SLOW_TABLE_FULL;
+}
+
+/* As many answers as datagrams, or closed by both sides, and nothing since: nobody waits for anything. */
+static __always_inline bool is_complete(const struct flow *f, const struct flow *reply, enum protocol protocol,
+					__u64 now)
+{
+	__u64 last = f->last_seen > reply->last_seen ? f->last_seen : reply->last_seen;
+
+	if (now <= last + EXCHANGE_NS)
+		return false;
+	if (protocol == TCP)
+		return f->closing == CLOSING_IN_SEQUENCE && reply->closing == CLOSING_IN_SEQUENCE;
+	/* The first datagram is not counted: it was sent before the entry could be found. */
+	return reply->packets > f->packets;
+}
+
+/* The answers' direction of the young flow, if there is one, that this client port has with that endpoint. */
+static __always_inline struct flow *young_answers(const struct packet *p, const union address *endpoint, __u16 port,
+						  struct flow_key *answer)
+{
+	struct flow *f;
+
+	__builtin_memcpy(answer->source, endpoint, 16);
+	__builtin_memcpy(answer->destination, &p->source, 16);
+	answer->source_port = port;
+	answer->destination_port = p->source_port;
+	answer->protocol = p->protocol;
+	answer->ipv6 = p->ipv6;
+	f = bpf_map_lookup_elem(&flows, answer);
+	return f && f->young && f->reply ? f : NULL;
+}
+
+/*
+ * A flow to this endpoint that netfilter is to carry, and that keeps its ports.  1: a young flow has the same ends, by
+ * another Service of the endpoint, or by one at all: netfilter, which does not know that, must hear of it first.
+ */
+static __noinline int is_taken_by_young(const struct packet *p, const union address *endpoint, __u16 port, __u32 device)
+{
+	struct flow_key answer = {};
+	struct flow *f, *client;
+
+	if (!p || !endpoint)
+		return 0;
+	f = young_answers(p, endpoint, port, &answer);
+	if (!f)
+		return 0;
+	client = other_direction(&f->rewrite, p);
+	/* From another device it is forged, or none of this client's: it changes nothing here. */
+	if (client && client->rewrite.device_in != device)
+		return 0;
+	if (!client || (f->closing && client->closing) ||
+	    (p->protocol == UDP && is_complete(client, f, UDP, bpf_ktime_get_coarse_ns()))) {
+		/* It is over, but for what its sides may repeat.  Without an agent nobody else takes it out. */
+		if (forget_flow(&answer, &f->rewrite, true, true))
+			count(CLOSING_FLOW_REPLACED);
+		return 0;
+	}
+	request_promotion(&answer, &f->rewrite, f);
+	return 1;
+}
+
+/* A young flow takes its turn among the recent ones. */
+static __noinline int note_recent(const struct flow_key *key)
+{
+	__u64 now = bpf_ktime_get_coarse_ns();
+	__u32 zero = 0, turn, *next = bpf_map_lookup_elem(&recent_next, &zero);
+	struct flow_key *place, former, answer;
+	struct flow *f, *reply;
+
+	if (!key || !next)
+		return 0;
+	turn = (*next)++ % RECENT_FLOWS;
+	place = bpf_map_lookup_elem(&recent_flows, &turn);
+	if (!place)
+		return 0;
+	former = *place;
+	*place = *key;
+	f = bpf_map_lookup_elem(&flows, &former);
+	if (!f || !f->young || f->reply || is_another_flows(&f->rewrite, tag_of(&former)))
+		return 0;
+	answer_key(&f->rewrite, former.protocol, former.ipv6, &answer);
+	reply = bpf_map_lookup_elem(&flows, &answer);
+	if (reply && is_complete(f, reply, former.protocol, now) && forget_flow(&former, &f->rewrite, false, true))
+		count(YOUNG_ENDED);
+	return 0;
+}
+
+#define STRANGERS_A_SECOND 1024
+
+/* A pair without a permit may be a forged source: only so many of their flows are entered in a second. */
+static __always_inline bool takes_stranger(__u64 now)
+{
+	__u32 one = 1, second = (now / NANOSECONDS & 0xfffff) << 12;
+	__u32 *entered = bpf_map_lookup_elem(&recent_next, &one);
+
+	if (!entered)
+		return false;
+	if ((*entered & ~0xfffU) != second)
+		*entered = second;
+	if ((*entered & 0xfff) >= STRANGERS_A_SECOND)
+		return false;
+	*entered += 1;
+	return true;
+}
+
+/*
+ * After open_young() has left this packet to netfilter, for `reason`.  1: a datagram whose pair was proven lately, so
+ * the observer would learn nothing from it.  In a flood that nothing answers, most are such.  Not static: as judge_syn().
+ */
+__noinline int is_proven(const struct packet *p, enum reason reason)
+{
+	struct fast_path *word;
+	struct flow_draft *d;
+	__u64 now;
+
+	if (!settings.fast_path || !p || p->protocol != UDP || reason != SLOW_NO_PERMIT)
+		return 0;
+	word = fast_path_word();
+	d = flow_draft();
+	now = bpf_ktime_get_coarse_ns();
+	if (!word || !d || d->permit.generation != *(volatile __u32 *)&word->permit_generation)
+		return 0;
+	/* Some are compared all the same: what goes on without an answer is entered. */
+	return now + PERMIT_NS / 2 < d->permit.until && !takes_stranger(now);
+}
+
+/*
+ * Opens the flow in the table, if its pair has a permit.  REASON_UNSPECIFIED: `d->there.rewrite` is to be carried out.
+ * Not static, so that the verifier reads it once.
+ */
+static __noinline int open_young(struct context *ctx, const struct packet *p, const struct entitlement *e,
+				 const struct backend *b)
+{
+	struct fast_path *word = fast_path_word();
+	struct flow_draft *d = flow_draft();
+	struct flow_rewrite *there, *reply;
+	struct permit *permit;
+	enum reason reason;
+	__u32 device;
+	__u64 now;
+
+	if (!p || !e || !b || !word || !d)
+		return SLOW_NO_PERMIT;
+	d->permit.until = 0;
+	now = bpf_ktime_get_coarse_ns();
+	reason = why_not_young(p, word, now);
+	if (reason)
+		return reason;
+	if (!is_plain(ctx))
+		return STACK_NOT_PLAIN;
+	device = receiving_device(ctx);
+	permit_key_of(&d->permit_key, device, &p->source, &b->address, b->port, p->protocol, p->ipv6, e->masquerade);
+	permit = bpf_map_lookup_elem(&permits, &d->permit_key);
+	if (!permit)
+		return SLOW_NO_PERMIT;
+	/* A copy: the element may be given to another pair meanwhile, which the key in it would not show. */
+	d->permit = *permit;
+	if (now >= d->permit.until || now >= d->permit.back_until ||
+	    d->permit.generation != *(volatile __u32 *)&word->permit_generation)
+		return SLOW_NO_PERMIT;
+	if (!d->permit.out.redirect || !d->permit.back.redirect)
+		return STACK_DEVICE;
+	if (p->length > d->permit.out.mtu)
+		return STACK_TOO_BIG;
+	if (e->masquerade && !settings.snat_port_min)
+		return SLOW_NO_PORT;
+	if (is_over_quota(device))
+		return SLOW_QUOTA;
+
+	__builtin_memset(&d->there, 0, sizeof(d->there));
+	__builtin_memset(&d->reply, 0, sizeof(d->reply));
+	__builtin_memcpy(&d->key, p, sizeof(d->key));
+	there = &d->there.rewrite;
+	reply = &d->reply.rewrite;
+	there->device_in = device;
+	__builtin_memcpy(there->source, e->masquerade ? d->permit.snat : p->source.bytes, 16);
+	there->source_port = p->source_port;
+	__builtin_memcpy(there->destination, &b->address, 16);
+	there->destination_port = b->port;
+	there->out = d->permit.out;
+	__builtin_memcpy(there->mac_in, d->permit.back.mac_from, 6);
+	reply->device_in = d->permit.device_back;
+	reply->out = d->permit.back;
+	__builtin_memcpy(reply->mac_in, d->permit.mac_in_back, 6);
+	d->there.young = d->reply.young = 1;
+	d->there.service = e->service;
+	d->there.backend = b->id;
+	d->there.generation = *(volatile __u32 *)&word->generation;
+	d->there.started = now;
+	reason = insert_young(d, e->masquerade);
+	if (reason)
+		return reason;
+	count_young(device);
+	/* Packets for this address are looked for in the table from now on. */
+	set_hint(&p->destination, p->destination_port, p->ipv6);
+	return REASON_UNSPECIFIED;
+}
+
+#endif

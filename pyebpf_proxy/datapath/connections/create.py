@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conntrack entries for flows that are established already and that conntrack has never seen (ctnetlink).
+
+What the kernel does with each attribute: ``ctnetlink_create_conntrack()`` in net/netfilter/nf_conntrack_netlink.c.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pyebpf_proxy.datapath.connections.ctnetlink import (
+    DELETE,
+    DST_PORT,
+    FAMILY_HEADER,
+    GET,
+    PROTO_NUM,
+    PROTOINFO,
+    SRC_PORT,
+    TUPLE_IP,
+    TUPLE_ORIG,
+    TUPLE_PROTO,
+    TUPLE_REPLY,
+    Tuple,
+    read_tuple,
+)
+from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attribute, attributes
+from pyebpf_proxy.services.model import Protocol
+
+Place = tuple[bytes, int]
+
+# IPCTNL_MSG_CT_NEW; attributes by their numbers in include/uapi/linux/netfilter/nfnetlink_conntrack.h.
+_NEW = 0x100
+_STATUS, _NAT_SRC, _TIMEOUT, _ID, _NAT_DST = 3, 6, 7, 12, 13
+_MIN_IP, _NAT_PROTO = {4: 1, 16: 4}, 3  # CTA_NAT_V4_MINIP, CTA_NAT_V6_MINIP; a maximum that is not given is the minimum
+_PORT_MIN, _PORT_MAX = 1, 2
+_IN_TCP, _TCP_STATE, _FLAGS_ORIGINAL, _FLAGS_REPLY = 1, 1, 4, 5
+# include/uapi/linux/netfilter/nf_conntrack_common.h, nf_conntrack_tcp.h
+_SEEN_REPLY, _ASSURED, _CONFIRMED = 1 << 1, 1 << 2, 1 << 3
+_BE_LIBERAL = 0x08
+# include/uapi/linux/netlink.h
+_EXCLUSIVE, _CREATE = 0x200, 0x400
+
+_FULL = {errno.ENOMEM, errno.ENOSPC, errno.E2BIG, errno.ENOBUFS}
+_SYSCTLS = Path("/proc/sys/net/netfilter")
+
+
+class TcpState(enum.IntEnum):
+    """States of a TCP connection that conntrack can be given, by enum tcp_conntrack; the names are those of sysctls."""
+
+    ESTABLISHED = 3
+    FIN_WAIT = 4
+    CLOSE_WAIT = 5
+
+
+#: Entries in these states are as good as the one that was to be made.
+_ALIVE = {int(state) for state in TcpState}
+
+
+class Entry(NamedTuple):
+    """A flow: ``client`` asks for ``frontend`` and ``endpoint`` answers. Packed addresses, ports as numbers.
+
+    ``source``: what the endpoint sees of a masqueraded flow; None: the client itself, address and port. ``answered``:
+    rules of netfilter see a flow without an answer as NEW.
+    """
+
+    protocol: Protocol
+    client: Place
+    frontend: Place
+    endpoint: Place
+    source: Place | None = None
+    state: TcpState = TcpState.ESTABLISHED
+    answered: bool = True
+
+    @property
+    def seen(self) -> Place:
+        """Whom the endpoint answers to."""
+        return self.source or self.client
+
+
+class Outcome(enum.Enum):
+    """What became of an entry. The kernel has it after CREATED, REPLACED and KNOWN."""
+
+    CREATED = "created"
+    #: Entries of other flows with the same addresses and ports, in either direction, were in the way and are deleted.
+    REPLACED = "replaced"
+    #: The kernel has this flow already, with the same translation.
+    KNOWN = "known"
+    #: An entry with one of its tuples came back as soon as the one before was deleted. May work later.
+    CLASH = "clash"
+    #: The connection table is full, or there is no memory. May work later.
+    FULL = "full"
+    REFUSED = "refused"
+
+
+class Result(NamedTuple):
+    """``number``: the errno of FULL and REFUSED, else 0."""
+
+    outcome: Outcome
+    number: int = 0
+
+    @property
+    def exists(self) -> bool:
+        """Whether the kernel carries this flow as it was asked to."""
+        return self.outcome in (Outcome.CREATED, Outcome.REPLACED, Outcome.KNOWN)
+
+    def __str__(self) -> str:
+        return self.outcome.value + (f": {os.strerror(self.number)}" if self.number else "")
+
+
+def time_outs() -> Mapping[tuple[Protocol, TcpState], int]:
+    """The kernel's own time-outs of this network namespace in seconds. OSError without conntrack."""
+    udp = _sysctl("udp_timeout_stream")
+    found = {(Protocol.TCP, state): _sysctl(f"tcp_timeout_{state.name.lower()}") for state in TcpState}
+    return {**found, **{(Protocol.UDP, state): udp for state in TcpState}}
+
+
+def _sysctl(name: str) -> int:
+    return int((_SYSCTLS / f"nf_conntrack_{name}").read_text())
+
+
+def create(link: RawLink, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]) -> list[Result]:
+    """Have the kernel track these flows from now on: what became of each, in order.
+
+    ``link``: of NETLINK_NETFILTER, in the flows' network namespace. ``seconds``: from :func:`time_outs`.
+    OSError if the kernel does not answer at all.
+    """
+    # The kernel passes over an address of the other family, and the flow would not be translated.
+    mixed = Result(Outcome.REFUSED, errno.EAFNOSUPPORT)
+    results = [mixed] * len(entries)
+    asked = [number for number, entry in enumerate(entries) if _is_of_one_family(entry)]
+    bodies = [message(entries[n], seconds[entries[n].protocol, entries[n].state]) for n in asked]
+    answers = link.request_many(_NEW, _CREATE | _EXCLUSIVE, bodies)
+    for number, body, answer in zip(asked, bodies, answers, strict=True):
+        entry = entries[number]
+        if answer == errno.EEXIST:
+            results[number] = _beside(link, entry, body, seconds[entry.protocol, entry.state])
+        else:
+            results[number] = _result(answer, Outcome.CREATED)
+    return results
+
+
+def _is_of_one_family(entry: Entry) -> bool:
+    return len({len(place[0]) for place in (entry.client, entry.frontend, entry.endpoint, entry.seen)}) == 1
+
+
+def close(link: RawLink, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]) -> None:
+    """These TCP connections began to end while their entries were made: conntrack must not wait for days. OSError."""
+    ending = [entry._replace(state=TcpState.FIN_WAIT) for entry in entries if entry.protocol is Protocol.TCP]
+    link.request_many(_NEW, 0, [_key(e) + _state(e, seconds[e.protocol, e.state]) for e in ending])
+
+
+def delete(link: RawLink, entries: Sequence[Entry]) -> None:
+    """Take back what :func:`create` has made. One that is gone is no error. OSError if the kernel does not answer."""
+    link.request_many(DELETE, 0, [_key(entry) for entry in entries])
+
+
+def message(entry: Entry, seconds: int) -> bytes:
+    """The body of IPCTNL_MSG_CT_NEW that makes an entry. ``seconds``: until it ends without a packet."""
+    # The reply's tuple is that of a flow which is not translated: only so does the kernel set IPS_DST_NAT and
+    # IPS_SRC_NAT and change it by itself. An exact port for both is what keeps it from choosing one.
+    return b"".join(
+        (
+            header(entry),
+            tuple_of(TUPLE_ORIG, entry.protocol, entry.client, entry.frontend),
+            tuple_of(TUPLE_REPLY, entry.protocol, entry.frontend, entry.client),
+            _nat(_NAT_DST, entry.endpoint),
+            _nat(_NAT_SRC, entry.seen),
+            _state(entry, seconds),
+        )
+    )
+
+
+def header(entry: Entry) -> bytes:
+    """struct nfgenmsg of a message about this flow."""
+    family = socket.AF_INET if len(entry.client[0]) == 4 else socket.AF_INET6
+    return struct.pack("=BBH", family, 0, 0)
+
+
+def _key(entry: Entry) -> bytes:
+    """What names an entry in a message."""
+    return header(entry) + tuple_of(TUPLE_ORIG, entry.protocol, entry.client, entry.frontend)
+
+
+def tuple_of(kind: int, protocol: Protocol, source: Place, destination: Place) -> bytes:
+    """CTA_TUPLE_ORIG or CTA_TUPLE_REPLY."""
+    first = 1 if len(source[0]) == 4 else 3
+    addresses = attribute(first, source[0]) + attribute(first + 1, destination[0])
+    ports = attribute(SRC_PORT, source[1].to_bytes(2, "big")) + attribute(DST_PORT, destination[1].to_bytes(2, "big"))
+    proto = attribute(TUPLE_PROTO, attribute(PROTO_NUM, bytes([protocol])) + ports, nested=True)
+    return attribute(kind, attribute(TUPLE_IP, addresses, nested=True) + proto, nested=True)
+
+
+def _nat(kind: int, place: Place) -> bytes:
+    address, port = place[0], place[1].to_bytes(2, "big")
+    ports = attribute(_NAT_PROTO, attribute(_PORT_MIN, port) + attribute(_PORT_MAX, port), nested=True)
+    return attribute(kind, attribute(_MIN_IP[len(address)], address) + ports, nested=True)
+
+
+def _state(entry: Entry, seconds: int) -> bytes:
+    # CONFIRMED is set before these are looked at, and cannot be taken back: without it the kernel says EBUSY.
+    bits = _CONFIRMED | (_SEEN_REPLY | _ASSURED if entry.answered else 0)
+    status = attribute(_STATUS, bits.to_bytes(4, "big"))
+    status += attribute(_TIMEOUT, seconds.to_bytes(4, "big"))
+    if entry.protocol is not Protocol.TCP:
+        return status
+    liberal = bytes([_BE_LIBERAL, _BE_LIBERAL])  # the flag, and the mask of what to change
+    info = attribute(_TCP_STATE, bytes([entry.state]))
+    info += attribute(_FLAGS_ORIGINAL, liberal) + attribute(_FLAGS_REPLY, liberal)
+    return status + attribute(PROTOINFO, attribute(_IN_TCP, info, nested=True), nested=True)
+
+
+class _Known(NamedTuple):
+    """An entry that the kernel has: both tuples as (source, destination), TCP state, and what names it."""
+
+    original: tuple[Place, Place]
+    reply: tuple[Place, Place]
+    state: int
+    key: bytes
+
+
+def _beside(link: RawLink, entry: Entry, body: bytes, seconds: int) -> Result:
+    """EEXIST: each of the two tuples may be one of an entry's, in either direction.
+
+    The programs send every packet with one of these tuples by the flow that is to be entered, so an entry for another
+    flow serves no packet: a client has used the port again, or the entry was forged by another device. Were it left,
+    the flow would stay where no rule of netfilter sees it.
+    """
+    original, reply = (entry.client, entry.frontend), (entry.endpoint, entry.seen)
+    for source, destination in (original, reply):
+        try:
+            known = _known(link, entry, source, destination)
+        except OSError as error:
+            return Result(Outcome.REFUSED, error.errno or errno.EIO)
+        if known is None:
+            continue
+        alive = entry.protocol is not Protocol.TCP or known.state in _ALIVE
+        if alive and (known.original, known.reply) == (original, reply):
+            # Whatever it has of sequence numbers is out of date.
+            return _result(link.request_many(_NEW, 0, [_key(entry) + _state(entry, seconds)])[0], Outcome.KNOWN)
+        # It is named by its number, so that no other entry is deleted.
+        number = link.request(DELETE, header(entry) + known.key)
+        if number not in (0, errno.ENOENT):
+            return Result(Outcome.REFUSED, number)
+    number = link.request_many(_NEW, _CREATE | _EXCLUSIVE, [body])[0]
+    return Result(Outcome.CLASH) if number == errno.EEXIST else _result(number, Outcome.REPLACED)
+
+
+def _result(number: int, done: Outcome) -> Result:
+    if number == 0:
+        return Result(done)
+    return Result(Outcome.FULL if number in _FULL else Outcome.REFUSED, number)
+
+
+def _known(link: RawLink, entry: Entry, source: Place, destination: Place) -> _Known | None:
+    """The entry that a packet of ``entry``'s protocol with these ends belongs to, by either direction."""
+    key = tuple_of(TUPLE_ORIG, entry.protocol, source, destination)
+    try:
+        answer = link.get(GET, header(entry) + key)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
+    original, reply, state = None, None, 0
+    for kind, begin, end in attributes(answer, FAMILY_HEADER, len(answer)):
+        if kind == TUPLE_ORIG:
+            original = read_tuple(answer, begin, end)
+        elif kind == TUPLE_REPLY:
+            reply = read_tuple(answer, begin, end)
+        elif kind == _ID:
+            key += answer[begin - 4 : (end + 3) & ~3]
+        elif kind == PROTOINFO:
+            state = _tcp_state(answer, begin, end)
+    if original is None or reply is None:
+        return None
+    return _Known(_ends(original), _ends(reply), state, key)
+
+
+def _ends(found: Tuple) -> tuple[Place, Place]:
+    """Source and destination."""
+    source_port, destination_port = (int.from_bytes(raw, "big") for raw in (found.source_port, found.destination_port))
+    return (found.source, source_port), (found.destination, destination_port)
+
+
+def _tcp_state(answer: bytes, begin: int, end: int) -> int:
+    for _, section, section_end in attributes(answer, begin, end):
+        for kind, value, _ in attributes(answer, section, section_end):
+            if kind == _TCP_STATE:
+                return answer[value]
+    return 0
+
+
+def create_now(entries: Iterable[Entry]) -> list[Result]:
+    """:func:`create` in the calling thread's network namespace, by a socket of its own. OSError."""
+    with RawLink(NETLINK_NETFILTER) as link:
+        return create(link, list(entries), time_outs())

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draining the fast path: every young flow becomes the kernel's, so that nothing is lost when the programs go.
+
+Works on the pins alone, so that no agent has to run: ``--cleanup``, an agent whose fast path is off, and the agent of
+another layout drain what a former run has left.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from pyebpf_proxy.datapath.connections.promotion import SOON_SECONDS, promoter
+from pyebpf_proxy.datapath.loader import tcx
+from pyebpf_proxy.datapath.loader._libbpf import lib
+from pyebpf_proxy.datapath.loader.libbpf import Map, Object, Program
+from pyebpf_proxy.datapath.loader.programs import OBJECTS
+from pyebpf_proxy.log import Logger
+
+#: Folder of pinned programs, beside that of the maps.
+PROGRAMS = "programs"
+_PROGRAMS = ("sweep_flows", "promote_flow")
+_MAPS = ("flows", "fast_path", "promotions", "sweep_results")
+#: A flow that was not answered has nothing that could be lost: nobody waits longer for it.
+DRAIN_SECONDS = 3.0
+_ZERO = bytes(4)
+_log = Logger("datapath")
+
+
+class _Pinned(Program):
+    """A program by its pin."""
+
+    def __init__(self, path: Path) -> None:
+        # Of no object: only the descriptor and the name are there.
+        self.name = path.name
+        self._lib = lib()
+        self._fd = tcx.open_pinned(path)
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def pin_programs(programs: Mapping[str, Program], pins: Path) -> None:
+    """Pin the programs that draining needs below ``pins``, in the place of a former run's. BpfError, OSError."""
+    folder = pins / PROGRAMS
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _PROGRAMS:
+        if name in programs:
+            (folder / name).unlink(missing_ok=True)
+            tcx.pin(programs[name].fd, folder / name)
+
+
+def drain(pins: Path, seconds: float = DRAIN_SECONDS) -> int:
+    """No new young flows from now on; those of the pinned flow table are handed to conntrack.
+
+    ``pins``: the folder of one layout version. Returns how many young flows are left after ``seconds`` at most: those
+    without an answer, and what conntrack had no room for. 0 also where there is nothing to drain. OSError, BpfError.
+    """
+    paths = [*(pins / "maps" / name for name in _MAPS), *(pins / PROGRAMS / name for name in _PROGRAMS)]
+    if not all(path.exists() for path in paths):
+        return 0
+    with ExitStack() as stack, Object.open(OBJECTS / "tc.bpf.o") as unset:
+        maps = {name: Map.open_pinned(pins / "maps" / name) for name in _MAPS}
+        for each in maps.values():
+            stack.callback(each.close)
+        programs = {name: _Pinned(pins / PROGRAMS / name) for name in _PROGRAMS}
+        for program in programs.values():
+            stack.callback(program.close)
+        btf = unset.btf
+        sizes = {"flows": btf.struct("flow").size, "fast_path": btf.struct("fast_path").size}
+        if any(maps[name].value_size != size for name, size in sizes.items()):
+            _log.warning("flows of another version stay as they are: their layout is not known", pins=pins)
+            return 0
+        word = btf.struct("fast_path")
+        fields = word.unpack(maps["fast_path"].lookup(_ZERO) or bytes(word.size))
+        maps["fast_path"].update(_ZERO, word.pack(**{**fields, "draining": 1}))
+        found = promoter(maps, programs, btf)
+        end = time.monotonic() + seconds
+        found.pass_now()
+        while found.statistics.young and time.monotonic() < end:
+            time.sleep(SOON_SECONDS)
+            before = found.statistics.promoted
+            found.pass_now()
+            if found.statistics.promoted == before:
+                break
+        if found.statistics.promoted or found.statistics.young:
+            _log.info("the fast path is drained", promoted=found.statistics.promoted, left=found.statistics.young)
+        return found.statistics.young

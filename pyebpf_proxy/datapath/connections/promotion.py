@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promotion: young flows, which only the BPF programs know, become the kernel's (bpf/sweep.h, docs/fast-path.md).
+
+A sweep, which is a program, says which flows are due. Each gets a conntrack entry that translates as the programs did;
+then the flow is the kernel's, and the programs ask netfilter about it once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from pyebpf_proxy.datapath.connections import create
+from pyebpf_proxy.datapath.connections.create import Entry, Outcome, Result
+from pyebpf_proxy.datapath.connections.queue import Queue
+from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import Map, Program
+from pyebpf_proxy.log import Logger
+from pyebpf_proxy.services.model import Protocol as IpProtocol
+
+#: Seconds from one pass to the next: while there are young flows, and while there are none.
+BUSY_SECONDS, IDLE_SECONDS = 0.5, 1.0
+#: While a pass left some in the queue, and while draining.
+SOON_SECONDS = 0.05
+#: Flows of one pass.
+AT_ONCE = 4096
+#: A flow that conntrack does not take for so long is ended: no rule that is added would ever see it.
+UNPROMOTED_SECONDS = 30.0
+_ETHERNET_HEADER = bytes(14)
+_FRAME = bytes(60)
+_ZERO = bytes(4)
+
+_log = Logger("datapath")
+
+
+class Table(Protocol):
+    """What is used of ``libbpf.Map``."""
+
+    def lookup(self, key: bytes) -> bytes | None: ...
+
+
+class Requests(Protocol):
+    """What is used of ``Queue``."""
+
+    def pop(self, most: int) -> list[bytes]: ...
+
+
+class YoungFlow(NamedTuple):
+    """A young flow of the map ``flows``: the entry that the kernel should have, and whether a FIN or RST was seen."""
+
+    entry: Entry
+    closing: bool
+    #: Of the entry of the other direction.
+    answer_key: bytes
+
+
+class FlowReader:
+    """Both directions of a flow, read from the map ``flows`` by the layouts of its BTF."""
+
+    def __init__(self, flows: Table, btf: Btf) -> None:
+        self._flows = flows
+        # A pass may have thousands of flows: only what is needed is read.
+        ends = ("source", "destination", "source_port", "destination_port")
+        self._key = btf.struct("flow_key").packer(*ends, "protocol", "ipv6")
+        self._flow = btf.struct("flow").packer("rewrite", "packets", "young", "reply", "closing")
+        self._rewrite = btf.struct("flow_rewrite").packer(*ends)
+
+    def read(self, key: bytes, young: bool = True) -> YoungFlow | None:
+        """The flow with this key of the client's direction. None: it is gone, or has another age (``young``)."""
+        there = self._flows.lookup(key)
+        if there is None:
+            return None
+        rewrite, _, is_young, reply, closing = self._flow.unpack(there)
+        if reply or bool(is_young) is not young:
+            return None
+        client, frontend, client_port, frontend_port, protocol, ipv6 = self._key.unpack(key)
+        source, endpoint, source_port, endpoint_port = self._rewrite.unpack(rewrite)
+        # The answer comes from where the packet went, to whom it seemed to come from.
+        answer_key = self._key.pack(endpoint, source, endpoint_port, source_port, protocol, ipv6)
+        back = self._flows.lookup(answer_key)
+        if back is None:
+            return None
+        rewrite, answers, is_young, _, closing_too = self._flow.unpack(back)
+        # Else the answers are those of another flow: one of the two is just being replaced.
+        if self._rewrite.unpack(rewrite) != (frontend, client, frontend_port, client_port):
+            return None
+        if bool(is_young) is not young:
+            return None
+        size = 16 if ipv6 else 4
+        entry = Entry(
+            IpProtocol(protocol),
+            (client[:size], client_port),
+            (frontend[:size], frontend_port),
+            (endpoint[:size], endpoint_port),
+            None if (source, source_port) == (client, client_port) else (source[:size], source_port),
+            answered=bool(answers),
+        )
+        return YoungFlow(entry, bool(closing or closing_too), answer_key)
+
+
+@dataclass
+class Statistics:
+    """Since the start. ``failed``: by outcome; a flow that is tried again counts each time."""
+
+    promoted: int = 0
+    failed: Counter[Outcome] = field(default_factory=Counter)
+    #: Of the last flow that could not be promoted; "": the last pass promoted all.
+    last_error: str = ""
+    #: Of the last pass that had something to promote.
+    last_seconds: float = 0.0
+    #: Flows that were ended because conntrack did not take them.
+    ended: int = 0
+    #: Young flows that the last sweep found.
+    young: int = 0
+
+
+class Promoter:
+    """Makes young flows the kernel's, in the network namespace of the thread that calls.
+
+    ``sweep`` runs the program and says how many young flows it found; ``promote`` and ``end`` run the programs of that
+    name with a key and say whether the flow was still there.
+    """
+
+    def __init__(
+        self,
+        flows: FlowReader,
+        requests: Requests,
+        sweep: Callable[[], int],
+        promote: Callable[[bytes], bool],
+        end: Callable[[bytes], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.statistics = Statistics()
+        self._flows = flows
+        self._requests = requests
+        self._sweep = sweep
+        self._promote = promote
+        self._end = end
+        self._clock = clock
+        #: What conntrack did not take, and since when.
+        self._waiting: dict[bytes, float] = {}
+        self._more = False
+        self._full = False
+        self._said = ""
+        self._one_pass = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Promote for ever. What fails is said once, and tried again."""
+        said = ""
+        while True:
+            try:
+                await self.pass_once()
+                said = ""
+            except OSError as error:
+                if str(error) != said:
+                    _log.error("flows could not be handed to conntrack, tried again", error=str(error))
+                said = str(error)
+            busy = BUSY_SECONDS if self.statistics.young else IDLE_SECONDS
+            await asyncio.sleep(SOON_SECONDS if self._more else busy)
+
+    async def pass_once(self) -> None:
+        """One sweep, and the promotions that are due, in another thread. OSError."""
+        async with self._one_pass:
+            await asyncio.to_thread(self.pass_now)
+
+    async def drain(self, seconds: float) -> int:
+        """Promote until a sweep finds no young flow, ``seconds`` at most; how many are left. OSError.
+
+        The map ``fast_path`` must say ``draining`` already: then every flow that was answered is due.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            await self.pass_once()
+            # Of before this pass' promotions: only the next sweep knows what they left.
+            if not self.statistics.young or time.monotonic() >= end:
+                return await asyncio.to_thread(self._sweep) if self.statistics.young else 0
+            await asyncio.sleep(SOON_SECONDS)
+
+    def pass_now(self) -> None:
+        """The same as :meth:`pass_once`, in the caller's thread."""
+        self.statistics.young = self._sweep()
+        asked = self._requests.pop(AT_ONCE)
+        self._more = len(asked) == AT_ONCE
+        keys = list(dict.fromkeys([*self._waiting, *asked]))
+        if keys:
+            self._hand_over(keys)
+
+    def _hand_over(self, keys: Iterable[bytes]) -> None:
+        begin = time.monotonic()
+        due = [(key, flow.entry) for key in keys if (flow := self._flows.read(key)) is not None]
+        if not due:
+            self._waiting.clear()
+            return
+        with RawLink(NETLINK_NETFILTER) as link:
+            seconds = create.time_outs()
+            results = create.create(link, [entry for _, entry in due], seconds)
+            over: list[Entry] = []
+            closing: list[Entry] = []
+            failed: list[tuple[bytes, Result]] = []
+            for (key, entry), result in zip(due, results, strict=True):
+                if not result.exists:
+                    failed.append((key, result))
+                elif self._promote(key):
+                    self.statistics.promoted += 1
+                    now = self._flows.read(key, young=False)
+                    if now is not None and now.closing:
+                        closing.append(entry)
+                elif result.outcome is not Outcome.KNOWN:
+                    over.append(entry)
+            # A flow may end while this goes on. Its entry would be there for days.
+            create.delete(link, over)
+            create.close(link, closing, seconds)
+        self._note(failed, len(due))
+        self.statistics.last_seconds = time.monotonic() - begin
+
+    def _note(self, failed: list[tuple[bytes, Result]], tried: int) -> None:
+        full = [key for key, result in failed if result.outcome is Outcome.FULL]
+        self._end_what_waits([key for key, _ in failed])
+        self.statistics.failed.update(result.outcome for _, result in failed)
+        self.statistics.last_error = str(failed[-1][1]) if failed else ""
+        if full and not self._full:
+            _log.warning(
+                "conntrack takes no more flows, they stay in the fast path for a while",
+                flows=len(full),
+                of=tried,
+                seconds=UNPROMOTED_SECONDS,
+            )
+        if bool(full) != self._full and not full:
+            _log.info("conntrack takes flows again")
+        self._full = bool(full)
+        refused = next((str(result) for _, result in failed if result.outcome is Outcome.REFUSED), "")
+        if refused and refused != self._said:
+            _log.error("conntrack refuses a flow", error=refused)
+        self._said = refused or self._said
+
+    def _end_what_waits(self, keys: Iterable[bytes]) -> None:
+        """``keys``: what this pass could not promote."""
+        now = self._clock()
+        self._waiting = {key: self._waiting.get(key, now) for key in keys}
+        over = [key for key, since in self._waiting.items() if now - since >= UNPROMOTED_SECONDS]
+        ended = sum(map(self._end, over))
+        for key in over:
+            del self._waiting[key]
+        if ended:
+            self.statistics.ended += ended
+            _log.warning("flows ended that conntrack did not take", flows=ended, after=UNPROMOTED_SECONDS)
+
+
+def promoter(maps: Mapping[str, Map], programs: Mapping[str, Program], btf: Btf) -> Promoter:
+    """The promoter of the loaded programs: their maps and programs by name, and their types."""
+    results, layout = maps["sweep_results"], btf.struct("sweep_result")
+    sweep_flows, promote_flow, end_flow = programs["sweep_flows"], programs["promote_flow"], programs.get("end_flow")
+
+    def sweep() -> int:
+        sweep_flows.test_run(_FRAME)
+        value = results.lookup(_ZERO)
+        return int(layout.unpack(value)["young"]) if value else 0
+
+    def promote(key: bytes) -> bool:
+        return promote_flow.test_run(_ETHERNET_HEADER + key).retval != 0
+
+    def end(key: bytes) -> bool:
+        # Draining works with the programs that a former run has pinned, and does not last that long.
+        return end_flow is not None and end_flow.test_run(_ETHERNET_HEADER + key).retval != 0
+
+    return Promoter(FlowReader(maps["flows"], btf), Queue(maps["promotions"]), sweep, promote, end)

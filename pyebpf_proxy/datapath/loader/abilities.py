@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the helpers of this kernel can do: ``struct abilities`` of bpf/abilities.h, found by trying, never by a version.
+
+The programs have another way wherever one of these is missing; the verifier sees only the way that is taken.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from pyebpf_proxy.datapath.loader import _libbpf
+from pyebpf_proxy.datapath.loader._libbpf import captured, ffi
+
+# include/uapi/linux/bpf.h
+_SCHED_CLS, _CGROUP_SOCK_ADDR = 3, 18
+_SK_STORAGE_GET, _KTIME_GET_COARSE_NS, _LOOP, _SET_RETVAL = 107, 160, 181, 187
+_MAP_SK_STORAGE = 24
+#: Maps that are not made where sockets have no storage for programs.
+STORAGE_MAPS = frozenset({"connected_peers", "socket_talks"})
+
+
+class Abilities(NamedTuple):
+    """``struct abilities``, by the same names."""
+
+    #: Lists are scanned whole: schedulers of mode ipvs look at some of a long list's endpoints otherwise.
+    loop: bool = True
+    #: A refused connect says why; otherwise it is not permitted (EPERM).
+    set_retval: bool = True
+    #: A clock that goes by the tick, which is cheaper.
+    coarse_clock: bool = True
+    #: What a socket talks to is kept in the socket; otherwise in maps that all sockets share.
+    socket_storage: bool = True
+
+
+@cache
+def of_kernel() -> Abilities:
+    """Asks the kernel once. Where it does not answer (no right to load anything), all is taken to be there: loading
+    says then what is wrong."""
+    storage = all(_has_helper(program, _SK_STORAGE_GET) for program in (_SCHED_CLS, _CGROUP_SOCK_ADDR))
+    with captured():
+        storage = storage and _libbpf.lib().libbpf_probe_bpf_map_type(_MAP_SK_STORAGE, ffi.NULL) != 0
+    return Abilities(
+        loop=all(_has_helper(program, _LOOP) for program in (_SCHED_CLS, _CGROUP_SOCK_ADDR)),
+        set_retval=_has_helper(_CGROUP_SOCK_ADDR, _SET_RETVAL),
+        coarse_clock=_has_helper(_SCHED_CLS, _KTIME_GET_COARSE_NS),
+        socket_storage=storage,
+    )
+
+
+def _has_helper(program_type: int, helper: int) -> bool:
+    with captured():
+        return bool(_libbpf.lib().libbpf_probe_bpf_helper(program_type, helper, ffi.NULL) != 0)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our programs on devices, by tcx or by clsact, and what others have there.
+
+With tcx (Linux 6.6) ours is the first at ingress and the last at egress, and no qdisc is made, so that CNI plugins can
+add theirs. Without it clsact filters do it (``tc``). Filters of an earlier version are replaced in place first, then
+the new link is attached, then they go: every packet meets the program, and never two that decide differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attributes
+from pyebpf_proxy.datapath.loader import tcx
+from pyebpf_proxy.datapath.loader.libbpf import BpfError
+from pyebpf_proxy.datapath.node import tc
+from pyebpf_proxy.datapath.node.plan import Others
+from pyebpf_proxy.datapath.node.tcx import Links
+
+# include/uapi/linux/netfilter/nfnetlink.h, nf_tables.h
+_NFT_GETCHAIN, _NFT_GETRULE, _FAMILY_BRIDGE = (10 << 8) | 4, (10 << 8) | 7, 7
+_CHAIN_TABLE, _CHAIN_NAME, _CHAIN_HOOK, _CHAIN_POLICY = 1, 3, 4, 5
+_RULE_TABLE, _RULE_CHAIN = 1, 2
+_GENMSG = bytes([_FAMILY_BRIDGE, 0, 0, 0])
+_EBTABLES = ("filter", "nat", "broute")
+# What can be wrong with our place on a device.
+GONE, NOT_AT_ITS_END = "gone", "not at its end of the chain"
+
+
+class Attachments:
+    """In the network namespace this object was made in. ``directory``: the instance's; ``folder``: for pins.
+
+    ``use_tcx``: None asks the kernel.
+    """
+
+    def __init__(self, directory: Path, folder: Path, use_tcx: bool | None = None) -> None:
+        self.uses_tcx = tcx.available() if use_tcx is None else use_tcx
+        self._filters = tc.Filters(directory)
+        self._links = Links(folder)
+        self._unobserved: dict[int, str] = {}
+
+    def close(self) -> None:
+        self._filters.close()
+
+    def attach(self, ifindex: int, device: str, program_fd: int, egress_fd: int | None) -> bool:
+        """Puts the programs where they belong, or in the place of former ones. ``egress_fd`` None: none at egress.
+
+        False if the device is gone. NetlinkError, BpfError.
+        """
+        if not self.uses_tcx:
+            return self._attach_filters(ifindex, device, program_fd, egress_fd)
+        try:
+            if egress_fd is None:
+                self._links.detach(ifindex, tcx.EGRESS)
+            else:
+                self._links.attach(ifindex, tcx.EGRESS, egress_fd)
+            earlier = self._filters.qdisc(ifindex) and self._filters.replace(ifindex, device, program_fd)
+            self._links.attach(ifindex, tcx.INGRESS, program_fd)
+            if earlier or self._filters.is_recorded(ifindex):
+                self._filters.detach(ifindex, device)
+        except OSError as error:
+            if error.errno in tc.GONE:
+                self.forget(ifindex)
+                return False
+            raise
+        return True
+
+    def detach(self, ifindex: int, device: str) -> bool:
+        """Takes everything of ours off. False if there was nothing."""
+        self._unobserved.pop(ifindex, None)
+        found = [self._links.detach(ifindex, hook) for hook in (tcx.INGRESS, tcx.EGRESS)]
+        return self._filters.detach(ifindex, device) or any(found)
+
+    def attached(self) -> list[int]:
+        """Devices of this namespace, by ifindex, that carry a program of ours."""
+        return sorted({index for index, _ in self._links.programs} | set(self._filters.attached()))
+
+    def recorded(self) -> list[int]:
+        """Devices whose clsact we made, as far as the record knows."""
+        return [index for index, _ in self._filters.recorded()]
+
+    def forget(self, ifindex: int) -> None:
+        """The device is gone."""
+        self._unobserved.pop(ifindex, None)
+        self._links.forget(ifindex)
+        self._filters.forget(ifindex)
+
+    def tidy(self, devices: Mapping[int, object]) -> None:
+        """Removes the pins of devices that are gone."""
+        self._links.tidy(devices)
+
+    def ingress_programs(self) -> dict[int, int]:
+        """The id of the program at ingress, by device."""
+        found = {index: number for (index, hook), number in self._links.programs.items() if hook == tcx.INGRESS}
+        for index, qdisc in tc.qdiscs().items():
+            if qdisc.hooks:
+                for own in [each for each in tc.filters(index, tc.INGRESS) if each.ours]:
+                    found.setdefault(index, own.program)
+        return found
+
+    def by_tcx(self) -> set[int]:
+        """Devices whose program at ingress is held by a link."""
+        return {index for index, hook in self._links.programs if hook == tcx.INGRESS}
+
+    def standing(self, ifindex: int, egress: bool) -> str:
+        """What is wrong with our place on a device: GONE or NOT_AT_ITS_END; "": nothing, or no device. OSError."""
+        try:
+            if not self.uses_tcx:
+                there = self._filters.is_attached(ifindex)
+                there &= not egress or ifindex in self._unobserved or self._filters.is_attached(ifindex, tc.EGRESS)
+                return "" if there else GONE
+            hooks = (tcx.INGRESS, tcx.EGRESS) if egress else (tcx.INGRESS,)
+            if not all(self._links.is_there(ifindex, hook) for hook in hooks):
+                return GONE
+            return "" if all(self._links.is_in_place(ifindex, hook) for hook in hooks) else NOT_AT_ITS_END
+        except OSError as error:
+            if error.errno in tc.GONE:
+                return ""
+            raise
+
+    def others(self, devices: Iterable[int]) -> dict[int, Others]:
+        """What others have on these devices. OSError."""
+        qdiscs = tc.qdiscs()
+        found = {}
+        for index in devices:
+            try:
+                found[index] = self._others(index, qdiscs.get(index, tc.Qdiscs()))
+            except OSError as error:
+                if error.errno not in tc.GONE:
+                    raise
+        return found
+
+    def chains(self, devices: Iterable[int]) -> dict[int, tuple[tuple[int, ...], ...]]:
+        """The tcx programs of devices, by their numbers: netlink says nothing of them. Empty without tcx."""
+        found: dict[int, tuple[tuple[int, ...], ...]] = {}
+        for index in devices if self.uses_tcx else ():
+            try:
+                found[index] = tcx.chain(index, tcx.INGRESS), tcx.chain(index, tcx.EGRESS)
+            except BpfError as error:
+                if error.errno not in tc.GONE:
+                    raise
+        return found
+
+    def _attach_filters(self, ifindex: int, device: str, program_fd: int, egress_fd: int | None) -> bool:
+        self._unobserved.pop(ifindex, None)
+        if not self._filters.attach(ifindex, device, program_fd):
+            return False
+        if egress_fd is None:
+            return True
+        if self._filters.qdisc(ifindex) == "ingress":
+            self._unobserved[ifindex] = "its ingress qdisc is another's and has no egress"
+            return True
+        return self._filters.attach(ifindex, device, egress_fd, tc.EGRESS)
+
+    def _others(self, index: int, qdiscs: tc.Qdiscs) -> Others:
+        ingress: tuple[str, ...] = ()
+        egress: tuple[str, ...] = ()
+        if self.uses_tcx:
+            ingress, egress = self._links.others(index, tcx.INGRESS), self._links.others(index, tcx.EGRESS)
+        if qdiscs.hooks:
+            listed = tc.filters(index, tc.INGRESS)
+            own = next((at for at, each in enumerate(listed) if each.ours), -1)
+            # Filters run after the whole tcx chain.
+            behind = listed if self.uses_tcx else listed[own + 1 :]
+            ingress += _named(qdiscs.hooks, behind)
+        if qdiscs.hooks == "clsact":
+            egress += _named("clsact egress", tc.filters(index, tc.EGRESS))
+        return Others(ingress, egress, qdiscs.root, self._unobserved.get(index, ""))
+
+
+def _named(qdisc: str, filters: Iterable[tc.Filter]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"{qdisc} {each}" for each in filters if not each.ours))
+
+
+def bridge_rules() -> str:
+    """A rule for frames that cross a bridge, nftables' or ebtables', in words; "": there is none."""
+    return _nft_bridge_rules() or _ebtables_rules()
+
+
+def _nft_bridge_rules() -> str:
+    with RawLink(NETLINK_NETFILTER) as link:
+        try:
+            for message in link.dump(_NFT_GETRULE, _GENMSG):
+                inner = _texts(message)
+                return f"nftables rule in table bridge {inner[_RULE_TABLE]}, chain {inner[_RULE_CHAIN]}"
+        except OSError:
+            return ""  # no nftables in this kernel
+    with RawLink(NETLINK_NETFILTER) as link:
+        for message in link.dump(_NFT_GETCHAIN, _GENMSG):
+            known = {kind: message[begin:end] for kind, begin, end in attributes(message, 4, len(message))}
+            if _CHAIN_HOOK in known and known.get(_CHAIN_POLICY, b"\0\0\0\1") == bytes(4):
+                inner = _texts(message)
+                return (
+                    f"nftables chain {inner[_CHAIN_NAME]} of table bridge {inner[_CHAIN_TABLE]}, whose policy is drop"
+                )
+    return ""
+
+
+def _texts(message: bytes) -> dict[int, str]:
+    parts = attributes(message, 4, len(message))
+    return {kind: message[begin:end].rstrip(bytes(1)).decode(errors="replace") for kind, begin, end in parts}
+
+
+def _ebtables_rules() -> str:
+    """Only whether one of the legacy tables is loaded: to ask what is in one would load its module."""
+    try:
+        modules = {line.split()[0] for line in Path("/proc/modules").read_text().splitlines()}
+    except OSError:
+        return ""
+    return next(
+        (f"legacy ebtables has its table {table} loaded" for table in _EBTABLES if f"ebtable_{table}" in modules), ""
+    )

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is at the other end of a veth, in a pod's network namespace, that bpf_redirect_peer() goes past.
+
+That is a native XDP program: it stands where the veth hands packets over. Generic XDP, tc and packet sockets of the pod
+meet the packet as ever. To ask takes CAP_NET_ADMIN over the user namespace of that network namespace.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import socket
+import struct
+from array import array
+from collections.abc import Iterable
+
+from pyebpf_proxy.datapath.connections.rawlink import RawLink, attribute, attributes
+from pyebpf_proxy.datapath.node.messages import RTM_GETLINK
+from pyebpf_proxy.datapath.node.plan import Link
+
+# include/uapi/linux/rtnetlink.h, if_link.h
+_IFINFOMSG = struct.Struct("=BxHiII")
+_EXT_MASK, _XDP, _TARGET_NETNSID = 29, 43, 46
+_SKIP_STATISTICS = attribute(_EXT_MASK, struct.pack("=I", 8))
+_XDP_ATTACHED = 2
+# XDP_ATTACHED_DRV, _MULTI: the driver runs it, alone or beside another way. (_SKB, 2: generic XDP.)
+_NATIVE = frozenset({1, 4})
+# include/uapi/linux/sockios.h, ethtool.h
+_SIOCETHTOOL, _ETHTOOL_GTSO = 0x8946, 0x1E
+_IFREQ = struct.Struct("@16sP16x")
+
+PROGRAM = "an XDP program is at its other end"
+MAY_BE = "an XDP program may be at its other end: that cannot be looked at ({}), and segmentation offload is off"
+# A look that nothing gave rise to asks for no more of them; the others have their turn in the next looks.
+_MOST_AT_ONCE = 256
+
+
+class Peers:
+    """Asks for the other ends of veths of the network namespace that it is used in."""
+
+    def __init__(self) -> None:
+        self._answers: dict[int, tuple[int, str]] = {}
+        self._begin = 0
+
+    def ask(self, links: Iterable[Link]) -> dict[int, str]:
+        """What is in the way at the other end, in words, by ifindex of each that has one; "": nothing. OSError."""
+        asked = [link for link in links if link.peer_netns is not None]
+        if not asked:
+            return {}
+        with RawLink(socket.NETLINK_ROUTE) as link:
+            answers = link.get_many(RTM_GETLINK, [_question(each) for each in asked])
+        return {link.ifindex: self._said(link, answer) for link, answer in zip(asked, answers, strict=True)}
+
+    def ask_some(self, links: Iterable[Link]) -> dict[int, str]:
+        """Of many devices as many as a look may cost, others the next time. OSError."""
+        asked = [link for link in links if link.peer_netns is not None]
+        begin = self._begin if self._begin < len(asked) else 0
+        self._begin = begin + _MOST_AT_ONCE
+        return self.ask(asked[begin : self._begin])
+
+    def forget(self, ifindex: int) -> None:
+        """The device is gone."""
+        self._answers.pop(ifindex, None)
+
+    def _said(self, link: Link, answer: bytes | int) -> str:
+        if isinstance(answer, int):
+            self._answers.pop(link.ifindex, None)
+            return "" if _segments(link.name) else MAY_BE.format(errno.errorcode.get(answer, f"error {answer}"))
+        # To read the answer takes more time than to get it, and as a rule it is the former one.
+        known = self._answers.get(link.ifindex)
+        number = hash(answer)
+        if known is None or known[0] != number:
+            known = number, PROGRAM if _has_native(answer) else ""
+            self._answers[link.ifindex] = known
+        return known[1]
+
+
+def _question(link: Link) -> bytes:
+    """IFLA_TARGET_NETNSID: the device with this number in the network namespace that we know by that number."""
+    return (
+        _IFINFOMSG.pack(0, 0, link.lower, 0, 0)
+        + attribute(_TARGET_NETNSID, struct.pack("=i", link.peer_netns))
+        + _SKIP_STATISTICS
+    )
+
+
+def _has_native(answer: bytes) -> bool:
+    for kind, begin, end in attributes(answer, _IFINFOMSG.size, len(answer)):
+        if kind == _XDP:
+            inner = {each: answer[b:e] for each, b, e in attributes(answer, begin, end)}
+            return int.from_bytes(inner.get(_XDP_ATTACHED, b""), "little") in _NATIVE
+    return False
+
+
+def _segments(device: str) -> bool:
+    """Whether a device takes TCP packets to be segmented. A native program at a veth's other end switches that off.
+
+    (veth_fix_features() of drivers/net/veth.c.) True, if the device is gone.
+    """
+    value = array("I", [_ETHTOOL_GTSO, 0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as asker:
+        try:
+            fcntl.ioctl(asker, _SIOCETHTOOL, _IFREQ.pack(device.encode(), value.buffer_info()[0]))
+        except OSError:
+            return True
+    return bool(value[1])

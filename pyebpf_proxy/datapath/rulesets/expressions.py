@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expressions of nftables as the kernel dumps them (include/uapi/linux/netfilter/nf_tables.h), read into parts. Pure.
+
+Most rules of a large ruleset are made of few different expressions, so each is decoded once for its bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable
+
+from pyebpf_proxy.datapath.connections.rawlink import attributes
+from pyebpf_proxy.datapath.rulesets import xtables
+from pyebpf_proxy.datapath.rulesets.model import Field, Kind, Part
+
+_ATTRIBUTE = struct.Struct("=HH")
+_NAME, _DATA = 1, 2
+#: How every counter begins; its numbers are others in each rule.
+_COUNTER = _ATTRIBUTE.pack(12, _NAME) + b"counter\0"
+_VERDICT_REGISTER = 0
+_DROP, _ACCEPT, _QUEUE, _STOLEN, _JUMP, _GOTO, _RETURN = 0, 1, 3, 2, -3, -4, -5
+_VERDICTS = {
+    _DROP: Kind.DROP,
+    _STOLEN: Kind.DROP,
+    _ACCEPT: Kind.ACCEPT,
+    _QUEUE: Kind.TAKES,
+    _JUMP: Kind.JUMP,
+    _GOTO: Kind.GOTO,
+    _RETURN: Kind.RETURN,
+}
+_EQUAL = 0
+_ALL = 0xFFFFFFFF
+_META_FIELDS = {
+    1: Field.ETHERTYPE,
+    3: Field.MARK,
+    6: Field.DEVICE,
+    7: Field.DEVICE,
+    15: Field.FAMILY,
+    16: Field.PROTOCOL,
+}
+_META_MARK, _META_PRIORITY, _META_NFTRACE, _META_SECMARK, _META_PKTTYPE, _META_RANDOM = 3, 2, 12, 14, 19, 24
+_META_SET = {
+    _META_PRIORITY: (Kind.REWRITES, "meta priority set"),
+    _META_NFTRACE: (Kind.LOGS, "meta nftrace set"),
+    _META_SECMARK: (Kind.REWRITES, "meta secmark set"),
+    _META_PKTTYPE: (Kind.REWRITES, "meta pkttype set"),
+}
+_CT_MARK, _CT_SECMARK, _CT_PACKETS, _CT_BYTES, _CT_AVERAGE, _CT_ZONE = 3, 4, 14, 15, 16, 17
+_CT_ADDRESSES = {8, 9, 19, 20, 21, 22}
+_LINK, _NETWORK, _TRANSPORT = 0, 1, 2
+#: What lies behind TCP's plain header, and so behind that of every other protocol.
+_TRANSPORT_BYTES = 20
+_OBJECTS = {
+    2: (Kind.COUNTS, "quota"),
+    3: (Kind.TRACKS, "ct helper set"),
+    4: (Kind.COUNTS, "limit"),
+    5: (Kind.COUNTS, "ct count"),
+    7: (Kind.TRACKS, "ct timeout set"),
+    8: (Kind.TRACKS, "ct expectation set"),
+    9: (Kind.REWRITES, "secmark"),
+    10: (Kind.TAKES, "synproxy"),
+}
+_OBJECT_COUNTER = 1
+_PLAIN: dict[str, tuple[Kind, str]] = {
+    "counter": (Kind.IGNORED, "counter"),
+    "last": (Kind.IGNORED, "last"),
+    "nat": (Kind.IGNORED, "nat"),
+    "masq": (Kind.IGNORED, "masquerade"),
+    "redir": (Kind.IGNORED, "redirect"),
+    "reject": (Kind.DROP, "reject"),
+    "limit": (Kind.COUNTS, "limit"),
+    "connlimit": (Kind.COUNTS, "ct count"),
+    "quota": (Kind.COUNTS, "quota"),
+    "numgen": (Kind.COUNTS, "numgen"),
+    "log": (Kind.LOGS, "log"),
+    "queue": (Kind.TAKES, "queue"),
+    "tproxy": (Kind.TAKES, "tproxy"),
+    "dup": (Kind.TAKES, "dup"),
+    "fwd": (Kind.TAKES, "fwd"),
+    "synproxy": (Kind.TAKES, "synproxy"),
+    "flow_offload": (Kind.TAKES, "flow add"),
+    "notrack": (Kind.NOTRACK, "notrack"),
+}
+#: They put something into a register.
+_LOADS = frozenset({"byteorder", "hash", "fib", "rt", "socket", "osf", "tunnel", "xfrm", "inner"})
+
+Found = dict[int, bytes]
+
+
+def expressions(data: bytes, at: int, end: int, known: dict[bytes, Part]) -> tuple[Part, ...]:
+    """The expressions of a rule: a list of attributes between ``at`` and ``end``. ``known``: decoded before."""
+    parts = []
+    while at + 4 <= end:
+        length, _ = _ATTRIBUTE.unpack_from(data, at)
+        if length < 4:
+            break
+        raw = data[at + 4 : at + length]
+        at += (length + 3) & ~3
+        part = known.get(raw)
+        if part is None:
+            if raw.startswith(_COUNTER):
+                continue
+            part = known[raw] = _expression(raw)
+        parts.append(part)
+    return tuple(parts)
+
+
+def verdict(data: bytes) -> Part:
+    """What an attribute of the type of NFTA_DATA_VERDICT says."""
+    found = _found(data)
+    code = _signed(found.get(1, b""))
+    kind = _VERDICTS.get(code & 0xFF if code > 0 else code, Kind.IGNORED)  # continue and break leave nothing
+    return Part(kind, "queue" if kind is Kind.TAKES else kind.name.lower(), target=text(found.get(2, b"")))
+
+
+def text(data: bytes) -> str:
+    """A name as the kernel gives it."""
+    return data.rstrip(b"\0").decode(errors="replace")
+
+
+def number(data: bytes | None) -> int | None:
+    """A number in network byte order; None if there is none."""
+    return int.from_bytes(data, "big") if data else None
+
+
+def _signed(data: bytes) -> int:
+    return int.from_bytes(data, "big", signed=True)
+
+
+def _found(data: bytes) -> Found:
+    return {kind: data[begin:end] for kind, begin, end in attributes(data, 0, len(data))}
+
+
+def _expression(raw: bytes) -> Part:
+    parts = _found(raw)
+    name = text(parts.get(_NAME, b""))
+    if name in _PLAIN:
+        kind, words = _PLAIN[name]
+        return Part(kind, words)
+    if name in _LOADS:
+        return Part(Kind.LOAD, name, raw)
+    special = _SPECIAL.get(name)
+    if special is None:
+        return Part(Kind.UNKNOWN, f"expression {name}, which is not known here")
+    return special(_found(parts.get(_DATA, b"")), raw)
+
+
+def _immediate(found: Found, raw: bytes) -> Part:
+    data = _found(found.get(2, b""))
+    if 2 in data:
+        return verdict(data[2])
+    # In the byte order of the host where it becomes a mark.
+    value = data.get(1, b"")
+    return Part(Kind.LOAD, "value", raw, field=Field.VALUE, number=int.from_bytes(value, sys.byteorder))
+
+
+def _bitwise(found: Found, raw: bytes) -> Part:
+    """``number``: the bits that are kept, ``value``: those that are turned then."""
+    mask, turned = (_found(found.get(kind, b"")).get(1, b"") for kind in (4, 5))
+    if number(found.get(6)) or len(mask) != 4:
+        return Part(Kind.LOAD, "bitwise", raw)
+    kept = int.from_bytes(mask, sys.byteorder)
+    return Part(Kind.LOAD, "bitwise", raw, number=kept, value=int.from_bytes(turned, sys.byteorder))
+
+
+def _compare(found: Found, raw: bytes) -> Part:
+    value = _found(found.get(3, b"")).get(1, b"")
+    equal = number(found.get(2)) == _EQUAL
+    return Part(Kind.CONDITION, "compare", raw, number=int.from_bytes(value, "big") if equal and value else None)
+
+
+def _condition(_: Found, raw: bytes) -> Part:
+    return Part(Kind.CONDITION, "range", raw)
+
+
+def _lookup(found: Found, raw: bytes) -> Part:
+    target = text(found.get(1, b""))
+    if 3 not in found:
+        return Part(Kind.CONDITION, "lookup", raw, target=target)
+    if number(found[3]) == _VERDICT_REGISTER:
+        return Part(Kind.MAP, "vmap", raw, target=target)
+    return Part(Kind.LOAD, "map", raw, target=target)
+
+
+def _meta(found: Found, raw: bytes) -> Part:
+    key = number(found.get(2))
+    if 3 not in found:
+        if key == _META_RANDOM:
+            return Part(Kind.COUNTS, "meta random")
+        return Part(Kind.LOAD, "meta", raw, field=_META_FIELDS.get(key or 0, Field.OTHER))
+    if key == _META_MARK:
+        return Part(Kind.MARK, "meta mark set", number=_ALL)
+    kind, words = _META_SET.get(key or 0, (Kind.REWRITES, f"meta {key} set"))
+    return Part(kind, words)
+
+
+def _ct(found: Found, raw: bytes) -> Part:
+    key = number(found.get(2)) or 0
+    if 4 not in found:
+        if key in (_CT_PACKETS, _CT_BYTES, _CT_AVERAGE):
+            return Part(Kind.COUNTS, "ct bytes" if key == _CT_BYTES else "ct packets")
+        field = Field.ADDRESS if key in _CT_ADDRESSES else Field.OTHER
+        return Part(Kind.LOAD, "ct", raw, field=Field.CONNMARK if key == _CT_MARK else field)
+    if key == _CT_MARK:
+        return Part(Kind.CONNMARK, "ct mark set", number=_ALL)
+    if key == _CT_ZONE:
+        return Part(Kind.TRACKS, "ct zone set")
+    if key == _CT_SECMARK:
+        return Part(Kind.REWRITES, "ct secmark set")
+    return Part(Kind.IGNORED, "ct set")  # labels, which events are told
+
+
+def _payload(found: Found, raw: bytes) -> Part:
+    base, offset, length = (number(found.get(kind)) or 0 for kind in (2, 3, 4))
+    if 5 in found:
+        return Part(Kind.REWRITES, "a header's field set")
+    if base > _TRANSPORT or (base == _TRANSPORT and offset >= _TRANSPORT_BYTES):
+        return Part(Kind.INSPECTS, "a look at what packets carry")
+    if base == _NETWORK:
+        if length == 1 and offset in (6, 9):  # ip6 nexthdr, ip protocol
+            return Part(Kind.LOAD, "payload", raw, field=Field.PROTOCOL)
+        if (length == 4 and offset in (12, 16)) or (length == 16 and offset in (8, 24)):
+            return Part(Kind.LOAD, "payload", raw, field=Field.ADDRESS)
+    if base == _LINK and offset == 12 and length == 2:
+        return Part(Kind.LOAD, "payload", raw, field=Field.ETHERTYPE)
+    return Part(Kind.LOAD, "payload", raw)
+
+
+def _header(found: Found, raw: bytes) -> Part:
+    if 7 in found:
+        return Part(Kind.REWRITES, "tcp option set")
+    if 1 not in found:
+        return Part(Kind.REWRITES, "reset tcp option")
+    return Part(Kind.LOAD, "exthdr", raw)
+
+
+def _object(found: Found, raw: bytes) -> Part:
+    if 4 in found:
+        return Part(Kind.COUNTS, "an object from a map", target=text(found[4]))
+    kind = number(found.get(1)) or 0
+    if kind == _OBJECT_COUNTER:
+        return Part(Kind.IGNORED, "counter")
+    found_kind, words = _OBJECTS.get(kind, (Kind.UNKNOWN, f"object of type {kind}, which is not known here"))
+    return Part(found_kind, f"{words} {text(found.get(2, b''))}")
+
+
+def _dynamic(found: Found, raw: bytes) -> Part:
+    name = text(found.get(1, b""))
+    inner = _found(found.get(7, b""))
+    what = text(inner.get(_NAME, b""))
+    return Part(
+        Kind.COUNTS if what else Kind.INSPECTS, f"set {name} updated by packets" + (f", {what}" if what else "")
+    )
+
+
+def _match(found: Found, raw: bytes) -> Part:
+    return xtables.match(text(found.get(1, b"")), number(found.get(2)) or 0, found.get(3, b""))
+
+
+def _target(found: Found, raw: bytes) -> Part:
+    return xtables.target(text(found.get(1, b"")), number(found.get(2)) or 0, found.get(3, b""))
+
+
+_SPECIAL: dict[str, Callable[[Found, bytes], Part]] = {
+    "immediate": _immediate,
+    "bitwise": _bitwise,
+    "cmp": _compare,
+    "range": _condition,
+    "lookup": _lookup,
+    "meta": _meta,
+    "ct": _ct,
+    "payload": _payload,
+    "exthdr": _header,
+    "objref": _object,
+    "dynset": _dynamic,
+    "match": _match,
+    "target": _target,
+}

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rules must see every packet of a family, or change it: they close the fast path. Pure.
+
+The fast path learns from packets that crossed every chain, so a rule that only accepts, drops or translates by what
+stands in a packet needs no more than that: what it drops is never learned. Rules that count packets, log them, take
+them elsewhere, look into them or rewrite them must see each of them.
+
+Left open on purpose:
+
+* chains that a forwarded packet does not cross (input, output, and what only those jump to);
+* rules for protocols that the fast path does not carry (ICMP, say);
+* in nat chains, which see the first packet of a flow only, whatever chooses among translations (statistic, recent);
+* a rule that logs, or limits a log, where what it matches is dropped afterwards ("log prefix … drop", ufw's BLOCK,
+  kube-router's log of what a policy refuses): nothing of it is on the fast path;
+* rules for a device, by its whole name, that the fast path never uses (the usual TCPMSS for PPP or a tunnel);
+* marks, as long as no ip rule and no tc filter goes by the value that is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from pyebpf_proxy.datapath.rulesets.model import (
+    BOTH,
+    CONCERNS,
+    VERDICTS,
+    Chain,
+    Field,
+    Kind,
+    Mark,
+    Part,
+    Rule,
+    Rulesets,
+    Table,
+)
+
+#: More are counted only.
+SHOWN = 5
+_CARRIED = {6, 17}  # TCP, UDP
+_ALL = 0xFFFFFFFF
+_DEPTH = 16
+_FAMILY = {2: frozenset({4}), 10: frozenset({6})}
+_ETHERTYPE = {0x0800: frozenset({4}), 0x86DD: frozenset({6})}
+#: In nat chains they choose a translation.
+_CHOOSES = {"statistic", "recent", "numgen", "meta random"}
+_NOTHING = frozenset[int]()
+_DROPS, _THROUGH, _MAYBE = "drops", "through", "maybe"
+
+Conditions = frozenset[tuple[bytes, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """A rule that closes the fast path for a family."""
+
+    table: str
+    chain: str
+    place: str
+    words: str
+
+    def __str__(self) -> str:
+        return f"{self.table}, chain {self.chain}, rule {self.place}: {self.words}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the rulesets of a node say of one family."""
+
+    reasons: tuple[Reason, ...] = ()
+    #: How many more rules there are.
+    more: int = 0
+    #: What could not be read.
+    unread: tuple[str, ...] = ()
+
+    @property
+    def closes(self) -> bool:
+        return bool(self.reasons or self.unread)
+
+    def __str__(self) -> str:
+        words = [str(reason) for reason in self.reasons]
+        words += [f"and {self.more} rules more"] if self.more else []
+        return "; ".join([*words, *self.unread])
+
+
+def judge(rulesets: Rulesets) -> dict[int, Verdict]:
+    """By family, whether and by which rules the fast path is closed."""
+    found: dict[int, list[Reason]] = {4: [], 6: []}
+    flow_marks = any(_sets_flow_mark(table) for table in rulesets.tables)
+    for table in rulesets.tables:
+        for families, reason in _Reader(table, rulesets, flow_marks).reasons():
+            for family in families:
+                found[family].append(reason)
+    return {
+        family: Verdict(tuple(reasons[:SHOWN]), max(0, len(reasons) - SHOWN), tuple(rulesets.unread.get(family, ())))
+        for family, reasons in found.items()
+    }
+
+
+def sets_marks(rulesets: Rulesets) -> bool:
+    """Whether some rule sets packets' marks, so that it matters who goes by marks."""
+    return any(
+        part.kind in (Kind.MARK, Kind.RESTORE)
+        for table in rulesets.tables
+        for chain in table.chains.values()
+        for rule in chain.rules
+        for part in rule.parts
+    )
+
+
+def _sets_flow_mark(table: Table) -> bool:
+    return any(
+        part.kind is Kind.CONNMARK for chain in table.chains.values() for rule in chain.rules for part in rule.parts
+    )
+
+
+@dataclass(slots=True)
+class _Reach:
+    """For which families packets come to a chain: by chains that see all packets, and by nat chains."""
+
+    packets: frozenset[int] = _NOTHING
+    flows: frozenset[int] = _NOTHING
+
+
+class _Reader:
+    """One table."""
+
+    def __init__(self, table: Table, rulesets: Rulesets, flow_marks: bool) -> None:
+        self._table = table
+        self._marks = rulesets.marks
+        self._slow = rulesets.slow_devices
+        self._flow_marks = flow_marks
+        self._callers: dict[str, list[tuple[Chain, int]]] | None = None
+
+    def reasons(self) -> Iterable[tuple[frozenset[int], Reason]]:
+        """Every rule that closes, with the families that it closes."""
+        for name, reach in self._reached().items():
+            chain = self._table.chains[name]
+            for at, rule in enumerate(chain.rules):
+                for number, part in enumerate(rule.parts):
+                    if part.kind in CONCERNS:
+                        families, words = self._closes(chain, at, number, reach)
+                        if families:
+                            yield families, Reason(self._table.name, name, rule.place, words)
+                            break
+
+    def _reached(self) -> dict[str, _Reach]:
+        """The chains that forwarded packets come to."""
+        found: dict[str, _Reach] = {}
+        todo: list[tuple[str, _Reach]] = []
+        for name, chain in self._table.chains.items():
+            if chain.hook:
+                families = self._table.families
+                todo.append((name, _Reach(flows=families) if chain.nat else _Reach(packets=families)))
+        while todo:
+            name, reach = todo.pop()
+            before = found.setdefault(name, _Reach())
+            packets, flows = reach.packets | before.packets, reach.flows | before.flows
+            if (packets, flows) == (before.packets, before.flows):
+                continue
+            found[name] = _Reach(packets, flows)
+            for rule in self._table.chains[name].rules:
+                part = _verdict(rule)
+                if part is None or part.kind not in (Kind.JUMP, Kind.GOTO, Kind.MAP):
+                    continue
+                selected = _families(rule, self._slow)
+                into = _Reach(packets & selected, flows & selected)
+                todo += [(target, into) for target in self._targets(part) if target in self._table.chains]
+        return found
+
+    def _targets(self, part: Part) -> Iterable[str]:
+        return self._table.maps.get(part.target, ()) if part.kind is Kind.MAP else (part.target,)
+
+    def _closes(self, chain: Chain, at: int, number: int, reach: _Reach) -> tuple[frozenset[int], str]:
+        """The families for which a part of a rule closes, and what it is called."""
+        rule = chain.rules[at]
+        part = rule.parts[number]
+        families = reach.packets | reach.flows
+        if part.kind in (Kind.MARK, Kind.RESTORE):
+            families = self._by_mark(_mark(rule.parts, number), families)
+        elif part.kind is Kind.CONNMARK:
+            return _NOTHING, ""  # Nobody sees it until it is restored.
+        elif part.kind is Kind.NOTRACK:
+            # It is not translated, so the observer learns nothing of it; unless it is for some packets of a flow.
+            if any(each.field is Field.ADDRESS for each in rule.parts):
+                return _NOTHING, ""
+        elif part.words in _CHOOSES:
+            families = reach.packets
+        if not (families := families & _families(rule, self._slow)):
+            return _NOTHING, ""
+        if part.kind in (Kind.COUNTS, Kind.LOGS) and self._is_dropped(chain, at):
+            return _NOTHING, ""
+        return families, part.words
+
+    def _by_mark(self, part: Part, families: frozenset[int]) -> frozenset[int]:
+        """The families in which somebody goes by what a rule makes of the mark."""
+        if part.kind is Kind.RESTORE and not self._flow_marks:
+            return _NOTHING
+        changed = part.number if part.number is not None else _ALL
+        return frozenset(
+            family for family in families if any(_matters(part, changed, mark) for mark in self._marks.get(family, ()))
+        )
+
+    # ---- what is dropped afterwards ----------------------------------------------------------------------------
+
+    def _is_dropped(self, chain: Chain, at: int) -> bool:
+        """Whether what a rule matches is dropped, by the rule itself or behind it, whatever it counts."""
+        rule = chain.rules[at]
+        verdict = _verdict(rule)
+        if verdict is not None and verdict.kind is not Kind.DROP:
+            return False
+        limited = any(part.kind is Kind.COUNTS for part in rule.parts)
+        if verdict is not None and not limited:
+            return True
+        return self._dropped_from(chain, at + 1, _conditions(rule)[0], 0)
+
+    def _dropped_from(self, chain: Chain, at: int, known: Conditions, depth: int) -> bool:
+        end = self._walk(chain, at, known, depth)
+        if end is not _THROUGH:
+            return end is _DROPS
+        if chain.hook is not None:
+            return chain.policy_drops
+        callers = self._called().get(chain.name, [])
+        return (
+            bool(callers)
+            and depth < _DEPTH
+            and all(
+                self._dropped_from(caller, place + 1, known | _conditions(caller.rules[place])[0], depth + 1)
+                if _is_jump(caller.rules[place])
+                else False
+                for caller, place in callers
+            )
+        )
+
+    def _walk(self, chain: Chain, at: int, known: Conditions, depth: int) -> str:
+        """What becomes of packets of which these conditions are known, in a chain from a rule on."""
+        for rule in chain.rules[at:]:
+            part = _verdict(rule)
+            if part is None:
+                continue
+            conditions, sure = _conditions(rule)
+            sure = sure and conditions <= known
+            if part.kind is Kind.DROP:
+                if sure:
+                    return _DROPS
+            elif part.kind in (Kind.ACCEPT, Kind.RETURN, Kind.MAP) or depth >= _DEPTH:
+                return _THROUGH if sure and part.kind is Kind.RETURN else _MAYBE
+            else:
+                inner = self._table.chains.get(part.target)
+                end = self._walk(inner, 0, known | conditions, depth + 1) if inner else _MAYBE
+                if end is _MAYBE or (end is _THROUGH and part.kind is Kind.GOTO):
+                    return _MAYBE
+                if sure and end is _DROPS:
+                    return _DROPS
+        return _THROUGH
+
+    def _called(self) -> dict[str, list[tuple[Chain, int]]]:
+        if self._callers is None:
+            self._callers = {}
+            for chain in self._table.chains.values():
+                for at, rule in enumerate(chain.rules):
+                    part = _verdict(rule)
+                    if part is not None and part.kind in (Kind.JUMP, Kind.GOTO, Kind.MAP):
+                        for target in self._targets(part):
+                            self._callers.setdefault(target, []).append((chain, at))
+        return self._callers
+
+
+def _verdict(rule: Rule) -> Part | None:
+    """It is the last part, but for a comment of ours; nothing can stand behind it."""
+    for part in reversed(rule.parts):
+        if part.kind in VERDICTS:
+            return part
+        if part.kind is not Kind.IGNORED:
+            return None
+    return None
+
+
+def _is_jump(rule: Rule) -> bool:
+    part = _verdict(rule)
+    return part is not None and part.kind is Kind.JUMP
+
+
+def _families(rule: Rule, slow: frozenset[str]) -> frozenset[int]:
+    """The families of which the rule may match packets that the fast path carries."""
+    families = BOTH
+    field = Field.OTHER
+    for part in rule.parts:
+        if part.kind is Kind.LOAD:
+            field = part.field
+        elif part.kind is Kind.CONDITION and part.number is not None:
+            field = part.field if part.field is not Field.OTHER else field
+            if field is Field.PROTOCOL and part.number not in _CARRIED:
+                return _NOTHING
+            if field is Field.DEVICE and _name(part.number) in slow:
+                return _NOTHING
+            if field is Field.FAMILY:
+                families &= _FAMILY.get(part.number, _NOTHING)
+            elif field is Field.ETHERTYPE:
+                families &= _ETHERTYPE.get(part.number, _NOTHING)
+    return families
+
+
+def _name(number: int) -> str:
+    """A device's name as it is compared; empty if only its beginning is."""
+    return "" if number & 0xFF else number.to_bytes(16, "big").strip(b"\0").decode(errors="replace")
+
+
+def _conditions(rule: Rule) -> tuple[Conditions, bool]:
+    """What a packet must be for the rule to match, and whether that is all: nothing is counted."""
+    found = set()
+    group: list[bytes] = []
+    last: list[bytes] = []
+    sure = True
+    for part in rule.parts:
+        if part.kind is Kind.LOAD:
+            group.append(part.key)
+        elif part.kind is Kind.CONDITION:
+            last = group or last
+            found.add((*last, part.key))
+            group = []
+        elif part.kind in (Kind.COUNTS, Kind.INSPECTS, Kind.UNKNOWN):
+            sure = False
+    return frozenset(found), sure
+
+
+def _mark(parts: Sequence[Part], number: int) -> Part:
+    """The part that sets a mark, with what the expressions of nftables before it say of the value."""
+    part = parts[number]
+    if part.kind is not Kind.MARK or part.number != _ALL or part.value is not None:
+        return part
+    loads = []
+    for before in reversed(parts[:number]):
+        if before.kind is not Kind.LOAD:
+            break
+        loads.append(before)
+    if not loads:
+        return part
+    if any(load.field is Field.CONNMARK for load in loads):
+        return replace(part, kind=Kind.RESTORE)
+    first = loads[0]
+    if first.field is Field.VALUE:
+        return replace(part, value=first.number)
+    if first.number is not None and len(loads) > 1 and loads[1].field is Field.MARK:
+        # The bits that are not kept become those that are turned.
+        changed = ~first.number & _ALL
+        turned = first.value or 0
+        return replace(part, number=changed | turned, value=turned if not turned & ~changed else None)
+    return part
+
+
+def _matters(part: Part, changed: int, mark: Mark) -> bool:
+    """Whether a packet whose mark was changed so may be one that somebody goes by the mark of."""
+    if not changed & mark.mask:
+        return False
+    if mark.inverted or part.value is None:
+        return True
+    # The bits that are not changed may be as they must.
+    return part.value & mark.mask & changed == mark.value & mark.mask & changed

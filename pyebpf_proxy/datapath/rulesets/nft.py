@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dumps of nftables, message by message, read into the model. Pure.
+
+iptables-nft keeps its tables here, too: as tables of the families ip and ip6, its extensions as expressions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from pyebpf_proxy.datapath.connections.rawlink import attributes
+from pyebpf_proxy.datapath.rulesets.expressions import expressions, number, text, verdict
+from pyebpf_proxy.datapath.rulesets.model import BOTH, Chain, Kind, Part, Rule, Table
+
+# include/uapi/linux/netfilter.h
+INET, IPV4, NETDEV, BRIDGE, IPV6 = 1, 2, 5, 7, 10
+FAMILIES = {
+    INET: ("inet", BOTH),
+    IPV4: ("ip", frozenset({4})),
+    NETDEV: ("netdev", BOTH),
+    BRIDGE: ("bridge", BOTH),
+    IPV6: ("ip6", frozenset({6})),
+}
+_HEADER = 4  # struct nfgenmsg
+_DORMANT = 1
+_VERDICTS = 0xFFFFFF00  # NFT_DATA_VERDICT
+_OBJECT_COUNTER = 1
+#: What a packet that comes by one device and leaves by another does not cross: input and output.
+_NOT_CROSSED = {INET: {1, 3}, IPV4: {1, 3}, IPV6: {1, 3}}
+
+Messages = Iterable[bytes]
+Key = tuple[int, str]
+
+
+def tables(messages: Messages) -> dict[Key, Table]:
+    """Tables that are awake, by family and name, still empty."""
+    found = {}
+    for message in messages:
+        parts = _parts(message)
+        if message[0] in FAMILIES and not (number(parts.get(2)) or 0) & _DORMANT:
+            word, families = FAMILIES[message[0]]
+            name = text(parts[1])
+            found[message[0], name] = Table(f"nftables table {word} {name}", families)
+    return found
+
+
+def add_chains(into: dict[Key, Table], messages: Messages) -> None:
+    """Chains of all tables, still empty."""
+    for message in messages:
+        parts = _parts(message)
+        family = message[0]
+        table = into.get((family, text(parts.get(1, b""))))
+        if table is None:
+            continue
+        chain = Chain(text(parts[3]))
+        if 4 in parts:
+            hook = {kind: parts[4][begin:end] for kind, begin, end in attributes(parts[4], 0, len(parts[4]))}
+            chain.hook = number(hook.get(1)) not in _NOT_CROSSED.get(family, ())
+            chain.nat = text(parts.get(7, b"")) == "nat"
+            chain.policy_drops = 5 in parts and number(parts[5]) == 0
+        table.chains[chain.name] = chain
+
+
+def add_sets(table: Table, messages: Messages) -> list[str]:
+    """What matters of a table's sets and maps; returned are the names of verdict maps, whose elements are wanted."""
+    maps = []
+    for message in messages:
+        parts = _parts(message)
+        name = text(parts[2])
+        table.has_sets = True
+        if number(parts.get(6)) == _VERDICTS:
+            maps.append(name)
+        of_elements = b"".join(parts.get(kind, b"") for kind in (17, 18))
+        if b"limit\0" in of_elements or b"quota\0" in of_elements:  # connlimit ends so, too
+            table.stateful[name] = f"a limit or quota of each element of set {name}"
+        if number(parts.get(15)) not in (None, _OBJECT_COUNTER):
+            table.stateful[name] = f"objects of map {name}"
+    return maps
+
+
+def add_elements(table: Table, name: str, messages: Messages) -> None:
+    """The chains that a verdict map leads to."""
+    chains = set()
+    for message in messages:
+        for element in _list(_parts(message).get(3, b"")):
+            data = _attribute(element, 2)
+            found = verdict(_attribute(data, 2))
+            if found.kind in (Kind.JUMP, Kind.GOTO):
+                chains.add(found.target)
+            elif found.kind is Kind.ACCEPT:
+                chains.add("")
+    table.maps[name] = frozenset(chains)
+
+
+def add_rules(table: Table, messages: Messages, known: dict[bytes, Part]) -> None:
+    """All rules of a table, in their order. ``known``: expressions that were decoded before, by their bytes."""
+    for message in messages:
+        chain = None
+        place = ""
+        for kind, begin, end in attributes(message, _HEADER, len(message)):
+            if kind == 2:
+                chain = table.chains.get(text(message[begin:end]))
+            elif kind == 3:
+                place = f"handle {int.from_bytes(message[begin:end], 'big')}"
+            elif kind == 4 and chain is not None:
+                parts = expressions(message, begin, end, known)
+                if table.has_sets:
+                    parts = tuple(_of_set(part, table.stateful) for part in parts)
+                chain.rules.append(Rule(place, parts))
+
+
+def _of_set(part: Part, stateful: dict[str, str]) -> Part:
+    """A lookup in a set or a map counts if its elements do."""
+    if not part.target or part.kind in (Kind.JUMP, Kind.GOTO, Kind.MAP):
+        return part
+    if part.target in stateful:
+        return replace(part, kind=Kind.COUNTS, words=stateful[part.target])
+    return replace(part, kind=Kind.IGNORED) if part.kind is Kind.COUNTS else part
+
+
+def _parts(message: bytes) -> dict[int, bytes]:
+    return {kind: message[begin:end] for kind, begin, end in attributes(message, _HEADER, len(message))}
+
+
+def _list(data: bytes) -> list[bytes]:
+    return [data[begin:end] for _, begin, end in attributes(data, 0, len(data))]
+
+
+def _attribute(data: bytes, wanted: int) -> bytes:
+    return next((data[begin:end] for kind, begin, end in attributes(data, 0, len(data)) if kind == wanted), b"")

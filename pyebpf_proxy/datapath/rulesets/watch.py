@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows the rulesets of this network namespace: tells of every change at once, and reads them again soon after.
+
+nftables (and so iptables-nft) tells of each commit. iptables-legacy does not: it is looked at every two seconds.
+What ipset holds is not looked at: no rule closes the fast path by it, and permits live one second anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, attributes
+from pyebpf_proxy.datapath.rulesets import kernel, nft
+from pyebpf_proxy.datapath.rulesets.expressions import text
+from pyebpf_proxy.datapath.rulesets.kernel import Reading
+from pyebpf_proxy.log import Logger
+from pyebpf_proxy.memory import give_back
+
+# include/uapi/linux/netlink.h, netfilter/nfnetlink.h, netfilter/nf_tables.h, rtnetlink.h
+_ADD_MEMBERSHIP, _SOL_NETLINK, _SO_RCVBUFFORCE = 1, 270, 33
+_NFTABLES_GROUP, _NFT_SUBSYSTEM = 7, 10
+_NEWSETELEM, _DELSETELEM, _NEWGEN = 12, 14, 15
+_NETLINK_ROUTE, _TC_GROUP = 0, 4
+_MESSAGE = struct.Struct("=IHHII")
+_RECEIVE_BYTES = 1 << 17
+_BUFFER_BYTES = 8 << 20
+
+#: Seconds from one reading's begin to the next one's, at least.
+INTERVAL = 0.25
+#: And so many times the CPU time that the last one took: rulesets that change all the time cost a tenth of a CPU.
+SHARE = 10
+#: But no longer than this.
+LONGEST = 5.0
+#: Seconds that a reading took whose memory is worth giving back.
+_LARGE = 0.05
+#: Seconds between two looks at iptables-legacy, at how many rules there are and how large they are; and between two
+#: looks at what they are: a rule may take the place of another of its size.
+LOOK_SECONDS = 2.0
+CLOSE_LOOK_SECONDS = 30.0
+
+T = TypeVar("T")
+
+_log = Logger("datapath")
+
+
+class Commits:
+    """What nfnetlink tells of: which commits were somebody else's than the table ``inet <own>``'s, and what they were.
+
+    Pure but for its state.
+    """
+
+    def __init__(self, own: str) -> None:
+        self._own = (nft.INET, own)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._others = self._mine = self._rules = False
+
+    def take(self, data: bytes, maps: frozenset[tuple[int, str, str]]) -> tuple[bool, bool]:
+        """Messages as received: whether others have committed something, and whether it was more than elements.
+
+        ``maps``: verdict maps, whose elements are as good as rules: family, table, name.
+        """
+        changed = rules = False
+        at = 0
+        while at + _MESSAGE.size <= len(data):
+            length, kind, _, _, _ = _MESSAGE.unpack_from(data, at)
+            if kind == _NFT_SUBSYSTEM << 8 | _NEWGEN:
+                # It ends a commit. One of which nothing was told is somebody's.
+                if self._others or not self._mine:
+                    changed = True
+                    rules |= self._rules or not self._others
+                self._begin()
+            elif kind >> 8 == _NFT_SUBSYSTEM:
+                self._note(kind & 0xFF, data[at + _MESSAGE.size : at + length], maps)
+            at += max(length + 3 & ~3, _MESSAGE.size)
+        return changed, rules
+
+    def _note(self, kind: int, message: bytes, maps: frozenset[tuple[int, str, str]]) -> None:
+        family = message[0]
+        names = {}
+        for attribute, begin, end in attributes(message, 4, len(message)):
+            if attribute > 2:
+                break
+            names[attribute] = message[begin:end]
+        table = text(names.get(1, b""))
+        if (family, table) == self._own:
+            self._mine = True
+            return
+        self._others = True
+        elements = kind in (_NEWSETELEM, _DELSETELEM)
+        if not elements or (family, table, text(names.get(2, b""))) in maps:
+            self._rules = True
+
+
+class Watch:
+    """The rulesets of the network namespace it was made in, read once on making. OSError.
+
+    ``own``: the name of this instance's table, whose changes are none. ``on_commit`` is called for every change of
+    others, before anything is read; ``on_reading`` after each reading, also the first. Both in the loop's thread.
+    """
+
+    def __init__(self, own: str, on_commit: Callable[[], None], on_reading: Callable[[Reading], None]) -> None:
+        self._commits = Commits(own)
+        self._on_commit = on_commit
+        self._on_reading = on_reading
+        self._events = _subscribe(NETLINK_NETFILTER, _NFTABLES_GROUP)
+        try:
+            self._filters = _subscribe(_NETLINK_ROUTE, _TC_GROUP)
+        except BaseException:
+            self._events.close()
+            raise
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._reading = False
+        self._wanted = False
+        try:
+            self._began = self._looked = time.clock_gettime(time.CLOCK_MONOTONIC)
+            before = time.thread_time()
+            self.reading = kernel.read()
+            self._took = time.thread_time() - before
+            on_reading(self.reading)
+        except BaseException:
+            self._close_sockets()
+            raise
+
+    def follow(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Watch from now on, until ``close``."""
+        self._loop = loop
+        loop.add_reader(self._events, self._read_commits)
+        loop.add_reader(self._filters, self._read_filters)
+        self._look()
+
+    def again(self) -> None:
+        """Something that the verdict depends on has changed: read, soon."""
+        self._wanted = True
+        if self._loop is None or self._reading or "read" in self._timers:
+            return
+        now = time.clock_gettime(time.CLOCK_MONOTONIC)
+        wait = max(0.0, self._began + min(max(INTERVAL, SHARE * self._took), LONGEST) - now)
+        self._timers["read"] = self._loop.call_later(wait, self._start)
+
+    def close(self) -> None:
+        """Watch no more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        if self._loop is not None:
+            self._loop.remove_reader(self._events)
+            self._loop.remove_reader(self._filters)
+            self._loop = None
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._events.close()
+        self._filters.close()
+
+    # ---- what the kernel tells ---------------------------------------------------------------------------------
+
+    def _read_commits(self) -> None:
+        changed = rules = False
+        for data in _received(self._events, "changes of nftables"):
+            if data is None:  # Some were lost.
+                changed = rules = True
+                continue
+            one, other = self._commits.take(data, self.reading.maps)
+            changed |= one
+            rules |= other
+        if changed:
+            self._on_commit()
+        if rules:
+            self.again()
+
+    def _read_filters(self) -> None:
+        seen = sum(1 for _ in _received(self._filters, "changes of tc filters"))
+        if seen and self.reading.marks:
+            self.again()
+
+    def _look(self) -> None:
+        """At iptables-legacy."""
+        assert self._loop is not None
+        self._timers["look"] = self._loop.call_later(LOOK_SECONDS, self._look)
+        try:
+            tables = kernel.legacy_info()
+        except OSError as error:
+            _log.debug("iptables-legacy could not be looked at", error=str(error))
+            self.again()  # which tells
+            return
+        if tables != self.reading.tables:
+            self._on_commit()
+            self.again()
+        elif tables and time.clock_gettime(time.CLOCK_MONOTONIC) - self._looked > CLOSE_LOOK_SECONDS:
+            self._looked = time.clock_gettime(time.CLOCK_MONOTONIC)
+            self._beside(kernel.legacy_digests, self._compare)
+
+    def _compare(self, found: kernel.Digests | Exception, _: float) -> None:
+        if found != self.reading.digests:
+            self._on_commit()
+            self.again()
+
+    # ---- reading, beside the loop ------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._timers.pop("read", None)
+        self._reading, self._wanted = True, False
+        self._began = time.clock_gettime(time.CLOCK_MONOTONIC)
+        self._beside(kernel.read, self._take)
+
+    def _beside(self, work: Callable[[], T], done: Callable[[T | Exception, float], None]) -> None:
+        """Do something in a thread, then give the loop's thread the result, and the CPU time that it took."""
+        loop = self._loop
+        assert loop is not None
+
+        def run() -> None:
+            try:
+                found: T | Exception = work()
+            except Exception as error:
+                found = error
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(finish, found, time.thread_time())
+
+        def finish(found: T | Exception, took: float) -> None:
+            if self._loop is not None:
+                done(found, took)
+
+        threading.Thread(target=run, name="rulesets", daemon=True).start()
+
+    def _take(self, found: Reading | Exception, took: float) -> None:
+        self._reading = False
+        self._took = took
+        if isinstance(found, Exception):
+            _log.error("rulesets could not be read", error=str(found))
+            self._took = max(took, 1.0)
+            self.again()
+            return
+        if took > _LARGE:
+            give_back()
+        self.reading = found
+        self._on_reading(found)
+        if self._wanted:
+            self.again()
+
+
+def _subscribe(protocol: int, group: int) -> socket.socket:
+    made = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, protocol)
+    try:
+        try:
+            made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
+        except PermissionError:
+            pass  # The default overruns earlier: then everything is read again.
+        made.bind((0, 0))
+        made.setsockopt(_SOL_NETLINK, _ADD_MEMBERSHIP, group)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _received(source: socket.socket, what: str) -> list[bytes | None]:
+    """What has arrived; None where the kernel had more than the buffer holds."""
+    found: list[bytes | None] = []
+    while True:
+        try:
+            found.append(source.recv(_RECEIVE_BYTES))
+        except BlockingIOError:
+            return found
+        except OSError as error:
+            if error.errno != errno.ENOBUFS:
+                _log.error(f"{what} could not be followed", error=str(error))
+                return found
+            found.append(None)

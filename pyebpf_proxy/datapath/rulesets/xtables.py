@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matches and targets of iptables (xtables) by their names: what each does to a packet. Pure.
+
+The same extensions stand in tables of iptables-legacy and, as ``match`` and ``target`` expressions, in those of
+iptables-nft. Sources: include/uapi/linux/netfilter/xt_*.h, netfilter_ipv4/ipt_*.h, man iptables-extensions.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from pyebpf_proxy.datapath.rulesets.model import Kind, Part
+
+_MATCHES = {
+    "limit": Kind.COUNTS,
+    "hashlimit": Kind.COUNTS,
+    "connlimit": Kind.COUNTS,
+    "connbytes": Kind.COUNTS,
+    "quota": Kind.COUNTS,
+    "quota2": Kind.COUNTS,
+    "statistic": Kind.COUNTS,
+    "random": Kind.COUNTS,
+    "nth": Kind.COUNTS,
+    "rateest": Kind.COUNTS,
+    "recent": Kind.COUNTS,
+    "string": Kind.INSPECTS,
+    "u32": Kind.INSPECTS,
+    "bpf": Kind.INSPECTS,
+    "comment": Kind.IGNORED,
+    "nfacct": Kind.IGNORED,
+    "log": Kind.LOGS,  # this and nflog: of ebtables
+    "nflog": Kind.LOGS,
+}
+#: Nothing but conditions; the last line is of ebtables.
+# fmt: off
+_CONDITIONS = frozenset(
+    {
+        "addrtype", "ah", "cgroup", "cluster", "connlabel", "connmark", "conntrack", "cpu", "dccp", "devgroup",
+        "dscp", "dst", "ecn", "esp", "eui64", "frag", "geoip", "hbh", "helper", "hl", "icmp", "icmp6", "ipcomp",
+        "iprange", "ipv6header", "ipvs", "l2tp", "length", "mac", "mark", "mh", "multiport", "osf", "owner",
+        "physdev", "pkttype", "policy", "realm", "rpfilter", "rt", "sctp", "set", "socket", "srh", "state",
+        "tcp", "tcpmss", "time", "tos", "ttl", "udp", "udplite", "802_3", "among", "arp", "ip", "ip6", "mark_m",
+        "stp", "vlan",
+    }
+)
+# fmt: on
+_TARGETS = {
+    "": Kind.IGNORED,
+    "ACCEPT": Kind.ACCEPT,
+    "DROP": Kind.DROP,
+    "REJECT": Kind.DROP,
+    "RETURN": Kind.RETURN,
+    "LOG": Kind.LOGS,
+    "NFLOG": Kind.LOGS,
+    "ULOG": Kind.LOGS,
+    "AUDIT": Kind.LOGS,
+    "TRACE": Kind.LOGS,
+    "LED": Kind.LOGS,
+    "IDLETIMER": Kind.COUNTS,
+    "RATEEST": Kind.COUNTS,
+    "SET": Kind.INSPECTS,
+    "NFQUEUE": Kind.TAKES,
+    "QUEUE": Kind.TAKES,
+    "TPROXY": Kind.TAKES,
+    "TEE": Kind.TAKES,
+    "SYNPROXY": Kind.TAKES,
+    "TARPIT": Kind.TAKES,
+    "FLOWOFFLOAD": Kind.TAKES,
+    "TCPMSS": Kind.REWRITES,
+    "TCPOPTSTRIP": Kind.REWRITES,
+    "TOS": Kind.REWRITES,
+    "DSCP": Kind.REWRITES,
+    "ECN": Kind.REWRITES,
+    "TTL": Kind.REWRITES,
+    "HL": Kind.REWRITES,
+    "CLASSIFY": Kind.REWRITES,
+    "SECMARK": Kind.REWRITES,
+    "CONNSECMARK": Kind.REWRITES,
+    "NOTRACK": Kind.NOTRACK,
+    # A flow that these translate shows another translation than ours when it leaves: the observer refuses it.
+    "DNAT": Kind.IGNORED,
+    "SNAT": Kind.IGNORED,
+    "MASQUERADE": Kind.IGNORED,
+    "REDIRECT": Kind.IGNORED,
+    "NETMAP": Kind.IGNORED,
+    # Of checksums that the sender left to a device; what we send has none of that kind left open.
+    "CHECKSUM": Kind.IGNORED,
+    # Of ebtables; a frame with another link address is one that the observer saw.
+    "snat": Kind.IGNORED,
+    "dnat": Kind.IGNORED,
+    "redirect": Kind.IGNORED,
+    "arpreply": Kind.IGNORED,
+}
+#: By name, revision and data.
+Decoder = Callable[[str, int, bytes], Part]
+_ALL = 0xFFFFFFFF
+_MARK = struct.Struct("=II")  # struct xt_mark_tginfo2: mark, mask
+_CONNMARK = struct.Struct("=III")  # struct xt_connmark_tginfo1, tginfo2: ctmark, ctmask, nfmask
+_CONNMARK_MODE = {1: 12, 2: 14}  # by revision
+_CONNMARK_SET, _CONNMARK_SAVE = 0, 1  # XT_CONNMARK_SET, XT_CONNMARK_SAVE
+_CT_NOTRACK = 1 | 2  # XT_CT_NOTRACK, XT_CT_NOTRACK_ALIAS
+_CT = struct.Struct("=HHII16s32s")  # struct xt_ct_target_info_v1 (timeout since revision 1)
+#: Where struct xt_set_info_match_v3 and _v4 say what the counters of an element are compared by.
+_SET_OPERATORS = {3: (8, 24), 4: (16, 32)}
+
+
+def match(name: str, revision: int, data: bytes) -> Part:
+    """A match; ``data`` as the kernel gives it."""
+    if name == "set" and any(data[at : at + 1] > b"\0" for at in _SET_OPERATORS.get(revision, ())):
+        return Part(Kind.COUNTS, "a set's counters")
+    if name in _CONDITIONS:
+        return Part(Kind.CONDITION, name, _key(name, revision, data))
+    kind = _MATCHES.get(name, Kind.UNKNOWN)
+    return Part(kind, name if kind is not Kind.UNKNOWN else f"match {name}, which is not known here")
+
+
+def target(name: str, revision: int, data: bytes) -> Part:
+    """A target; ``data`` as the kernel gives it. The standard target, which is a verdict, is not for this function."""
+    if name == "MARK":
+        return _mark(revision, data)
+    if name in ("HMARK", "mark"):
+        return Part(Kind.MARK, name, number=_ALL)
+    if name == "CONNMARK":
+        return _connmark(revision, data)
+    if name == "CT":
+        return _ct(data)
+    kind = _TARGETS.get(name, Kind.UNKNOWN)
+    return Part(kind, name if kind is not Kind.UNKNOWN else f"target {name}, which is not known here")
+
+
+def _key(name: str, revision: int, data: bytes) -> bytes:
+    return b"%s %d %s" % (name.encode(), revision, data)
+
+
+def _mark(revision: int, data: bytes) -> Part:
+    if revision != 2 or len(data) < _MARK.size:
+        return Part(Kind.MARK, "MARK", number=_ALL)
+    value, mask = _MARK.unpack_from(data)
+    # The new mark is the old one without the bits of the mask, xor the value.
+    return Part(Kind.MARK, "MARK", number=mask | value, value=value if not value & ~mask else None)
+
+
+def _connmark(revision: int, data: bytes) -> Part:
+    at = _CONNMARK_MODE.get(revision, len(data))
+    if len(data) <= at:
+        return Part(Kind.RESTORE, "CONNMARK", number=_ALL)
+    mark, flow_mask, packet_mask = _CONNMARK.unpack_from(data)
+    mode = data[at]
+    if mode == _CONNMARK_SET:
+        return Part(Kind.CONNMARK, "CONNMARK", number=flow_mask | mark)
+    if mode == _CONNMARK_SAVE:
+        return Part(Kind.CONNMARK, "CONNMARK", number=flow_mask)
+    return Part(Kind.RESTORE, "CONNMARK --restore-mark", number=packet_mask)
+
+
+def _ct(data: bytes) -> Part:
+    if len(data) < _CT.size:
+        return Part(Kind.TRACKS, "CT")
+    flags, zone, _, _, helper, timeout = _CT.unpack_from(data)
+    if flags & _CT_NOTRACK:
+        return Part(Kind.NOTRACK, "CT --notrack")
+    if zone or flags:
+        return Part(Kind.TRACKS, "CT --zone")
+    if helper.rstrip(b"\0"):
+        return Part(Kind.TRACKS, "CT --helper")
+    if timeout.rstrip(b"\0"):
+        return Part(Kind.TRACKS, "CT --timeout")
+    return Part(Kind.IGNORED, "CT")  # which events are told

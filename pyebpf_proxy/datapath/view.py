@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the running data plane says of itself, to commands on the node and to metrics. Safe in any thread.
+
+Commands read the kernel where they can. This is what the kernel does not tell: why a device or a family is closed, and,
+to who lacks CAP_SYS_ADMIN, what the programs were loaded with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from struct import Struct
+from typing import Any, NamedTuple
+
+from pyebpf_proxy.datapath.connections.promotion import Promoter
+from pyebpf_proxy.datapath.loader.programs import Loaded
+from pyebpf_proxy.datapath.node.fast_path import FastPath
+from pyebpf_proxy.datapath.node.links import Node
+
+_SWEEP = Struct("=IIII")
+_ZERO = bytes(4)
+
+
+class FlowTable(NamedTuple):
+    """What the last sweep found: entries, two for each flow, room for them, and young flows."""
+
+    entries: int
+    room: int
+    young: int
+
+
+def flow_table(loaded: Loaded) -> FlowTable | None:
+    """None: there is no fast path. OSError."""
+    flows, results = loaded.maps.get("flows"), loaded.maps.get("sweep_results")
+    if flows is None or results is None:
+        return None
+    entries, young, _, _ = _SWEEP.unpack(results.lookup(_ZERO) or bytes(_SWEEP.size))
+    return FlowTable(entries, flows.max_entries, young)
+
+
+def view(loaded: Loaded, node: Node, fast: FastPath | None, promoter: Promoter | None) -> dict[str, Any]:
+    """Plain values, as JSON has them; addresses of settings as hexadecimal digits."""
+    settings = {
+        name: value.hex() if isinstance(value, bytes) else value for name, value in asdict(loaded.settings).items()
+    }
+    answer: dict[str, Any] = {
+        "settings": settings,
+        "tcx": node.uses_tcx,
+        "devices": {
+            str(index): {
+                "name": each.name,
+                "program": each.program,
+                "redirect": each.redirect,
+                "limit": each.limit,
+                "others": [*each.others.ingress, *each.others.egress],
+                "qdisc": each.others.qdisc,
+            }
+            for index, each in node.devices.items()
+        },
+        "closed": {},
+        "warnings": {},
+        "draining": False,
+    }
+    if fast is not None:
+        answer["closed"] = {
+            str(family): {"reason": why.code.lower(), "text": why.text} for family, why in fast.closed.items()
+        }
+        answer["warnings"] = {str(family): text for family, text in fast.warnings.items()}
+        answer["draining"] = fast.draining
+    if promoter is not None:
+        answer["promotion"] = promotion(promoter)
+    return answer
+
+
+def promotion(promoter: Promoter) -> dict[str, Any]:
+    """What promotion has done since the agent's start."""
+    statistics = promoter.statistics
+    return {
+        "promoted": statistics.promoted,
+        "failed": {outcome.name.lower(): count for outcome, count in list(statistics.failed.items())},
+        "lastError": statistics.last_error,
+        "lastSeconds": statistics.last_seconds,
+        "young": statistics.young,
+    }
+
+
+def closed(fast: FastPath | None) -> Mapping[str, str]:
+    """Families that are closed, and the code of the reason."""
+    return {} if fast is None else {f"IPv{family}": why.code.lower() for family, why in fast.closed.items()}

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pyebpf-proxy probe live|ready``: the kubelet's probes, asked by the socket in the run folder.
+
+The ports of the agent can be flooded, and can be held by another process that answers in its place; the socket cannot.
+Little is imported: a probe is a new process every few seconds. So the front door calls :func:`probe` before it reads
+the table of commands (``see/cli.py``), which answers for all other arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+PAGES = {"live": "/livez", "ready": "/readyz"}
+_SECONDS = 4.0
+_MOST_BYTES = 64 << 10
+
+
+def probe(what: str, folder: str = "") -> int:
+    """Ask; ``what``: of PAGES. 0: yes, 1: no, or no agent answers (stderr says why)."""
+    folder = folder or os.environ.get("PYEBPF_PROXY_DIRECTORY") or "/run/pyebpf-proxy"
+    try:
+        status, body = _ask(folder, PAGES[what])
+    except (OSError, ValueError) as error:
+        print(f"the agent of {folder} does not answer: {error}", file=sys.stderr)
+        return 1
+    print(body, file=sys.stdout if status == 200 else sys.stderr)
+    return 0 if status == 200 else 1
+
+
+def _ask(folder: str, page: str) -> tuple[int, str]:
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.settimeout(_SECONDS)
+            asking.connect(f"/proc/self/fd/{descriptor}/agent.sock")
+            asking.sendall(f"GET {page} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            answer = b""
+            while len(answer) < _MOST_BYTES and (data := asking.recv(4096)):
+                answer += data
+    finally:
+        os.close(descriptor)
+    head, _, body = answer.decode("utf-8", "replace").partition("\r\n\r\n")
+    words = head.split(maxsplit=2)
+    if len(words) < 2:
+        raise ValueError("it closed the connection")
+    return int(words[1]), body.strip()

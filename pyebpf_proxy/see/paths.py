@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which path the next new flow of a client to an endpoint takes, and why: as open_young() of bpf/young.h decides.
+
+A dry run has no fast path: it must not make an entry. So this reads what the program would read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from pyebpf_proxy.see import fast_path
+from pyebpf_proxy.see.decide import Packet
+from pyebpf_proxy.see.maps import U32, Pinned
+from pyebpf_proxy.see.programs import Programs, device_name
+from pyebpf_proxy.see.reasons import SLOW
+from pyebpf_proxy.see.state import Backend
+from pyebpf_proxy.services.model import Protocol
+
+#: enum scheduler of bpf/settings.h: from here on by connections, which conntrack counts.
+_LEAST_CONNECTIONS = 5
+_PERMIT = ("until", "back_until", "generation", "out", "back", "snat")
+
+
+class Path(NamedTuple):
+    """``reason``: as the programs count it, "" where they count none. ``snat``: b"", or what it is masqueraded with."""
+
+    path: Literal["fast", "netfilter", "socket"]
+    reason: str = ""
+    why: str = ""
+    snat: bytes = b""
+
+
+class Paths:
+    """For one packet. ``told``: what the agent says of the data plane, ``refusals``: what it could not have."""
+
+    def __init__(
+        self,
+        maps: Pinned,
+        attached: Programs,
+        sockets: bool,
+        packet: Packet,
+        told: Mapping[str, Any],
+        refusals: Mapping[str, str],
+    ) -> None:
+        self._maps = maps
+        self._settings = attached.settings or {}
+        self._sockets = sockets
+        self._packet = packet
+        self._told = told
+        self._refusals = refusals
+        self._word = fast_path.word(maps) if self._settings.get("fast_path") else None
+        self._program = next((d.program.name for d in attached.devices if d.ifindex == packet.device and d.program), "")
+        #: Whatever the endpoint is.
+        self._all = self._of_packet()
+
+    def to(self, backend: Backend, masquerade: bool, way_out: int) -> Path:
+        """The path to an endpoint. ``way_out``: the device that the route to it gives, 0: none."""
+        if self._all is not None:
+            return self._all
+        for device in (self._packet.device, way_out):
+            if closed := self._closed_device(device):
+                return closed
+        return self._permitted(backend, masquerade)
+
+    def _of_packet(self) -> Path | None:
+        packet, word = self._packet, self._word
+        family = 4 if len(packet.source) == 4 else 6
+        if not packet.device:
+            return self._own()
+        if word is None:
+            why = self._refusals.get("fast path", "")
+            return Path("netfilter", "", "there is no fast path" + (f": {why}" if why else ""))
+        if self._program == "tc_l3":
+            return Path("netfilter", "", "packets of this device have no Ethernet header")
+        if packet.protocol is Protocol.SCTP:
+            return Path("netfilter", "slow_no_permit", "SCTP never takes the fast path")
+        if not word.alive:
+            return _slow("stack_no_agent")
+        if reason := word.closed[family]:
+            said = self._told.get("closed", {}).get(str(family), {})
+            text = said.get("text", "") if said.get("reason") == reason else ""
+            return _slow(reason, f"the fast path is closed for IPv{family}: {text or SLOW.get(reason, reason)}")
+        if word.draining:
+            return _slow("stack_draining")
+        if self._settings["scheduler"] >= _LEAST_CONNECTIONS:
+            return _slow("slow_no_permit", "the scheduler goes by connections, and conntrack counts them")
+        if self._quota():
+            return _slow("slow_quota")
+        return None
+
+    def _own(self) -> Path:
+        if self._packet.protocol is not Protocol.SCTP and self._sockets:
+            return Path("socket", "", "its socket is translated when it connects, or sends")
+        who = "SCTP" if self._packet.protocol is Protocol.SCTP else "socketLB: off"
+        return Path("netfilter", "", f"{who}: nftables translates what this node itself sends")
+
+    def _quota(self) -> bool:
+        found = self._maps.map("young_counts").lookup(U32.pack(self._packet.device))
+        return found is not None and U32.unpack(found)[0] >= self._settings["flow_quota"]
+
+    def _closed_device(self, device: int) -> Path | None:
+        """A device by which the fast path does not send. One that the programs do not know is one such."""
+        if not device:
+            return None
+        found = self._maps.map("devices").lookup(U32.pack(device))
+        layout = self._maps.packer("node_device", "redirect")
+        if found is not None and layout.unpack(found)[0]:
+            return None
+        limit = self._told.get("devices", {}).get(str(device), {}).get("limit", "")
+        return _slow("stack_device", f"{device_name(device)} is closed" + (f": {limit}" if limit else ""))
+
+    def _permitted(self, backend: Backend, masquerade: bool) -> Path:
+        packet, maps, word = self._packet, self._maps, self._word
+        assert word is not None
+        names = ("device", "port", "protocol", "ipv6", "client", "endpoint", "masquerade")
+        key = maps.packer("permit_key", *names).pack(
+            packet.device,
+            backend.port,
+            int(packet.protocol),
+            len(packet.source) == 16,
+            packet.source.ljust(16, b"\0"),
+            backend.address.ljust(16, b"\0"),
+            masquerade,
+        )
+        value = maps.map("permits").lookup(key)
+        if value is None:
+            return _slow("slow_no_permit", "no permit yet: the second new flow within a second gives one")
+        until, back_until, generation, out, back, snat = maps.packer("permit", *_PERMIT).unpack(value)
+        link = maps.packer("link", "device", "redirect")
+        for each in (out, back):
+            device, redirect = link.unpack(each)
+            if device and not redirect:
+                return _slow("stack_device", f"{device_name(device)} is closed")
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        if generation != word.permit_generation:
+            return _slow("slow_no_permit", "its permit is void: rules or devices have changed since")
+        if now >= until:
+            return _slow("slow_no_permit", f"its permit has run out {(now - until) / 1e9:.1f} s ago")
+        if now >= back_until:
+            return _slow("slow_no_permit", "its permit lacks the way back: no answer was seen lately")
+        if masquerade and not self._settings["snat_port_min"]:
+            return _slow("slow_no_port")
+        left = (min(until, back_until) - now) / 1e9
+        snat = snat[: len(packet.source)] if masquerade else b""
+        return Path("fast", "", f"the pair has a permit for {left:.1f} s more", snat)
+
+
+def _slow(reason: str, why: str = "") -> Path:
+    return Path("netfilter", reason, why or SLOW[reason])

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Young flows: those that live in the map ``flows`` only, and that conntrack does not know yet (docs/fast-path.md)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from pyebpf_proxy.datapath.connections.promotion import FlowReader
+from pyebpf_proxy.datapath.loader.btf import StaleObjectError
+from pyebpf_proxy.datapath.loader.libbpf import BpfError
+from pyebpf_proxy.see.answers import SeeError
+from pyebpf_proxy.see.flows import ASSURED, DST_NAT, SEEN_REPLY, SRC_NAT, Flow
+from pyebpf_proxy.see.maps import Pinned
+
+OPEN, CLOSING = "OPEN", "CLOSING"
+
+
+class _Snapshot:
+    """A map as it was dumped."""
+
+    def __init__(self, entries: dict[bytes, bytes]) -> None:
+        self._entries = entries
+
+    def lookup(self, key: bytes) -> bytes | None:
+        return self._entries.get(key)
+
+
+def flows(maps: Pinned) -> Iterator[Flow]:
+    """Every young flow, as the other flows are given: OPEN or CLOSING, no time-out, bytes are not counted. SeeError."""
+    if "flows" not in maps.names:
+        return
+    try:
+        entries = dict(maps.map("flows").items())
+        reader = FlowReader(_Snapshot(entries), maps.btf)
+    except BpfError as error:
+        raise SeeError(str(error)) from None
+    except StaleObjectError as error:
+        raise SeeError(f"maps of another layout: {error.what}") from None
+    counted = maps.packer("flow", "started", "packets")
+    now, clock = time.time(), time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    for key, value in entries.items():
+        found = reader.read(key)
+        if found is None:
+            continue
+        entry = found.entry
+        started, packets = counted.unpack(value)
+        _, answers = counted.unpack(entries[found.answer_key])
+        yield Flow(
+            entry.protocol,
+            entry.client,
+            entry.frontend,
+            entry.endpoint,
+            entry.seen,
+            DST_NAT | (SRC_NAT if entry.source else 0) | (SEEN_REPLY | ASSURED if answers else 0),
+            CLOSING if found.closing else OPEN,
+            0,
+            # The packet that made the entry was sent without it.
+            1 + packets + answers,
+            None,
+            now - (clock - started) / 1e9,
+            young=True,
+        )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the addresses that it names a service port has: others may claim them, or they are the cluster's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .claims import Claim, Claims, Conflict, claim_of
+from .guard import Check, Guard
+from .losses import Loss, Losses
+from .model import FrontendKind, ServicePort, ServicePortName
+from .overlaps import Overlaps
+
+Remember = Callable[[ServicePortName], None]
+
+
+class Disputes:
+    """Kept up to date by ``leave`` and ``enter``; ``settle`` ends an update.
+
+    :param rank: orders claimants of one kind of address, the smallest wins.
+    :param wanted: every service port there is, with all addresses that it names.
+    """
+
+    def __init__(
+        self,
+        check: Check,
+        rank: Callable[[ServicePortName], Any],
+        wanted: Mapping[ServicePortName, ServicePort],
+        overlaps: Overlaps,
+    ) -> None:
+        self._wanted = wanted
+        self._overlaps = overlaps
+        self._claims = Claims(rank)
+        self._conflicts: dict[Claim, Conflict] = {}
+        #: Claims that must be settled, and NodePorts whose holder may be another now.
+        self._disputed: set[Claim] = set()
+        self._node_ports: set[Claim] = set()
+        self.losses = Losses()
+        self.guard = Guard(check, self._claims.holder)
+
+    def leave(self, port: ServicePort) -> None:
+        """A service port goes, or gives way to another version of itself."""
+        for frontend in port.frontends:
+            claim = claim_of(port.name, frontend)
+            if frontend.kind is FrontendKind.NODE_PORT:
+                self._node_ports.add(claim)
+            lost = self.losses.of(port.name).get(claim)
+            if lost is not None and lost.why:
+                self.losses.drop(port.name, claim)
+            elif self._claims.remove(claim, port.name):
+                self._disputed.add(claim)
+
+    def enter(self, port: ServicePort) -> None:
+        """A service port is there, with all addresses that it names."""
+        for frontend in port.frontends:
+            claim = claim_of(port.name, frontend)
+            if frontend.kind is FrontendKind.NODE_PORT:
+                self._node_ports.add(claim)
+            if why := self.guard.why_not(port.name, frontend):
+                self.losses.put(Loss(port.name, claim, frontend.kind, None, why))
+            elif self._claims.add(claim, port.name):
+                self._disputed.add(claim)
+
+    def settle(self, remember: Remember) -> None:
+        """Decide who has what, for all that is touched. ``remember`` is called before a service port becomes another.
+
+        NodePorts first: who has one decides whether others may name it on a Node's address.
+        """
+        kinds: dict[ServicePortName, dict[Claim, FrontendKind]] = {}
+
+        def kind_of(name: ServicePortName, claim: Claim) -> FrontendKind:
+            if name not in kinds:
+                kinds[name] = {claim_of(name, each): each.kind for each in self._wanted[name].frontends}
+            return kinds[name][claim]
+
+        for claim in self._disputed & self._node_ports:
+            self._settle(claim, kind_of, remember)
+        if self.guard.changed:
+            self.guard.changed = False
+            concerned = set(self._wanted)
+        else:
+            concerned = {name for claim in self._node_ports for name in self._overlaps.at(claim)}
+        for name in concerned:
+            self._review(name, remember)
+        for claim in self._disputed - self._node_ports:
+            self._settle(claim, kind_of, remember)
+        self._disputed, self._node_ports = set(), set()
+
+    def _review(self, name: ServicePortName, remember: Remember) -> None:
+        """Hold the addresses of a service port against what is the cluster's own now."""
+        for frontend in self._wanted[name].frontends:
+            claim = claim_of(name, frontend)
+            lost = self.losses.of(name).get(claim)
+            was = lost.why if lost is not None else ""
+            why = self.guard.why_not(name, frontend)
+            if why == was:
+                continue
+            remember(name)
+            if not why:
+                self.losses.drop(name, claim)
+                if self._claims.add(claim, name):
+                    self._disputed.add(claim)
+                continue
+            if not was and self._claims.remove(claim, name):
+                self._disputed.add(claim)
+            self.losses.put(Loss(name, claim, frontend.kind, None, why))
+
+    def _settle(
+        self, claim: Claim, kind_of: Callable[[ServicePortName, Claim], FrontendKind], remember: Remember
+    ) -> None:
+        """Decide a disputed claim and mark who lost it."""
+        was = self._conflicts.pop(claim, None)
+        conflict = self._claims.settle(claim, kind_of)
+        lost = dict(zip(conflict.losers, conflict.kinds, strict=True)) if conflict is not None else {}
+        for name in was.losers if was is not None else ():
+            if name not in lost and (loss := self.losses.of(name).get(claim)) is not None and not loss.why:
+                remember(name)
+                self.losses.drop(name, claim)
+        if conflict is None:
+            return
+        self._conflicts[claim] = conflict
+        for name, kind in lost.items():
+            loss = Loss(name, claim, kind, conflict.winner)
+            if self.losses.of(name).get(claim) != loss:
+                remember(name)
+                self.losses.put(loss)
