@@ -30,7 +30,12 @@ DESELECTED = "deselected on the command line: "
 
 # Time limits of single examples say something about the machine, not about the code. No database: reruns are the same.
 settings.register_profile("project", deadline=None, database=None, derandomize=True)
-settings.load_profile("project")
+# What CI also runs, once, with --hypothesis-seed (.ci/run): other examples in every run.
+settings.register_profile("fresh", deadline=None, database=None, derandomize=False, print_blob=True)
+settings.load_profile("fresh" if os.environ.get("PYEBPF_PROXY_FRESH") else "project")
+#: With it, a machine that lacks what root, namespaces or BPF give is an error, and nothing is skipped for it.
+STRICT = bool(os.environ.get("PYEBPF_PROXY_STRICT"))
+_PRIVILEGES = ("needs_root", "needs_netns", "needs_bpf")
 
 
 def _not_root() -> str | None:
@@ -98,6 +103,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if marker not in answers:
                 answers[marker] = question()
             reason = answers[marker]
+            if reason is not None and STRICT and marker in _PRIVILEGES:
+                raise pytest.UsageError(f"PYEBPF_PROXY_STRICT is set, and {marker}: {reason}")
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -119,6 +126,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line("nothing")
     for reason, count in sorted(reasons.items(), key=lambda entry: (-entry[1], entry[0])):
         terminalreporter.line(f"{count:5d} × {reason}")
+    without = sum(count for reason, count in reasons.items() if reason in (_not_root(), _no_netns(), _no_bpf()))
+    if without:
+        terminalreporter.line(
+            f"NOT TESTED: {without} tests need rights that this run has not; no packet was sent in them"
+        )
 
 
 @pytest.fixture(scope="session")

@@ -3,23 +3,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-_LANE = re.compile(r"\[(?:.*-)?(direct|netfilter)(?:-.*)?\]$")
-
 
 class Modules(LoadScopeScheduling):
-    """A module stays on one worker, with its lab and its agents; one with a lab for each lane is as good as two."""
+    """A module stays on one worker, with its lab and its agents."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)
         config.option.loadscopereorder = False
 
     def _split_scope(self, nodeid: str) -> str:
-        module = nodeid.partition("::")[0]
-        lane = _LANE.search(nodeid)
-        return f"{module} {lane[1]}" if lane and module.startswith("tests/netns/") else module
+        return nodeid.partition("::")[0]

@@ -73,10 +73,10 @@ class World:
 
     # ---- making it ----------------------------------------------------------
 
-    def build(self, lane: str, fast: bool = False) -> None:
+    def build(self, fast: bool = False) -> None:
         """Pods with their servers, the objects, the agent; then what the machine makes of connections without it.
 
-        ``fast``: established flows take the fast path.
+        ``fast``: the fast path is on whatever rules other programs have.
         """
         lab = self.lab
         for pod, name in PODS.items():
@@ -87,7 +87,7 @@ class World:
         self._allow_icmp()
         lab.write("steady.yaml", _objects("steady", STEADY, lab))
         self._write(BASE)
-        self.node.agent.start(None, lane, own={"fastPath": True} if fast else None)
+        self.node.agent.start(own={"fastPath": True} if fast else None)
         self.node.agent.wait_synced()
         self.plain = self._plain_rate()
 

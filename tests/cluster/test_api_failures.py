@@ -4,6 +4,7 @@ it is over, numbers show it, and everything is right again without a restart."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from .test_api_source import ACCOUNT, RULES, TIMING, kubeconfig, node, server, s
 __all__ = ["kubeconfig", "server"]
 
 LONG = 60.0
+#: Seconds for which a frozen API server must say nothing.
+FROZEN = 5.0
 
 
 class Numbers(Silent):
@@ -142,8 +145,14 @@ def test_frozen_for_a_while(server: ApiServer, kubeconfig: Path) -> None:
         source.until(lambda: source.complete and numbers.all_connected)
         server.freeze()
         try:
-            source.until(lambda: numbers.is_connected)
+            # It answers at once, in plain text, who speaks no TLS to it, but not while it stands still.
+            with socket.create_connection(("127.0.0.1", server.port), timeout=FROZEN) as asking:
+                asking.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                with pytest.raises(TimeoutError):
+                    asking.recv(1)
             still_there(source)
+            assert not source.said("error")
+            assert numbers.all_connected
         finally:
             server.thaw()
         server.create(service("api"))
@@ -270,7 +279,14 @@ def test_unknown_authority_and_wrong_name(server: ApiServer, kubeconfig: Path, t
     with source:
         source.until(lambda: source.said("certificate-authority of the kubeconfig must be that of this cluster"))
         assert len(source.said("error")) == 1
-    kubeconfig.write_text(text.replace("server: https://127.0.0.1", "server: https://127.0.0.2"))
-    source, _ = following(kubeconfig)
+    # The server is reached, its certificate's authority is right, and the name in it is another.
+    assert text.count("    server: ") == 1
+    kubeconfig.write_text(text.replace("    server: ", "    tls-server-name: other.example\n    server: "))
+    source, numbers = following(kubeconfig)
     with source:
-        source.until(lambda: source.said("error"))
+        source.until(lambda: source.said("tls-server-name of the kubeconfig names what it is to hold"))
+        (line,) = source.said("error")
+        assert "is not accepted" in line
+        assert "other.example" in line
+        assert not any(numbers.is_connected.values())
+        assert not source.changes

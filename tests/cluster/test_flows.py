@@ -22,7 +22,7 @@ from tests.flows.world import new_world
 SEED = int(os.environ.get("FLOW_SEED", secrets.randbelow(1_000_000)))
 SEEDS = int(os.environ.get("FLOW_SEEDS", "1"))
 STEPS = int(os.environ.get("FLOW_STEPS", "5"))
-WAY = os.environ.get("FLOW_WAY", "direct lane")
+WAY = os.environ.get("FLOW_WAY", "defaults")
 #: Seconds for making a failure small.
 REDUCE = float(os.environ.get("FLOW_REDUCE", "120"))
 

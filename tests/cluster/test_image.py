@@ -49,7 +49,7 @@ def test_it_starts_with_what_the_daemon_set_gives_it_and_serves(small: Lab) -> N
         container.start()
         wait_ready(only, container)
         assert f"version={__version__}" in container.log()
-        assert "flows to pods take the direct lane" in container.log()
+        assert "flows take the fast path" in container.log()
         for family in (4, 6):
             outcome = small.client.call(ask, vip(1).of(family), 80)
             assert outcome.kind == ANSWERED, outcome

@@ -255,6 +255,7 @@ def _enter(wanted: dict[str, Any]) -> None:
         place = root / target.removeprefix("/var").lstrip("/") if target.startswith("/var/run/") else root / target[1:]
         if Path(source).is_file():
             # As the runtimes: what stands there is hidden by a file, not followed to where it may lead.
+            place.parent.mkdir(parents=True, exist_ok=True)
             place.unlink(missing_ok=True)
             place.touch()
         else:

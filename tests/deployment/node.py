@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import copy
-import http.client
 import json
+import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,9 @@ def contained(
         (folder / name).mkdir(parents=True, exist_ok=True)
     for name, text in (files or {"config.conf": yaml.safe_dump(node.agent.configuration())}).items():
         (folder / "config" / name).write_text(text)
-    substitutes = {"config": folder / "config", "run": folder / "run", "bpffs": node.agent.directory / "bpf"}
+    pins = node.agent.directory / "bpf" / "pyebpf-proxy"
+    pins.mkdir(exist_ok=True)  # DirectoryOrCreate
+    substitutes = {"config": folder / "config", "run": folder / "run", "pins": pins}
     return Container(
         specification,
         node.namespace.name,
@@ -83,10 +86,11 @@ def wait_ready(node: Node, container: Container, deadline: float = 90.0) -> None
     """
     (agent,) = container.pod["containers"]
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
-        where = agent[name]["httpGet"]
+        program, *arguments = agent[name]["exec"]["command"]
+        assert program == "pyebpf-proxy"
 
-        def succeeds(port: int = where["port"], path: str = where["path"]) -> bool:
-            return node.namespace.call(_ask, node.address.v4, port, path) == 200
+        def succeeds(arguments: Sequence[str] = tuple(arguments)) -> bool:
+            return _probe(container.folder / "run", arguments)
 
         container.wait_for(succeeds, f"{name} succeeds", deadline)
     container.wait_for(lambda: len(_synced(node)) == 2, "both families are programmed", deadline)
@@ -96,16 +100,11 @@ def _synced(node: Node) -> list[float]:
     return [stamp for stamp in node.agent.synced().values() if stamp]
 
 
-def _ask(host: str, port: int, path: str) -> int:
-    """The status of an answer, 0 without one."""
-    connection = http.client.HTTPConnection(host, port, timeout=5)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().status
-    except (OSError, http.client.HTTPException):
-        return 0
-    finally:
-        connection.close()
+def _probe(folder: Path, arguments: Sequence[str]) -> bool:
+    """Whether a probe's command succeeds with this run folder."""
+    environment = {**os.environ, "PYEBPF_PROXY_DIRECTORY": str(folder)}
+    ran = subprocess.run([*command(), *arguments], env=environment, capture_output=True, check=False, timeout=30)
+    return ran.returncode == 0
 
 
 def image_of(folder: Path) -> tuple[Path, list[str], dict[str, str]]:

@@ -39,13 +39,18 @@ _REQUEST = {"tcp": b"GET / HTTP/1.1\r\nHost: flow\r\n\r\n", "udp": b"who "}
 
 
 class Raw(NamedTuple):
-    """One request: who answered, at which address and port, whom it saw; or how it failed."""
+    """One request: who answered, at which address and port, whom it saw; or how it failed.
+
+    The first outcome of a flow also says how many requests it took, and how many of them were lost and asked again.
+    """
 
     pod: str
     port: int
     peer: str
     own: str
     failed: str = ""
+    asked: int = 0
+    lost: int = 0
 
 
 def ask_flows(flows: Sequence[Flow], patience: float = PATIENCE) -> list[list[Raw]]:
@@ -68,10 +73,11 @@ class _Found:
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self.outcomes: dict[tuple[str, int, str, str], Raw] = {}
-        self.in_vain = self.lost = self.refused = self.answered = 0
+        self.in_vain = self.lost = self.refused = self.answered = self.asked = 0
 
     def add(self, raw: Raw) -> bool:
         """One more outcome; whether another request is to be made."""
+        self.asked += 1
         # A busy machine loses an answer now and then, a rule loses all of them, or every second one.
         if raw.failed == DROPPED:
             self.lost += 1
@@ -86,6 +92,11 @@ class _Found:
             return False
         # The more answers there are, the longer another may keep away by chance.
         return self.in_vain < self.flow.count * len(self.outcomes) and self.refused < REFUSED
+
+    def all(self) -> list[Raw]:
+        """Every different outcome, with what it took."""
+        first, *others = self.outcomes.values()
+        return [first._replace(asked=self.asked, lost=self.lost), *others]
 
 
 class _Request:
@@ -221,7 +232,7 @@ class _Asker:
                 if request is not None:
                     self._after(request, request.step(events))
             self._give_up()
-        return [list(found.outcomes.values()) for found in self._found]
+        return [found.all() for found in self._found]
 
     def _start(self) -> None:
         while self._waiting and len(self._young) < AT_ONCE and len(self._live) < MOST:

@@ -12,7 +12,7 @@ from tests.flows.flow import Flow
 from tests.flows.kube_proxy import KubeProxy
 from tests.flows.ours import Ours
 from tests.flows.scenarios import Scenario
-from tests.flows.world import BRIEF, LONG, LOOKS, World, briefly, unlisted
+from tests.flows.world import BRIEF, LONG, LOOKS, World, briefly, unlisted, with_evidence
 
 
 class Beside:
@@ -50,7 +50,7 @@ class Beside:
         self._theirs.change(scenario.objects())
         for world in self._worlds:
             world.forget_flows()
-        flows = [flow for flow in scenario.flows() if self._ours.serves(flow)]
+        flows = list(scenario.flows())
         short = briefly(flows)
         theirs, ours = [finish() for finish in [world.start_asking(short, BRIEF) for world in self._worlds]]
         for longer in LOOKS:
@@ -62,7 +62,7 @@ class Beside:
             again = [flows[number] for number in doubtful]
             for seen, found in zip((theirs, ours), [world.ask(again, longer) for world in self._worlds], strict=True):
                 for number, one in zip(doubtful, found, strict=True):
-                    seen[number] = one
+                    seen[number] = with_evidence(seen[number], one)
         return unlisted(flows, theirs, ours, self.shown)
 
     def differ_in(self, mode: str, scenario: Scenario) -> bool:

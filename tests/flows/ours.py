@@ -5,19 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.flows.flow import Flow
 from tests.flows.objects import marker, service_cidr
 from tests.flows.scenarios import Scenario
 from tests.flows.world import World
 
-#: Ways of ours to the same end: the lane, and fields of the DatapathConfiguration.
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "direct lane": ("auto", {}),
-    "netfilter lane": ("netfilter", {}),
-    "sockets of pods too": ("auto", {"socketLB": "all"}),
-    "fast path": ("auto", {"fastPath": True}),
-    "no socket programs": ("auto", {"socketLB": "off"}),
-    "XDP": ("auto", {"fastPath": True, "xdpDevices": ["eth0"]}),
+#: Ways of ours to the same end: fields of the DatapathConfiguration.
+WAYS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "no fast path": {"fastPath": False},
+    "sockets of pods too": {"socketLB": "all"},
+    "no socket programs": {"socketLB": "off"},
+    "XDP": {"xdpDevices": ["eth0"]},
 }
 
 
@@ -26,12 +24,8 @@ class Ours:
 
     def __init__(self, world: World, way: str) -> None:
         self._world = world
-        self._lane, self._own = WAYS[way]
+        self._own = WAYS[way]
         self._step = 0
-
-    def serves(self, flow: Flow) -> bool:
-        """Without the programs at sockets, what the node itself sends is not ours (docs/datapath-configuration.md)."""
-        return flow.source != self._world.node.name or self._own.get("socketLB") != "off"
 
     def start(self, mode: str, scenario: Scenario) -> None:
         """Start the agent with the scenario's objects and wait until they are programmed."""
@@ -40,7 +34,7 @@ class Ours:
         config = {"mode": mode, "clusterCIDR": "", **scenario.config}
         config[mode] = {"minSyncPeriod": "10ms"} | config.get(mode, {})
         agent = self._world.node.agent
-        agent.start(config, self._lane, self._own or None)
+        agent.start(config, own=self._own or None)
         agent.wait_synced()
 
     def write(self, scenario: Scenario) -> None:

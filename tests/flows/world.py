@@ -25,7 +25,7 @@ from pyebpf_proxy.lab.servers import Ports, start_servers
 from tests.flows import sctp
 from tests.flows.ask import PATIENCE, Raw, ask_flows
 from tests.flows.differences import difference
-from tests.flows.flow import UNTOUCHED, Flow, Seen
+from tests.flows.flow import DROPPED, UNTOUCHED, Flow, Seen
 
 LISTEN = Ports(http=(8080, 8081), echo=(), udp=(5353, 5354))
 SCTP = (3868, 3869)
@@ -58,6 +58,8 @@ class World:
         self.lab = lab
         self._servers: list[Task[None]] = []
         self._given: list[str] = []
+        #: Requests that were made, and those of them that were lost, though their flow was answered in the end.
+        self.asked = self.lost = 0
 
     def close(self) -> None:
         """End the servers that are not the lab's."""
@@ -167,6 +169,8 @@ class World:
             for source, task in tasks.items():
                 for number, raws in zip(by_source[source], task.result(600), strict=True):
                     words = {self._in_words(raw, source) for raw in raws}
+                    self.asked += raws[0].asked
+                    self.lost += raws[0].lost if all(raw.failed != DROPPED for raw in raws) else 0
                     if flows[number].sticky:
                         words = {_ANY_ENDPOINT.sub(r"an endpoint\1", word) for word in words}
                     found[number] = Seen.of(words)
@@ -193,7 +197,7 @@ class World:
                 break
             again = self.ask([flows[number] for number in doubtful], longer)
             for number, seen in zip(doubtful, again, strict=True):
-                ours[number] = seen
+                ours[number] = with_evidence(ours[number], seen)
         return unlisted(flows, theirs, ours, shown)
 
     def _in_words(self, raw: Raw, source_name: str) -> str:
@@ -214,6 +218,14 @@ class World:
         else:
             source = raw.peer
         return f"{raw.pod}:{raw.port} <- {source}"
+
+
+def with_evidence(before: Seen, again: Seen) -> Seen:
+    """What two looks at a flow have shown. Only silence can be a matter of chance: it counts if the later look has it.
+
+    An endpoint, a source or a refusal that was seen once was there, whatever comes of the next request.
+    """
+    return Seen.of({outcome for outcome in before.outcomes if outcome != DROPPED} | set(again.outcomes))
 
 
 def briefly(flows: Sequence[Flow]) -> list[Flow]:

@@ -22,7 +22,7 @@ from tests.kernels import guest, image, report
 from tests.kernels.cpio import join
 from tests.kernels.debian import codename
 from tests.kernels.problem import KernelsError
-from tests.kernels.suites import REFUSED, SUITES, paths
+from tests.kernels.suites import REFUSED, SUITES, chosen, paths
 
 DEFAULT = ("6.1", "6.12")
 #: Handed on to the guests.
@@ -92,6 +92,8 @@ def _run(series: list[str], scratch: Path) -> int:
     machine = guest.choose_machine(command, kernels[0].image, scratch)
     print(f"{machine.accelerator}{f' ({machine.why})' if machine.why else ''}", flush=True)
 
+    asked = {suite.name for suite in chosen(names)}
+
     def boot(kernel: image.Kernel) -> report.Row:
         began = time.monotonic()
         initrd, folder = scratch / f"initrd-{kernel.series}", scratch / kernel.series
@@ -108,7 +110,7 @@ def _run(series: list[str], scratch: Path) -> int:
         if guest.stopped():
             raise KeyboardInterrupt
         print(f"{kernel.release}: {outcome.problem or 'done'}, {time.monotonic() - began:.0f} s", flush=True)
-        row = report.read(kernel, outcome, folder)
+        row = report.read(kernel, outcome, folder, asked)
         _keep(folder, image.CACHE / "results" / kernel.series)
         return row
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside a guest: which lane the kernel lets us take, then suite after suite.
+"""What runs inside a guest: what the kernel lets us carry, then suite after suite.
 
 What each one leaves in /results is sent when it has ended: a guest that does not come to its end loses no others.
 """
@@ -19,12 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.datapath import preflight
-from pyebpf_proxy.datapath.loader.programs import Settings, load
-from pyebpf_proxy.datapath.netfilter.nft import Table
-from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
-from pyebpf_proxy.errors import FatalError
-from tests.kernels.suites import MODULES, Suite, chosen
+from tests.kernels.problem import KernelsError
+from tests.kernels.suites import MODULES, THREE_CAPABILITIES, Suite, chosen
 
 RESULTS = Path("/results")
 _OUT = Path("/dev/ttyS1")
@@ -39,22 +35,15 @@ _FORK = multiprocessing.get_context("fork")
 
 
 def probe() -> dict[str, str]:
-    """What the agent finds out about this kernel before it serves: by its own functions, nothing by version."""
-    try:
-        preflight.check()
-        # As the agent does: the table first, it brings the modules with it.
-        table = Table("probe_table")
-        table.ensure(Behaviour(masquerade_mark=0x4000))
-        try:
-            loaded = load(Settings(netns_cookie=1, pod_sockets=True, fast_path=True, xdp=True))
-        finally:
-            table.remove()
-    except (FatalError, OSError) as error:
-        return {"refused": str(error)}
-    found = {"lane": loaded.lane, "why": loaded.why}
-    found |= {"why_not_pods": loaded.why_not_pods, "why_not_fast": loaded.why_not_fast}
-    found |= {"why_not_xdp": loaded.why_not_xdp}
-    loaded.close()
+    """What the agent finds out about this kernel before it serves: by its own functions, nothing by version.
+
+    With the capabilities that the DaemonSet gives it, and no others.
+    """
+    command = [*THREE_CAPABILITIES, sys.executable, "-m", "tests.kernels.probe"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise KernelsError(f"the probe failed: {done.stderr.strip()}")
+    found: dict[str, str] = json.loads(done.stdout)
     return found
 
 

@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what guests left behind to a table: kernel × suite × lane × what passed, failed and was skipped, and why."""
+"""From what guests left behind to a table: kernel × path × suite × what passed, failed and was skipped, and why."""
 
 from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.kernels.guest import Outcome
 from tests.kernels.image import Kernel
 from tests.kernels.suites import REFUSED, SUITES
-
-# What the probe leaves, by what it means; everything optional is asked for there.
-_WHY = {
-    "why": "no direct lane",
-    "why_not_pods": "no sockets of pods",
-    "why_not_fast": "no fast path",
-    "why_not_xdp": "no XDP",
-}
 
 
 @dataclass
@@ -49,8 +42,8 @@ class Row:
         return bool(self.problem) or refused != self.to_refuse or any(count.failed for count in self.suites.values())
 
 
-def read(kernel: Kernel, outcome: Outcome, folder: Path) -> Row:
-    """What a guest left in its folder."""
+def read(kernel: Kernel, outcome: Outcome, folder: Path, asked: Collection[str] = ()) -> Row:
+    """What a guest left in its folder. ``asked``: the suites that it was to run; one that left nothing has failed."""
     to_refuse = kernel.series in REFUSED
     try:
         probe = json.loads((folder / "probe.json").read_text())
@@ -61,6 +54,8 @@ def read(kernel: Kernel, outcome: Outcome, folder: Path) -> Row:
         status = folder / f"{suite.name}.status"
         if status.exists():
             suites[suite.name] = _count(folder / f"{suite.name}.xml", int(status.read_text()))
+        elif suite.name in asked and suite.refused == bool(probe.get("refused")):
+            suites[suite.name] = Count(failed=["it was to run and did not"])
     return Row(kernel.release, probe, outcome.problem, to_refuse, suites)
 
 
@@ -69,6 +64,8 @@ def _count(path: Path, status: int) -> Count:
     if status not in (0, 1):
         count.failed.append("out of time" if status == -1 else f"pytest: exit status {status}")
     if not path.exists():
+        # Status 1 says that tests failed, 0 that none did: without results neither can be believed.
+        count.failed += [] if count.failed else [f"no results, though pytest ended with exit status {status}"]
         return count
     for suite in ElementTree.parse(path).getroot().iter("testsuite"):
         count.seconds += float(suite.get("time", 0))
@@ -85,21 +82,22 @@ def _count(path: Path, status: int) -> Count:
 
 def table(rows: list[Row]) -> str:
     """In Markdown, as it stands in docs/kernels.md; below it what failed, and why what was skipped."""
-    lines = ["", "| kernel | lane | suite | passed | failed | skipped | s |", "|---|---|---|---|---|---|---|"]
+    lines = ["", "| kernel | path | suite | passed | failed | skipped | s |", "|---|---|---|---|---|---|---|"]
     failures: list[str] = []
     skips: list[str] = []
     words: list[str] = []
     for row in rows:
-        lane = row.probe.get("lane", "–")
+        path = row.probe.get("path", "–")
         if refused := row.problem or row.probe.get("refused"):
-            lines.append(f"| {row.release} | {lane} | – | – | – | – | – |")
+            lines.append(f"| {row.release} | {path} | – | – | – | – | – |")
             words.append(f"* {row.release}: {refused}")
         for name, count in row.suites.items():
             numbers = f"{count.passed} | {len(count.failed)} | {sum(count.skipped.values())} | {count.seconds:.0f}"
-            lines.append(f"| {row.release} | {lane} | {name} | {numbers} |")
+            lines.append(f"| {row.release} | {path} | {name} | {numbers} |")
             failures += [f"* {row.release} {name}: {test}" for test in count.failed]
             skips += [f"* {row.release} {name}: {number} × {why}" for why, number in count.skipped.items()]
-        words += [f"* {row.release}: {what}: {row.probe[key]}" for key, what in _WHY.items() if row.probe.get(key)]
+        said = {what: why for what, why in row.probe.items() if what not in ("release", "path", "refused")}
+        words += [f"* {row.release}: no {what}: {why}" for what, why in said.items()]
     for heading, entries in (("What kernels said", words), ("Failed", failures), ("Skipped", skips)):
         if entries:
             lines += ["", f"{heading}:", "", *entries]

@@ -24,24 +24,30 @@ class Suite:
 _CASES = "tests/kernels/cases"
 _UNIT = ("test_datapath_btf.py", "test_preflight_modules.py", "test_cli_missing.py::test_the_kernel_has_no_btf")
 # test_maps_libbpf.py calls the compiler, which guests have not. Counts: also by the meter of `top`.
-_PACKET = ("connections", "flows", "bridge", "trace", "counts")
+_PACKET = ("connections", "flows", "bridge", "trace", "counts", "young_flows", "kernel_flows", "permits", "sweep")
+_PACKET_QUICK = (
+    "IPv4 and not xdp and not ports_of_one and not two_cpus and not kernel_flows and not permits"
+    " and not young_flows and not sweep"
+)
 _NETNS = ("attach/test_attach_links.py", "attach/test_attach_tc.py", "attach/test_attach_udp.py", "test_agent.py")
 SUITES = (
     Suite("start", (f"{_CASES}/test_guest_start.py",), "", first=True),
     Suite("refused", (f"{_CASES}/test_guest_refused.py",), "", refused=True),
-    Suite("load", (f"{_CASES}/test_guest_load.py",), "plain or scheduler-8"),
+    Suite("old", (f"{_CASES}/test_guest_old.py",), "", refused=True),
+    Suite("load", (f"{_CASES}/test_guest_load.py",), "refused or plain or everything"),
+    Suite("fast", (f"{_CASES}/test_guest_fast.py",), "not restart"),
     Suite("unit", tuple(f"tests/unit/{name}" for name in _UNIT), ""),
     # Two of them are about sixty thousand ports and about two processors.
     Suite(
         "packet",
         tuple(f"tests/packet/test_{name}.py" for name in _PACKET),
-        "IPv4 and not xdp and not ports_of_one and not two_cpus",
+        _PACKET_QUICK,
     ),
-    Suite("sctp", (f"{_CASES}/test_guest_sctp.py",), "direct"),
-    Suite("underlays", (f"{_CASES}/test_guest_underlays.py",), "vxlan and direct"),
+    Suite("sctp", (f"{_CASES}/test_guest_sctp.py",), "ipv4 or refused"),
+    Suite("underlays", (f"{_CASES}/test_guest_underlays.py",), "vxlan and not pod_keeps"),
     Suite("netem", (f"{_CASES}/test_guest_netem.py",)),
     Suite("bridge", ("tests/netns/test_lab_bridge.py", "-k", "large or fragmented or talk")),
-    Suite("netns", tuple(f"tests/netns/{name}" for name in _NETNS), "lane_follows or second_agent"),
+    Suite("netns", tuple(f"tests/netns/{name}" for name in _NETNS), "second_agent"),
 )
 
 
@@ -62,5 +68,8 @@ def paths(names: str) -> list[str]:
 
 #: Loaded after the first suites, if the kernel has them: tests write settings that come with them.
 MODULES = ("nf_conntrack", "nf_nat", "br_netfilter")
+#: A command behind this one has the capabilities that the DaemonSet gives the agent, and no others.
+_NAMES = "-all,+bpf,+net_admin,+perfmon"
+THREE_CAPABILITIES = ("setpriv", f"--bounding-set={_NAMES}", f"--inh-caps={_NAMES}")
 #: Kernels that must be refused: the agent has to say why, in one line.
 REFUSED = ("5.10",)

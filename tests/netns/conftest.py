@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labs as fixtures. A module's lab lives as long as the module; every test of it runs once per lane."""
+"""Labs as fixtures. A module's lab lives as long as the module."""
 
 from __future__ import annotations
 
@@ -16,13 +16,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fast_lab import FAR, Ask, World, asking, made
 from talk import Talk
-
-
-@pytest.fixture(scope="module", params=("direct", "netfilter"))
-def lane(request: pytest.FixtureRequest) -> str:
-    """The lane that new flows must take; ``lab_tools.agent_lane`` says how the agent is told."""
-    value: str = request.param
-    return value
 
 
 @pytest.fixture(params=(4, 6), ids=("ipv4", "ipv6"))

@@ -17,7 +17,11 @@ from typing import Any
 
 import pytest
 
+from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.libbpf import Map
+from pyebpf_proxy.datapath.node import tc
+from pyebpf_proxy.datapath.node.attachments import Attachments
+from pyebpf_proxy.datapath.node.mounts import bpffs_candidates, holds_pins, tcx_directory
 from pyebpf_proxy.lab.addresses import CLIENT, SERVICE_CIDR
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 from pyebpf_proxy.lab.namespace import Namespace
@@ -26,9 +30,22 @@ from pyebpf_proxy.lab.scenario import Client
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def agent_lane(lane: str) -> str:
-    """The agent's --lane for a lane under test: the direct one is what the agent chooses by itself."""
-    return "netfilter" if lane == "netfilter" else "auto"
+def has_program(device: str) -> bool:
+    """Whether a device of this network namespace has a tc program at ingress, by tcx or by a filter."""
+    index = socket.if_nametoindex(device)
+    return bool((tcx.available() and tcx.chain(index, tcx.INGRESS)) or tc.filters(index, tc.INGRESS))
+
+
+def take_program_off(directory: Path, device: str) -> bool:
+    """Detaches the programs of the instance with this directory from one device, as nobody should."""
+    for place in filter(holds_pins, bpffs_candidates(directory)):
+        attachments = Attachments(directory, tcx_directory(place, directory))
+        try:
+            if attachments.detach(socket.if_nametoindex(device), device):
+                return True
+        finally:
+            attachments.close()
+    return False
 
 
 def reason_names() -> list[str]:
@@ -58,6 +75,23 @@ def moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     }
 
 
+def served_by(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """How many new flows tc served ("tc") and how many a socket call ("socket"), and whatever else was decided.
+
+    Which path the packets of a flow of tc's take depends on what came before it. What only says why, or what became
+    of the path, is left out: a test of the paths themselves reads ``moved``.
+    """
+    served: dict[str, int] = {}
+    for name, count in moved(before, after).items():
+        if not name.startswith(("slow_", "permit_", "young_")):
+            name = _SERVED.get(name, name)
+            served[name] = served.get(name, 0) + count
+    return served
+
+
+_SERVED = {"new_flow_fast": "tc", "new_flow_netfilter": "tc", "new_flow_socket": "socket"}
+
+
 def learned_just_now(node: Node, seconds: float = 20.0) -> None:
     """No pod's sockets were learned longer ago: after a minute one is left to tc again, which no test may be amid."""
     table = Map.open_pinned(node.agent.pin("pod_sources"))
@@ -71,11 +105,11 @@ def learned_just_now(node: Node, seconds: float = 20.0) -> None:
 
 
 @contextmanager
-def full_conntrack(namespace: Namespace) -> Iterator[Callable[[], None]]:
-    """As many entries in this namespace's table as there may be, none of which the kernel would give up.
+def full_conntrack(namespace: Namespace, answered: bool = True, room: int = 0) -> Iterator[Callable[[], None]]:
+    """As many entries in this namespace's table as there may be, but for ``room``.
 
-    The limit is the whole machine's, and stays as it is: others are not disturbed. What is given fills the room of
-    flows that have ended meanwhile.
+    Entries of flows that were answered are not given up by the kernel, others are. The limit is the whole machine's,
+    and stays as it is: others are not disturbed. What is given fills the room of flows that have ended meanwhile.
     """
     limit = int(namespace.run("sysctl", "-n", "net.netfilter.nf_conntrack_max"))
     if limit > 1 << 18:
@@ -83,12 +117,13 @@ def full_conntrack(namespace: Namespace) -> Iterator[Callable[[], None]]:
     ports = iter(range(9, 65536))
 
     def fill(entries: int) -> None:
-        flow = f"-d 198.19.0.1 --dport {next(ports)} -t 600 -u SEEN_REPLY,ASSURED --state ESTABLISHED"
+        state = "-u SEEN_REPLY,ASSURED --state ESTABLISHED" if answered else "--state SYN_SENT"
+        flow = f"-d 198.19.0.1 --dport {next(ports)} -t 600 {state}"
         lines = (f"-I -p tcp -s 198.18.{n >> 16}.1 --sport {n & 0xFFFF} {flow}" for n in range(entries))
         # One of them meets the limit.
         namespace.call(_fill_conntrack, "\n".join(lines))
 
-    fill(limit)
+    fill(limit - room)
     try:
         yield lambda: fill(256)
     finally:
@@ -137,6 +172,10 @@ class Capture:
         ready.close()
         wait.recv()  # from here on nothing is missed
         wait.close()
+
+    def done(self) -> bool:
+        """Whether the frame has come, or its time is over."""
+        return self._task.done()
 
     def frame(self) -> bytes | None:
         """The frame (with its Ethernet header); None if none came in time."""

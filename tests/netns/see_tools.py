@@ -11,14 +11,19 @@ from typing import Any
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.cluster import Node
 
+#: As in the agent's own pod: what bpf(2) keeps for CAP_SYS_ADMIN cannot be had.
+NO_SYS_ADMIN = ("setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin")
 
-def see(node: Node, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """One command on a node, with its run folder by the environment."""
+
+def see(
+    node: Node, *arguments: str, through: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """One command on a node, with its run folder by the environment; ``through``: what runs it."""
     # Who runs the tests may have a COLUMNS, and it would be obeyed.
     known = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     known["PYEBPF_PROXY_DIRECTORY"] = str(node.agent.directory)
     return subprocess.run(
-        ["ip", "netns", "exec", node.namespace.name, *command(), *arguments],
+        ["ip", "netns", "exec", node.namespace.name, *through, *command(), *arguments],
         env=known | environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,

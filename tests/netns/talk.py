@@ -69,7 +69,9 @@ class Talk:
         context = multiprocessing.get_context("fork")
         self._state = context.Array("d", [0.0, 0.0, 0.0])  # answers, when the last one came, longest pause before one
         self._peer = context.Array("c", 64)
-        self._task = namespace.start(_talk, address, port, protocol, size, self._state, self._peer)
+        self._own_port = context.RawValue("i", 0)
+        shared = self._state, self._peer, self._own_port
+        self._task = namespace.start(_talk, address, port, protocol, size, *shared)
 
     @property
     def answers(self) -> int:
@@ -88,6 +90,11 @@ class Talk:
     def peer(self) -> str:
         """Who the server believes to talk to."""
         return bytes(self._peer.value).decode()
+
+    @property
+    def own_port(self) -> int:
+        """The client's; 0 before it is connected."""
+        return int(self._own_port.value)
 
     def wait(self, more: int = 20, deadline: float = 60.0) -> float:
         """Until so many more answers have come: the seconds that the first took. AssertionError if none comes."""
@@ -114,7 +121,7 @@ class Talk:
         self._task.stop()
 
 
-def _talk(address: str, port: int, protocol: str, size: int, state: Any, peer: Any) -> None:
+def _talk(address: str, port: int, protocol: str, size: int, state: Any, peer: Any, own_port: Any) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
     with socket.socket(family, kind) as sock:
@@ -123,6 +130,7 @@ def _talk(address: str, port: int, protocol: str, size: int, state: Any, peer: A
         else:
             sock.settimeout(0.1)
         sock.connect((address, port))
+        own_port.value = sock.getsockname()[1]
         number = 0
         while True:
             number += 1

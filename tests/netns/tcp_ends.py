@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pyebpf_proxy.lab.namespace import Namespace
 
 # include/uapi/linux/tcp.h
-_REPAIR, _REPAIR_QUEUE, _QUEUE_SEQ = 19, 20, 21
+_REPAIR, _REPAIR_QUEUE, _QUEUE_SEQ, _REPAIR_OPTIONS = 19, 20, 21, 22
+_OPTION_WINDOW, _SCALES = 3, 6  # where struct tcp_info has both scales: sent, received
 _QUEUES = (1, 2)  # what was received, what is to be sent
 _PATIENCE = 20.0
 
@@ -57,6 +58,10 @@ class End:
     def finish(self) -> None:
         """End it with FIN."""
         self.namespace.call(_finish, self.name)
+
+    def option(self, level: int, name: int, value: int | bytes) -> None:
+        """Of the socket; for what is sent from now on."""
+        self.namespace.call(_option, self.name, level, name, value)
 
     def move(self, sent: int, received: int) -> None:
         """As if so many bytes more had been sent and received. Nothing is sent until both ends did, and `go_on`."""
@@ -125,6 +130,10 @@ def _finish(name: str) -> None:
         it.shutdown(socket.SHUT_WR)
 
 
+def _option(name: str, level: int, option: int, value: int | bytes) -> None:
+    _connections[name].setsockopt(level, option, value)
+
+
 def _move(name: str, sent: int, received: int) -> None:
     old = _connections[name]
     tcp = socket.IPPROTO_TCP
@@ -136,6 +145,7 @@ def _move(name: str, sent: int, received: int) -> None:
     for queue, further in zip(_QUEUES, (received, sent), strict=True):
         old.setsockopt(tcp, _REPAIR_QUEUE, queue)
         numbers.append(old.getsockopt(tcp, _QUEUE_SEQ) + further & 0xFFFFFFFF)
+    scales = old.getsockopt(tcp, socket.TCP_INFO, _SCALES + 1)[_SCALES]
     own, peer = old.getsockname(), old.getpeername()
     old.close()
     new = socket.socket(old.family)
@@ -146,6 +156,8 @@ def _move(name: str, sent: int, received: int) -> None:
         new.setsockopt(tcp, _QUEUE_SEQ, struct.pack("I", number))
     new.bind(own)
     new.connect(peer)
+    # Without them a window is some 60 bytes.
+    new.setsockopt(tcp, _REPAIR_OPTIONS, struct.pack("II", _OPTION_WINDOW, scales & 15 | scales >> 4 << 16))
     _keep(name, new)
 
 

@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons, wait_until
+from lab_services import Kind, write_services
+from lab_tools import wait_until
 
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
@@ -38,31 +38,6 @@ def started(small: Lab) -> Iterator[Lab]:
     yield small
     if agent.process is not None:
         agent.stop()
-
-
-def test_the_lane_follows_what_is_known_of_the_pod_network(small: Lab, family: int) -> None:
-    """Without clusterCIDR and Nodes no flow is made by BPF; when the Nodes come, new flows are, without a restart."""
-    node = small.nodes[0]
-    address = WEB.target("LoadBalancer", node).address.of(family)
-    (small.manifests / "nodes.yaml").unlink(missing_ok=True)
-    node.agent.start(QUICK | {"clusterCIDR": ""})
-    try:
-        node.agent.wait_synced()
-        assert "the pod network is not known" in node.agent.log()
-        before = reasons(node)
-        assert small.client.call(ask, address, 80).kind == ANSWERED
-        seen = moved(before, reasons(node))
-        assert seen.keys() >= {"new_flow_netfilter", "lane_backend_outside"}
-        assert "new_flow_direct" not in seen
-
-        write_nodes(small)
-        wait_until(lambda: "flows to pods take the direct lane" in node.agent.log(), "the Nodes were taken in")
-        before = reasons(node)
-        assert small.client.call(ask, address, 80).kind == ANSWERED
-        assert moved(before, reasons(node)) == {"new_flow_direct": 1}
-    finally:
-        node.agent.stop()
-        node.agent.log_file.unlink()
 
 
 def test_a_firewall_that_flushes_nftables_is_survived(started: Lab, family: int) -> None:
@@ -101,10 +76,10 @@ def test_a_signal_ends_it_with_status_0(started: Lab, number: signal.Signals) ->
 
 
 def test_another_masquerade_bit_after_a_restart(small: Lab) -> None:
-    """The programs and the nft table must agree on the bit: in the netfilter lane the one sets it, the other acts."""
+    """The programs and the nft table must agree on the bit: the one sets it, the other acts."""
     node = small.nodes[0]
     for bit in (14, 3):
-        node.agent.start(QUICK | {"iptables": QUICK["iptables"] | {"masqueradeBit": bit}}, lane="netfilter")
+        node.agent.start(QUICK | {"iptables": QUICK["iptables"] | {"masqueradeBit": bit}})
         try:
             node.agent.wait_synced()
             assert f"meta mark & 0x{1 << bit:08x}" in node.namespace.run("nft", "list", "ruleset")

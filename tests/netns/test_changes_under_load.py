@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from lab_tools import agent_lane
 
 from pyebpf_proxy.lab.cluster import Lab
 from tests.changes.courses import courses
@@ -22,37 +21,24 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 
 ROUNDS = int(os.environ.get("CHANGES_ROUNDS", "0"))
 COURSES = courses(int(os.environ.get("CHANGES_SEED", "1")), int(os.environ.get("CHANGES_STEPS", "6")))
-#: What is written is the same in both lanes; how a flow is made differs. In a longer run everything is done in both.
-IN_BOTH_LANES = list(COURSES) if ROUNDS else ["endpoints roll", "all endpoints vanish and return", "anything"]
-IN_THE_DIRECT_LANE = [course for course in COURSES if course not in IN_BOTH_LANES]
 
 
 @pytest.fixture(scope="module")
-def world(lane: str) -> Iterator[World]:
+def world() -> Iterator[World]:
     with Lab() as lab:
         made = World(lab)
         try:
-            made.build(agent_lane(lane), fast=bool(os.environ.get("CHANGES_FAST")))
+            made.build(fast=bool(os.environ.get("CHANGES_FAST")))
             yield made
         finally:
             made.close()
 
 
-def keep_to_the_rules(world: World, course: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("course", COURSES)
+def test_no_connection_notices_a_change(world: World, course: str, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(max(1, ROUNDS)):
         outcome = world.run(COURSES[course])
         with capsys.disabled():
             print(f"\n  {course}: {outcome} ({world.plain:.0f} a second without services)")
         text = "\n".join(map(str, outcome.violations[:20]))
         assert not outcome.violations, f"{len(outcome.violations)} of {outcome.connections}:\n{text}"
-
-
-@pytest.mark.parametrize("course", IN_BOTH_LANES)
-def test_no_connection_notices_a_change(world: World, course: str, capsys: pytest.CaptureFixture[str]) -> None:
-    keep_to_the_rules(world, course, capsys)
-
-
-@pytest.mark.parametrize("lane", ["direct"], indirect=True, scope="module")
-@pytest.mark.parametrize("course", IN_THE_DIRECT_LANE)
-def test_no_connection_notices_another_change(world: World, course: str, capsys: pytest.CaptureFixture[str]) -> None:
-    keep_to_the_rules(world, course, capsys)

@@ -69,7 +69,7 @@ def test_flows_end_as_with_kube_proxy(
     flows = list(scenario.flows())
     assert {flow.key for flow in flows} == set(answers), "make record has not been run since the scenario was changed"
     proxy = Ours(world, way)
-    flows = [flow for flow in flows if is_asked(flow, way) and proxy.serves(flow)]
+    flows = [flow for flow in flows if is_asked(flow, way)]
     assert flows
     try:
         proxy.start(mode, scenario)
@@ -77,6 +77,14 @@ def test_flows_end_as_with_kube_proxy(
     finally:
         proxy.stop()
     assert not wrong, f"{len(wrong)} of {len(flows)} flows:\n" + "\n".join(wrong[:40])
+
+
+def test_t2_silence_that_was_asked_again_is_counted(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """A machine that is busy loses an answer now and then; a proxy that loses them would, too."""
+    with capsys.disabled():
+        print(f"\n  {world.asked} requests, {world.lost} of them lost and asked again")
+    assert world.asked > 0
+    assert world.lost <= world.asked / 50
 
 
 def test_every_listed_difference_is_shown_by_a_flow_and_has_its_reason() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from kube_proxy_tools import DATA, load_kube_proxy, recorded, saved
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane, wait_until
+from lab_tools import wait_until
 
 from pyebpf_proxy.datapath.kube_proxy import leftovers
 from pyebpf_proxy.lab.addresses import CLIENT_CIDR, vip
@@ -76,7 +76,7 @@ def exchange(text: str) -> str:
 
 
 @pytest.mark.parametrize("mode", ["iptables-nft", "iptables-legacy", "nftables"])
-def test_a_connection_made_through_kube_proxy_goes_on(node_lab: Lab, lane: str, family: int, mode: str) -> None:
+def test_a_connection_made_through_kube_proxy_goes_on(node_lab: Lab, family: int, mode: str) -> None:
     node, client, pod = node_lab.nodes[0], node_lab.client, LB.endpoints[0]
     server = pod.namespace.start(serve_echo, family)
     kind = mode.removeprefix("iptables-")
@@ -89,7 +89,7 @@ def test_a_connection_made_through_kube_proxy_goes_on(node_lab: Lab, lane: str, 
         client.call(connect, vip(10).of(family), 80)
         assert client.call(exchange, "by kube-proxy") == "by kube-proxy"
 
-        node.agent.start(QUICK, agent_lane(lane))
+        node.agent.start(QUICK)
         node.agent.wait_synced()
         wait_until(lambda: "removed what kube-proxy left behind" in node.agent.log(), "the leftovers are gone")
         # Not before our programs carry the traffic.
@@ -105,7 +105,7 @@ def test_a_connection_made_through_kube_proxy_goes_on(node_lab: Lab, lane: str, 
         node.agent.stop()
 
 
-def test_where_forward_drops_connections_go_on_and_new_ones_are_made(node_lab: Lab, lane: str, family: int) -> None:
+def test_where_forward_drops_connections_go_on_and_new_ones_are_made(node_lab: Lab, family: int) -> None:
     """As with Docker on the node, and a pod network that brings no rules of its own."""
     node, client, pod = node_lab.nodes[0], node_lab.client, LB.endpoints[0]
     server = pod.namespace.start(serve_echo, family)
@@ -115,7 +115,7 @@ def test_where_forward_drops_connections_go_on_and_new_ones_are_made(node_lab: L
         wait_until(lambda: pod.namespace.run("ss", "-Hlnt", f"sport = :{ECHO_PORT}"), "the server listens")
         client.call(connect, vip(10).of(family), 80)
         assert client.call(exchange, "by kube-proxy") == "by kube-proxy"
-        node.agent.start(QUICK, agent_lane(lane))
+        node.agent.start(QUICK)
         node.agent.wait_synced()
         wait_until(lambda: "removed what kube-proxy left behind" in node.agent.log(), "the leftovers are gone")
         assert client.call(exchange, "by us") == "by us"

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 GOOD = Kind("good", 20)
 WRONG = {4: ("0.0.0.0", "127.0.0.1", "169.254.169.254", "224.0.0.1"), 6: ("::", "::1", "fe80::1", "ff02::1")}
 SHARED = Dual("203.0.113.200", "2001:db8:3::200")
-#: Both pods of the lab answer at every one of these: some in the pods' network, some outside of it (netfilter lane).
+#: Both pods of the lab answer at every one of these: some in the pods' network, some outside of it.
 MANY = 5_000
 MANY_NETWORK = {4: "172.20.0.0/16", 6: "fd00:10:244:1:0:1::/96"}
 PORTS = 300
@@ -157,12 +157,10 @@ def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) ->
     old = simple(bad, "older", 25, [port(80, 30024)], "web-1", created="2024-01-01T00:00:00Z", **both)
     new = simple(bad, "newer", 24, [port(80, 30024)], "web-2", created="2024-02-01T00:00:00Z", **both)
     other = simple(bad, "other", 26, [port(80, 30024, "UDP")], "web-2", **both)
-    # And one that names an address that is another's ClusterIP and VIP.
+    # And one, older than all of them, that names addresses that are another's ClusterIP and VIP.
     theft = [cluster_ip(20).v4, cluster_ip(20).v6, *vip(20)]
-    thief = simple(bad, "thief", 27, [port(80)], "web-1", created="2024-01-01T00:00:00Z", externalIPs=theft)
-    for made in (thief[0], old[0]):
-        made["metadata"]["creationTimestamp"] = "2024-01-01T00:00:00Z"
-    del thief[0]["metadata"]["creationTimestamp"]
+    thief = simple(bad, "thief", 27, [port(80)], "web-1", created="2020-01-01T00:00:00Z", externalIPs=theft)
+    old[0]["metadata"]["creationTimestamp"] = "2024-01-01T00:00:00Z"
     before = metric(bad, "service_port_problems")
     written = {"newer": new, "other": other, "thief": thief, "older": old}
     node = bad.nodes[0].address.of(family)
@@ -190,6 +188,57 @@ def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) ->
         for name in written:
             (bad.manifests / f"{name}.json").unlink(missing_ok=True)
     wait_until(lambda: metric(bad, "service_port_problems") == before, "all are gone", 60)
+
+
+def test_a_tenant_that_was_there_first_takes_nothing(bad: Lab, family: int) -> None:
+    """Its externalIPs name what a later Service is given: its ClusterIP, its VIP, its NodePort on the node."""
+    tenant = simple(
+        bad, "first", 35, [port(80), Port("n", 30036, 8080)], "web-1", created="2020-01-01T00:00:00Z",
+        externalIPs=[*cluster_ip(36), *vip(36), *bad.nodes[0].address],
+    )  # fmt: skip
+    for made in tenant:
+        made["metadata"]["namespace"] = "tenant"
+    later = simple(bad, "later", 36, [port(80, 30036)], "web-2", created="2024-01-01T00:00:00Z", vip=vip(36))
+    before = metric(bad, "service_port_problems")
+    asked = [(cluster_ip(36), 80), (vip(36), 80), (bad.nodes[0].address, 30036)]
+    try:
+        bad.wait_synced(write(bad, "tenant", *tenant))
+        assert answerers(bad, bad.client, vip(36).of(family), 80) == {"web-1"}
+        bad.wait_synced(write(bad, "later", *later))
+        for who in everybody(bad):
+            for address, number in asked:
+                if who is not bad.client or address != cluster_ip(36):
+                    assert answerers(bad, who, address.of(family), number) == {"web-2"}
+        # By family: the ClusterIP, the VIP, the NodePort on the node's address.
+        assert metric(bad, "service_port_problems") == before + 6
+        which = "Service tenant/first: spec.externalIPs:"
+        refused = "is NodePort 30036/TCP of Service default/later on Node node1: refused, is not served there"
+        assert said(bad, which, bad.nodes[0].address.of(family), refused) >= 1
+        assert said(bad, which, f"{cluster_ip(36).of(family)}", "is that of Service default/later already") >= 1
+    finally:
+        for name in ("later", "tenant"):
+            (bad.manifests / f"{name}.json").unlink(missing_ok=True)
+    wait_until(lambda: metric(bad, "service_port_problems") == before, "all are gone", 60)
+
+
+def test_a_service_that_names_65_792_addresses_and_ports_fills_no_map(bad: Lab, family: int) -> None:
+    """256 externalIPs with 256 ports: its ClusterIP and its first externalIPs are served, and so are others."""
+    ports = [Port(f"p{i}", 2000 + i, 8080, "TCP") for i in range(256)]
+    first = int(ip_address(Dual("198.18.0.1", "2001:db8:4::1").of(family)))
+    addresses = [str(type(ip_address(vip(20).of(family)))(first + i)) for i in range(256)]
+    made = simple(bad, "big", 37, ports, "web-1", externalIPs=addresses)
+    name = 'service_over_limit{namespace="default",service="big"}'
+    own = bad.pods["toolbox"].namespace
+    try:
+        bad.wait_synced(write(bad, "big", *made))
+        for address in (cluster_ip(37).of(family), addresses[0]):
+            assert answerers(bad, own, address, 2255) == {"web-1"}
+        assert metric(bad, name) == 1
+        assert metric(bad, f'map_entries{{map="frontends{family}"}}') < 5000
+        assert said(bad, "Service default/big: spec.externalIPs: 256", "the first 8 are served") >= 1
+    finally:
+        (bad.manifests / "big.json").unlink()
+    wait_until(lambda: name not in bad.nodes[0].agent.metrics(), "it is gone", 60)
 
 
 def test_ranges_of_the_wrong_family_or_unreadable(bad: Lab, family: int) -> None:
@@ -273,7 +322,7 @@ def disperse(lab: Lab, family: int) -> None:
 def test_5000_endpoints_of_one_service(bad: Lab, family: int) -> None:
     """In 50 slices, then with affinity, then with one endpoint again."""
     addresses = many_addresses(family)
-    # In one family they are pods' (direct lane), in the other they are not (netfilter lane).
+    # In one family they are pods', in the other they are not.
     assert (family == 6) == (ip_address(addresses[0]) in ip_network(pod_cidr(1).of(family)))
     made = crowd(bad, family)
     target = vip(33).of(family)

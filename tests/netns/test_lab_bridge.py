@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane, moved, node_client, outside_client, pod_client, reasons
+from lab_tools import moved, node_client, outside_client, pod_client, reasons
 
 from pyebpf_proxy.lab.client import ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab
@@ -23,7 +23,7 @@ LOCAL = Kind("local", 12, externalTrafficPolicy="Local")
 
 
 @pytest.fixture(scope="module", params=(0, 1), ids=("call-iptables-0", "call-iptables-1"))
-def bridged(request: pytest.FixtureRequest, lane: str) -> Iterator[tuple[Lab, int, str]]:
+def bridged(request: pytest.FixtureRequest) -> Iterator[tuple[Lab, int]]:
     with Lab(pod_network="bridge") as lab:
         first, second = lab.nodes
         call: int = request.param
@@ -35,8 +35,8 @@ def bridged(request: pytest.FixtureRequest, lane: str) -> Iterator[tuple[Lab, in
         NEAR.endpoints, BOTH.endpoints, LOCAL.endpoints = (near,), (near, far), (near, far)
         write_nodes(lab)
         write_services(lab, NEAR, BOTH, LOCAL)
-        lab.start_agents(None, agent_lane(lane))
-        yield lab, call, lane
+        lab.start_agents()
+        yield lab, call
 
 
 @pytest.mark.parametrize("kind", ["ClusterIP", "LoadBalancer"])
@@ -51,9 +51,9 @@ def bridged(request: pytest.FixtureRequest, lane: str) -> Iterator[tuple[Lab, in
     ("node1", BOTH),
 ], ids=lambda value: getattr(value, "name", value))  # fmt: skip
 def test_services_of_pods_on_a_bridge(
-    bridged: tuple[Lab, int, str], who: str, about: Kind, kind: Any, family: int, protocol: str
+    bridged: tuple[Lab, int], who: str, about: Kind, kind: Any, family: int, protocol: str
 ) -> None:
-    lab, _, _ = bridged
+    lab, _ = bridged
     if who == "client":
         if kind == "ClusterIP":
             kind = "ExternalIP"
@@ -68,8 +68,8 @@ def test_services_of_pods_on_a_bridge(
     assert not observed.problem, observed.problem
 
 
-def test_large_transfers_between_pods_of_one_bridge(bridged: tuple[Lab, int, str], family: int) -> None:
-    lab, call, _ = bridged
+def test_large_transfers_between_pods_of_one_bridge(bridged: tuple[Lab, int], family: int) -> None:
+    lab, call = bridged
     toolbox = lab.pods["toolbox"].namespace
     address = NEAR.target("ClusterIP", lab.nodes[0]).address.of(family)
     before = reasons(lab.nodes[0])
@@ -81,24 +81,24 @@ def test_large_transfers_between_pods_of_one_bridge(bridged: tuple[Lab, int, str
         assert lifted > 0  # without bridge netfilter the reply reaches the node only because it is lifted
 
 
-def test_fragmented_requests_between_pods_of_one_bridge(bridged: tuple[Lab, int, str], family: int) -> None:
-    lab, _, _ = bridged
+def test_fragmented_requests_between_pods_of_one_bridge(bridged: tuple[Lab, int], family: int) -> None:
+    lab, _ = bridged
     address = NEAR.target("ClusterIP", lab.nodes[0]).address.of(family)
     outcome = lab.pods["toolbox"].namespace.call(ask, address, 53, "udp", size=5_000, fragment=True)
     assert outcome.answer is not None, outcome
     assert outcome.answer.received == 5_000
 
 
-def test_fragmented_answers_between_pods_of_one_bridge(bridged: tuple[Lab, int, str], family: int) -> None:
-    lab, _, _ = bridged
+def test_fragmented_answers_between_pods_of_one_bridge(bridged: tuple[Lab, int], family: int) -> None:
+    lab, _ = bridged
     address = NEAR.target("ClusterIP", lab.nodes[0]).address.of(family)
     outcome = lab.pods["toolbox"].namespace.call(ask, address, 53, "udp", reply_size=9_000, fragment=True)
     assert outcome.answer is not None, outcome
     assert outcome.size == 9_000
 
 
-def test_pods_of_one_bridge_talk_to_each_other_as_before(bridged: tuple[Lab, int, str], family: int) -> None:
-    lab, _, _ = bridged
+def test_pods_of_one_bridge_talk_to_each_other_as_before(bridged: tuple[Lab, int], family: int) -> None:
+    lab, _ = bridged
     near, toolbox = lab.pods["near-1"], lab.pods["toolbox"]
     for protocol, port in (("tcp", 8080), ("udp", 5353)):
         outcomes = toolbox.namespace.call(ask_many, 5, near.address.of(family), port, protocol)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,8 +15,9 @@ from typing import Any
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane, wait_until
+from lab_tools import wait_until
 
+from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.lab import leftovers
 from pyebpf_proxy.lab.client import ANSWERED, TIMED_OUT, UNREACHABLE, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
@@ -52,6 +54,7 @@ def snapshot(node: Node) -> dict[str, Any]:
             for device in devices
             for hook in ("ingress", "egress")
         },
+        "tcx": node.namespace.call(_tcx),
         "nft": [
             entry for entry in json.loads(run("nft", "-j", "list", "ruleset"))["nftables"] if "metainfo" not in entry
         ],
@@ -60,6 +63,13 @@ def snapshot(node: Node) -> dict[str, Any]:
         "directory": sorted(str(path) for path in node.agent.directory.rglob("*")),
     }
     return state
+
+
+def _tcx() -> dict[str, list[tuple[int, ...]]]:
+    """The tcx programs of every device, at ingress and at egress."""
+    return {
+        name: [tcx.chain(index, hook) for hook in (tcx.INGRESS, tcx.EGRESS)] for index, name in socket.if_nameindex()
+    }
 
 
 def _without(value: Any, *keys: str) -> Any:
@@ -137,7 +147,7 @@ def node(request: pytest.FixtureRequest) -> Iterator[Node]:
         yield first
 
 
-def test_cleanup_leaves_the_node_as_before(node: Node, lane: str, family: int) -> None:
+def test_cleanup_leaves_the_node_as_before(node: Node, family: int) -> None:
     lab = node.lab
     web = WEB.target("LoadBalancer", node).address.of(family)
     # The traffic of plain routing first, so that neighbours and caches are as they will be.
@@ -145,17 +155,18 @@ def test_cleanup_leaves_the_node_as_before(node: Node, lane: str, family: int) -
     cgroups_before = cgroup_programs()
     before = snapshot(node)
 
-    node.agent.start(None, agent_lane(lane))
+    node.agent.start()
     node.agent.wait_synced()
     assert lab.client.call(ask, web, 80).kind == ANSWERED
     assert node.namespace.call(ask, web, 80).kind == ANSWERED
     during = snapshot(node)
-    for part in ("qdiscs", "filters", "nft", "directory"):
+    assert during["qdiscs"] == before["qdiscs"], "CNI plugins add qdiscs, and fail where there is one"
+    for part in ("tcx", "nft", "directory"):
         assert during[part] != before[part], part  # or this test sees nothing
     mine = our_cgroup_programs(cgroups_before, node)
     assert len(mine) == 8, mine
     node.agent.stop()
-    assert snapshot(node)["filters"] == during["filters"]  # SIGTERM leaves everything
+    assert snapshot(node)["tcx"] == during["tcx"]  # SIGTERM leaves everything
 
     node.agent.cleanup()
     after = snapshot(node)
@@ -164,7 +175,7 @@ def test_cleanup_leaves_the_node_as_before(node: Node, lane: str, family: int) -
     wait_until(lambda: not mine & cgroup_programs(), "the kernel takes the programs off")
     assert lab.client.call(ask, web, 80, timeout=0.3).kind in (TIMED_OUT, UNREACHABLE)
     node.agent.cleanup()  # a second time: nothing to do, and no error
-    assert snapshot(node)["filters"] == before["filters"]
+    assert snapshot(node)["tcx"] == before["tcx"]
 
 
 @pytest.mark.alone
@@ -198,14 +209,14 @@ def test_where_no_bpffs_is_prepared() -> None:
         assert node.namespace.call(ask, address.v6, 80, timeout=0.3).answer is None
 
 
-def test_nodes_on_one_kernel_do_not_disturb_each_other(lane: str) -> None:
+def test_nodes_on_one_kernel_do_not_disturb_each_other() -> None:
     """--cleanup of one leaves the other's programs, pins and table alone."""
     with Lab() as lab:
         first, second = lab.nodes
         WEB.endpoints = (lab.add_pod("web-1", first), lab.add_pod("web-2", second))
         write_nodes(lab)
         write_services(lab, WEB)
-        lab.start_agents(None, agent_lane(lane))
+        lab.start_agents()
         first.agent.stop()
         first.agent.cleanup()
         port = WEB.target("NodePort", second).ports["tcp"]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every row of the decision table (spec/service-semantics §5) with real connections, in both lanes and families."""
+"""Every row of the decision table (spec/service-semantics §5) with real connections, in both families."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
 from lab_tools import (
-    agent_lane,
     moved,
     node_client,
     outside_client,
@@ -32,9 +32,8 @@ MASQUERADE_ALL = {"iptables": {"minSyncPeriod": "10ms", "masqueradeAll": True}}
 class Cluster:
     """Two nodes; services by name; web-1 and lone on node1, web-2 on node2, toolbox pods on both."""
 
-    def __init__(self, lab: Lab, lane: str) -> None:
+    def __init__(self, lab: Lab) -> None:
         self.lab = lab
-        self.lane = lane
         self.first, self.second = lab.nodes
         web1, web2 = lab.add_pod("web-1", self.first), lab.add_pod("web-2", self.second)
         lone = lab.add_pod("lone", self.first)
@@ -61,13 +60,13 @@ class Cluster:
         write_services(lab, *self.services.values())
         route_cluster_ips(lab, self.first)
         self.config: dict[str, object] | None = None
-        lab.start_agents(None, agent_lane(lane))
+        lab.start_agents()
 
     def use(self, config: dict[str, object] | None) -> None:
         """Restart the agents if they do not run with this configuration."""
         if config != self.config:
             self.lab.stop_agents()
-            self.lab.start_agents(config, agent_lane(self.lane))
+            self.lab.start_agents(config)
             self.config = config
             for node in self.lab.nodes:
                 # A datagram from a port that the kernel draws again would go on as one under the former configuration.
@@ -82,9 +81,14 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(lane: str) -> Iterator[Cluster]:
+def cluster() -> Iterator[Cluster]:
     with Lab() as lab:
-        yield Cluster(lab, lane)
+        yield Cluster(lab)
+
+
+def decided(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """What was decided in between. Flows of former tests end meanwhile, by the agent's sweep: no decision."""
+    return {name: count for name, count in moved(before, after).items() if name != "young_ended"}
 
 
 def check(cluster: Cluster, who: str, service: str, kind: str, family: int, protocol: str, at: str = "") -> None:
@@ -229,7 +233,10 @@ def test_without_detector(cluster: Cluster, who: str, service: str, kind: str, f
 
 
 @pytest.mark.parametrize("who", ["toolbox", "client"])
-def test_new_flows_take_the_lane_under_test(cluster: Cluster, who: str, family: int, protocol: str) -> None:
+def test_each_new_flow_is_counted_by_the_path_that_it_took(
+    cluster: Cluster, who: str, family: int, protocol: str
+) -> None:
+    """To either endpoint the first flow goes through netfilter, which gives the permit for those after it."""
     cluster.use(None)
     target = cluster.services["cluster"].target("LoadBalancer", cluster.first)
     before = reasons(cluster.first)
@@ -239,9 +246,41 @@ def test_new_flows_take_the_lane_under_test(cluster: Cluster, who: str, family: 
     outcomes = namespace.call(ask_many, *asked, first_port=20000)
     assert all(outcome.answer for outcome in outcomes)
     counted = moved(before, reasons(cluster.first))
-    wanted, other = f"new_flow_{cluster.lane}", {"direct": "new_flow_netfilter", "netfilter": "new_flow_direct"}
-    assert counted.get(wanted, 0) >= 10, counted
-    assert other[cluster.lane] not in counted, counted
+    slow, fast = counted.get("new_flow_netfilter", 0), counted.get("new_flow_fast", 0)
+    assert slow + fast >= 10, counted
+    # A permit is good for a second: on a slow machine a flow in the middle may be without one as well.
+    assert fast >= 1 <= counted.get("permit_granted", 0), counted
+    assert slow >= counted.get("slow_no_permit", 0) >= 1, counted
+
+
+def _alternate(addresses: list[str], port: int, times: int) -> list[tuple[str, str]]:
+    """One socket asks each address in turn; which one was asked, and who answered."""
+    seen = []
+    with socket.socket(socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.settimeout(2)
+        for index in range(times):
+            asked = addresses[index % len(addresses)]
+            sock.sendto(b"who", (asked, port))
+            try:
+                answered = sock.recvfrom(4096)[1][0]
+            except TimeoutError:
+                answered = ""
+            seen.append((asked, answered))
+    return seen
+
+
+def test_one_socket_asks_two_frontends_of_one_endpoint(cluster: Cluster, family: int) -> None:
+    """Same client port, same endpoint, two addresses in between: each answer comes from the address that was asked."""
+    cluster.use(None)
+    kind = cluster.services["lone"]
+    targets = [kind.target(name, cluster.first) for name in ("ClusterIP", "LoadBalancer")]
+    toolbox = cluster.client("toolbox").namespace
+    # So that both have a permit.
+    for target in targets:
+        assert all(each.answer for each in toolbox.call(ask_many, 3, target.address.of(family), 53, "udp"))
+    addresses = [target.address.of(family) for target in targets]
+    seen = toolbox.call(_alternate, addresses, targets[0].ports["udp"], 10)
+    assert [answered for _, answered in seen] == [asked for asked, _ in seen]
 
 
 def test_choice_is_uniform(cluster: Cluster, family: int) -> None:
@@ -261,7 +300,7 @@ def test_an_address_that_is_no_service_is_left_alone(cluster: Cluster, family: i
     target = cluster.services["cluster"].target("LoadBalancer", cluster.first)
     outcome = cluster.lab.client.call(ask, target.address.of(family), 4242, protocol, timeout=0.3)
     assert outcome.kind in (TIMED_OUT, "unreachable"), outcome
-    assert moved(before, reasons(cluster.first)) == {}
+    assert decided(before, reasons(cluster.first)) == {}
 
 
 def test_pods_and_plain_routes_are_left_alone(cluster: Cluster, family: int, protocol: str) -> None:
@@ -272,4 +311,4 @@ def test_pods_and_plain_routes_are_left_alone(cluster: Cluster, family: int, pro
     outcome = cluster.lab.pods["toolbox"].namespace.call(ask, pod.address.of(family), port, protocol)
     assert outcome.answer is not None, outcome
     assert outcome.answer.peer[0] == cluster.lab.pods["toolbox"].address.of(family)
-    assert moved(before, reasons(cluster.first)) == {}
+    assert decided(before, reasons(cluster.first)) == {}

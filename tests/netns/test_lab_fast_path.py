@@ -65,12 +65,25 @@ def test_flows_says_what_the_cache_knows(fast_world: World, far: Talk) -> None:
 
 def test_policy_routing_closes_it_and_opens_it_again(fast_world: World, far: Talk) -> None:
     before = fast_world.count("stack_policy_routed")
-    fast_world.node.namespace.ip("rule add fwmark 0x77 lookup main")
+    fast_world.node.namespace.ip("rule add dport 7 lookup main")
     try:
         wait_until(lambda: fast_world.count("stack_policy_routed") > before, "closed for policy routing", 60.0)
         far.wait()
     finally:
-        fast_world.node.namespace.ip("rule del fwmark 0x77 lookup main")
+        fast_world.node.namespace.ip("rule del dport 7 lookup main")
+    fast_world.fast(far)
+
+
+def test_a_rule_that_counts_closes_it_and_opens_it_again(fast_world: World, far: Talk) -> None:
+    before = fast_world.count("stack_rules")
+    node = fast_world.node.namespace
+    hook = "type filter hook forward priority 0"
+    node.run("nft", f"table inet counts {{ chain c {{ {hook}; tcp dport 7 limit rate 9/second accept; }}; }}")
+    try:
+        wait_until(lambda: fast_world.count("stack_rules") > before, "closed for a rule", 60.0)
+        far.wait()
+    finally:
+        node.run("nft", "delete table inet counts")
     fast_world.fast(far)
 
 
@@ -100,9 +113,13 @@ def test_the_agent_comes_and_goes(fast_world: World, far: Talk) -> None:
     """One connection through it all; few starts, since each takes seconds."""
     agent, namespace = fast_world.node.agent, fast_world.node.namespace
 
+    # A young flow would go on by the table.
+    wait_until(
+        lambda: f"sport={far.own_port} " in namespace.run("conntrack", "-L", "-p", "tcp"), "the kernel has it", 60.0
+    )
     before = fast_world.count("stack_no_agent")
     agent.kill()
-    wait_until(lambda: fast_world.count("stack_no_agent") > before, "nobody watches: the kernel's way", 60.0)
+    wait_until(lambda: fast_world.count("stack_no_agent") > before, "without an agent, the slow path", 60.0)
     far.wait()
 
     before = fast_world.count("stack_device")

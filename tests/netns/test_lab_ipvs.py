@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane, wait_until
+from lab_tools import wait_until
 
 from pyebpf_proxy.lab.client import ask, ask_many, family_of
 from pyebpf_proxy.lab.cluster import Lab
@@ -26,7 +26,7 @@ HELD = 12
 
 
 @pytest.fixture(scope="module")
-def ipvs(lane: str) -> Iterator[Lab]:
+def ipvs() -> Iterator[Lab]:
     with Lab() as lab:
         first, second = lab.nodes
         lab.add_pod("toolbox", first)
@@ -37,8 +37,8 @@ def ipvs(lane: str) -> Iterator[Lab]:
 
 
 @contextmanager
-def agents(lab: Lab, lane: str, scheduler: str) -> Iterator[None]:
-    lab.start_agents({"mode": "ipvs", "ipvs": {"scheduler": scheduler, "minSyncPeriod": "10ms"}}, agent_lane(lane))
+def agents(lab: Lab, scheduler: str) -> Iterator[None]:
+    lab.start_agents({"mode": "ipvs", "ipvs": {"scheduler": scheduler, "minSyncPeriod": "10ms"}})
     try:
         yield
     finally:
@@ -84,9 +84,9 @@ def _hold(address: str, count: int, ready: Any, end: Any) -> None:
         each.close()
 
 
-def test_rr_takes_exact_turns_whoever_asks(ipvs: Lab, lane: str) -> None:
+def test_rr_takes_exact_turns_whoever_asks(ipvs: Lab) -> None:
     """All in one: the three ways share the turns of a list, so 3 × 12 connections are 12 for each endpoint."""
-    with agents(ipvs, lane, "rr"):
+    with agents(ipvs, "rr"):
         for family in (4, 6):
             total: Counter[str] = Counter()
             for name, (namespace, address) in askers(ipvs, family).items():
@@ -99,10 +99,10 @@ def test_rr_takes_exact_turns_whoever_asks(ipvs: Lab, lane: str) -> None:
             assert found == {"web-1": 3, "web-2": 3, "web-3": 3}
 
 
-def test_hashes_keep_a_client_over_a_restart(ipvs: Lab, lane: str) -> None:
+def test_hashes_keep_a_client_over_a_restart(ipvs: Lab) -> None:
     before = {}
     for _ in range(2):
-        with agents(ipvs, lane, "sh"):
+        with agents(ipvs, "sh"):
             for family in (4, 6):
                 for name, (namespace, address) in askers(ipvs, family).items():
                     found = pods(namespace, address, 6)
@@ -112,12 +112,12 @@ def test_hashes_keep_a_client_over_a_restart(ipvs: Lab, lane: str) -> None:
 
 
 @pytest.mark.parametrize("who", ["client", "pod", "node"])
-def test_lc_goes_by_the_connections_that_there_are(ipvs: Lab, lane: str, who: str) -> None:
+def test_lc_goes_by_the_connections_that_there_are(ipvs: Lab, who: str) -> None:
     """web-1 holds long connections: new ones go to the other, and after those have closed to both again."""
     namespace, address = askers(ipvs, 4)[who]
     everybody = WEB.endpoints
     held = None
-    with agents(ipvs, lane, "lc"):
+    with agents(ipvs, "lc"):
         try:
             WEB.endpoints = everybody[:1]
             ipvs.wait_synced(write_services(ipvs, WEB))
@@ -162,9 +162,9 @@ def _load(lab: Lab, pod: str) -> int:
     return total
 
 
-def test_a_first_answer_comes_with_every_scheduler(ipvs: Lab, lane: str) -> None:
+def test_a_first_answer_comes_with_every_scheduler(ipvs: Lab) -> None:
     for scheduler in ("mh", "lblcr"):
-        with agents(ipvs, lane, scheduler):
+        with agents(ipvs, scheduler):
             for family in (4, 6):
                 for name, (namespace, address) in askers(ipvs, family).items():
                     outcome = namespace.call(ask, address, 80)

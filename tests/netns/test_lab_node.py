@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane, moved, reasons, wait_until
+from lab_tools import moved, reasons, wait_until
 from socket_calls import source_info
 
 from pyebpf_proxy.lab.addresses import Dual
@@ -30,13 +30,12 @@ LOOPBACK = Dual("127.0.0.1", "::1")
 
 @pytest.fixture(scope="module")
 def node_lab() -> Iterator[Lab]:
-    """Both lanes share this path, so one lab with the agent's own choice is enough."""
     with Lab() as lab:
         first, second = lab.nodes
         WEB.endpoints = (lab.add_pod("web-1", first), lab.add_pod("web-2", second))
         write_nodes(lab)
         write_services(lab, WEB, EMPTY)
-        lab.start_agents(None, agent_lane("direct"))
+        lab.start_agents()
         yield lab
 
 
@@ -46,7 +45,7 @@ def usual_configuration(node_lab: Lab) -> Iterator[None]:
     yield
     for node in node_lab.nodes:
         if node.agent.process is None:
-            node.agent.start(None, agent_lane("direct"))
+            node.agent.start()
             node.agent.wait_synced()
 
 

@@ -17,6 +17,7 @@ from scapy.layers.inet import ICMP, IP, TCP, UDP
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet
 
+from pyebpf_proxy.config.datapath_model import API_VERSION, KIND
 from pyebpf_proxy.datapath.preflight import effective_capabilities
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
@@ -184,7 +185,10 @@ def read_only_proc(node: Node, config: dict[str, Any]) -> subprocess.CompletedPr
     script = 'mount -o bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && exec "$@"'
     path = node.agent.folder / "config.yaml"
     path.write_text(json.dumps(node.agent.configuration(config)))
-    arguments = ["--config", str(path), "--manifests", str(node.agent.manifests)]
+    # What the fast path needs of the settings is another test's matter.
+    own = node.agent.folder / "datapath.yaml"
+    own.write_text(json.dumps({"apiVersion": API_VERSION, "kind": KIND, "fastPath": False}))
+    arguments = ["--config", str(path), "--datapath-config", str(own), "--manifests", str(node.agent.manifests)]
     arguments += ["--directory", str(node.agent.directory)]
     inside = ["unshare", "--mount", "sh", "-c", script, "sh", *command(), *arguments]
     process = subprocess.Popen(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent with a DatapathConfiguration: map sizes that change under connections, lanes, no socket programs."""
+"""The agent with a DatapathConfiguration: map sizes that change under connections, no socket programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons, wait_until
+from lab_tools import wait_until
 from see_tools import answer
 from test_lab_life import ECHO, Transfers
 
@@ -20,6 +20,7 @@ from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.manifests import Port
+from pyebpf_proxy.lab.servers import Ports, start_servers
 from pyebpf_proxy.services.addresses import format_address_port
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -135,33 +136,8 @@ def test_sizes_that_are_too_small_end_the_start_and_what_is_served_goes_on(small
     (small.manifests / "many.yaml").unlink()
 
 
-def test_the_lane_of_the_file_and_the_flag_over_it(small: Lab, family: int) -> None:
-    node = small.nodes[0]
-    address = WEB.target("LoadBalancer", node).address.of(family)
-    for lane, direct in ((None, False), ("auto", True)):
-        node.agent.start(lane=lane, own={"lane": "netfilter"})
-        node.agent.wait_synced()
-        before = reasons(node)
-        assert small.client.call(ask, address, 80).kind == ANSWERED
-        assert ("new_flow_direct" in moved(before, reasons(node))) == direct
-        node.agent.stop()
-
-
-def test_pod_networks_that_the_cluster_does_not_name(small: Lab, family: int) -> None:
-    node = small.nodes[0]
-    address = WEB.target("LoadBalancer", node).address.of(family)
-    ranges = str(node.pod_cidr.v4), str(node.pod_cidr.v6)
-    for own, direct in (({}, False), ({"podNetwork": list(ranges)}, True)):
-        node.agent.start({"clusterCIDR": "192.0.2.0/24,2001:db8:9::/64"}, own=own)
-        node.agent.wait_synced()
-        before = reasons(node)
-        assert small.client.call(ask, address, 80).kind == ANSWERED
-        assert ("new_flow_direct" in moved(before, reasons(node))) == direct
-        node.agent.stop()
-
-
 def test_without_socket_programs(small: Lab, family: int, protocol: str) -> None:
-    """Those of a former run go; what passes the node is served as ever; the node's own processes reach no Service."""
+    """Those of a former run go; what passes the node and what its own processes send is served as ever."""
     node = small.nodes[0]
     agent = node.agent
     agent.start()
@@ -178,18 +154,74 @@ def test_without_socket_programs(small: Lab, family: int, protocol: str) -> None
         other = WEB.target(kind, node)  # type: ignore[arg-type]
         assert small.client.call(ask, other.address.of(family), other.ports[protocol], protocol).kind == ANSWERED
     assert small.pods["toolbox"].namespace.call(ask, *asked).kind == ANSWERED
-    assert node.namespace.call(ask, *asked, timeout=0.5).kind != ANSWERED
+    assert node.namespace.call(ask, *asked).kind == ANSWERED
     sender, place = node.address.of(family), format_address_port(ip_address(asked[0]).packed, asked[1])
     found = answer(node, "explain", sender, place, protocol)
-    assert (found["verdict"], found["steps"][-1]) == (
-        "left",
-        "the socket programs are not attached (socketLB: off): processes of this node reach no Service",
-    )
+    assert found["verdict"] == "served"
+    said = "the socket programs are not attached (socketLB: off): nftables decides on what this node sends"
+    assert said in found["steps"]
+    assert found["program"]["why"].startswith(f"nftables decides on {protocol.upper()} of this node's own")
     node_port = WEB.target("NodePort", node)
-    for address in (node_port.address.of(family), LOOPBACK.of(family)):
-        outcome = node.namespace.call(ask, address, node_port.ports[protocol], protocol, timeout=0.5)
-        assert outcome.kind != ANSWERED, (address, outcome)
+    # IPv6 has no NodePorts on loopback.
+    for address in (node_port.address.of(family), *([LOOPBACK.v4] if family == 4 else [])):
+        outcome = node.namespace.call(ask, address, node_port.ports[protocol], protocol)
+        assert outcome.kind == ANSWERED, (address, outcome)
     agent.stop()
     agent.start()
     agent.wait_synced()
     assert node.namespace.call(ask, *asked).kind == ANSWERED
+
+
+@pytest.mark.parametrize("family", [4, 6])
+def test_a_cache_at_the_clusterip_serves_the_node_itself(small: Lab, family: int) -> None:
+    """As NodeLocal DNSCache: a process of the node listens at the Service's own address."""
+    node = small.nodes[0]
+    address = WEB.target("ClusterIP", node).address.of(family)
+    node.agent.start()
+    node.agent.wait_synced()
+    before = node.namespace.call(ask, address, 80)
+    assert before.answer is not None
+    assert before.answer.pod in ("web-1", "web-2")
+    node.namespace.run("ip", "address", "add", f"{address}/{32 if family == 4 else 128}", "dev", "lo")
+    cache = start_servers(node.namespace, {"pod": "cache", "node": node.name}, Ports((80,), (), ()))
+    try:
+        wait_until(
+            lambda: (found := node.namespace.call(ask, address, 80).answer) is not None and found.pod == "cache",
+            "the cache answers",
+        )
+    finally:
+        cache.stop()
+        node.namespace.run("ip", "address", "del", f"{address}/{32 if family == 4 else 128}", "dev", "lo")
+
+
+@pytest.mark.parametrize("family", [4, 6])
+def test_a_cache_with_notrack_rules_serves_pods(small: Lab, family: int) -> None:
+    """NodeLocal DNSCache: raw rules keep conntrack, and with it every NAT, away from the Service's own address."""
+    node, toolbox = small.nodes[0], small.pods["toolbox"].namespace
+    address = WEB.target("ClusterIP", node).address.of(family)
+    word = "ip" if family == 4 else "ip6"
+    node.agent.start()
+    node.agent.wait_synced()
+    ways = (80, "tcp"), (53, "udp")
+    for way in ways:
+        # A pair with a permit, too.
+        outcomes = toolbox.call(ask_many, 20, address, *way)
+        assert {outcome.answer.pod for outcome in outcomes if outcome.answer} <= {"web-1", "web-2"}
+    node.namespace.run("ip", "address", "add", f"{address}/{32 if family == 4 else 128}", "dev", "lo")
+    node.namespace.run("nft", "add", "table", word, "cache")
+    for chain, hook, field in (("in", "prerouting", "daddr"), ("out", "output", "saddr")):
+        node.namespace.run("nft", f"add chain {word} cache {chain} {{ type filter hook {hook} priority raw ; }}")
+        node.namespace.run("nft", f"add rule {word} cache {chain} {word} {field} {address} notrack")
+    cache = start_servers(node.namespace, {"pod": "cache", "node": node.name}, Ports((80,), (), (53,)))
+    try:
+        for way in ways:
+            wait_until(
+                lambda way=way: (found := toolbox.call(ask, address, *way).answer) is not None and found.pod == "cache",
+                "the cache answers",
+            )
+            found = [outcome.answer for outcome in toolbox.call(ask_many, 20, address, *way)]
+            assert [answer.pod for answer in found if answer] == ["cache"] * 20
+    finally:
+        cache.stop()
+        node.namespace.run("nft", "delete", "table", word, "cache")
+        node.namespace.run("ip", "address", "del", f"{address}/{32 if family == 4 else 128}", "dev", "lo")

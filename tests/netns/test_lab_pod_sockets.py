@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane, learned_just_now, moved, reasons, wait_until
+from lab_tools import learned_just_now, reasons, served_by, wait_until
 
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, TIMED_OUT, Outcome, ask, ask_many, family_of, read_answer
 from pyebpf_proxy.lab.cluster import Lab, Pod
@@ -41,7 +41,7 @@ def pods_lab() -> Iterator[Lab]:
         excluded = lab.pods["excluded"].address
         own = {"socketLB": "all", "socketLBExclude": [f"{excluded.v4}/32", f"{excluded.v6}/128"]}
         for node in lab.nodes:
-            node.agent.start(None, agent_lane("direct"), own)
+            node.agent.start(own=own)
         for node in lab.nodes:
             node.agent.wait_synced()
         yield lab
@@ -61,7 +61,7 @@ def known(lab: Lab, pod: Pod, family: int) -> None:
 
     def by_socket() -> bool:
         counted, _ = counted_while(lab, lambda: [pod.namespace.call(ask, *asked)])
-        return counted == {"new_flow_socket": 1}
+        return counted == {"socket": 1}
 
     learned_just_now(lab.nodes[0])
     wait_until(by_socket, "sockets of the pod are translated", 60)
@@ -70,7 +70,7 @@ def known(lab: Lab, pod: Pod, family: int) -> None:
 def counted_while(lab: Lab, act: Callable[[], list[Outcome]]) -> tuple[dict[str, int], list[Outcome]]:
     before = reasons(lab.nodes[0])
     outcomes = act()
-    return moved(before, reasons(lab.nodes[0])), outcomes
+    return served_by(before, reasons(lab.nodes[0])), outcomes
 
 
 def test_the_first_socket_is_left_to_tc_and_the_next_are_translated(pods_lab: Lab, family: int) -> None:
@@ -93,7 +93,7 @@ def test_nothing_of_it_is_translated_again(pods_lab: Lab, asker: Pod, family: in
     port = {"tcp": 80, "udp": 53}[protocol]
     counted, outcomes = counted_while(pods_lab, lambda: asker.namespace.call(ask_many, 20, address, port, protocol))
     assert {outcome.kind for outcome in outcomes} == {ANSWERED}
-    assert counted == {"new_flow_socket": 20}, counted
+    assert counted == {"socket": 20}, counted
     for outcome in outcomes:
         assert outcome.answer is not None
         assert outcome.answer.peer == outcome.local
@@ -109,7 +109,7 @@ def test_what_has_to_be_masqueraded_is_left_to_tc(pods_lab: Lab, asker: Pod, fam
         target = WEB.target(kind, node)  # type: ignore[arg-type]
         asked = (target.address.of(family), target.ports[protocol], protocol)
         counted, outcomes = counted_while(pods_lab, lambda asked=asked: [asker.namespace.call(ask, *asked)])
-        assert counted == {"new_flow_direct": 1}, (kind, counted)
+        assert counted == {"tc": 1}, (kind, counted)
         assert outcomes[0].answer is not None
         assert outcomes[0].answer.peer[0] != asker.address.of(family)
 
@@ -120,7 +120,7 @@ def test_policy_local_is_short_for_pods(pods_lab: Lab, asker: Pod, family: int, 
         target = LOCAL.target(kind, node)  # type: ignore[arg-type]
         asked = (8, target.address.of(family), target.ports[protocol], protocol)
         counted, outcomes = counted_while(pods_lab, lambda asked=asked: asker.namespace.call(ask_many, *asked))
-        assert counted == {"new_flow_socket": 8}, (kind, counted)
+        assert counted == {"socket": 8}, (kind, counted)
         for outcome in outcomes:
             assert outcome.answer is not None
             assert outcome.answer.peer == outcome.local
@@ -129,17 +129,17 @@ def test_policy_local_is_short_for_pods(pods_lab: Lab, asker: Pod, family: int, 
 def test_affinity_is_the_pods_in_tc_and_socket(pods_lab: Lab, asker: Pod, family: int) -> None:
     node = pods_lab.nodes[0]
     chosen = set()
-    lanes: Counter[str] = Counter()
+    served: Counter[str] = Counter()
     for kind in ("ClusterIP", "NodePort", "LoadBalancer") * 4:
         for protocol in ("tcp",):
             target = STICKY.target(kind, node)  # type: ignore[arg-type]
             asked = (target.address.of(family), target.ports[protocol], protocol)
             counted, outcomes = counted_while(pods_lab, lambda asked=asked: [asker.namespace.call(ask, *asked)])
-            lanes.update(counted)
+            served.update(counted)
             assert outcomes[0].answer is not None
             chosen.add(outcomes[0].answer.pod)
     assert len(chosen) == 1
-    assert lanes == {"new_flow_socket": 4, "new_flow_direct": 8}
+    assert served == {"socket": 4, "tc": 8}
 
 
 def test_who_chooses_itself_sees_the_node(pods_lab: Lab, asker: Pod, family: int, protocol: str) -> None:
@@ -151,7 +151,7 @@ def test_who_chooses_itself_sees_the_node(pods_lab: Lab, asker: Pod, family: int
     counted, outcomes = counted_while(pods_lab, act)
     assert {outcome.kind for outcome in outcomes} == {ANSWERED}
     pods = Counter(outcome.answer.pod for outcome in outcomes if outcome.answer)
-    assert counted == {"new_flow_socket": pods["web-2"], "new_flow_direct": pods["asker"]}, (counted, pods)
+    assert counted == {"socket": pods["web-2"], "tc": pods["asker"]}, (counted, pods)
     # Chosen twice, a quarter of 60 would be expected, and 30 when the choice is kept. Five deviations of the latter.
     assert pods["asker"] > 30 - 5 * 3.9
     for outcome in outcomes:
@@ -170,7 +170,7 @@ def test_no_endpoints_are_refused_and_no_local_ones_dropped_by_tc(
             pods_lab, lambda asked=asked, patience=patience: [asker.namespace.call(ask, *asked, timeout=patience)]
         )
         assert outcomes[0].kind == end
-        assert not [name for name in counted if name.endswith("_socket")], counted
+        assert not [name for name in counted if name.endswith("socket")], counted
 
 
 def test_excluded_pods_are_left_alone(pods_lab: Lab, family: int) -> None:
@@ -178,7 +178,7 @@ def test_excluded_pods_are_left_alone(pods_lab: Lab, family: int) -> None:
     address = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family)
     counted, outcomes = counted_while(pods_lab, lambda: pod.namespace.call(ask_many, 6, address, 80))
     assert {outcome.kind for outcome in outcomes} == {ANSWERED}
-    assert counted == {"new_flow_direct": 6}
+    assert counted == {"tc": 6}
 
 
 def test_a_pod_with_rules_of_its_own_shows_them_what_was_asked(pods_lab: Lab, asker: Pod, family: int) -> None:
@@ -189,7 +189,7 @@ def test_a_pod_with_rules_of_its_own_shows_them_what_was_asked(pods_lab: Lab, as
     try:
         asker.namespace.run("nft", f"add chain {wide} mesh out {{ type nat hook output priority -100; }}")
         counted, _ = counted_while(pods_lab, lambda: asker.namespace.call(ask_many, 6, address, 80))
-        assert counted == {"new_flow_direct": 6}
+        assert counted == {"tc": 6}
         asker.namespace.run("nft", f"add rule {wide} mesh out {wide} daddr {address} tcp dport 80 redirect to :8080")
         counted, outcomes = counted_while(pods_lab, lambda: asker.namespace.call(ask_many, 3, address, 80))
         assert counted == {}
@@ -197,7 +197,7 @@ def test_a_pod_with_rules_of_its_own_shows_them_what_was_asked(pods_lab: Lab, as
     finally:
         asker.namespace.run("nft", "delete", "table", wide, "mesh")
     counted, _ = counted_while(pods_lab, lambda: asker.namespace.call(ask_many, 6, address, 80))
-    assert counted == {"new_flow_socket": 6}
+    assert counted == {"socket": 6}
 
 
 def test_a_pod_with_two_networks_is_left_alone(pods_lab: Lab, asker: Pod, family: int) -> None:
@@ -205,7 +205,7 @@ def test_a_pod_with_two_networks_is_left_alone(pods_lab: Lab, asker: Pod, family
     asker.namespace.ip("link add second0 type bridge", "link set second0 up")
     try:
         counted, _ = counted_while(pods_lab, lambda: asker.namespace.call(ask_many, 6, address, 80))
-        assert counted == {"new_flow_direct": 6}
+        assert counted == {"tc": 6}
     finally:
         asker.namespace.ip("link del second0")
 
@@ -217,7 +217,7 @@ def test_who_is_outside_is_not_translated(pods_lab: Lab, family: int) -> None:
         pods_lab, lambda: pods_lab.client.call(ask_many, 6, target.address.of(family), 80)
     )
     assert {outcome.kind for outcome in outcomes} == {ANSWERED}
-    assert counted == {"new_flow_direct": 6}
+    assert counted == {"tc": 6}
 
 
 def _who(sock: socket.socket, target: tuple[str, int]) -> tuple[str, tuple[str, int]]:
@@ -244,8 +244,8 @@ def test_unconnected_udp_keeps_its_endpoint_however_it_began(pods_lab: Lab, fami
         said = fresh.namespace.call(_talk, *asked)
         assert len({pod for pod, _ in said}) == 1, said
         assert {sender for _, sender in said} == {asked}
-    counted = moved(before, reasons(pods_lab.nodes[0]))
-    assert counted == {"new_flow_direct": 1, "new_flow_socket": 5}
+    counted = served_by(before, reasons(pods_lab.nodes[0]))
+    assert counted == {"tc": 1, "socket": 5}
 
 
 def _ask_when_told(place: tuple[str, int], connected: bool, rounds: Connection) -> str:
@@ -289,7 +289,7 @@ def test_a_udp_socket_goes_on_with_another_endpoint(pods_lab: Lab, asker: Pod, f
                 return found
 
             assert says() == ("web-1", place)
-            assert moved(before, reasons(pods_lab.nodes[0])) == {"new_flow_socket": 1}
+            assert served_by(before, reasons(pods_lab.nodes[0])) == {"socket": 1}
             for name, endpoints in (("web-1", both), ("web-2", both[1:]), ("web-1", both[:1])):
                 WEB.endpoints = endpoints
                 pods_lab.wait_synced(write_services(pods_lab, WEB))

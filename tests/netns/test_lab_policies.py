@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane, moved, reasons, wait_until
+from lab_tools import moved, reasons, wait_until
 
 from pyebpf_proxy.lab.addresses import CLIENT
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, RESET, TIMED_OUT, ask, ask_many
@@ -28,7 +28,7 @@ SECOND_ADDRESS = {4: "198.51.100.77", 6: "2001:db8:2::77"}
 
 
 @pytest.fixture(scope="module")
-def policies(lane: str) -> Iterator[Lab]:
+def policies() -> Iterator[Lab]:
     with Lab() as lab:
         first, second = lab.nodes
         pods = [lab.add_pod("web-1", first), lab.add_pod("web-2", second), lab.add_pod("web-3", first)]
@@ -39,7 +39,7 @@ def policies(lane: str) -> Iterator[Lab]:
         write_nodes(lab)
         write_services(lab, STICKY, CLIENT_ONLY, CHANGING)
         lab.client.ip(f"addr add {SECOND_ADDRESS[4]}/24 dev eth0", f"addr add {SECOND_ADDRESS[6]}/64 dev eth0 nodad")
-        lab.start_agents(None, agent_lane(lane))
+        lab.start_agents()
         yield lab
 
 

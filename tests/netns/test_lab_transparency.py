@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from io_uring_calls import io_uring_connect, supported
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane, learned_just_now, moved, reasons, wait_until
+from lab_tools import learned_just_now, reasons, served_by, wait_until
 from small_dns import serve
 from socket_calls import TCP, UDP, Call, tcp_mapped, udp_mapped
 
@@ -41,7 +41,7 @@ def lab() -> Iterator[Lab]:
         dns = slices("dns", DNS_PORTS, [(server.address, second.name)])
         made.write("dns.yaml", [service("dns", DNS_PORTS, DNS_ADDRESS), *dns])
         resolver = server.namespace.start(serve, 5300, *FOUND)
-        first.agent.start(None, agent_lane("direct"), {"socketLB": "all"})
+        first.agent.start(own={"socketLB": "all"})
         first.agent.wait_synced()
         yield made
         resolver.stop()
@@ -66,7 +66,7 @@ def side(request: pytest.FixtureRequest, lab: Lab, family: int) -> Side:
     def by_socket() -> bool:
         before = reasons(node)
         kind = pod.namespace.call(ask, cluster_ip(WEB.number).of(family), 80).kind
-        return kind == ANSWERED and moved(before, reasons(node)) == {"new_flow_socket": 1}
+        return kind == ANSWERED and served_by(before, reasons(node)) == {"socket": 1}
 
     learned_just_now(node)
     wait_until(by_socket, "the pod's sockets are translated", 60)
@@ -82,8 +82,8 @@ def check(lab: Lab, side: Side, call: Call, port: int, family: int) -> None:
     for answer in answers:
         assert answer.pod == "server"
         assert answer.peer[0] == side.address
-    counted = moved(before, reasons(lab.nodes[0]))
-    assert set(counted) == {"new_flow_socket"}, counted
+    counted = served_by(before, reasons(lab.nodes[0]))
+    assert set(counted) == {"socket"}, counted
 
 
 @pytest.mark.parametrize("call", TCP, ids=lambda call: call.__name__)
@@ -143,5 +143,5 @@ def test_name_resolution_by_the_c_library(lab: Lab, side: Side, family: int, nam
     before = reasons(lab.nodes[0])
     found = side.namespace.run("unshare", "-m", "sh", "-c", script)
     assert {line.split()[0] for line in found.splitlines()} == set(FOUND)
-    counted = moved(before, reasons(lab.nodes[0]))
-    assert set(counted) == {"new_flow_socket"}, counted
+    counted = served_by(before, reasons(lab.nodes[0]))
+    assert set(counted) == {"socket"}, counted

@@ -14,6 +14,7 @@ import pytest
 from lab_services import Kind, write_nodes, write_services
 from see_tools import error, see
 
+from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION
 from pyebpf_proxy.lab.addresses import CLIENT, vip
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ask
@@ -46,7 +47,7 @@ ANSWERS = {
     "doctor": model.Findings,
 }
 #: They go on until they are ended, or read nothing: their own tests try them.
-APART = {"completion", "top", "trace"}
+APART = {"completion", "probe", "top", "trace"}
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,7 @@ def other_layout(node: Node) -> Iterator[None]:
 @pytest.mark.parametrize("name", READERS)
 def test_maps_of_another_layout_are_refused(node: Node, other_layout: None, name: str) -> None:
     assert error(node, *words(name), status=3) == (
-        f"the maps of {node.agent.directory} have layout v99, this program reads v1:"
+        f"the maps of {node.agent.directory} have layout v99, this program reads v{LAYOUT_VERSION}:"
         " ask with the pyebpf-proxy that the agent is of"
     )
 
@@ -179,7 +180,7 @@ def test_another_run_folder_is_said_to_be_empty(node: Node, tmp_path: Path, name
         (
             ("flows", "servce=web"),
             2,
-            "flows have no field servce: service, client, endpoint, destination, protocol, state, lane;"
+            "flows have no field servce: service, client, endpoint, destination, protocol, state, age, path;"
             " did you mean service?",
         ),
         (

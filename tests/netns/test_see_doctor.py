@@ -34,7 +34,7 @@ def test_a_machine_that_can_carry_services(node: Node) -> None:
     ran = see(node, "doctor", COLUMNS="60")
     assert max(map(len, ran.stdout.splitlines())) <= 60
     found = findings(node, ran.returncode)
-    loaded = ("netfilter lane", "direct lane", "socket programs", "socketLB: all", "fast path", "XDP")
+    loaded = ("programs", "conntrack lookup", "socket programs", "socketLB: all", "fast path", "XDP")
     for what in (
         "kernel",
         "BTF",
@@ -42,6 +42,9 @@ def test_a_machine_that_can_carry_services(node: Node) -> None:
         "BPF objects",
         "rights",
         *loaded,
+        "fast path, IPv4",
+        "fast path, IPv6",
+        "devices",
         "cgroup2",
         "kube-proxy",
         "masquerade bit",
@@ -51,18 +54,63 @@ def test_a_machine_that_can_carry_services(node: Node) -> None:
     assert node.namespace.run("nft", "list", "ruleset") == ""
 
 
-def test_without_the_direct_lane_the_rest_is_tried_in_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on kernels that do not take bpf_ct_set_nat_info: fast path and XDP go there, and doctor must not deny it."""
+def test_what_the_kernel_need_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CAP_SYS_ADMIN a modular conntrack cannot be asked by programs: nothing that is served needs it."""
     load = loading.attempt
 
     def attempt(program: str, settings: Mapping[str, int]) -> None:
-        if settings["direct_lane"]:
-            raise BpfError(f"load {program}", errno.EINVAL, "bpf_ct_set_nat_info")
+        if settings["conntrack_lookup"]:
+            raise BpfError(f"load {program}", errno.EINVAL, "bpf_skb_ct_lookup")
         load(program, settings)
 
     monkeypatch.setattr(loading, "attempt", attempt)
-    found = {each.what: each.state for each in doctor._programs()}
-    assert [what for what, state in found.items() if state != "good"] == ["direct lane"]
+    found = {each.what: each for each in doctor._programs()}
+    assert {each.state for each in found.values()} == {"good"}
+    assert found["conntrack lookup"].text.startswith("not there, and not needed: the kernel does not take it: ")
+
+
+def test_what_closes_the_fast_path_is_named(node: Node) -> None:
+    """As the agent sees it: a rule with a quota, an ip rule that selects by ports, a program of others on a device."""
+    findings(node, see(node, "doctor").returncode)
+    run = node.namespace.run
+    run("nft", "add", "table", "ip", "counting")
+    run("nft", "add", "chain", "ip", "counting", "forward", "{ type filter hook forward priority 0; }")
+    run(
+        "nft",
+        "add",
+        "rule",
+        "ip",
+        "counting",
+        "forward",
+        "tcp",
+        "dport",
+        "8080",
+        "quota",
+        "over",
+        "10",
+        "mbytes",
+        "drop",
+    )
+    run("ip", "-6", "rule", "add", "dport", "443", "lookup", "main", "pref", "99")
+    run("tc", "qdisc", "add", "dev", "eth0", "clsact")
+    run("tc", "filter", "add", "dev", "eth0", "ingress", "bpf", "bytecode", "1,6 0 0 0,")
+    try:
+        found = [each for each in answer(node, "doctor", status=1)["findings"] if each["state"] != "good"]
+        texts = {each["what"]: each["text"] for each in found}
+        assert texts["fast path, IPv4"].startswith("closed by rules of others: ")
+        assert "counting" in texts["fast path, IPv4"]
+        assert texts["fast path, IPv6"] == "closed: ip rule 99 selects by destination port"
+        assert texts["devices"].startswith("the fast path does not use eth0: behind our program: clsact ")
+        assert all(each["remedy"] for each in found)
+    finally:
+        run("nft", "delete", "table", "ip", "counting")
+        run("ip", "-6", "rule", "del", "pref", "99")
+        run("tc", "qdisc", "del", "dev", "eth0", "clsact")
+    whats = {
+        each["what"]: each["state"]
+        for each in answer(node, "doctor", status=see(node, "doctor").returncode)["findings"]
+    }
+    assert (whats["fast path, IPv4"], whats["fast path, IPv6"], whats["devices"]) == ("good", "good", "good")
 
 
 def test_the_masquerade_bit_is_used_by_somebody_else(node: Node) -> None:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain`` on nodes of the lab: what it says is what happens, in both lanes, and it leaves nothing behind."""
+"""``explain`` on nodes of the lab: what it says is what happens, on both paths, and it leaves nothing behind."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons
+from lab_tools import moved, reasons, wait_until
 from see_tools import answer, error, see
 
 from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
@@ -25,6 +27,7 @@ NEARBY = Kind("nearby", 11, externalTrafficPolicy="Local", internalTrafficPolicy
 RANGES = Kind("ranges", 12, loadBalancerSourceRanges=["192.0.2.0/24", "2001:db8:1::/64"])
 EMPTY = Kind("empty", 13)
 STICKY = Kind("sticky", 14, sessionAffinity="ClientIP")
+SINGLE = Kind("single", 16)
 ASSOCIATED = Kind("associated", 15)
 ASSOCIATED.ports = [Port("messages", 36412, 36412, "SCTP", 31015)]
 KINDS: tuple[Destination, ...] = ("ClusterIP", "ExternalIP", "LoadBalancer", "NodePort")
@@ -32,17 +35,18 @@ KINDS: tuple[Destination, ...] = ("ClusterIP", "ExternalIP", "LoadBalancer", "No
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Lab]:
-    """node1 has the direct lane, node2 the other one. web-1 and toolbox are on node1, web-2 on node2."""
+    """node1 has the fast path, node2 has none. web-1 and toolbox are on node1, web-2 on node2."""
     with Lab(nodes=2) as made:
         here, there = made.nodes
         pods = (made.add_pod("web-1", here), made.add_pod("web-2", there))
         made.add_pod("toolbox", here)
         WEB.endpoints = RANGES.endpoints = STICKY.endpoints = pods
         ASSOCIATED.endpoints = NEARBY.endpoints = pods[1:]
+        SINGLE.endpoints = pods[:1]
         write_nodes(made)
-        write_services(made, WEB, NEARBY, RANGES, EMPTY, STICKY, ASSOCIATED)
+        write_services(made, WEB, NEARBY, RANGES, EMPTY, STICKY, ASSOCIATED, SINGLE)
         here.agent.start()
-        there.agent.start(lane="netfilter")
+        there.agent.start(own={"fastPath": False})
         for node in made.nodes:
             node.agent.wait_synced()
         yield made
@@ -97,11 +101,83 @@ def _affinities(node: Node) -> str:
     return node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin("affinities"))).strip()
 
 
-def test_the_netfilter_lane_is_said_with_its_reason(world: Lab) -> None:
+def test_without_a_fast_path_that_is_said(world: Lab) -> None:
     found = answer(world.nodes[1], "explain", CLIENT.v4, f"{vip(10).v4}:80")
-    assert {(each["lane"], each["laneWhy"]) for each in found["endpoints"]} == {("netfilter", "lane_forced")}
+    paths = {(each["path"], each["pathReason"], each["pathWhy"]) for each in found["endpoints"]}
+    assert paths == {("netfilter", "", "there is no fast path")}
     assert [each["pod"] for each in found["endpoints"]] == ["default/web-1", "default/web-2"]
-    assert (found["program"]["lane"], found["disagreements"]) == ("netfilter", [])
+    assert found["disagreements"] == []
+
+
+def one_flow(world: Lab, family: int, port: int = 80) -> str:
+    """A flow of toolbox to a Service of one endpoint; the reason that says its path."""
+    node = world.nodes[0]
+    before = reasons(node)
+    assert world.pods["toolbox"].namespace.call(ask, cluster_ip(16).of(family), port).kind == "answered"
+    (path,) = [name for name in moved(before, reasons(node)) if name.startswith("new_flow_")]
+    return path
+
+
+def asked(world: Lab, family: int) -> dict[str, Any]:
+    """What is said of the next one."""
+    source = world.pods["toolbox"].address.of(family)
+    (choice,) = answer(world.nodes[0], "explain", source, place(cluster_ip(16).of(family), 80))["endpoints"]
+    found: dict[str, Any] = choice
+    return found
+
+
+def test_the_path_of_the_next_flow_is_said(world: Lab, family: int) -> None:
+    """Without a permit, with one, with one that is void, with a closed family: each is then tried."""
+    assert (asked(world, family)["path"], asked(world, family)["pathReason"]) == ("netfilter", "slow_no_permit")
+    assert one_flow(world, family) == "new_flow_netfilter"
+
+    def permitted() -> bool:
+        one_flow(world, family)
+        return one_flow(world, family) == "new_flow_fast"
+
+    wait_until(permitted, "young flows", 20.0)
+    # It takes a moment to ask, and a permit holds for a second.
+    said = wait_until(lambda: _fast(world, family), "explain sees a permit", 90.0)
+    assert (said["pathReason"], said["pathWhy"].partition(" for ")[0]) == ("", "the pair has a permit")
+    time.sleep(1.1)
+    said = asked(world, family)
+    assert (said["path"], said["pathReason"]) == ("netfilter", "slow_no_permit")
+    assert said["pathWhy"].startswith("its permit has run out ")
+    run = world.nodes[0].namespace.run
+    rule = ("dport", "9", "lookup", "main", "pref", "98")
+    run("ip", f"-{family}", "rule", "add", *rule)
+    try:
+        why = f"the fast path is closed for IPv{family}: ip rule 98 selects by destination port"
+        said = wait_until(lambda: _closed(world, family), "the family is closed")
+        assert (said["pathReason"], said["pathWhy"]) == ("stack_policy_routed", why)
+        assert {one_flow(world, family) for _ in range(4)} == {"new_flow_netfilter"}
+    finally:
+        run("ip", f"-{family}", "rule", "del", *rule)
+
+
+def _fast(world: Lab, family: int) -> dict[str, Any] | None:
+    # The first one renews the permit, if it has run out.
+    one_flow(world, family)
+    found = asked(world, family)
+    return found if found["path"] == "fast" else None
+
+
+def _closed(world: Lab, family: int) -> dict[str, Any] | None:
+    found = asked(world, family)
+    return found if found["pathReason"].startswith("stack_") else None
+
+
+def test_no_agent_no_fast_path(world: Lab) -> None:
+    """Its word runs out after five seconds."""
+    node = world.nodes[0]
+    node.agent.kill()
+    try:
+        said = wait_until(lambda: _closed(world, 4), "the agent's word has run out", 20.0)
+        assert (said["pathReason"], said["pathWhy"]) == ("stack_no_agent", "no agent follows rules and routes")
+        assert {one_flow(world, 4) for _ in range(4)} == {"new_flow_netfilter"}
+    finally:
+        node.agent.start()
+        node.agent.wait_synced()
 
 
 def test_a_source_that_is_in_no_range(world: Lab) -> None:
@@ -156,7 +232,7 @@ def test_a_process_of_the_node(world: Lab) -> None:
     assert (found["verdict"], found["reason"]) == ("refused", "reject_no_endpoints_socket")
     assert not found["program"]["ran"]
     found = answer(world.nodes[0], "explain", world.nodes[0].address.v4, f"{vip(10).v4}:80")
-    assert {(each["lane"], each["masquerade"]) for each in found["endpoints"]} == {("socket", False)}
+    assert {each["masquerade"] for each in found["endpoints"]} == {False}
     assert found["steps"][-1].startswith("its socket is connected to the endpoint, from the address that the route")
 
 
@@ -164,7 +240,6 @@ def test_sctp_of_the_node_is_nobodys_socket(world: Lab) -> None:
     """No program is asked about it: nftables translates what leaves."""
     found = answer(world.nodes[0], "explain", world.nodes[0].address.v4, f"{vip(15).v4}:36412", "sctp")
     (choice,) = found["endpoints"]
-    assert (choice["lane"], choice["laneWhy"]) == ("netfilter", "lane_sctp")
     assert (choice["masquerade"], choice["masqueradeAs"]) == (True, world.nodes[0].address.v4)
     assert found["program"]["why"].startswith("nftables decides on SCTP of this node's own")
 

@@ -23,8 +23,9 @@ pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "maps.md").read_text()
 HEADERS = "".join(path.read_text() for path in sorted((ROOT / "bpf").glob("*maps.h")))
-# Room for the programs to work in, pinned nowhere, or rings of events: nobody reads it by hand.
-NOT_SHOWN = {"flow_drafts", "dry_results", "decisions"}
+# Room for the programs to work in, pinned nowhere, rings of events, or what the kernel does not list: a queue, and
+# storage in sockets. Nobody reads it by hand.
+NOT_SHOWN = {"flow_drafts", "dry_results", "decisions", "promotions", "connected_peers", "socket_talks"}
 WEB = Kind("web", 10, externalTrafficPolicy="Local")
 
 

@@ -108,7 +108,7 @@ def test_one_service_with_the_endpoints_that_are_left_out(node: Node) -> None:
     }
     text = see(node, "services", "web:dns").stdout
     assert re.search(r"10\.244\.2\.51:5353 +elsewhere +not ready", text)
-    assert re.search(r"10\.244\.1\.10:5353 +default/web-1 +here +direct +all traffic", text)
+    assert re.search(r"10\.244\.1\.10:5353 +default/web-1 +here +all traffic", text)
     assert [each["pod"] for each in found[1]["endpoints"]] == ["default/web-1", "default/web-2", "", ""]
 
 
@@ -118,11 +118,11 @@ def test_a_service_without_endpoints_is_said_to_be_refused(node: Node) -> None:
 
 def test_backends_and_frontends(node: Node) -> None:
     backends = answer(node, "backends", "web:http")["backends"]
-    assert [(each["address"], each["local"], each["lane"]) for each in backends] == [
-        ("10.244.1.10:8080", True, "direct"),
-        ("10.244.2.10:8080", False, "direct"),
-        ("[fd00:10:244:1::10]:8080", True, "direct"),
-        ("[fd00:10:244:2::10]:8080", False, "direct"),
+    assert [(each["address"], each["local"]) for each in backends] == [
+        ("10.244.1.10:8080", True),
+        ("10.244.2.10:8080", False),
+        ("[fd00:10:244:1::10]:8080", True),
+        ("[fd00:10:244:2::10]:8080", False),
     ]
     assert [each["pod"] for each in backends] == ["default/web-1", "default/web-2"] * 2
     frontends = answer(node, "frontends", "--address", vip(10).v6)["frontends"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 from lab_services import Kind, served_elsewhere, write_services
-from lab_tools import agent_lane, wait_until
+from lab_tools import wait_until
 from see_tools import error
 from trace_tools import Trace
 
@@ -48,41 +49,26 @@ def everything(world: Lab, node: Node) -> None:
     assert world.client.call(ask, vip(10).v4, 80, source_port=0).kind == "answered"
 
 
-@pytest.fixture
-def in_lane(node: Node, lane: str) -> Iterator[str]:
-    """The node's agent is one for this lane, meanwhile."""
-    if lane == "netfilter":
-        node.agent.kill()
-        node.agent.start(lane=agent_lane(lane), own=TC_ONLY)
-        node.agent.wait_synced()
-    yield lane
-    if lane == "netfilter":
-        node.agent.kill()
-        node.agent.start(own=TC_ONLY)
-        node.agent.wait_synced()
-
-
-def test_each_decision_is_a_line(world: Lab, node: Node, in_lane: str) -> None:
-    lane = in_lane
+def test_each_decision_is_a_line(world: Lab, node: Node) -> None:
     with Trace(node) as trace:
         everything(world, node)
         (served,) = trace.until(service="default/web:http", device="eth0")
         (refused,) = trace.until(verdict="refused")
         (dropped,) = trace.until(verdict="dropped")
-        (socket,) = trace.until(lane="socket")
+        (socket,) = trace.until(path="socket")
     assert trace.process.returncode == 130
     assert (served["kind"], served["hook"], served["protocol"]) == ("Decision", "tc", "TCP")
     assert served["source"].startswith(f"{CLIENT.v4}:")
     assert served["destination"] == f"{vip(10).v4}:80"
     assert served["endpoint"] == f"{world.pods['web-2'].address.v4}:8080"
     assert (served["sourceName"], served["endpointName"]) == ("", "default/web-2")
-    assert (served["lane"], served["verdict"]) == (lane, "served")
-    assert served["reason"] == ("new_flow_direct" if lane == "direct" else "lane_forced")
+    assert (served["path"], served["verdict"]) == ("netfilter", "served")
+    assert (served["reason"], served["slow"]) == ("new_flow_netfilter", "slow_no_permit")
     assert served["masquerade"]
-    # Of the netfilter lane it depends on whether the packet had left when its line was made.
-    assert served["masqueradedAs"].startswith(node.address.v4) or lane == "netfilter"
+    # It depends on whether the packet had left when its line was made.
+    assert served["masqueradedAs"] == "" or served["masqueradedAs"].startswith(node.address.v4)
     assert (refused["reason"], refused["service"]) == ("reject_no_endpoints", "default/empty:dns")
-    assert (refused["destination"], refused["endpoint"], refused["lane"]) == (f"[{vip(12).v6}]:53", "", "")
+    assert (refused["destination"], refused["endpoint"], refused["path"]) == (f"[{vip(12).v6}]:53", "", "")
     assert (dropped["reason"], dropped["service"]) == ("drop_no_local_endpoints", "default/nearby:dns")
     assert (socket["hook"], socket["device"], socket["process"]) == ("socket", "", "python")
     assert socket["pid"] > 0
@@ -91,6 +77,21 @@ def test_each_decision_is_a_line(world: Lab, node: Node, in_lane: str) -> None:
     times = [line["time"] for line in trace.lines]
     assert len(times) == 4
     assert times == sorted(times)
+
+
+def test_a_young_flow_is_told_with_its_masquerade(world: Lab, node: Node) -> None:
+    """Its translation is in the flow table before its line is made."""
+    with Trace(node, "web", "tcp") as trace:
+
+        def fast() -> bool:
+            assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
+            return any(line["path"] == "fast" for line in trace.lines)
+
+        wait_until(fast, "a young flow", 20.0)
+    line = next(line for line in trace.lines if line["path"] == "fast")
+    assert (line["reason"], line["slow"], line["verdict"]) == ("new_flow_fast", "", "served")
+    assert line["masquerade"]
+    assert line["masqueradedAs"].startswith(f"{node.address.v4}:")
 
 
 NEW, NO_ENDPOINTS, NOT_LOCAL, SOCKET = "new flow", "reject_no_endpoints", "drop_no_local_endpoints", "new_flow_socket"
@@ -112,7 +113,7 @@ def test_filters(world: Lab, node: Node, words: str, told: set[str]) -> None:
     with Trace(node, *words.split()) as trace:
         everything(world, node)
     found = [line["reason"] for line in trace.lines]
-    assert {NEW if reason == "new_flow_direct" else reason for reason in found} == told
+    assert {NEW if reason in ("new_flow_fast", "new_flow_netfilter") else reason for reason in found} == told
     assert len(found) == len(told)
 
 
@@ -155,7 +156,9 @@ def test_lines_for_people(world: Lab, node: Node) -> None:
         in socket
     )
     assert f" eth0 {CLIENT.v4}:" in served
-    assert f", to 10.244.2.10:8080 (default/web-2), direct, masqueraded as {node.address.v4}:" in served
+    assert re.search(
+        r", to 10.244.2.10:8080 \(default/web-2\), (fast|netfilter \(slow_no_permit\)), masqueraded", served
+    )
     with Trace(node, output="name") as names:
         everything(world, node)
     assert names.raw == ["default/empty:dns", "default/nearby:dns", "default/web:dns", "default/web:http"]

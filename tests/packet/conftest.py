@@ -14,46 +14,33 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from service_maps import SIZES, wipe
-from service_plans import in_pods
 from world import World
 
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.datapath.tables.writer import Writer
 
 
-@pytest.fixture(scope="session")
-def no_direct_lane(bpf_objects: Path) -> bool:
-    """Whether this kernel refuses the programs that make conntrack entries."""
-    loaded = load(Settings(netns_cookie=1), sizes=SIZES, objects=bpf_objects)
-    loaded.close()
-    return loaded.lane != "direct"
-
-
 @pytest.fixture(scope="module", params=[4, 6], ids=["IPv4", "IPv6"])
-def node(request: pytest.FixtureRequest, no_direct_lane: bool) -> Iterator[World]:
-    world = World(request.param, {"direct_lane": 0} if no_direct_lane else {})
+def node(request: pytest.FixtureRequest) -> Iterator[World]:
+    world = World(request.param)
     yield world
     world.close()
 
 
 @pytest.fixture
-def world(node: World, no_direct_lane: bool) -> World:
-    """The direct lane, a detector by CIDR: what most nodes have."""
-    if no_direct_lane:
-        pytest.skip("this kernel does not accept the direct lane")
+def world(node: World) -> World:
+    """The slow path alone, a detector by CIDR."""
     node.forget_flows()
     node.settings = {}
     node.load()
     return node
 
 
-@pytest.fixture(params=["direct", "netfilter", "xdp"])
-def lanes(request: pytest.FixtureRequest, node: World, no_direct_lane: bool) -> World:
-    """The same in both lanes, and through XDP before tc: for what must not depend on the lane, nor on the hook."""
+@pytest.fixture(params=["tc", "xdp"])
+def hooks(request: pytest.FixtureRequest, node: World) -> World:
+    """tc alone, and XDP before tc: for what must not depend on the hook."""
     node.forget_flows()
-    if no_direct_lane and request.param != "netfilter":
-        pytest.skip("this kernel does not accept the direct lane")
-    node.settings = {"direct_lane": int(request.param != "netfilter"), "xdp": int(request.param == "xdp")}
+    node.settings = {"xdp": 1} if request.param == "xdp" else {}
     node.load()
     return node
 
@@ -77,7 +64,7 @@ def loaded(kernel: Loaded) -> Iterator[Loaded]:
 
 @pytest.fixture
 def writer(loaded: Loaded) -> Writer:
-    return Writer(loaded, in_pods)
+    return Writer(loaded)
 
 
 @pytest.fixture

@@ -16,50 +16,23 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from flow_mutants import FLOW_MUTANTS
+
 ROOT = Path(__file__).resolve().parents[2]
 # name → (file, what is there, what stands there instead)
 MUTANTS: dict[str, tuple[str, str, str]] = {
-    "source NAT not always set": (
-        "conntrack.h",
-        "failed |= bpf_ct_set_nat_info(ct, &to, port, MANIP_SRC);",
-        "if (c->masquerade_wanted) failed |= bpf_ct_set_nat_info(ct, &to, port, MANIP_SRC);",
-    ),
-    "closing TCP entry kept": ("conntrack.h", "if (state >= TCP_STATE_TIME_WAIT ||", "if (state >= 100 ||"),
-    "no look after a failed insert": ("conntrack.h", "if (exists(ctx, p))", "if (false)"),
     "entries for any TCP segment": ("parse.h", "== TCP_SYN;\n", ">= 0;\n"),
-    "alloc's own timeout": (
-        "conntrack.h",
-        "bpf_ct_set_timeout(ct, p->protocol == TCP ? settings.tcp_timeout_ms : settings.udp_timeout_ms);",
-        "",
-    ),
-    "full table not told apart": ("conntrack.h", "return CONNTRACK_FULL;", "return INSERT_FAILED;"),
-    "masqueraded with the client's port": (
-        "conntrack.h",
-        "if (c->masquerade_wanted && i < INSERT_TRIES - 1)",
-        "if (false)",
-    ),
-    "one try to insert": ("conntrack.h", "#define INSERT_TRIES 4", "#define INSERT_TRIES 1"),
-    "SCTP in the direct lane": ("lanes.h", "return LANE_SCTP;", "return REASON_UNSPECIFIED;"),
-    "outside endpoints in the direct lane": ("lanes.h", "return LANE_BACKEND_OUTSIDE;", "return REASON_UNSPECIFIED;"),
     "stale UDP kept": (
         "conntrack.h",
         "REASON_UNSPECIFIED : STALE_UDP_REPLACED",
         "REASON_UNSPECIFIED : REASON_UNSPECIFIED",
     ),
-    "UDP expired without endpoints": ("conntrack.h", "if (!any_endpoints)\n\t\treturn REASON_UNSPECIFIED;", ""),
+    "UDP expired without endpoints": ("conntrack.h", "!any_endpoints || has_ended", "has_ended"),
     "hairpin not masqueraded": ("serve.h", "e.masquerade = true;", ";"),
-    "the whole mark overwritten": (
-        "skb.h",
-        "ctx->mark |= settings.masquerade_mark;",
-        "ctx->mark = settings.masquerade_mark;",
-    ),
     "later fragments parsed": ("parse.h", "|| (ip->frag_off & bpf_htons(0x1fff))", ""),
     "affinity by no client": ("backend.h", "affinity_client(p, &r->key);", ""),
-    "affinity without a list check": (
-        "backend.h",
-        "return position_in_list(e, r->last->backend, r->last->position);",
-        "return r->last->position + 1;",
-    ),
     "affinity for ever": (
         "backend.h",
         "r->next.last_used < r->last->last_used + e->affinity_seconds * NANOSECONDS",
@@ -72,11 +45,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "affinity not refreshed": ("backend.h", "r->last->last_used = r->next.last_used;", ""),
     "affinity's hint not mended": ("backend.h", "r->last->position = position;", ""),
-    "always the first endpoint": (
-        "slots.h",
-        "return ((__u64)bpf_get_prandom_u32() * e->count) >> 32;",
-        "return 0;",
-    ),
+    "always the first endpoint": ("slots.h", "return ((__u64)bpf_get_prandom_u32() * e->count) >> 32;", "return 0;"),
     "rr without turns": ("scheduler.h", "__sync_fetch_and_add(turn, 1) % e->count", "*turn % e->count"),
     "rr with one turn for all lists": ("scheduler.h", "__u32 list = e->first_slot;", "__u32 list = 1;"),
     "sh by the destination": (
@@ -106,13 +75,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (scheduler >= LEAST_CONNECTIONS && !e->affinity_seconds)",
     ),
     "lblc for all addresses": ("connections.h", "__builtin_memcpy(key->client, &p->destination, 16);", ""),
-    "lblc never overloaded": ("connections.h", "if (l.active <= OVERLOADED_ACTIVE)", "if (true)"),
     "lblc leaves without an idle one": ("connections.h", "if (position && !s.idle)", "if (false)"),
-    "lblc without a list check": (
-        "connections.h",
-        "position = position_in_list(e, last->backend, last->position);",
-        "position = last->position + 1;",
-    ),
     "lblcr set of one": ("connections.h", "set->backends[i] = id;", ""),
     "lblcr set never shrinks": ("connections.h", "set->backends[s.worst_member % SET_SIZE] = 0;", ""),
     "lblcr shrinks at once": ("connections.h", "now - set->changed > SET_SETTLED_SECONDS * NANOSECONDS", "true"),
@@ -148,45 +111,63 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "XDP: a choice is not handed over": ("xdp.h", "bpf_map_update_elem(&xdp_choices, p, &choice, BPF_ANY);", ""),
     "XDP: a choice is taken over twice": ("tc.bpf.c", "bpf_map_delete_elem(&xdp_choices, p);", ""),
-    "XDP: a choice is always believed": ("tc.bpf.c", "|| !position_in_list(e, choice.backend, 0)", ""),
-    "XDP: no mark for what it opened": ("tc.bpf.c", "if (o->masqueraded)", "if (false)"),
-    "XDP: a mark for answered flows": ("conntrack.h", "(IPS_SRC_NAT_ | IPS_SEEN_REPLY_)", "IPS_SRC_NAT_"),
     "XDP: other addresses' frames": ("xdp.bpf.c", "device && is_for(ctx, device->mac)", "device"),
-    "XDP: other addresses' flows": ("xdp.h", "!is_for(ctx, f->mac_in)", "false"),
-    "XDP: tc looks up what it opened": ("tc.bpf.c", "settings.xdp && p.opens && is_opened_by_xdp(skb, &p)", "false"),
-    "XDP: what it opened is believed twice": ("tc.bpf.c", "\to->when = 0;", ""),
-    "XDP: what it opened is any flow": ("tc.bpf.c", "!is_same_flow(&o->key, p) ||", ""),
-    "XDP: what it opened is believed for ever": (
-        "tc.bpf.c",
-        "|| bpf_ktime_get_coarse_ns() - o->when > NANOSECONDS",
-        "",
-    ),
     "XDP: flows opened everywhere": ("xdp.bpf.c", "|| !device->opens", ""),
     "XDP: no guard of loopback": (
         "xdp.bpf.c",
         "device_of_node(ctx) ? drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION) :",
         "",
     ),
-    "XDP: any device takes frames": (
-        "xdp.h",
-        "return fits(ctx, f->takes) ? XDP_REDIRECT",
-        "return true ? XDP_REDIRECT",
-    ),
-    "XDP: sent back by a veth": ("xdp.h", "fits(ctx, f->returns)", "f->device_out == ctx->ingress_ifindex"),
     "XDP: several buffers as one": ("xdp.h", "frames == ONE_BUFFER && ", "frames == ONE_BUFFER || "),
     "XDP: partial checksums": ("xdp.h", "|| lacks_checksum(p, *check)", ""),
     "XDP: UDP without a checksum gets one": ("xdp.h", "p->protocol == UDP && !*check", "false"),
-    "XDP: turning points by the cache": ("xdp.bpf.c", "&& !is_turning_point(&p)", ""),
     "XDP: counted as tc counts": ("xdp.h", "count(XDP_FLOW_HIT);", "count(FLOW_HIT);"),
     "trace: everything told": ("trace.h", "!is_wanted(t, &event)", "!is_wanted(t, &event) && !p"),
     "trace: the other family's addresses": ("trace.h", "if (t->family != (ipv6 ? 6 : 4))", "if (false)"),
     "trace: losses not counted": ("trace.h", "__sync_fetch_and_add(&t->lost, 1);", ";"),
     "trace: goes on for nobody": ("trace.h", "t->process = 0;", ";"),
     "every bridged packet lifted": ("bridge.h", "!is_translated_reply(skb, p) ||", ""),
+    "closed TCP entry goes on": ("conntrack.h", "return !ended && !reason;", "return !reason;"),
+    "affinity without a list check": (
+        "backend.h",
+        "return position_in_list(e, p->ipv6, r->last->backend, r->last->position);",
+        "return r->last->position + 1;",
+    ),
+    "lblc never overloaded": (
+        "connections.h",
+        "l.active <= OVERLOADED_ACTIVE ? position : position | OVERLOADED",
+        "position",
+    ),
+    "lblc without a list check": (
+        "connections.h",
+        "position = position_in_list(e, p->ipv6, last->backend, last->position);",
+        "position = last->position + 1;",
+    ),
+    "masquerade tag": ("skb.h", "masquerade ? PRIORITY_MASQUERADE : PRIORITY_BACKEND", "PRIORITY_BACKEND"),
+    "XDP: a choice is always believed": ("tc.bpf.c", "|| !position_in_list(e, p->ipv6, choice.backend, 0)", ""),
+    "XDP: any device takes frames": (
+        "xdp.h",
+        "return fits(ctx, out->takes) ? XDP_REDIRECT : XDP_PASS;",
+        "return XDP_REDIRECT;",
+    ),
+    "XDP: sent back by a veth": ("xdp.h", "device == ctx->ingress_ifindex && fits(ctx, out->returns)", "false"),
+    "XDP: streams": ("xdp.h", "if (p->length <= p->headers + BULK_BYTES)", "if (true)"),
+    "XDP: reasons counted twice": ("serve.h", "count_left(reason);", "count(reason);"),
 }
+MUTANTS |= FLOW_MUTANTS
 
 
 _XDP = ("test_xdp.py", "test_xdp_flows.py")
+_FLOWS = tuple(
+    f"test_{name}.py" for name in ("permits", "kernel_flows", "sweep", "young_ends", "young_flows", "young_ports")
+)
+
+
+def modules(name: str) -> tuple[str, ...]:
+    """What only XDP does, and what the flow table does, has modules of its own."""
+    if name.startswith("XDP: "):
+        return _XDP
+    return _FLOWS if name.startswith("flows: ") else ("",)
 
 
 def main() -> int:
@@ -216,8 +197,7 @@ def main() -> int:
                 "-x",
                 "-p",
                 "no:cacheprovider",
-                # What only XDP does has modules of its own.
-                *(str(ROOT / "tests" / "packet" / each) for each in (_XDP if name.startswith("XDP: ") else ("",))),
+                *(str(ROOT / "tests" / "packet" / each) for each in modules(name)),
             ]
             tests += ["--ignore-glob=*test_maps*", "-W", "ignore"]
             done = subprocess.run(tests, env={**os.environ, "PEP_TC_OBJECT": built}, capture_output=True, text=True)

@@ -15,7 +15,7 @@ from pyebpf_proxy.datapath.loader.programs import Loaded
 SIZES = {
     **dict.fromkeys(("frontends4", "frontends6", "backends4", "backends6", "endpoints4", "endpoints6"), 512),
     **dict.fromkeys(("service_names", "services", "tables", "source_ranges4", "source_ranges6", "affinities"), 256),
-    **dict.fromkeys(("socket_peers4", "socket_peers6", "socket_flows", "masquerade4", "masquerade6", "devices"), 64),
+    **dict.fromkeys(("socket_peers4", "socket_peers6", "socket_flows", "devices"), 64),
     **dict.fromkeys(("node_addresses4", "node_addresses6"), 64),
     "slots": 1024,
 }
@@ -91,9 +91,8 @@ def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
             assert backend["service"] == number
             assert backend["protocol"] == name["protocol"]
             used_backends.add((family, backend_id))
-            lane = ("direct", "netfilter")[backend["lane"]]
             place = "local" if backend["local"] else "remote"
-            chosen.append(f"{ip_address(backend['address'])}:{backend['port']} {place} {lane}")
+            chosen.append(f"{ip_address(backend['address'])}:{backend['port']} {place}")
         full = f"{text(name['namespace_name'])}/{text(name['name'])}:{text(name['port'])}"
         full += f"/{PROTOCOLS[name['protocol']]}/IPv{family}"
         assert full not in result, f"{full} is in force twice"

@@ -25,10 +25,6 @@ from pyebpf_proxy.services.model import (
 CLUSTER_IP = FrontendKind.CLUSTER_IP
 
 
-def in_pods(family: Family, address: bytes) -> bool:
-    return address[0] in (10, 0xFD)
-
-
 def name_of(name: str, family: Family = Family.IPV4, protocol: Protocol = Protocol.TCP) -> ServicePortName:
     return ServicePortName("shop", name, "http", protocol, family)
 
@@ -106,7 +102,7 @@ def watch(loaded: Loaded, watcher: Any) -> Writer:
     for name in writer.MAPS:
         loaded.maps[name] = Watched(loaded.maps[name], watcher)  # type: ignore[assignment]
     WatchedWriter.watcher = staticmethod(watcher)
-    return WatchedWriter(loaded, in_pods)
+    return WatchedWriter(loaded)
 
 
 def first_plan() -> dict[ServicePortName, ServicePort]:
@@ -155,6 +151,5 @@ def kill_at(loaded: Loaded, k: int, after: int = 0) -> Writer:
 
 
 def change_everything(writer: Writer) -> None:
-    writer.apply(second_plan())
-    writer.prune(second_plan())
+    writer.apply(second_plan(), complete=True)
     writer.collect()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from service_maps import SIZES, wipe
-from service_plans import frontend, in_pods, name_of, service, slot_backends
+from service_plans import frontend, name_of, service, slot_backends
 from world import _libc, enter_namespace
 
 from pyebpf_proxy.datapath.connections import ctnetlink, flows
@@ -160,7 +160,7 @@ def _number(raw: bytes | None) -> int:
 def test_counts_reach_the_backends_of_the_service_that_was_asked(namespace: None, counting: Loaded) -> None:
     """By VIP, by NodePort, and by the node's own sockets; of two services with one endpoint each has its own."""
     wipe(counting)
-    writer = Writer(counting, in_pods)
+    writer = Writer(counting)
     web, other = name_of("web"), name_of("other")
     frontends = (frontend(VIP), frontend("0.0.0.0", 30080, FrontendKind.NODE_PORT))
     writer.apply(
@@ -170,7 +170,7 @@ def test_counts_reach_the_backends_of_the_service_that_was_asked(namespace: None
         }
     )
     counting.maps["node_addresses4"].update(ip_address(NODE).packed, bytes(4))
-    remote, local, others = *slot_backends(counting, writer, web)[:2], slot_backends(counting, writer, other)[0]
+    local, remote, others = *slot_backends(counting, writer, web)[:2], slot_backends(counting, writer, other)[0]
     for number in range(3):
         flow(CLIENT, VIP, POD, 1000 + number, "ESTABLISHED")
     flow(CLIENT, NODE, POD, 1100, "TIME_WAIT", port=30080)
@@ -210,7 +210,7 @@ def test_counts_reach_the_backends_of_the_service_that_was_asked(namespace: None
 
 def test_ipv6_nodeports_are_found(namespace: None, counting: Loaded) -> None:
     wipe(counting)
-    writer = Writer(counting, in_pods)
+    writer = Writer(counting)
     name = name_of("web", Family.IPV6, Protocol.TCP)
     writer.apply(
         {name: service(name, (), f"[{POD6}]:8080", frontends=(frontend("::", 30080, FrontendKind.NODE_PORT),))}

@@ -98,4 +98,4 @@ def test_without_localhost_node_ports_it_is_the_kernels_business(world: World) -
 def test_services_are_served_beside_it(world: World) -> None:
     world.load(localhost_node_ports=1)
     world.service(["remote"])
-    assert verdict(world, world.tcp("client", "node", PORT)) == (GO_ON, {"NEW_FLOW_DIRECT": 1})
+    assert verdict(world, world.tcp("client", "node", PORT)) == (GO_ON, {"NEW_FLOW_NETFILTER": 1})

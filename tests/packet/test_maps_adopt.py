@@ -11,18 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from service_maps import logical, wipe
+from service_maps import logical, rows, wipe, word
 from service_plans import (
     Killed,
     change_everything,
     first_plan,
     frontend,
-    in_pods,
     kill_at,
     name_of,
     second_plan,
     service,
     slot_backends,
+    watch,
 )
 
 from pyebpf_proxy.datapath.loader.programs import Loaded
@@ -47,9 +47,9 @@ def test_an_id_that_a_client_remembers_does_not_come_back(loaded: Loaded, writer
     table = loaded.maps[memory]
     remembered = loaded.tc.btf.struct("affinity").pack(last_used=1, backend=old + 100)
     table.update(bytes(table.key_size), remembered)
-    writer.prune(set())
+    writer.apply({}, complete=True)
     writer.collect()
-    again = Writer(loaded, in_pods)
+    again = Writer(loaded)
     again.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
     assert slot_backends(loaded, again, web)[0] == old + 101
 
@@ -58,7 +58,7 @@ def test_a_plan_that_was_adopted_is_not_kept_beside_an_equal_one(loaded: Loaded,
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80 local")})
     ids = slot_backends(loaded, writer, web)
-    again = Writer(loaded, in_pods)
+    again = Writer(loaded)
     plan = service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80 local")
     assert again[web] == plan
     again.apply({web: plan})
@@ -69,7 +69,7 @@ def test_a_plan_that_was_adopted_is_not_kept_beside_an_equal_one(loaded: Loaded,
 
 def test_killed_at_any_operation_the_next_start_repairs_it(loaded: Loaded) -> None:
     real = dict(loaded.maps)
-    fresh = Writer(loaded, in_pods)
+    fresh = Writer(loaded)
     fresh.apply(second_plan())
     expected = logical(loaded, complete=True)
     k = operations = 0
@@ -77,7 +77,7 @@ def test_killed_at_any_operation_the_next_start_repairs_it(loaded: Loaded) -> No
         k += 1
         loaded.maps.update(real)
         wipe(loaded)
-        before = Writer(loaded, in_pods)
+        before = Writer(loaded)
         before.apply(first_plan())
         number = before.service_id(name_of("web"))
         kept = slot_backends(loaded, before, name_of("web"))[1]
@@ -91,7 +91,7 @@ def test_killed_at_any_operation_the_next_start_repairs_it(loaded: Loaded) -> No
         # Whatever is in force is whole, and every address that is wanted before and after leads somewhere.
         served = logical(loaded)
         assert {f for entry in served.values() for f in entry["frontends"]} >= {"10.96.0.1:80/TCP", "10.96.0.2:80/UDP"}
-        again = Writer(loaded, in_pods)
+        again = Writer(loaded)
         assert logical(loaded).keys() == served.keys()
         change_everything(again)
         assert logical(loaded, complete=True) == expected, f"killed at operation {k}"
@@ -146,11 +146,11 @@ def test_whatever_happens_the_end_is_what_was_wanted(
 ) -> None:
     real = dict(kernel.maps)
     wipe(kernel)
-    Writer(kernel, in_pods).apply(steps[-1][0])
+    Writer(kernel).apply(steps[-1][0])
     expected = logical(kernel, complete=True)
     wipe(kernel)
     try:
-        writer = Writer(kernel, in_pods)
+        writer = Writer(kernel)
         have: set[ServicePortName] = set()
         for wanted, k, collect in steps:
             writer = kill_at(kernel, k) if k else writer
@@ -163,15 +163,36 @@ def test_whatever_happens_the_end_is_what_was_wanted(
                 pass
             if k:
                 kernel.maps.update(real)
-                writer = Writer(kernel, in_pods)
+                writer = Writer(kernel)
             logical(kernel)
-        writer.apply(steps[-1][0])
-        writer.prune(steps[-1][0])
+        writer.apply(steps[-1][0], complete=True)
         writer.collect()
         assert logical(kernel, complete=True) == expected
         assert writer.problems == {}
     finally:
         kernel.maps.update(real)
+
+
+@pytest.mark.parametrize("new", [name_of("web")._replace(port="https"), name_of("shop")], ids=["port", "service"])
+def test_what_was_renamed_while_nobody_looked_has_its_address_in_one_step(loaded: Loaded, new: ServicePortName) -> None:
+    """The former name has no claim, the address leads somewhere all the time, and everything else stays as it is."""
+    old, other = name_of("web"), name_of("other")
+    kept = service(other, ("10.96.0.2",), "10.0.0.3:80")
+    Writer(loaded).apply({old: service(old, ("10.96.0.1",), "10.0.0.1:80"), other: kept})
+    seen = []
+
+    def look(_: str) -> None:
+        (owner,) = [v["service"] for key, v in rows(loaded, "frontends4").items() if key[0] == b"\x0a\x60\x00\x01"]
+        assert word(loaded, "services", owner), "the address leads to a service that is in force"
+        seen.append(owner)
+
+    starting = watch(loaded, look)
+    assert starting.apply({new: service(new, ("10.96.0.1",), "10.0.0.2:80"), other: kept}, complete=True) == []
+    assert starting.problems == {}
+    assert len(set(seen)) == 2
+    starting.collect()
+    served = logical(loaded, complete=True)
+    assert [list(entry["frontends"]) for entry in served.values()] == [["10.96.0.2:80/TCP"], ["10.96.0.1:80/TCP"]]
 
 
 def damage(loaded: Loaded, name: str, change: Callable[[bytes], bytes | None], key: bytes | None = None) -> None:
@@ -215,7 +236,7 @@ def test_maps_that_somebody_damaged(
     writer.apply(second_plan())
     expected = logical(loaded, complete=True)
     damage(loaded, name, change or (lambda value: None))
-    again = Writer(loaded, in_pods)
+    again = Writer(loaded)
     change_everything(again)
     assert logical(loaded, complete=True) == expected
     assert not again.problems
@@ -229,7 +250,7 @@ def test_arrays_that_somebody_damaged(loaded: Loaded, writer: Writer, array: str
     for index in range(8):
         for value in (0, 1, 77):
             loaded.maps[array].update(index.to_bytes(4, sys.byteorder), value.to_bytes(8, sys.byteorder))
-            again = Writer(loaded, in_pods)
+            again = Writer(loaded)
             change_everything(again)
             assert logical(loaded, complete=True) == expected
             assert not again.problems
@@ -237,18 +258,18 @@ def test_arrays_that_somebody_damaged(loaded: Loaded, writer: Writer, array: str
 
 def test_an_error_in_the_middle_is_mended_by_the_next_call(loaded: Loaded) -> None:
     real = dict(loaded.maps)
-    Writer(loaded, in_pods).apply(second_plan())
+    Writer(loaded).apply(second_plan())
     expected = logical(loaded, complete=True)
     for k in range(1, 45, 3):
         loaded.maps.update(real)
         wipe(loaded)
-        Writer(loaded, in_pods).apply(first_plan())
+        Writer(loaded).apply(first_plan())
         dying = kill_at(loaded, k)
         with pytest.raises(Killed):
             change_everything(dying)
         # The same writer, and it is not told again what it was to do.
         dying.apply({})
-        dying.prune(second_plan())
+        dying.apply({name: None for name in dying.names if name not in second_plan()})
         dying.apply({} if k > 30 else second_plan())
         dying.collect()
         assert logical(loaded, complete=True) == expected

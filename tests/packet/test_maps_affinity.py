@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 
 import pytest
-from service_plans import in_pods, name_of, service, slot_backends
+from service_maps import SIZES
+from service_plans import name_of, service, slot_backends
 
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.tables.writer import Writer
@@ -22,11 +25,11 @@ def plan(name: ServicePortName, seconds: int, *more: str) -> ServicePort:
     return service(name, (address,), "10.0.0.1:80", "10.0.0.2:80", *more, affinity_seconds=seconds)
 
 
-def bind(loaded: Loaded, writer: Writer, name: ServicePortName, clients: int) -> None:
+def bind(loaded: Loaded, writer: Writer, name: ServicePortName, clients: int, last_used: int = 1) -> None:
     """As the programs do: so many clients come, all to the first endpoint."""
     table = loaded.maps["affinities"]
     backend = slot_backends(loaded, writer, name)[0]
-    value = loaded.tc.btf.struct("affinity").pack(last_used=1, backend=backend)
+    value = loaded.tc.btf.struct("affinity").pack(last_used=last_used, backend=backend)
     pack = loaded.tc.btf.struct("affinity_key").pack
     for client in range(clients):
         table.update(pack(service=writer.service_id(name), client=client.to_bytes(4, "big") + bytes(12)), value)
@@ -104,14 +107,51 @@ def test_it_is_forgotten_before_the_new_version_is_in_force(
 def test_killed_before_it_was_forgotten(loaded: Loaded, busy: Writer) -> None:
     """The next start finds that it is off, and what is left."""
     busy.apply({WEB: plan(WEB, 0)})
-    again = Writer(loaded, in_pods)
+    again = Writer(loaded)
     again.apply({name: plan(name, seconds) for name, seconds in ((WEB, 0), (SHOP, 100))})
     again.collect()
     assert (bound(loaded, again, WEB), bound(loaded, again, SHOP)) == (0, 10)
 
 
+def counts(loaded: Loaded, writer: Writer) -> dict[ServicePortName, int]:
+    """What the programs go by."""
+    table = loaded.maps["affinity_counts"]
+    numbers = {name: writer.service_id(name).to_bytes(4, sys.byteorder) for name in (WEB, SHOP)}
+    return {name: int.from_bytes(table.lookup(key) or b"", sys.byteorder) for name, key in numbers.items()}
+
+
+def test_d15_a_service_port_has_a_quarter_of_the_map(loaded: Loaded, busy: Writer) -> None:
+    most = int.from_bytes(loaded.maps["affinity_counts"].lookup(bytes(4)) or b"", sys.byteorder)
+    assert most == SIZES["affinities"] // 4
+
+
+def test_d15_clients_that_were_away_for_too_long_make_room(loaded: Loaded, busy: Writer) -> None:
+    """The programs only add. What they remember of clients that stay away is taken off when a share is half used."""
+    busy.recount_clients()
+    assert counts(loaded, busy) == {WEB: 0, SHOP: 0}, "last seen in the first second of this machine"
+    assert (bound(loaded, busy, WEB), bound(loaded, busy, SHOP)) == (0, 0)
+    bind(loaded, busy, WEB, 10)
+    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    bind(loaded, busy, SHOP, 10, now - 99 * 10**9)
+    busy.recount_clients()
+    assert (bound(loaded, busy, WEB), bound(loaded, busy, SHOP)) == (10, 10), "nothing is near its share"
+    key = busy.service_id(WEB).to_bytes(4, sys.byteorder)
+    loaded.maps["affinity_counts"].update(key, (SIZES["affinities"] // 8).to_bytes(8, sys.byteorder))
+    busy.recount_clients()
+    assert counts(loaded, busy) == {WEB: 0, SHOP: 10}
+    assert (bound(loaded, busy, WEB), bound(loaded, busy, SHOP)) == (0, 10)
+
+
+def test_d15_affinity_that_is_switched_off_gives_its_share_back(loaded: Loaded, busy: Writer) -> None:
+    key = busy.service_id(WEB).to_bytes(4, sys.byteorder)
+    loaded.maps["affinity_counts"].update(key, (64).to_bytes(8, sys.byteorder))
+    busy.apply({WEB: plan(WEB, 0)})
+    busy.collect()
+    assert counts(loaded, busy)[WEB] == 0
+
+
 def test_a_restart_keeps_the_rest(loaded: Loaded, busy: Writer) -> None:
-    again = Writer(loaded, in_pods)
+    again = Writer(loaded)
     again.apply({name: plan(name, 100) for name in (WEB, SHOP)})
     again.collect()
     assert (bound(loaded, again, WEB), bound(loaded, again, SHOP)) == (10, 10)

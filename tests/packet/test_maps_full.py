@@ -19,6 +19,7 @@ from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.services.model import (
+    FrontendKind,
     Protocol,
     SourceRange,
 )
@@ -40,8 +41,8 @@ def test_a_full_backend_map_costs_only_what_does_not_fit(loaded: Loaded, writer:
     assert problem.name == small
     assert problem.text == f"map backends4 is full ({size - 1} of {size} entries used, 2 needed)"
     served = logical(loaded, complete=True)
-    assert served["shop/small:http/TCP/IPv4"]["cluster"] == ["10.1.0.1:80 remote direct"], "the last good state stays"
-    assert served["shop/more:http/TCP/IPv4"]["cluster"] == ["10.1.0.9:80 remote direct"], "others are served"
+    assert served["shop/small:http/TCP/IPv4"]["cluster"] == ["10.1.0.1:80 remote"], "the last good state stays"
+    assert served["shop/more:http/TCP/IPv4"]["cluster"] == ["10.1.0.9:80 remote"], "others are served"
     assert writer.apply({}) == [], "said once"
     assert set(writer.problems) == {small}, "and remembered"
 
@@ -61,6 +62,25 @@ def test_a_round_may_use_the_room_that_it_makes(loaded: Loaded, writer: Writer) 
     assert writer.problems == {}
     writer.collect()
     assert list(logical(loaded, complete=True)) == ["shop/two:http/TCP/IPv4"]
+
+
+def test_s2_the_last_places_are_for_cluster_ips(loaded: Loaded, writer: Writer) -> None:
+    """External addresses of several namespaces fill the map up to an eighth; they use it when others go."""
+    size = SIZES["frontends4"]
+    room = size - size // 8
+    greedy, dns = name_of("greedy"), name_of("dns")
+    many = tuple(frontend("203.0.113.1", 1 + i, FrontendKind.EXTERNAL_IP) for i in range(size))
+    (problem,) = writer.apply({greedy: service(greedy, (), frontends=(frontend("10.96.0.1"), *many))})
+    left_out = size - (room - 1)
+    assert problem.text == f"map frontends4 has no room for {left_out} addresses besides the ClusterIP"
+    more = tuple(frontend(f"10.96.1.{i}") for i in range(size // 8))
+    assert writer.apply({dns: service(dns, (), frontends=more)}) == []
+    served = logical(loaded, complete=True)
+    assert len(served["shop/dns:http/TCP/IPv4"]["frontends"]) == size // 8
+    assert len(served["shop/greedy:http/TCP/IPv4"]["frontends"]) == room
+    assert writer.apply({greedy: service(greedy, (), frontends=(frontend("10.96.0.1"), *many[:10]))}) == []
+    assert writer.problems == {}
+    assert len(logical(loaded, complete=True)["shop/greedy:http/TCP/IPv4"]["frontends"]) == 11
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from service_plans import in_pods, second_plan
+from service_plans import second_plan
 
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import Loaded
@@ -66,7 +66,7 @@ class Watched:
 def test_a_bit_is_there_before_its_entry(loaded: Loaded) -> None:
     watched = {name: Watched(loaded.maps[name], loaded) for name in HINTED}
     loaded.maps.update(watched)  # type: ignore[arg-type]
-    Writer(loaded, in_pods).apply(second_plan())
+    Writer(loaded).apply(second_plan())
     assert sum(each.written for each in watched.values()) >= 5
     assert bits_set(loaded) == wanted(loaded), "none but these"
 
@@ -76,5 +76,5 @@ def test_bits_that_are_missing_are_there_after_a_start(loaded: Loaded, writer: W
     writer.apply(second_plan())
     words = loaded.maps["address_hints"].mmap()
     words[:] = bytes(len(words))
-    Writer(loaded, in_pods)
+    Writer(loaded)
     assert bits_set(loaded) == wanted(loaded) != set()

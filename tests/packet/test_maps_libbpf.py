@@ -292,46 +292,69 @@ def test_a_pin_of_another_kind_is_named(bpf_objects: Path, bpffs: Path) -> None:
     assert sorted(bpffs.rglob("*")) == before
 
 
-# ---- lanes --------------------------------------------------------------------------------------------------
+# ---- what the kernel refuses --------------------------------------------------------------------------------
 
 SOCKETS = 'SEC("cgroup/connect4") int connect4(struct bpf_sock_addr *ctx) { return 1; }'
 MAPS = "__u32 zero = 0; bpf_map_lookup_elem(&tables, &zero);"
 WRONG = "return *(volatile int *)(long)(skb->len & 4096);"
 
 
-def test_this_kernel_has_the_direct_lane_or_says_why_not(bpf_objects: Path) -> None:
-    loaded = load(Settings(netns_cookie=1), objects=bpf_objects)
-    assert (loaded.lane == "direct") == (loaded.why == "")
+def test_this_kernel_has_everything_or_says_why_not(bpf_objects: Path) -> None:
+    loaded = load(Settings(netns_cookie=1, fast_path=True), objects=bpf_objects)
+    assert loaded.settings.conntrack_lookup == (loaded.why_no_lookup == "")
+    assert loaded.settings.fast_path == (loaded.why_not_fast == "")
+    assert loaded.settings.fast_path == ("tc_egress" in loaded.tc.programs)
     loaded.close()
 
 
-def test_the_netfilter_lane_on_request(bpf_objects: Path) -> None:
-    loaded = load(Settings(netns_cookie=1), lane="netfilter", objects=bpf_objects)
-    assert (loaded.lane, loaded.why) == ("netfilter", "the netfilter lane was asked for")
-    loaded.close()
+def build_tc(folder: Path, source: str) -> None:
+    """Both objects of tc: one of them is loaded where the kernel's functions cannot be used."""
+    object_file = build(folder, "tc", source)
+    object_file.with_name("tc_without_lookup.bpf.o").write_bytes(object_file.read_bytes())
 
 
-@pytest.mark.parametrize(("refused", "lookup"), [("direct_lane", True), ("conntrack_lookup", False)])
-def test_a_kernel_that_refuses(tmp_path: Path, refused: str, lookup: bool) -> None:
-    body = f"{MAPS} if (settings.{refused}) {{ {WRONG} }} return -1;"
-    build(tmp_path, "tc", f'SEC("tc") int tc_ethernet(struct __sk_buff *skb) {{ {body} }}')
+OBSERVER = 'SEC("tc") int tc_egress(struct __sk_buff *skb) { return -1; }'
+
+
+def test_a_kernel_that_refuses_to_look_conntrack_up(tmp_path: Path) -> None:
+    body = f"{MAPS} if (settings.conntrack_lookup) {{ {WRONG} }} return -1;"
+    build_tc(tmp_path, f'SEC("tc") int tc_ethernet(struct __sk_buff *skb) {{ {body} }} {OBSERVER}')
     build(tmp_path, "sock", SOCKETS)
-    loaded = load(Settings(netns_cookie=1), objects=tmp_path)
-    assert loaded.lane == "netfilter"
-    assert loaded.settings.conntrack_lookup is lookup
-    assert loaded.why.startswith(
-        "the kernel does not accept the direct lane: load tc.bpf.o: Permission denied (EACCES): "
-    )
+    loaded = load(Settings(netns_cookie=1, fast_path=True), objects=tmp_path)
+    assert (loaded.settings.conntrack_lookup, loaded.settings.fast_path, loaded.why_not_fast) == (False, True, "")
+    said = "the kernel does not accept it: load tc.bpf.o: Permission denied (EACCES): "
+    assert loaded.why_no_lookup.startswith(said)
+    assert loaded.refusals.keys() == {"conntrack lookup"}
     assert loaded.tc.programs["tc_ethernet"].test_run(bytes(60)).retval == -1
     loaded.close()
 
 
+def test_a_kernel_that_refuses_the_fast_path(tmp_path: Path) -> None:
+    body = f"{MAPS} if (settings.fast_path) {{ {WRONG} }} return -1;"
+    build_tc(tmp_path, f'SEC("tc") int tc_ethernet(struct __sk_buff *skb) {{ {body} }} {OBSERVER}')
+    build(tmp_path, "sock", SOCKETS)
+    loaded = load(Settings(netns_cookie=1, fast_path=True), objects=tmp_path)
+    assert (loaded.settings.conntrack_lookup, loaded.settings.fast_path, loaded.why_no_lookup) == (True, False, "")
+    said = "the kernel does not accept it: load tc_without_lookup.bpf.o: Permission denied (EACCES): "
+    assert loaded.why_not_fast.startswith(said)
+    assert loaded.tc.programs.keys() == {"tc_ethernet"}, "nothing looks at the egress then"
+    loaded.close()
+
+
+def test_an_object_without_an_observer_has_no_fast_path(tmp_path: Path) -> None:
+    build_tc(tmp_path, f'SEC("tc") int tc_ethernet(struct __sk_buff *skb) {{ {MAPS} return -1; }}')
+    build(tmp_path, "sock", SOCKETS)
+    loaded = load(Settings(netns_cookie=1, fast_path=True), objects=tmp_path)
+    assert (loaded.settings.fast_path, loaded.refusals) == (False, {"fast path": "tc.bpf.o has no program tc_egress"})
+    loaded.close()
+
+
 @pytest.mark.parametrize("culprit", ["tc", "sock"])
-def test_what_no_lane_can_carry_leaves_no_pins(tmp_path: Path, bpffs: Path, culprit: str) -> None:
+def test_what_is_refused_leaves_no_pins(tmp_path: Path, bpffs: Path, culprit: str) -> None:
     wrong = f'SEC("tc") int other(struct __sk_buff *skb) {{ {MAPS} {WRONG} }}'
     right = f'SEC("tc") int other(struct __sk_buff *skb) {{ {MAPS} return -1; }}'
-    build(tmp_path, "tc", wrong if culprit == "tc" else right)
+    build_tc(tmp_path, wrong if culprit == "tc" else right)
     build(tmp_path, "sock", wrong if culprit == "sock" else SOCKETS)
-    with pytest.raises(BpfError, match=rf"load {culprit}.bpf.o: Permission denied"):
+    with pytest.raises(BpfError, match=rf"load {culprit}\w*.bpf.o: Permission denied"):
         load(Settings(netns_cookie=1), pin_dir=bpffs / "maps", objects=tmp_path)
     assert list((bpffs / "maps").iterdir()) == []

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from service_maps import SIZES, logical
-from service_plans import first_plan, in_pods, name_of, slot_backends
+from service_plans import first_plan, name_of, slot_backends
 
 from pyebpf_proxy.config.datapath_model import Maps, Size
+from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
@@ -67,14 +68,14 @@ def beside(pins: Path) -> list[str]:
 def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Path) -> None:
     web = name_of("web")
     loaded = start(pins, ROOM, bpf_objects)
-    Writer(loaded, in_pods).apply(first_plan())
+    Writer(loaded).apply(first_plan())
     expected = logical(loaded, complete=True)
     # Of a service that is no more: of one without affinity it would be forgotten.
     gone = client(1, service=99)
     loaded.maps["affinities"].update(gone, affinity(loaded.tc.btf, 1, 77))
     loaded.maps["reasons"].update(u32(3), bytes(range(1, 9)) * (len(loaded.maps["reasons"].lookup(u32(3)) or b"") // 8))
     counted = loaded.maps["reasons"].lookup(u32(3))
-    adopted = Writer(loaded, in_pods)
+    adopted = Writer(loaded)
     number, backends = adopted.service_id(web), slot_backends(loaded, adopted, web)
     del adopted
     loaded.close()
@@ -83,13 +84,16 @@ def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Pat
         before = {name: size for name, (_, size) in pinned(pins).items()}
         loaded = start(pins, sizes, bpf_objects)
         changed = {name: (before[name], size) for name, size in sizes.items() if before[name] != size}
+        # As many as services.
+        if "services" in changed:
+            changed["affinity_counts"] = changed["services"]
         assert loaded.resized == changed
         assert {name: loaded.maps[name].max_entries for name in sizes} == sizes
         assert {name: size for name, (_, size) in pinned(pins).items()}.items() >= sizes.items()
         assert logical(loaded, complete=True) == expected
         assert loaded.maps["affinities"].lookup(gone) == affinity(loaded.tc.btf, 1, 77)
         assert loaded.maps["reasons"].lookup(u32(3)) == counted
-        writer = Writer(loaded, in_pods)
+        writer = Writer(loaded)
         assert (writer.service_id(web), slot_backends(loaded, writer, web)) == (number, backends)
         assert writer.apply(first_plan()) == []
         assert not writer.has_garbage
@@ -262,10 +266,14 @@ def test_the_sizes_of_the_model_are_those_of_the_header(bpf_objects: Path) -> No
         with Object.open(bpf_objects / name) as opened:
             sizes |= opened.sizes
     fixed = {"refused_lately", "refusals", "reasons", "last_refused", "dry_results", "node_port_hints", "turns"}
-    fixed |= {"address_hints", "flows", "fast_path", "flow_drafts", "flow_sightings", "tracing", "decisions"}
-    fixed |= {"xdp_devices", "xdp_choices", "xdp_opened"}
+    fixed |= {"affinity_counts"}
+    fixed |= {"address_hints", "fast_path", "tracing", "decisions", "xdp_devices", "xdp_choices"} | STORAGE_MAPS
+    # The fast path's: `flows` by fastPathEntries.
+    fixed |= {"flows", "flow_drafts", "flow_fragments", "sightings", "promotions", "young_counts", "permits"}
+    fixed |= {"handovers", "sweep_results", "recent_flows", "recent_next"}
     assert sizes["turns"] == sizes["slots"]
-    assert Maps().model_dump() == {name: size for name, size in sizes.items() if name not in fixed}
+    assert sizes["affinity_counts"] == sizes["services"]
+    assert Maps().model_dump() == {n: size for n, size in sizes.items() if n not in fixed}
 
 
 def test_the_memory_that_the_page_names_is_what_the_kernel_takes(bpf_objects: Path) -> None:

@@ -16,7 +16,6 @@ from service_plans import (
     endpoints,
     first_plan,
     frontend,
-    in_pods,
     name_of,
     second_plan,
     service,
@@ -64,11 +63,11 @@ def test_everything_of_a_service_port_is_in_the_maps(loaded: Loaded, writer: Wri
     assert logical(loaded, complete=True) == {
         "shop/web:http/TCP/IPv4": {
             "cluster": [
-                "10.0.0.1:8080 local direct",
-                "10.0.0.2:8080 remote direct",
-                "172.16.0.1:8080 remote netfilter",
+                "10.0.0.1:8080 local",
+                "10.0.0.2:8080 remote",
+                "172.16.0.1:8080 remote",
             ],
-            "local": ["10.0.0.1:8080 local direct"],
+            "local": ["10.0.0.1:8080 local"],
             "flags": ["any_endpoints", "internal_local", "external_local", "source_ranges"],
             "affinity": 10800,
             "ranges": ["0.0.0.0/0", "192.0.2.0/24"],
@@ -83,7 +82,7 @@ def test_ipv6_and_udp(loaded: Loaded, writer: Writer) -> None:
     serving = endpoints("[fd00::1]:53", "[fd00::9]:53")
     writer.apply({dns: service(dns, ("fd00:96::a",), "[fd00::1]:53", serving=serving)})
     entry = logical(loaded, complete=True)["shop/dns:http/UDP/IPv6"]
-    assert entry["cluster"] == ["fd00::1:53 remote direct"]
+    assert entry["cluster"] == ["fd00::1:53 remote"]
     assert entry["serving"] == ["fd00::1:53", "fd00::9:53"]
     assert entry["frontends"] == {"fd00:96::a:80/UDP": 1}
 
@@ -92,10 +91,10 @@ def test_ipv6_and_udp(loaded: Loaded, writer: Writer) -> None:
     assert logical(loaded)["shop/dns:http/UDP/IPv6"]["serving"] == ["fd00::9:53"]
 
 
-def test_sctp_takes_the_netfilter_lane(loaded: Loaded, writer: Writer) -> None:
+def test_an_endpoint_of_sctp(loaded: Loaded, writer: Writer) -> None:
     name = name_of("signal", protocol=Protocol.SCTP)
     writer.apply({name: service(name, ("10.96.0.2",), "10.0.0.1:3868")})
-    assert logical(loaded)["shop/signal:http/SCTP/IPv4"]["cluster"] == ["10.0.0.1:3868 remote netfilter"]
+    assert logical(loaded)["shop/signal:http/SCTP/IPv4"]["cluster"] == ["10.0.0.1:3868 remote"]
 
 
 def test_a_change_keeps_the_ids_of_what_stays(loaded: Loaded, writer: Writer) -> None:
@@ -124,7 +123,7 @@ def test_an_endpoint_that_returns_before_its_old_self_is_collected_is_a_new_one(
     assert after[0] not in before
     assert after[1] == before[1]
     writer.collect()
-    assert logical(loaded, complete=True)["shop/web:http/TCP/IPv4"]["cluster"][0] == "10.0.0.1:80 remote direct"
+    assert logical(loaded, complete=True)["shop/web:http/TCP/IPv4"]["cluster"][0] == "10.0.0.1:80 remote"
 
 
 def test_nothing_is_written_where_nothing_changed(loaded: Loaded, writer: Writer) -> None:
@@ -201,15 +200,14 @@ def test_collecting_while_changes_go_on(loaded: Loaded, writer: Writer, monkeypa
 
     writer.apply(first_plan())
     writer.apply(second_plan())
-    together(lambda task: writer.prune(second_plan()))
+    together(lambda task: writer.apply(second_plan(), complete=True))
     writer.collect()
     expected = logical(loaded, complete=True)
     # Cancelled in the middle, it forgets nothing.
     writer.apply(first_plan())
     together(lambda task: task.cancel())
     assert writer.has_garbage
-    writer.apply(second_plan())
-    writer.prune(second_plan())
+    writer.apply(second_plan(), complete=True)
     writer.collect()
     assert logical(loaded, complete=True) == expected
     # An error meanwhile makes the writer adopt anew, and nothing is taken away twice.
@@ -219,12 +217,12 @@ def test_collecting_while_changes_go_on(loaded: Loaded, writer: Writer, monkeypa
         real = writer._mirror.plan_removal
         writer._mirror.plan_removal = lambda name: 1 / 0  # type: ignore[assignment, return-value]
         with pytest.raises(ZeroDivisionError):
-            writer.prune(second_plan())
+            writer.apply(second_plan(), complete=True)
         writer._mirror.plan_removal = real  # type: ignore[method-assign]
         writer.apply(second_plan())
 
     together(fail)
-    writer.prune(second_plan())
+    writer.apply(second_plan(), complete=True)
     writer.collect()
     assert logical(loaded, complete=True) == expected
 
@@ -249,9 +247,9 @@ def test_a_removed_service_port_leaves_nothing(loaded: Loaded, writer: Writer) -
         names[1]: service(names[1], ("fd00:96::1",), "[fd00::1]:53", serving=endpoints("[fd00::1]:53")),
     }
     writer.apply(plans)
-    writer.prune({names[0]})
+    writer.apply({names[0]: plans[names[0]]}, complete=True)
     assert list(logical(loaded)) == ["shop/web:http/TCP/IPv4"]
-    writer.prune(set())
+    writer.apply({}, complete=True)
     assert logical(loaded) == {}
     assert rows(loaded, "frontends4") == rows(loaded, "frontends6") == {}
     writer.collect()
@@ -320,32 +318,34 @@ class Netfilter:
         self.refuse = False
 
     def __call__(self, added: Any, removed: Any) -> None:
-        if self.refuse:
+        if self.refuse and added:
             raise OSError(errno.ENOMEM, "nft: no memory")
         if self.loaded is not None:
             in_use = {word(self.loaded, "slots", i) for i in range(SIZES["slots"])}
             assert not in_use & set(added), "told before any packet can choose it"
         self.elements.update(added)
         for number in removed:
-            del self.elements[number]
+            self.elements.pop(number, None)
 
 
 def test_netfilter_backends_are_told_in_time(loaded: Loaded) -> None:
     table = Netfilter(loaded)
-    writer = Writer(loaded, in_pods, table)
+    writer = Writer(loaded, table)
     web, api = name_of("web"), name_of("api")
     writer.apply(
         {
             web: service(web, ("10.96.0.1",), "10.0.0.1:80"),
-            api: service(api, ("10.96.0.2",), "172.16.0.1:6443", "10.0.0.1:6443"),
+            api: service(api, ("10.96.0.2",), "172.16.0.1:6443"),
         }
     )
-    number = slot_backends(loaded, writer, api)[0]
-    assert table.elements == {number: (ip_address("172.16.0.1").packed, 6443)} == writer.netfilter_backends
+    (kept,), (number,) = (slot_backends(loaded, writer, name) for name in (web, api))
+    both = {kept: (ip_address("10.0.0.1").packed, 80), number: (ip_address("172.16.0.1").packed, 6443)}
+    assert table.elements == both == writer.netfilter_backends
+    assert Writer(loaded).netfilter_backends == both, "what was adopted is known as well"
     writer.apply({api: None})
-    assert list(table.elements) == [number], "packets on their way still find it"
+    assert table.elements == both == writer.netfilter_backends, "packets on their way still find it"
     writer.collect()
-    assert table.elements == {} == writer.netfilter_backends
+    assert table.elements == {kept: both[kept]} == writer.netfilter_backends
 
     table.refuse = True
     problems = writer.apply({api: service(api, ("10.96.0.2",), "172.16.0.1:6443"), web: None})
@@ -358,49 +358,15 @@ def test_netfilter_backends_are_told_in_time(loaded: Loaded) -> None:
     assert list(table.elements.values()) == [(ip_address("172.16.0.1").packed, 6443)]
 
 
-def test_all_backends_are_netfilters_where_there_is_no_other_lane(loaded: Loaded) -> None:
+def test_ids_that_other_programs_use_are_not_given_to_new_backends(loaded: Loaded) -> None:
     web = name_of("web")
-    Writer(loaded, in_pods).apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
-    loaded.lane = "netfilter"
-    try:
-        writer = Writer(loaded, in_pods)
-        number = slot_backends(loaded, writer, web)[0]
-        assert writer.netfilter_backends == {number: (ip_address("10.0.0.1").packed, 80)}
-        table = Netfilter()
-        writer = Writer(loaded, in_pods, table)
-        writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")})
-        assert list(table.elements.values()) == [(ip_address("10.0.0.2").packed, 80)]
-        assert slot_backends(loaded, writer, web)[0] == number, "the lane is not the backend's: it keeps its id"
-    finally:
-        loaded.lane = "direct"
-
-
-def test_a_pod_network_that_changes(loaded: Loaded) -> None:
-    inside = {10}
-    table = Netfilter()
-    writer = Writer(loaded, lambda family, address: address[0] in inside, table)
-    web = name_of("web")
-    plan = service(web, ("10.96.0.1",), "10.0.0.1:80", "172.16.0.1:80")
-    writer.apply({web: plan})
-    kept = slot_backends(loaded, writer, web)
-    inside.update({172})
-    writer.relane()
-    assert logical(loaded)["shop/web:http/TCP/IPv4"]["cluster"] == [
-        "10.0.0.1:80 remote direct",
-        "172.16.0.1:80 remote direct",
-    ]
-    assert slot_backends(loaded, writer, web)[0] == kept[0]
-    writer.collect()
-    assert table.elements == {}
-    logical(loaded, complete=True)
-
-    inside.clear()
-    again = Writer(loaded, lambda family, address: False, table)
-    again.apply({web: plan})
-    again.collect()
-    assert all(e.endswith("netfilter") for e in logical(loaded, complete=True)["shop/web:http/TCP/IPv4"]["cluster"])
-    assert len(table.elements) == 2
-    assert table.elements == again.netfilter_backends
+    writer = Writer(loaded, foreign_id=5000)
+    writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80")})
+    (kept,) = slot_backends(loaded, writer, web)
+    assert kept > 5000
+    again = Writer(loaded, foreign_id=7)
+    again.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")})
+    assert min(slot_backends(loaded, again, web)) == kept
 
 
 def test_whether_vips_may_be_sources(loaded: Loaded, writer: Writer) -> None:
@@ -419,11 +385,11 @@ def test_whether_vips_may_be_sources(loaded: Loaded, writer: Writer) -> None:
         writer.apply(plan(allowed))
         assert written() is allowed
     for allowed in (False, True):
-        adopted = Writer(loaded, in_pods)
+        adopted = Writer(loaded)
         adopted.apply(plan(allowed))
         assert written() is allowed
         adopted.collect()
     tables = rows(loaded, "tables")
-    Writer(loaded, in_pods).apply(plan(True))
+    Writer(loaded).apply(plan(True))
     assert rows(loaded, "tables") == tables
     logical(loaded, complete=True)

@@ -22,8 +22,8 @@ UNLIKELY = 49.3
 
 
 def load(world: World, scheduler: str) -> World:
-    """The netfilter lane: its tag names the choice and no flow is left behind."""
-    world.load(direct_lane=0, scheduler=SCHEDULERS[scheduler])  # type: ignore[index]
+    """The tag names the choice."""
+    world.load(scheduler=SCHEDULERS[scheduler])  # type: ignore[index]
     return world
 
 

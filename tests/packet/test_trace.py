@@ -35,41 +35,40 @@ class Listener:
 
 
 @pytest.fixture
-def listener(lanes: World) -> Iterator[Listener]:
-    made = Listener(lanes)
+def listener(hooks: World) -> Iterator[Listener]:
+    made = Listener(hooks)
     yield made
     made.word.clear()
     made.rings.close()
 
 
-def test_a_new_flow_is_told_with_all_that_was_decided(lanes: World, listener: Listener) -> None:
-    lanes.service(["remote"])
+def test_a_new_flow_is_told_with_all_that_was_decided(hooks: World, listener: Listener) -> None:
+    hooks.service(["remote"])
     listener.word.ask(EVERYTHING)
-    lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80, sport=41000))
+    hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80, sport=41000))
     (event,) = listener.heard()
-    assert event.source == (lanes.packed("client"), 41000)
-    assert event.destination == (lanes.packed("vip"), 80)
-    assert event.endpoint == (lanes.packed("remote"), 8080)
-    assert (event.service, event.backend) == (1, lanes.backend_ids["remote", 1])
-    assert event.device == lanes.devices["nic"]
+    assert event.source == (hooks.packed("client"), 41000)
+    assert event.destination == (hooks.packed("vip"), 80)
+    assert event.endpoint == (hooks.packed("remote"), 8080)
+    assert (event.service, event.backend) == (1, hooks.backend_ids["remote", 1])
+    assert event.device == hooks.devices["nic"]
     assert event.masquerade
-    assert event.reason == ("new_flow_direct" if lanes.direct else "lane_forced")
-    assert event.hook == (2 if lanes.xdp is not None else 1)
+    assert (event.reason, event.hook) == ("new_flow_netfilter", 1)
 
 
-def test_what_is_refused_is_told(lanes: World, listener: Listener) -> None:
-    lanes.service([], service=1)
+def test_what_is_refused_is_told(hooks: World, listener: Listener) -> None:
+    hooks.service([], service=1)
     listener.word.ask(EVERYTHING)
-    lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80))
+    hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80))
     (event,) = listener.heard()
     assert (event.reason, event.service, event.endpoint, event.masquerade) == ("reject_no_endpoints", 1, None, False)
 
 
-def test_packets_of_known_flows_and_of_no_service_are_no_decisions(lanes: World, listener: Listener) -> None:
-    lanes.service(["remote"])
+def test_packets_of_known_flows_and_of_no_service_are_no_decisions(hooks: World, listener: Listener) -> None:
+    hooks.service(["remote"])
     listener.word.ask(EVERYTHING)
-    lanes.run("tc_ethernet", lanes.tcp("client", "elsewhere", 80))
-    lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80, flags="A"))
+    hooks.run("tc_ethernet", hooks.tcp("client", "elsewhere", 80))
+    hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80, flags="A"))
     assert listener.heard() == []
 
 
@@ -88,27 +87,27 @@ FILTERS: list[tuple[str, dict[str, Any], bool]] = [
     ("another device", {"device": "pods"}, False),
     ("its service, the last of many", {"services": (9, 8, 7, 6, 5, 4, 3, 2, 16, 15, 14, 13, 12, 11, 10, 1)}, True),
     ("other services", {"services": (2, 3)}, False),
-    ("its reason", {"reasons": ("NEW_FLOW_DIRECT", "LANE_FORCED")}, True),
+    ("its reason", {"reasons": ("NEW_FLOW_NETFILTER", "NEW_FLOW_FAST")}, True),
     ("other reasons", {"reasons": ("REJECT_NO_ENDPOINTS", "NEW_FLOW_SOCKET")}, False),
 ]
 
 
 @pytest.mark.parametrize(("wanted", "told"), [each[1:] for each in FILTERS], ids=[each[0] for each in FILTERS])
 def test_programs_leave_out_what_was_not_asked_for(
-    lanes: World, listener: Listener, wanted: dict[str, Any], told: bool
+    hooks: World, listener: Listener, wanted: dict[str, Any], told: bool
 ) -> None:
-    lanes.service(["remote"])
+    hooks.service(["remote"])
     asked = EVERYTHING | wanted
     if "address" in wanted:
-        packed = ip_address(lanes.address(wanted["address"])).packed
-        asked |= {"address": packed.ljust(16, b"\0"), "family": lanes.family}
+        packed = ip_address(hooks.address(wanted["address"])).packed
+        asked |= {"address": packed.ljust(16, b"\0"), "family": hooks.family}
     if "device" in wanted:
-        asked["device"] = lanes.devices[wanted["device"]]
+        asked["device"] = hooks.devices[wanted["device"]]
     if "reasons" in wanted:
-        enum = lanes.object.btf.enum("reason")
+        enum = hooks.object.btf.enum("reason")
         asked["reasons"] = sum(1 << enum[name] for name in wanted["reasons"])
     listener.word.ask(asked)
-    lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80))
+    hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80))
     assert len(listener.heard()) == told
 
 
@@ -122,13 +121,13 @@ def test_an_address_of_the_other_family_is_not_the_same_bytes(world: World) -> N
     listener.rings.close()
 
 
-def test_what_there_is_no_room_for_is_counted(lanes: World) -> None:
-    lanes.service([])
-    listener = Listener(lanes, 4096)
+def test_what_there_is_no_room_for_is_counted(hooks: World) -> None:
+    hooks.service([])
+    listener = Listener(hooks, 4096)
     listener.word.ask(EVERYTHING)
     assert listener.word.lost() == 0
     for i in range(100):
-        lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80, sport=1000 + i))
+        hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80, sport=1000 + i))
     heard, lost = len(listener.heard()), listener.word.lost()
     assert heard > 10
     assert lost > 10
@@ -136,19 +135,19 @@ def test_what_there_is_no_room_for_is_counted(lanes: World) -> None:
     listener.rings.close()
 
 
-def test_a_reader_that_died_is_found_out_by_the_next_decision(lanes: World) -> None:
-    lanes.service([])
-    listener = Listener(lanes)
+def test_a_reader_that_died_is_found_out_by_the_next_decision(hooks: World) -> None:
+    hooks.service([])
+    listener = Listener(hooks)
     listener.word.ask(EVERYTHING)
     listener.rings.close()
     assert listener.word.asked()
-    lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80))
+    hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80))
     assert not listener.word.asked()
     assert listener.word.lost() == 0
-    assert lanes.reasons()["REJECT_NO_ENDPOINTS"] == 1
+    assert hooks.reasons()["REJECT_NO_ENDPOINTS"] == 1
 
 
-def test_nothing_is_told_unasked(lanes: World, listener: Listener) -> None:
-    lanes.service(["remote"])
-    lanes.run("tc_ethernet", lanes.tcp("client", "vip", 80))
+def test_nothing_is_told_unasked(hooks: World, listener: Listener) -> None:
+    hooks.service(["remote"])
+    hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80))
     assert listener.heard() == []

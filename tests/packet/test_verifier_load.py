@@ -15,7 +15,7 @@ from pyebpf_proxy.datapath.loader.programs import SCHEDULERS, Settings, load
 #: Instructions, of one program of sockets. 6 000 to 15 000 on Linux 6.18; 77 000 to 406 000 when a change undid that.
 MOST = 30_000
 #: The same of one of tc's, with the fast path: 36 000; 84 000 before learn_flow was one of those that are read once.
-MOST_OF_TC = 55_000
+MOST_OF_TC = 80_000
 #: Where struct bpf_prog_info has verified_insns, and its size then (include/uapi/linux/bpf.h).
 _VERIFIED, _SIZE = 216, 228
 

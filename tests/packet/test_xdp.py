@@ -6,18 +6,15 @@ The decision table goes through both mains in test_decisions; PEP_XDP=1 sends ev
 
 from __future__ import annotations
 
-import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from fast_world import Flow
 from scapy.layers.inet import IP, TCP, UDP, IPOption_NOP
 from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt, IPv6ExtHdrFragment
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
-from world import GO_ON, MARK, PRIORITY_BACKEND, XDP_DROP, XDP_PASS, World
+from world import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, XDP_DROP, XDP_PASS, World
 
 from pyebpf_proxy.datapath.loader.libbpf import SkBuff
 
@@ -26,7 +23,7 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 @pytest.fixture
 def before(node: World) -> World:
-    """A node whose devices carry XDP before tc; no fast path."""
+    """A node whose devices carry XDP before tc; no agent that lets flows be young."""
     node.forget_flows()
     node.settings = {"xdp": 1}
     node.load()
@@ -38,96 +35,20 @@ def before(node: World) -> World:
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("source", ["client", "pod"])
-def test_a_flow_is_opened_and_its_packet_goes_up_unchanged(before: World, protocol: str, source: str) -> None:
+def test_a_first_packet_goes_up_unchanged_and_tc_hands_it_to_netfilter(
+    before: World, protocol: str, source: str
+) -> None:
     before.service(["remote"], protocol=protocol)
     frame = (before.tcp if protocol == "tcp" else before.udp)(source, "cluster_ip", 80)
     found = before.run_xdp(frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
-    (flow,) = before.flows()
-    assert flow.reply[0] == before.address("remote")
-    assert (flow.reply[1] == before.address("node")) == (source == "client")
-    assert before.reasons() == {"NEW_FLOW_DIRECT": 1}
-    # tc finds a flow that exists; other people's rules find the mark that tc alone would have set.
+    assert not before.reasons()
     result = before.run("tc_ethernet", frame)
     assert result.skb is not None
-    assert (result.retval, result.skb.mark) == (GO_ON, MARK if source == "client" else 0)
-    assert [(f.original, f.reply) for f in before.flows()] == [(flow.original, flow.reply)]
-    assert before.reasons() == {"NEW_FLOW_DIRECT": 1}
-
-
-@pytest.fixture
-def one_cpu() -> Iterator[None]:
-    """Both programs see a packet on the same CPU, as they do on a device."""
-    cpus = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cpus)})
-    yield
-    os.sched_setaffinity(0, cpus)
-
-
-def just_now() -> bytes:
-    """By the programs' clock, which is some milliseconds behind."""
-    return (time.clock_gettime_ns(time.CLOCK_MONOTONIC) - 20_000_000).to_bytes(8, "little")
-
-
-def by_tc(world: World, frame: Packet) -> int:
-    """Through tc, without XDP: the mark that the packet has then."""
-    program = world.object.programs["tc_ethernet"]
-    result = program.test_run(bytes(frame), SkBuff(ifindex=world.devices["nic"]))
-    assert result.skb is not None
-    assert result.retval == GO_ON
-    return result.skb.mark
-
-
-@pytest.mark.usefixtures("one_cpu")
-@pytest.mark.parametrize("protocol", ["tcp", "udp"])
-@pytest.mark.parametrize("source", ["client", "pod"])
-def test_tc_does_not_look_up_what_xdp_has_just_opened(before: World, protocol: str, source: str) -> None:
-    before.service(["remote"], protocol=protocol)
-    frame = (before.tcp if protocol == "tcp" else before.udp)(source, "cluster_ip", 80)
-    assert before.run_xdp(frame).retval == XDP_PASS
-    before.forget_flows()
-    rewrite_notes(before, 40, just_now())
-    # If it asked, it would open the flow again.
-    assert by_tc(before, frame) == (MARK if source == "client" else 0)
+    tag = PRIORITY_MASQUERADE if source == "client" else PRIORITY_BACKEND
+    assert (result.retval, result.skb.priority) == (GO_ON, tag | before.backend_ids["remote", 1])
     assert not before.flows()
-    assert by_tc(before, frame) == (MARK if source == "client" else 0)
-    assert len(before.flows()) == 1, "only once"
-
-
-# Where it stands in struct xdp_opened, and what is there then.
-NOT_BELIEVED = {"another flow's": (32, b"\1"), "of another time": (40, (1).to_bytes(8, "little"))}
-
-
-def rewrite_notes(world: World, at: int, what: bytes) -> None:
-    """In every note of a flow that XDP has opened."""
-    notes = world.object.maps["xdp_opened"]
-    for number in range(notes.max_entries):
-        key = number.to_bytes(4, "little")
-        each = notes.lookup_cpus(key) or []
-        if any(map(any, each)):
-            notes.update(key, b"".join(value[:at] + what + value[at + len(what) :] for value in each))
-
-
-@pytest.mark.usefixtures("one_cpu")
-@pytest.mark.parametrize("name", NOT_BELIEVED)
-def test_what_xdp_opened_is_not_believed_if_it_is(before: World, name: str) -> None:
-    before.service(["remote"])
-    frame = before.tcp("client", "cluster_ip", 80)
-    assert before.run_xdp(frame).retval == XDP_PASS
-    before.forget_flows()
-    rewrite_notes(before, 40, just_now())
-    rewrite_notes(before, *NOT_BELIEVED[name])
-    by_tc(before, frame)
-    assert len(before.flows()) == 1
-
-
-def test_the_mark_is_for_flows_without_an_answer(before: World) -> None:
-    before.service(["remote"], protocol="udp")
-    flow = Flow(before, "udp", "client", "vip", masquerade="node")
-    flow.track()
-    result = before.run("tc_ethernet", before.udp("client", "vip", 80))
-    assert result.skb is not None
-    assert (result.retval, result.skb.mark) == (GO_ON, 0)
+    assert before.reasons() == {"NEW_FLOW_NETFILTER": 1}
 
 
 def test_a_drop_is_given_before_there_is_a_packet(before: World) -> None:
@@ -159,13 +80,13 @@ def with_options(world: World) -> Packet:
 def test_headers_may_have_options(before: World) -> None:
     before.service(["remote"])
     assert before.run_xdp(with_options(before)).retval == XDP_PASS
-    assert before.reasons() == {"NEW_FLOW_DIRECT": 1}
+    assert len(choices(before)) == 1
 
 
 def test_a_first_fragment_opens_its_flow_as_in_tc(before: World) -> None:
     before.service(["remote"], protocol="udp")
     assert before.run_xdp(first_fragment(before)).retval == XDP_PASS
-    assert before.reasons() == {"NEW_FLOW_DIRECT": 1}
+    assert len(choices(before)) == 1
 
 
 def tagged(world: World) -> Packet:
@@ -207,7 +128,7 @@ def test_what_is_not_for_xdp_goes_up_untouched(before: World, name: str) -> None
     frame = LEFT[name](before)
     found = before.run_xdp(frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
-    assert not before.flows()
+    assert not choices(before)
     assert not before.reasons()
 
 
@@ -215,7 +136,7 @@ def test_where_no_flows_may_be_opened_they_are_left_to_tc(before: World) -> None
     before.service(["remote"])
     before.xdp_device("nic", opens=0)
     assert before.run_xdp(before.tcp("client", "vip", 80)).retval == XDP_PASS
-    assert not before.flows()
+    assert not choices(before)
 
 
 def test_headers_that_are_not_in_the_first_buffer_go_up(before: World) -> None:
@@ -225,7 +146,7 @@ def test_headers_that_are_not_in_the_first_buffer_go_up(before: World) -> None:
     for length in range(14, 14 + (20 if before.family == 4 else 40) + 14):
         assert before.xdp is not None
         assert before.xdp.run_frame(frame[:length], before.devices["nic"]).retval == XDP_PASS
-    assert not before.flows()
+    assert not choices(before)
 
 
 def test_a_refusal_is_tcs_and_counted_once(before: World) -> None:
@@ -248,7 +169,7 @@ def chosen(world: World, sport: int) -> int:
     """The endpoint that tc hands to our nft table, after XDP has seen the packet."""
     result = world.run("tc_ethernet", world.tcp("client", "cluster_ip", 80, sport=sport))
     assert result.skb is not None
-    assert result.skb.priority & 0xFF000000 == PRIORITY_BACKEND
+    assert result.skb.priority & 0xFF000000 == PRIORITY_MASQUERADE
     return result.skb.priority & 0xFFFFFF
 
 
@@ -262,11 +183,9 @@ def test_the_endpoint_that_xdp_chose_is_the_one_that_tc_carries_out(before: Worl
         ((_, choice),) = choices(before)
         result = tc.test_run(bytes(frame), SkBuff(ifindex=before.devices["nic"]))
         assert result.skb is not None
-        assert result.skb.priority == PRIORITY_BACKEND | int.from_bytes(choice[4:8], "little")
+        assert result.skb.priority == PRIORITY_MASQUERADE | int.from_bytes(choice[4:8], "little")
         assert not choices(before), "taken over once"
-    counted = before.reasons()
-    assert counted["NEW_FLOW_NETFILTER"] == counted["LANE_BACKEND_OUTSIDE"] + counted["LANE_NO_ROUTE"] == 16
-    assert set(counted) == {"NEW_FLOW_NETFILTER", "LANE_BACKEND_OUTSIDE", "LANE_NO_ROUTE"}
+    assert before.reasons() == {"NEW_FLOW_NETFILTER": 16}
 
 
 def test_round_robin_takes_one_turn_for_a_flow_that_both_see(node: World) -> None:
@@ -279,10 +198,7 @@ def test_round_robin_takes_one_turn_for_a_flow_that_both_see(node: World) -> Non
     for sport in range(41000, 41030):
         result = node.run("tc_ethernet", node.tcp("client", "cluster_ip", 80, sport=sport))
         assert result.skb is not None
-        if result.skb.priority:
-            seen[names[result.skb.priority & 0xFFFFFF]] += 1
-        else:
-            seen["remote"] += 1
+        seen[names[result.skb.priority & 0xFFFFFF]] += 1
     assert seen == {"nowhere": 10, "outside": 10, "remote": 10}
 
 
@@ -299,4 +215,4 @@ def test_a_choice_of_another_time_is_not_believed(before: World) -> None:
     before.service(["nowhere"])
     result = before.object.programs["tc_ethernet"].test_run(bytes(frame), SkBuff(ifindex=before.devices["nic"]))
     assert result.skb is not None
-    assert result.skb.priority == PRIORITY_BACKEND | before.backend_ids["nowhere", 1]
+    assert result.skb.priority == PRIORITY_MASQUERADE | before.backend_ids["nowhere", 1]

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XDP and flows that the cache knows: what is sent on, as what, and what is left to tc."""
+"""XDP and the flow table: what it sends and as what, which flows it opens, and what is left to tc."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from fast_world import FAR, REDIRECT, Flow, ip, mac_of, neighbour, open_fast_path, say
+from fast_world import FAR, REDIRECT, SECOND, Flow, device, fast_node, now, one_cpu, records, wipe_reasons
 from scapy.layers.inet import TCP, UDP
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet
-from world import XDP_PASS, XDP_REDIRECT, XDP_TX, World
+from test_kernel_flows import learned
+from test_young_flows import young
+from world import GO_ON, SHOT, XDP_PASS, XDP_REDIRECT, XDP_TX, World
 
 from pyebpf_proxy.datapath.loader.libbpf import RunResult
 
@@ -19,96 +22,125 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 @pytest.fixture
 def fast(node: World) -> Iterator[World]:
-    node.forget_flows()
-    node.settings = {}
-    open_fast_path(node, xdp=1)
-    node.service(["remote", "local"])
-    node.service(["remote", "local"], protocol="udp", service=2)
-    for device in ("nic", "pods"):
-        mac = mac_of(device, node.devices[device], id(node))
-        node.xdp_device(device, mac=bytes.fromhex(mac.replace(":", "")))
-    yield node
-    ip("link", "set", "nic", "mtu", "1500")
-    ip("link", "set", "pods", "mtu", "1500")
+    with one_cpu():
+        yield fast_node(node, xdp=1)
 
 
-def known(world: World, protocol: str = "tcp", **changes: str) -> Flow:
-    """A flow that tc has learned."""
-    flow = Flow(world, protocol, **changes)  # type: ignore[arg-type]
-    flow.track()
-    flow.learn()
-    return flow
+@pytest.fixture(params=["young", "the kernel's"])
+def known(request: pytest.FixtureRequest, fast: World) -> Callable[..., Flow]:
+    """A flow that the table knows."""
+
+    def make(protocol: str = "tcp", **ends: Any) -> Flow:
+        flow = (young if request.param == "young" else learned)(fast, protocol, **ends)
+        wipe_reasons(fast)
+        return flow
+
+    return make
 
 
-def in_and_out_by(device: str) -> dict[str, str]:
-    return {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": device, "exit": device}
+TURNED = {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "snat_port": 50000}
 
 
-def through(flow: Flow, reply: bool = False, frame: Packet | None = None) -> RunResult:
+def through(flow: Flow, reply: bool = False, frame: Packet | bytes | None = None, by: str = "") -> RunResult:
     given = flow.frame(reply) if frame is None else frame
-    return flow.world.run_xdp(given, flow.exit if reply else flow.entrance)
+    return flow.world.run_xdp(given, by or (flow.exit if reply else flow.entrance))
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-@pytest.mark.parametrize("masquerade", ["", "node"], ids=["own address", "masqueraded"])
-@pytest.mark.parametrize("size", [0, 1, 1000])
+@pytest.mark.parametrize("size", [0, 1, 512])
 def test_a_frame_becomes_what_tc_would_make_of_it(
-    fast: World, protocol: str, reply: bool, masquerade: str, size: int
+    known: Callable[..., Flow], protocol: str, reply: bool, size: int
 ) -> None:
-    flow = known(fast, protocol, masquerade=masquerade)
+    flow = known(protocol)
     found = through(flow, reply, flow.frame(reply, size=size))
-    assert found.retval == XDP_REDIRECT, fast.reasons()
-    expected = bytes(flow.expected(reply, size=size))
-    assert found.data[14:] == expected[14:]
+    assert found.retval == XDP_REDIRECT, flow.world.reasons()
+    assert found.data == bytes(flow.expected(reply, size=size))
     by_tc = flow.run(reply, flow.frame(reply, size=size))
-    assert by_tc.retval == REDIRECT
-    assert by_tc.data[14:] == found.data[14:]
-    out = "pods" if reply else "nic"
-    # The neighbour's address and the device's own, as the kernel would have written them.
-    assert Ether(found.data).dst == FAR
-    assert Ether(found.data).src == mac_of(out, fast.devices[out], id(fast))
-    counted = fast.reasons()
-    assert (counted["XDP_FLOW_HIT"], counted["FLOW_HIT"]) == (1, 2)
+    assert (by_tc.retval, by_tc.data) == (REDIRECT, found.data)
+    assert flow.world.reasons() == {"XDP_FLOW_HIT": 1, "FLOW_HIT": 1}
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-def test_what_leaves_by_the_device_it_came_in_by_is_sent_back(fast: World, reply: bool) -> None:
-    flow = known(fast, **in_and_out_by("nic"))
+def test_what_leaves_by_the_device_it_came_in_by_is_sent_back(known: Callable[..., Flow], reply: bool) -> None:
+    flow = known(**TURNED)
     found = through(flow, reply)
-    assert found.retval == XDP_TX, fast.reasons()
-    assert found.data[14:] == bytes(flow.expected(reply))[14:]
+    assert (found.retval, found.data) == (XDP_TX, bytes(flow.expected(reply)))
     # A veth sends nothing back, but takes what is redirected to it.
-    fast.xdp_device("nic", mac=found.data[6:12], returns=0)
-    moved(flow)
-    again = through(flow, reply)
-    assert (again.retval, again.data) == (XDP_REDIRECT, found.data)
+    flow.world.xdp_device("nic", returns=0)
+    assert through(flow, reply).retval == XDP_REDIRECT
+    flow.world.xdp_device("nic", returns=0, takes=0)
+    assert through(flow, reply).retval == XDP_PASS
+    assert flow.world.reasons()["XDP_LEFT_DEVICE"] == 1
 
 
-def test_udp_without_a_checksum_stays_without_in_xdp(fast: World) -> None:
-    if fast.family == 6:
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_xdp_opens_young_flows(fast: World, protocol: str) -> None:
+    flow = Flow(fast, protocol)
+    flow.permit()
+    frame = {"flags": "S", "size": 0, "seq": 100, "ack": 0}
+    found = through(flow, frame=flow.frame(**frame))
+    assert (found.retval, found.data) == (XDP_REDIRECT, bytes(flow.expected(**frame)))
+    assert flow.entries() == [False, True]
+    assert fast.reasons() == {"NEW_FLOW_FAST": 1, "XDP_FLOW_HIT": 1}
+
+
+def test_where_no_flows_may_be_opened_tc_does(fast: World) -> None:
+    flow = Flow(fast)
+    flow.permit()
+    fast.xdp_device("pods", opens=0)
+    assert through(flow, frame=flow.frame(flags="S")).retval == XDP_PASS
+    assert flow.entries() == []
+    flow.open_young()
+
+
+def test_without_a_permit_tc_counts_why(fast: World) -> None:
+    flow = Flow(fast)
+    frame = flow.frame(flags="S")
+    found = through(flow, frame=frame)
+    assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
+    assert fast.reasons() == {}
+    assert flow.run(frame=frame).retval == GO_ON
+    assert fast.reasons() == {"NEW_FLOW_NETFILTER": 1, "SLOW_NO_PERMIT": 1}
+    assert len(records(fast)) == 1
+
+
+def test_a_young_flow_that_xdp_cannot_send_is_sent_by_tc(fast: World) -> None:
+    flow = Flow(fast)
+    flow.permit()
+    fast.xdp_device("nic", takes=0)
+    frame = flow.frame(flags="S", size=0, seq=100, ack=0)
+    found = through(flow, frame=frame)
+    assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
+    assert flow.entries() == [False, True]
+    by_tc = flow.run(frame=frame)
+    assert (by_tc.retval, by_tc.data) == (REDIRECT, bytes(flow.expected(flags="S", size=0, seq=100, ack=0)))
+    assert fast.reasons() == {"NEW_FLOW_FAST": 1, "XDP_LEFT_DEVICE": 1, "FLOW_HIT": 1}
+
+
+def test_streams_are_left_to_tc(known: Callable[..., Flow]) -> None:
+    flow = known()
+    frame = flow.frame(size=513)
+    found = through(flow, frame=frame)
+    assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
+    assert flow.world.reasons() == {"XDP_LEFT_STREAM": 1}
+    assert flow.run(frame=frame).retval == REDIRECT
+
+
+def test_large_datagrams_are_no_streams(known: Callable[..., Flow]) -> None:
+    flow = known("udp")
+    assert through(flow, frame=flow.frame(size=1400)).retval == XDP_REDIRECT
+
+
+def test_udp_without_a_checksum_stays_without_in_xdp(known: Callable[..., Flow]) -> None:
+    flow = known("udp")
+    if flow.world.family == 6:
         pytest.skip("IPv6 has no UDP without a checksum")
-    flow = known(fast, "udp")
     frame = flow.frame()
     frame[UDP].chksum = 0
     found = through(flow, frame=frame)
     assert found.retval == XDP_REDIRECT
     assert Ether(found.data)[UDP].chksum == 0
-
-
-def test_a_jumbo_frame_of_several_buffers_is_sent(fast: World) -> None:
-    ip("link", "set", "nic", "mtu", "9000")
-    ip("link", "set", "pods", "mtu", "9000")
-    flow = known(fast, "udp")
-    found = through(flow, frame=flow.frame(size=8000))
-    assert found.retval == XDP_REDIRECT, fast.reasons()
-    assert found.data[14:] == bytes(flow.expected(size=8000))[14:]
-    # Where the device takes one buffer at a time, short ones go and long ones do not.
-    fast.xdp_device("nic", takes=1)
-    moved(flow)
-    assert through(flow).retval == XDP_REDIRECT
-    assert through(flow, frame=flow.frame(size=8000)).retval == XDP_PASS
-    assert fast.reasons()["XDP_LEFT_DEVICE"] == 1
 
 
 def with_partial_checksum(flow: Flow) -> Packet:
@@ -127,107 +159,108 @@ def with_partial_checksum(flow: Flow) -> Packet:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_a_checksum_that_was_left_to_a_device_is_left_to_tc(fast: World, protocol: str) -> None:
-    flow = known(fast, protocol)
+def test_a_checksum_that_was_left_to_a_device_is_left_to_tc(known: Callable[..., Flow], protocol: str) -> None:
+    flow = known(protocol)
     frame = with_partial_checksum(flow)
     found = through(flow, frame=frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
-    assert fast.reasons()["XDP_LEFT_CHECKSUM"] == 1
+    assert flow.world.reasons() == {"XDP_LEFT_CHECKSUM": 1}
 
 
-TO_TC: dict[str, Callable[[World], None]] = {
-    "the generation has moved": lambda world: say(world, generation=2),
-    "nobody watches": lambda world: say(world, trust=-1.0),
-    "the family is closed": lambda world: say(world, closed="STACK_IPSEC"),
-}
-
-
-@pytest.mark.parametrize("name", TO_TC)
-def test_a_known_flow_is_left_to_tc_when(fast: World, name: str) -> None:
-    flow = known(fast)
-    counted = fast.reasons()
-    TO_TC[name](fast)
+def test_a_device_that_takes_no_frames_gets_none(known: Callable[..., Flow]) -> None:
+    flow = known()
+    flow.world.xdp_device("nic", takes=0)
     frame = flow.frame()
     found = through(flow, frame=frame)
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
-    assert fast.reasons() == counted
+    assert flow.world.reasons() == {"XDP_LEFT_DEVICE": 1}
 
 
-def moved(flow: Flow) -> None:
-    """As the agent does when it hears of a change; and tc asks again."""
-    say(flow.world, generation=2)
-    flow.learn()
-
-
-def test_a_device_that_takes_frames_no_more_gets_none(fast: World) -> None:
-    flow = known(fast)
+def test_a_device_that_takes_one_buffer_gets_no_jumbo_frames(fast: World) -> None:
+    for name in ("nic", "pods"):
+        device(fast, name, mtu=9000)
+    flow = young(fast, "udp")
+    frame = flow.frame(size=8000)
+    found = through(flow, frame=frame)
+    assert (found.retval, found.data) == (XDP_REDIRECT, bytes(flow.expected(size=8000)))
+    fast.xdp_device("nic", takes=1)
     assert through(flow).retval == XDP_REDIRECT
-    fast.xdp_device("nic", takes=0)
-    moved(flow)
-    frame = flow.frame()
-    found = through(flow, frame=frame)
+    assert through(flow, frame=frame).retval == XDP_PASS
+
+
+@pytest.mark.parametrize("flags", ["A", "R", "FA", "S"])
+@pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
+def test_from_another_device_nothing_is_touched(known: Callable[..., Flow], flags: str, reply: bool) -> None:
+    flow = known()
+    before = [flow.entry(False), flow.entry(True)]
+    frame = flow.frame(reply, flags=flags)
+    found = through(flow, reply, frame, by="pods" if reply else "nic")
     assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
-    assert fast.reasons()["XDP_LEFT_DEVICE"] == 1
+    assert [flow.entry(False), flow.entry(True)] == before
 
 
-def test_a_neighbour_that_has_another_link_address_gets_frames_there(fast: World) -> None:
-    flow = known(fast)
-    assert Ether(through(flow).data).dst == FAR
-    try:
-        neighbour(fast, "replace", "gateway", "nic", "02:00:00:00:0f:02")
-        moved(flow)
-        assert Ether(through(flow).data).dst == "02:00:00:00:0f:02"
-    finally:
-        neighbour(fast, "replace", "gateway", "nic")
-
-
-def test_a_frame_for_somebody_else_is_not_sent_by_the_cache(fast: World) -> None:
-    flow = known(fast)
-    counted = fast.reasons()
+def test_frames_for_somebody_else_are_not_sent(known: Callable[..., Flow]) -> None:
+    flow = known()
     for at in range(6):
         frame = bytearray(bytes(flow.frame()))
         frame[at] ^= 4
-        found = fast.run_xdp(bytes(frame), flow.entrance)
+        found = through(flow, frame=bytes(frame))
         assert (found.retval, found.data) == (XDP_PASS, bytes(frame)), at
-    assert fast.reasons() == counted
+    assert not flow.world.reasons()
+
+
+@pytest.mark.parametrize("size", [1461, 1500])
+def test_what_is_unusual_goes_to_tc(known: Callable[..., Flow], size: int) -> None:
+    flow = known("udp")
+    assert through(flow, frame=flow.frame(size=size + 12)).retval == XDP_PASS
+    assert through(flow, frame=flow.frame(hops=1)).retval == XDP_PASS
+    assert not flow.world.reasons()
+    assert flow.world.promotions() == [], "tc asks"
+
+
+def test_what_must_be_confirmed_goes_up(fast: World) -> None:
+    flow = learned(fast)
+    flow.write(confirmed_until=now() - 1)
+    frame = flow.frame()
+    found = through(flow, frame=frame)
+    assert (found.retval, found.data) == (XDP_PASS, bytes(frame))
+    assert fast.reasons() == {}
+    flow.through()
+    flow.write(confirmed_until=now() + 3600 * SECOND)
+    assert through(flow).retval == XDP_REDIRECT
 
 
 @pytest.mark.parametrize("flags", ["FA", "RA", "S", "SA"])
-def test_a_turning_point_goes_to_tc(fast: World, flags: str) -> None:
-    flow = known(fast)
-    counted = fast.reasons()
+def test_the_kernel_hears_of_the_end_of_its_flow(fast: World, flags: str) -> None:
+    flow = learned(fast)
     assert through(flow, frame=flow.frame(flags=flags)).retval == XDP_PASS
-    assert fast.reasons() == counted
+    assert [flow.entry(reply)["confirmed_until"] for reply in (False, True)] == [0, 0]  # type: ignore[index]
 
 
-def test_a_packet_that_is_too_big_or_at_its_last_hop_goes_to_tc(fast: World) -> None:
-    flow = known(fast)
-    assert through(flow, frame=flow.frame(size=1461)).retval == XDP_PASS
-    assert through(flow, frame=flow.frame(hops=1)).retval == XDP_PASS
-    assert fast.reasons()["XDP_FLOW_HIT"] == 0
+def test_a_reset_in_sequence_ends_a_young_flow(fast: World) -> None:
+    flow = young(fast)
+    flow.answer()
+    assert through(flow, frame=flow.frame(flags="R", size=0, seq=777)).retval == XDP_REDIRECT
+    assert flow.entries() == [False, True]
+    assert through(flow, frame=flow.frame(flags="R", size=0, seq=101)).retval == XDP_REDIRECT
+    assert flow.entries() == []
 
 
-def test_what_came_by_another_device_goes_to_tc(fast: World) -> None:
-    flow = known(fast)
-    frame = flow.frame()
-    frame[Ether].dst = mac_of("nic", fast.devices["nic"], id(fast))
-    assert fast.run_xdp(frame, "nic").retval == XDP_PASS
-
-
-def test_a_new_datagram_of_an_unknown_flow_is_opened_with_the_fast_path_on(fast: World) -> None:
-    frame = Flow(fast, "udp", sport=41000).frame()
-    assert fast.run_xdp(frame, "pods").retval == XDP_PASS
-    assert len(fast.flows()) == 1
-    assert fast.reasons() == {"NEW_FLOW_DIRECT": 1}
+def test_a_dead_agents_young_flows_go_on(fast: World) -> None:
+    mine, kernels = young(fast), learned(fast, sport=40007)
+    fast.say_of_fast_path(alive=-1)
+    assert through(mine).retval == XDP_REDIRECT
+    assert through(kernels).retval == XDP_PASS
 
 
 def test_on_packets_any_device_does(node: World) -> None:
     """Generic mode: the kernel sends what it made of the frame."""
-    node.forget_flows()
-    node.settings = {}
-    open_fast_path(node, xdp=1, xdp_generic=1)
-    node.service(["remote"])
-    for device in ("nic", "pods"):
-        mac = bytes.fromhex(mac_of(device, node.devices[device], id(node)).replace(":", ""))
-        node.xdp_device(device, mac=mac, takes=0, returns=0)
-    assert through(known(node)).retval == XDP_REDIRECT
+    with one_cpu():
+        fast = fast_node(node, xdp=1, xdp_generic=1)
+        for name in ("nic", "pods"):
+            fast.xdp_device(name, takes=0, returns=0)
+        flow = young(fast)
+        assert through(flow).retval == XDP_REDIRECT
+        assert through(flow, True, flow.frame(True, hops=1)).retval == XDP_PASS
+        assert flow.run(True, flow.frame(True, hops=1)).retval == SHOT
+        assert Ether(through(flow).data).dst == FAR

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pyebpf_proxy.kube.objects import EndpointSlice, Node, Service
+from pyebpf_proxy.kube.objects import EndpointSlice, Node, Service, ServiceCIDR
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services import endpoints
 from pyebpf_proxy.services.addresses import format_address_port
@@ -44,6 +44,11 @@ def node(name: str, zone: str = "", internal_ip: str = "", pod_cidrs: Sequence[s
         "status": {"addresses": [{"type": "InternalIP", "address": internal_ip}] if internal_ip else None},
     }
     return Change("Node", "", name, msgspec.convert(document, Node))
+
+
+def service_cidr(*cidrs: str) -> Change:
+    document = {"metadata": {"name": "kubernetes"}, "spec": {"cidrs": list(cidrs)}}
+    return Change("ServiceCIDR", "", "kubernetes", msgspec.convert(document, ServiceCIDR))
 
 
 def gone(change: Change) -> Change:

@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import os
+import socket
 import ssl
 import sys
+import threading
+import tracemalloc
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +42,8 @@ def user(fields: str) -> str:
     return f"{CONTEXT}{SERVER}users: [{{name: u, user: {{{fields}}}}}]\n"
 
 
+#: Each line has the one before twice.
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 30))
 #: What kube-proxy v1.36.3 says to each file, found out by asking it.
 MISTAKES = {
     "": "invalid configuration: no configuration has been provided, try setting KUBERNETES_MASTER environment variable",
@@ -64,6 +71,10 @@ MISTAKES = {
     # In words of our own, where kube-proxy names Go types.
     "clusters: 3": "clusters: expected array, got int",
     "[]": "it is not a mapping, so no kubeconfig",
+    "a: &a [*a]": "yaml: the value of an anchor contains itself",
+    "a: &a {b: {c: *a}}": "yaml: the value of an anchor contains itself",
+    LAUGHS: "yaml: document contains excessive aliasing",
+    "[" * 5000: "error loading config file",
     # Here kube-proxy prints both, with their tokens.
     "users: [{name: u, user: {token: SECRET}}, {name: u}]": 'config": users: duplicate name "u"',
     f"{SERVER}contexts: [{{name: a}}, {{name: b}}, {{name: a}}]": 'contexts: duplicate name "a"',
@@ -81,6 +92,44 @@ def test_a_kubeconfig_with_a_mistake(tmp_path: Path, text: str) -> None:
     assert str(path) in said or "tokenFile" in text
     assert "\n" not in said
     assert "SECRET" not in said
+
+
+@pytest.mark.parametrize("what", ["kubeconfig", "certificate-authority", "tokenFile"])
+def test_files_of_a_gigabyte_are_not_read(tmp_path: Path, what: str) -> None:
+    large = tmp_path / "large"
+    large.touch()
+    os.truncate(large, 1 << 30)
+    path = tmp_path / "kubeconfig"
+    path.write_text(user(f"tokenFile: {large}") if what == "tokenFile" else cluster(f"certificate-authority: {large}"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FatalError, match=rf"read {large}: larger than 1 MiB"):
+            find(str(large if what == "kubeconfig" else path), "", {})
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 536870912", b"Transfer-Encoding: chunked"])
+def test_an_answer_without_end_is_given_up(length: bytes) -> None:
+    def serve(listener: socket.socket) -> None:
+        asking, _ = listener.accept()
+        asking.recv(65536)
+        with contextlib.suppress(OSError):
+            asking.sendall(b"HTTP/1.1 200 OK\r\n" + length + b"\r\n\r\n")
+            while True:
+                asking.sendall(b"100000\r\n" + b"x" * 0x100000 + b"\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        client = Client(Access(f"http://127.0.0.1:{listener.getsockname()[1]}"), Limiter(-1, 0), Silent())
+        tracemalloc.start()
+        try:
+            with pytest.raises(TroubleError, match=r"^an answer of more than 128 MiB is not read$"):
+                client.channel().request("GET", "/").read()
+            assert tracemalloc.get_traced_memory()[1] < 200 << 20
+        finally:
+            tracemalloc.stop()
 
 
 def test_a_kubeconfig_that_is_not_there() -> None:

@@ -51,8 +51,8 @@ def test_samples_are_those_of_the_load_and_of_the_kernels_thread() -> None:
 
 
 def test_a_column_for_each_contender_and_a_sum_without_what_is_none_of_it() -> None:
-    found = {"none": [{"TCP": 10.0, OTHERS: 7.0}], "fast": [{"TCP": 10.0, "our programs": 2.0}] * 3}
+    found = {"none": [{"TCP": 10.0, OTHERS: 7.0}], "ours": [{"TCP": 10.0, "our programs": 2.0}] * 3}
     lines = list(table(found, "kB"))
-    assert lines[0] == "| nanoseconds for one kB | no proxy | ours, fast path |"
+    assert lines[0] == "| nanoseconds for one kB | no proxy | ours |"
     assert lines[2:4] == ["| our programs | – | 2.00 |", "| TCP | 10.0 | 10.0 |"]
     assert lines[-1] == "| all but that | 10.0 | 12.0 |"

@@ -42,7 +42,6 @@ def test_a_boolean_takes_its_value_only_with_an_equals_sign() -> None:
         (["-x"], "unknown shorthand flag: 'x' in -x"),
         (["foo"], '"pyebpf-proxy" does not take any arguments, got ["foo"]'),
         (["--config"], "flag needs an argument: --config"),
-        (["--lane=fast"], 'invalid argument "fast" for "--lane" flag: must be one of auto, netfilter'),
         (["--directory="], 'invalid argument "" for "--directory" flag: must not be empty'),
         (["--cleanup=x"], 'invalid argument "x" for "--cleanup" flag: strconv.ParseBool: parsing "x": invalid syntax'),
     ],

@@ -30,7 +30,7 @@ def test_a_struct(btf: Btf) -> None:
         ("address", 0, 16, "16s"),
         ("port", 16, 2, "H"),
         ("protocol", 18, 1, "B"),
-        ("lane", 19, 1, "B"),
+        ("zero", 19, 1, "B"),
         ("service", 20, 4, "I"),
         ("local", 24, 4, "I"),
     ]

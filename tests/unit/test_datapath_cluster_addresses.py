@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyebpf_proxy.datapath.netfilter.cluster_addresses import ClusterAddresses
+from pyebpf_proxy.datapath.netfilter.nft_rules import port_key
 from pyebpf_proxy.services.model import Family, Frontend, FrontendKind, Protocol, ServicePort, ServicePortName
 
+NOTHING: tuple[set[bytes], ...] = (set(), set(), set(), set())
 A, B = bytes([10, 96, 0, 1]), bytes([10, 96, 0, 2])
 
 
@@ -24,22 +26,33 @@ def port(number: int, address: bytes | None) -> ServicePort:
 
 def test_an_address_is_known_as_long_as_one_port_has_it() -> None:
     known = ClusterAddresses()
-    assert known.apply({name(1): port(1, A), name(2): port(2, A)}) == ({A}, set())
-    assert known.apply({name(1): None}) == (set(), set())
-    assert known.apply({name(2): port(2, B)}) == ({B}, {A})
-    assert known.all == {B}
+    both, one = port_key(A, Protocol.TCP, 80), port_key(B, Protocol.TCP, 80)
+    assert known.apply({name(1): port(1, A), name(2): port(2, A)}) == ({A}, set(), {both}, set())
+    assert known.apply({name(1): None}) == NOTHING
+    assert known.apply({name(2): port(2, B)}) == ({B}, {A}, {one}, {both})
+    assert (known.all, known.ports) == ({B}, {one})
+
+
+def test_ports_are_told_apart_by_number_and_protocol() -> None:
+    known = ClusterAddresses()
+    udp = ServicePortName("ns", "svc1", "", Protocol.UDP, Family.IPV4)
+    known.apply({name(1): port(1, A)})
+    other = ServicePort(name(2), (Frontend(FrontendKind.CLUSTER_IP, A, 81),))
+    datagrams = ServicePort(udp, (Frontend(FrontendKind.CLUSTER_IP, A, 80),))
+    new = {port_key(A, Protocol.TCP, 81), port_key(A, Protocol.UDP, 80)}
+    assert known.apply({name(2): other, udp: datagrams}) == (set(), set(), new, set())
 
 
 def test_an_address_that_moves_between_ports_stays() -> None:
     known = ClusterAddresses()
     known.apply({name(1): port(1, A)})
-    assert known.apply({name(1): None, name(2): port(2, A)}) == (set(), set())
-    assert known.apply({name(3): port(3, A), name(2): None}) == (set(), set())
+    assert known.apply({name(1): None, name(2): port(2, A)}) == NOTHING
+    assert known.apply({name(3): port(3, A), name(2): None}) == NOTHING
 
 
 def test_what_has_no_cluster_ip_changes_nothing() -> None:
     known = ClusterAddresses()
-    assert known.apply({name(1): port(1, None), name(9): None}) == (set(), set())
+    assert known.apply({name(1): port(1, None), name(9): None}) == NOTHING
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 4), st.sampled_from([None, b"", A, B]), max_size=4)))
@@ -48,7 +61,7 @@ def test_it_agrees_with_counting_anew(steps: list[dict[int, bytes | None]]) -> N
     wanted: dict[int, bytes] = {}
     seen: set[bytes] = set()
     for step in steps:
-        added, removed = known.apply(
+        added, removed, ports_added, ports_removed = known.apply(
             {name(n): None if address is None else port(n, address) for n, address in step.items()}
         )
         for number, address in step.items():
@@ -59,3 +72,5 @@ def test_it_agrees_with_counting_anew(steps: list[dict[int, bytes | None]]) -> N
         assert removed <= seen
         seen = (seen | added) - removed
         assert seen == known.all == set(wanted.values())
+        assert known.ports == {port_key(address, Protocol.TCP, 80) for address in seen}
+        assert (len(ports_added), len(ports_removed)) == (len(added), len(removed))

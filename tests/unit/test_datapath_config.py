@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pyebpf_proxy.cli import main
 from pyebpf_proxy.config import datapath_config, flags
 from pyebpf_proxy.config.complete import complete
-from pyebpf_proxy.config.datapath_model import API_VERSION, KIND, DatapathConfiguration, Maps
+from pyebpf_proxy.config.datapath_model import API_VERSION, KIND, DatapathConfiguration, Maps, without_effect
 from pyebpf_proxy.config.effective import Effective, effective
 from pyebpf_proxy.config.loader import ConfigError
 
@@ -49,23 +49,25 @@ def settings(own: DatapathConfiguration, *arguments: str) -> Effective:
 def test_without_fields_the_defaults_hold() -> None:
     assert read("") == DatapathConfiguration()
     found = settings(read(""))
-    assert (found.lane, str(found.directory), found.manifests) == ("auto", "/run/pyebpf-proxy", None)
-    assert (found.socket_lb, found.pod_network) == ("node", ())
+    assert (str(found.directory), found.manifests) == ("/run/pyebpf-proxy", None)
+    assert (found.socket_lb, found.fast_path) == ("node", "auto")
     assert found.map_sizes["backends4"] == 131072
 
 
 GOOD: list[tuple[str, str, Any]] = [
-    ("lane: netfilter", "lane", "netfilter"),
-    ("lane: auto", "lane", "auto"),
-    ("lane: null", "lane", "auto"),
     ("directory: /run/other", "directory", "/run/other"),
     ("manifests: /etc/services", "manifests", "/etc/services"),
     ("socketLB: node", "socket_lb", "node"),
     ("socketLB: all", "socket_lb", "all"),
     ('socketLB: "off"', "socket_lb", "off"),
     ("socketLB: off", "socket_lb", "off"),  # a boolean in YAML
+    ("externalIPs: checked", "external_ips", "checked"),
+    ("externalIPs: strict", "external_ips", "strict"),
+    ("externalIPs: unchecked", "external_ips", "unchecked"),
     ("fastPath: false", "fast_path", False),
     ("fastPath: true", "fast_path", True),
+    ("fastPath: auto", "fast_path", "auto"),
+    ("fastPath: null", "fast_path", "auto"),
     ("fastPathExcludedDevices: [eth0, pod1]", "fast_path_excluded_devices", ["eth0", "pod1"]),
     ("fastPathEntries: 1024", "fast_path_entries", 1024),
     ("fastPathEntries:", "fast_path_entries", None),
@@ -91,9 +93,11 @@ def test_excluded_pods() -> None:
     assert [str(network) for network in found.socket_lb_exclude] == ["10.244.9.0/24", "fd00:9::/64"]
 
 
-def test_pod_networks() -> None:
-    found = settings(read("podNetwork: [10.0.0.0/8, 'fd00::/48', 192.0.2.7/32]")).pod_network
-    assert [str(network) for network in found] == ["10.0.0.0/8", "fd00::/48", "192.0.2.7/32"]
+def test_what_has_no_effect_any_more_is_read_and_named() -> None:
+    own = read("lane: netfilter\npodNetwork: [10.0.0.0/8, 'fd00::/48']\n")
+    assert without_effect(own) == ["lane", "podNetwork"]
+    assert without_effect(read("fastPath: auto")) == []
+    assert settings(own) == settings(read(""))
 
 
 BAD: list[tuple[str, str]] = [
@@ -116,8 +120,8 @@ BAD: list[tuple[str, str]] = [
         'fastPathExcludedDevices[0]: must be the name of a network device, not "a b"',
     ),
     ("fastPathEntries: 7", "fastPathEntries: must be from 1024 to 4194304, not 7"),
-    ('fastPath: "false"', 'fastPath: must be true or false, not "false"'),
-    ("fastPath: 0", "fastPath: must be true or false, not 0"),
+    ('fastPath: "false"', 'fastPath: must be auto, true or false, not "false"'),
+    ("fastPath: 0", "fastPath: must be auto, true or false, not 0"),
     ("xdpDevices: [eth0, 7]", "xdpDevices[1]: must be a text, not 7"),
     ("xdpDevices: [a/b]", 'xdpDevices[0]: must be the name of a network device, not "a/b"'),
     ("xdpDevices: [null]", "xdpDevices[0]: must be a text, not null"),
@@ -140,6 +144,7 @@ BAD: list[tuple[str, str]] = [
     ("maps: {backend4: 512}", "maps.backend4: unknown field, is backends4 meant?"),
     ("maps: {service_names: 512}", "maps.service_names: unknown field, is serviceNames meant?"),
     ("maps: {reasons: 512}", "maps.reasons: unknown field"),
+    ("externalIPs: yes", "externalIPs: must be checked, strict or unchecked, not true"),
     ("lanes: auto", "lanes: unknown field, is lane meant?"),
     ("Lane: auto", "Lane: unknown field, is lane meant?"),
     ("socketlb: node", "socketlb: unknown field, is socketLB meant?"),
@@ -211,11 +216,11 @@ def test_json_is_read_with_its_duplicates() -> None:
 
 
 def test_flags_win() -> None:
-    own = read("lane: netfilter\ndirectory: /run/file\nmanifests: /etc/file\n")
+    own = read("directory: /run/file\nmanifests: /etc/file\n")
     found = settings(own)
-    assert (found.lane, str(found.directory), str(found.manifests)) == ("netfilter", "/run/file", "/etc/file")
-    found = settings(own, "--lane=auto", "--directory=/run/flag", "--manifests=/etc/flag")
-    assert (found.lane, str(found.directory), str(found.manifests)) == ("auto", "/run/flag", "/etc/flag")
+    assert (str(found.directory), str(found.manifests)) == ("/run/file", "/etc/file")
+    found = settings(own, "--directory=/run/flag", "--manifests=/etc/flag")
+    assert (str(found.directory), str(found.manifests)) == ("/run/flag", "/etc/flag")
 
 
 def test_cleanup_takes_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,6 +296,17 @@ def test_what_is_written_is_kube_proxys_alone(tmp_path: Path) -> None:
     assert (tmp_path / "with").read_text() == (tmp_path / "without").read_text()
 
 
+def test_a_file_of_an_older_release_gets_one_warning(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(HEADER + "lane: auto\npodNetwork: [10.0.0.0/8]\n")
+    result = run("--datapath-config", str(path), "--lane=auto", "--write-config-to", str(tmp_path / "written"))
+    assert result.returncode == 0
+    warned = [line for line in result.stderr.splitlines() if "without effect" in line]
+    assert "Flag --lane is of an older release" in warned[0]
+    assert "lane and podNetwork of an older release" in warned[1]
+    assert len(warned) == 2
+
+
 # ---- properties -----------------------------------------------------------------------------------------------
 
 #: Not IPv4 written as IPv6, which is refused.
@@ -312,7 +328,7 @@ documents = st.fixed_dictionaries(
         "manifests": paths,
         "socketLB": st.sampled_from(("node", "all", "off")),
         "socketLBExclude": st.lists(networks, max_size=4),
-        "fastPath": st.booleans(),
+        "fastPath": st.sampled_from(("auto", True, False)),
         "fastPathExcludedDevices": st.lists(st.sampled_from(("eth0", "pod1")), max_size=2),
         "fastPathEntries": st.integers(1024, 65536),
         "xdpDevices": st.lists(st.sampled_from(("eth0", "*")), max_size=2),
@@ -373,4 +389,4 @@ def test_the_example_is_good() -> None:
     assert config.maps.model_dump() == Maps().model_dump()
     document = yaml.safe_load((ROOT / "examples" / "datapath-config.yaml").read_text())
     known = {str(info.alias) for info in DatapathConfiguration.model_fields.values()}
-    assert set(document) | {"manifests"} == known, "every field is shown"
+    assert set(document) | {"manifests", "lane", "podNetwork"} == known, "every field with an effect is shown"

@@ -43,7 +43,7 @@ def btf(bpf_objects: Path) -> Btf:
 @pytest.fixture
 def mirror(btf: Btf) -> Mirror:
     room = dict.fromkeys((*MAPS, "services"), 20) | {"slots": 16}
-    return Mirror(Layouts(btf), room, lambda family, address: address[0] in (10, 0xFD))
+    return Mirror(Layouts(btf), room)
 
 
 def endpoint(text: str, local: bool = False) -> Endpoint:
@@ -143,7 +143,7 @@ def test_a_new_service_port(btf: Btf, mirror: Mirror) -> None:
         """
         service_names 1 -> namespace_name=shop name=web port=http family=4 protocol=6
         backends4 1 -> address=10.0.0.1 port=8080 protocol=6 service=1 local=1
-        backends4 2 -> address=172.16.0.1 port=8080 protocol=6 lane=1 service=1
+        backends4 2 -> address=172.16.0.1 port=8080 protocol=6 service=1
         endpoints4 address=10.0.0.1 port=8080 protocol=6 -> backends=1
         endpoints4 address=172.16.0.1 port=8080 protocol=6 -> backends=1
         source_ranges4 prefix_length=56 table=1 address=192.0.2.0
@@ -278,7 +278,7 @@ def test_the_work_does_not_grow_with_the_table(btf: Btf) -> None:
 
     def calls(services: int) -> int:
         room = dict.fromkeys((*MAPS, "services"), 65536) | {"slots": 65536}
-        mirror = Mirror(Layouts(btf), room, lambda family, address: True)
+        mirror = Mirror(Layouts(btf), room)
         for i in range(services):
             name = ServicePortName("shop", f"s{i}", "", Protocol.TCP, Family.IPV4)
             address = f"10.{i >> 8}.{i & 255}"

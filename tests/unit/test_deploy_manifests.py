@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,13 @@ BACK = DEPLOY / "overlays" / "kubeadm-back"
 #: Those that run our image.
 OURS = [path for path in KUSTOMIZATIONS if path != BACK / "kube-proxy"]
 #: Folders of the node that the pod may see; each has its reason in docs/deploy.md.
-HOST_PATHS = {"/run/pyebpf-proxy", "/sys/fs/bpf", "/sys/fs/cgroup", "/proc/sys/net"}
+HOST_PATHS = {
+    "/run/pyebpf-proxy",
+    "/sys/fs/bpf/pyebpf-proxy",
+    "/sys/fs/cgroup",
+    "/proc/sys/net/netfilter",
+    "/proc/sys/net/ipv4/conf/all/route_localnet",
+}
 
 
 def pod(objects: tuple[Object, ...]) -> Object:
@@ -140,16 +148,15 @@ def test_it_runs_on_every_node_and_is_not_evicted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", [DEPLOY / "base", KUBEADM], ids=lambda folder: folder.name)
-def test_probes_ask_the_healthz_server(folder: Path) -> None:
+def test_probes_ask_the_agent_itself_and_no_port(folder: Path) -> None:
     agent = container(one(build(folder), "DaemonSet"))
-    probes = {name: agent[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
-    assert all(probe["port"] == 10256 for probe in probes.values())
-    assert "host" not in probes["livenessProbe"], "the node's address works in every family"
-    # /healthz is 503 while a node is being deleted, which is no reason to kill its agent.
-    assert {name: probe["path"] for name, probe in probes.items()} == {
-        "startupProbe": "/livez",
-        "livenessProbe": "/livez",
-        "readinessProbe": "/healthz",
+    probes = {name: agent[name]["exec"]["command"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert not any("httpGet" in agent[name] for name in probes), "a port can be flooded, or be another's"
+    # ready is no while a node is being deleted, which is no reason to kill its agent.
+    assert probes == {
+        "startupProbe": ["pyebpf-proxy", "probe", "live"],
+        "livenessProbe": ["pyebpf-proxy", "probe", "live"],
+        "readinessProbe": ["pyebpf-proxy", "probe", "ready"],
     }
 
 
@@ -207,12 +214,53 @@ def test_the_file_of_the_base_is_what_kustomize_makes_of_it() -> None:
     assert built == file
 
 
-def test_the_component_adds_one_capability(tmp_path: Path) -> None:
-    overlay = tmp_path / "overlay"
+def with_component(folder: Path, name: str) -> tuple[Object, ...]:
+    """The base with a component."""
+    overlay = folder / "overlay"
     overlay.mkdir()
     relative = Path("/".join([".."] * (len(overlay.parts) - 1))) / str(DEPLOY).lstrip("/")
     (overlay / "kustomization.yaml").write_text(
-        f"resources: [{relative}/base]\ncomponents: [{relative}/components/direct-lane]\n"
+        f"resources: [{relative}/base]\ncomponents: [{relative}/components/{name}]\n"
     )
-    added = manifests.capabilities(one(build(overlay), "DaemonSet"))
+    return build(overlay)
+
+
+def test_the_component_adds_one_capability(tmp_path: Path) -> None:
+    added = manifests.capabilities(one(with_component(tmp_path, "conntrack-lookup"), "DaemonSet"))
     assert added == [*manifests.capabilities(one(manifests.base(), "DaemonSet")), "SYS_ADMIN"]
+
+
+def test_s12_what_the_image_is_made_of_is_pinned() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
+    assert len(bases) == text.count("\nARG SNAPSHOT=") == 2
+    assert len(set(bases)) == len(set(re.findall(r"^ARG SNAPSHOT=(\d{8}T\d{6}Z)$", text, re.MULTILINE))) == 1
+    assert re.fullmatch(r"debian:bookworm-slim@sha256:[0-9a-f]{64}", bases[0])
+
+
+def test_s12_the_packages_of_the_image_are_those_of_one_day(tmp_path: Path) -> None:
+    """The sources as Debian's image has them; the command that changes them is the script's own."""
+    lines = (DEPLOY / "image" / "stage.sh").read_text().splitlines()
+    (number,) = (i for i, line in enumerate(lines) if line.strip().startswith("sed -i"))
+    sources = tmp_path / "debian.sources"
+    sources.write_text(
+        "Types: deb\nURIs: http://mirror.example/debian\nSuites: bookworm bookworm-updates\n\n"
+        "Types: deb\nURIs: http://mirror.example/debian-security\nSuites: bookworm-security\n"
+    )
+    command = f"{lines[number].strip().removesuffix(chr(92))} {sources}"
+    subprocess.run(
+        ["bash", "-euc", command],
+        env={"ARCHIVE": "http://archive.example", "SNAPSHOT": "20251201T000000Z", "PATH": os.environ["PATH"]},
+        check=True,
+    )
+    found = [line.partition(": ")[2] for line in sources.read_text().splitlines() if line.startswith("URIs")]
+    archive = "http://archive.example"
+    assert found == [f"{archive}/debian/20251201T000000Z", f"{archive}/debian-security/20251201T000000Z"]
+
+
+def test_s11_only_mode_ipvs_needs_more_of_the_nodes_settings(tmp_path: Path) -> None:
+    objects = with_component(tmp_path, "ipvs")
+    paths = {volume["hostPath"]["path"] for volume in pod(objects)["spec"]["volumes"] if "hostPath" in volume}
+    assert paths - HOST_PATHS == {"/proc/sys/net/ipv4"}
+    mounts = container(one(objects, "DaemonSet"))["volumeMounts"]
+    assert {"name": "ipv4", "mountPath": "/host/proc/sys/net/ipv4"} in mounts

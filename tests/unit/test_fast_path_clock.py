@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 #: CLOCK_MONOTONIC, and CLOCK_BOOTTIME, which goes on while the machine sleeps: nobody can set either.
 NOT_TO_BE_SET = {"bpf_ktime_get_ns", "bpf_ktime_get_coarse_ns", "bpf_ktime_get_boot_ns"}
@@ -18,8 +20,16 @@ def test_the_programs_ask_for_no_other_time() -> None:
     assert set().union(*found.values()) <= NOT_TO_BE_SET
 
 
-def test_the_agent_asks_for_no_other_time() -> None:
-    text = (ROOT / "pyebpf_proxy" / "datapath" / "node" / "fast_path.py").read_text()
-    assert re.findall(r"\btime\.(?!CLOCK)\w+\(", text) == ["time.clock_gettime_ns("]
-    assert set(re.findall(r"CLOCK_\w+", text)) == {"CLOCK_MONOTONIC"}
-    assert set(re.findall(r"\.call_(\w+)\(", text)) == {"later"}, "loops have a monotonic clock, too"
+@pytest.mark.parametrize(
+    ("path", "calls"),
+    [
+        ("node/fast_path.py", {"clock_gettime_ns"}),
+        ("rulesets/watch.py", {"clock_gettime", "thread_time"}),  # the latter is the CPU's time of a thread
+        ("rulesets/kernel.py", set()),
+    ],
+)
+def test_the_agent_asks_for_no_other_time(path: str, calls: set[str]) -> None:
+    text = (ROOT / "pyebpf_proxy" / "datapath" / path).read_text()
+    assert set(re.findall(r"\btime\.(?!CLOCK)(\w+)\(", text)) == calls
+    assert set(re.findall(r"CLOCK_\w+", text)) <= {"CLOCK_MONOTONIC"}
+    assert set(re.findall(r"\.call_(\w+)\(", text)) <= {"later", "soon_threadsafe"}, "loops have a monotonic clock, too"

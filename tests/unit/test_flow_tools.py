@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.flows import sctp
-from tests.flows.flow import Flow
+from tests.flows.differences import difference
+from tests.flows.flow import DROPPED, Flow, Seen
 from tests.flows.generated import scenarios
 from tests.flows.objects import End, Port, Svc
 from tests.flows.reduce import as_code, reduce
 from tests.flows.scenarios import MODES, Scenario, all_scenarios
+from tests.flows.world import with_evidence
+from tests.kernels import report
+from tests.kernels.guest import Outcome
+from tests.kernels.image import Kernel
 
 
 def test_a_failure_is_reduced_to_what_it_takes() -> None:
@@ -44,6 +49,39 @@ def test_a_failure_is_reduced_to_what_it_takes() -> None:
     assert not service.load_balancer
     names = {"Scenario": Scenario, "Svc": Svc, "End": End, "Port": Port}
     assert eval(as_code(found), names) == found
+
+
+def test_t2_what_was_seen_once_is_not_thrown_away_by_another_look() -> None:
+    """Silence may be a matter of chance. A wrong endpoint is not, however seldom it comes."""
+    right, wrong = "local-1:8080 <- client", "remote-1:8080 <- node"
+    assert with_evidence(Seen.of([right, wrong]), Seen.of([right])) == Seen.of([right, wrong])
+    assert with_evidence(Seen.of([DROPPED, right]), Seen.of([right])) == Seen.of([right])
+    assert with_evidence(Seen.of([DROPPED]), Seen.of([DROPPED])) == Seen.of([DROPPED])
+    assert with_evidence(Seen.of(["refused (RST)"]), Seen.of([right])) == Seen.of(["refused (RST)", right])
+
+
+def test_t9_an_excuse_holds_only_for_the_outcomes_that_it_is_about() -> None:
+    flow = Flow("node1", "NodePort:30080 on 127.0.0.1", "127.0.0.1", 30080, "tcp")
+    lost = Seen.of([DROPPED])
+    assert difference(flow, lost, Seen.of(["local-1:8080 <- node"])) == (
+        "NodePorts on loopback of a node in the range of pods"
+    )
+    assert difference(flow, lost, Seen.of(["refused"])) is None
+    assert difference(flow, lost, Seen.of(["local-1:8080 <- node", DROPPED])) is None
+    assert difference(flow._replace(what="VIP:80"), lost, Seen.of(["local-1:8080 <- node"])) is None
+
+
+def test_t11_a_suite_of_a_guest_that_left_no_results_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "probe.json").write_text("{}")
+    (tmp_path / "start.status").write_text("1")
+    (tmp_path / "load.status").write_text("0")
+    kernel = Kernel("6.12", "6.12.1", tmp_path, tmp_path)
+    row = report.read(kernel, Outcome("", "", 1.0), tmp_path, {"start", "load", "sctp"})
+    assert row.suites["start"].failed == ["no results, though pytest ended with exit status 1"]
+    assert row.suites["load"].failed == ["no results, though pytest ended with exit status 0"]
+    assert row.suites["sctp"].failed == ["it was to run and did not"]
+    assert row.failed
+    assert "netem" not in row.suites
 
 
 def test_a_reducer_without_time_changes_nothing() -> None:

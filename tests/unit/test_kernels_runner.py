@@ -63,21 +63,21 @@ _SENDS = """
 
 def test_a_guest_that_ends_well_leaves_its_results(tmp_path: Path) -> None:
     """The second serial port is a file of QEMU's: what comes there is a tar."""
-    (tmp_path / "probe.json").write_text('{"lane": "direct"}')
+    (tmp_path / "probe.json").write_text('{"path": "fast"}')
     script = _SENDS.format(folder=tmp_path, names="probe.json") + "echo VM_EXIT 0"
     outcome = guest.run(qemu(tmp_path, script), tmp_path / "vmlinuz", None, tmp_path / "results", 60)
     assert outcome.problem == ""
-    assert report.read(KERNEL, outcome, tmp_path / "results").probe == {"lane": "direct"}
+    assert report.read(KERNEL, outcome, tmp_path / "results").probe == {"path": "fast"}
 
 
 def test_a_guest_that_crashes_leaves_what_had_ended(tmp_path: Path) -> None:
     """Each suite's results are a tar of their own."""
-    (tmp_path / "probe.json").write_text('{"lane": "direct"}')
+    (tmp_path / "probe.json").write_text('{"path": "fast"}')
     (tmp_path / "start.status").write_text("0")
     script = _SENDS.format(folder=tmp_path, names="probe.json start.status") + "echo Kernel panic"
     outcome = guest.run(qemu(tmp_path, script), tmp_path / "vmlinuz", None, tmp_path / "results", 60)
     row = report.read(KERNEL, outcome, tmp_path / "results")
-    assert (row.problem, row.probe, list(row.suites)) == ("Kernel panic", {"lane": "direct"}, ["start"])
+    assert (row.problem, row.probe, list(row.suites)) == ("Kernel panic", {"path": "fast"}, ["start"])
     assert row.failed
 
 
@@ -254,7 +254,7 @@ def test_an_archive_is_what_the_kernel_reads(tmp_path: Path) -> None:
 
 
 def test_the_table_counts_and_says_why(tmp_path: Path) -> None:
-    (tmp_path / "probe.json").write_text(json.dumps({"release": "x", "lane": "netfilter", "why": "no kfuncs"}))
+    (tmp_path / "probe.json").write_text(json.dumps({"release": "x", "path": "slow", "XDP": "no links"}))
     (tmp_path / "start.status").write_text("1")
     (tmp_path / "start.xml").write_text(
         '<testsuites><testsuite time="2.4"><testcase classname="a" name="good"/>'
@@ -265,8 +265,8 @@ def test_the_table_counts_and_says_why(tmp_path: Path) -> None:
     row = report.read(KERNEL, guest.Outcome("", "", 1), tmp_path)
     assert row.failed
     shown = report.table([row])
-    assert "| 6.1.0-1-cloud-amd64 | netfilter | start | 1 | 2 | 1 | 2 |" in shown
-    assert "* 6.1.0-1-cloud-amd64: no direct lane: no kfuncs" in shown
+    assert "| 6.1.0-1-cloud-amd64 | slow | start | 1 | 2 | 1 | 2 |" in shown
+    assert "* 6.1.0-1-cloud-amd64: no XDP: no links" in shown
     assert "start: a::bad" in shown
     assert "start: 1 × no module sctp" in shown
 

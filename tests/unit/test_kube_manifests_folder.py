@@ -171,6 +171,23 @@ def test_more_events_than_the_kernel_keeps(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+def test_a_file_of_a_gigabyte_is_not_read_and_costs_no_other_anything(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text(a=1))
+
+    async def scenario(watcher: Watcher) -> None:
+        await watcher.shows(a=1)
+        (tmp_path / "b.yaml").touch()
+        os.truncate(tmp_path / "b.yaml", 1 << 30)
+        (tmp_path / "b.yaml").open("ab").close()
+        (tmp_path / "c.yaml").write_text(text(c=1))
+        await watcher.shows(a=1, c=1)
+
+    assert run(tmp_path, scenario).said == [
+        "b.yaml: cannot be read: larger than 64 MiB; several files may have what it has;"
+        " the objects that were in it stay"
+    ]
+
+
 def test_no_inotify_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node full of watchers: one line that says what to raise."""
 

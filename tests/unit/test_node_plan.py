@@ -16,15 +16,14 @@ from pyebpf_proxy.datapath.node.plan import (
     ARPHRD_ETHER,
     ARPHRD_LOOPBACK,
     IFA_F_DADFAILED,
-    IFA_F_DEPRECATED,
-    IFA_F_SECONDARY,
-    IFA_F_TEMPORARY,
-    IFA_F_TENTATIVE,
+    REDIRECT_DEVICE,
+    REDIRECT_NONE,
+    REDIRECT_PEER,
     Device,
     InterfaceAddress,
     Link,
-    MasqueradeKey,
     NodeConfig,
+    Others,
     State,
     plan,
 )
@@ -62,19 +61,6 @@ def state(*links: Link, addresses: tuple[InterfaceAddress, ...] = ()) -> State:
         {link.ifindex: link for link in links},
         {(entry.device, entry.address, entry.prefix_length): entry for entry in addresses},
     )
-
-
-def masquerade_lookup(found: dict[MasqueradeKey, bytes], device: int, address: str) -> str | None:
-    """What the longest-prefix map of the kernel would return."""
-    target = ipaddress.ip_address(address)
-    best: tuple[int, bytes] | None = None
-    for key, value in found.items():
-        if key.device != device or len(key.address) != len(target.packed):
-            continue
-        network = ipaddress.ip_network((key.address, key.prefix_length))
-        if target in network and (best is None or key.prefix_length > best[0]):
-            best = key.prefix_length, value
-    return str(ipaddress.ip_address(best[1])) if best else None
 
 
 # ---- which devices carry which program ---------------------------------------
@@ -221,106 +207,117 @@ def test_primary_means_the_node_s_ips_and_leaves_a_family_without_one_open() -> 
     assert served("primary") == ALL4 | ALL6
 
 
-# ---- masquerading, IPv4: inet_select_addr() ---------------------------------------
+# ---- how the fast path sends by a device -------------------------------------------
+
+FAST = NodeConfig(fast_path=True, fast_path_excluded_devices=("eth9",))
+POD = Link(7, "veth7", ARPHRD_ETHER, "veth", peer_netns=0, mtu=1450)
+BRIDGE = Link(5, "cni0", ARPHRD_ETHER, "bridge", mac=BRIDGE_MAC)
+PORT = POD._replace(ifindex=6, name="veth6", master=5)
 
 
-def masquerade(*links: Link, addresses: tuple[InterfaceAddress, ...]) -> dict[MasqueradeKey, bytes]:
-    return plan(state(*links, addresses=addresses), NodeConfig()).masquerade
+def redirects(
+    *links: Link, config: NodeConfig = FAST, bridge_rules: str = "", **others: Others
+) -> dict[str, tuple[int, str]]:
+    """Mode and reason of each device; ``others`` by the device's name."""
+    found = state(*links)
+    found.others = {link.ifindex: others[link.name] for link in links if link.name in others}
+    found.bridge_rules = bridge_rules
+    wanted = plan(found, config)
+    return {
+        found.links[index].name: (device.redirect, wanted.limits.get(index, ""))
+        for index, device in wanted.devices.items()
+    }
 
 
-def test_the_next_hop_s_subnet_chooses_the_address() -> None:
-    found = masquerade(LO, ETH0, addresses=(on(2, "192.0.2.10/24"), on(2, "10.0.0.5/16")))
-    assert masquerade_lookup(found, 2, "192.0.2.1") == "192.0.2.10"
-    assert masquerade_lookup(found, 2, "10.0.3.1") == "10.0.0.5"
-    assert masquerade_lookup(found, 2, "8.8.8.8") == "192.0.2.10"
+def test_packets_go_straight_into_a_pod_behind_a_veth() -> None:
+    assert redirects(ETH0, POD) == {"eth0": (REDIRECT_DEVICE, ""), "veth7": (REDIRECT_PEER, "")}
+    assert plan(state(POD), FAST).devices[7].mtu == 1450
 
 
-def test_secondary_addresses_and_narrower_scopes_are_not_taken() -> None:
-    found = masquerade(
-        LO,
-        ETH0,
-        addresses=(
-            on(2, "169.254.0.1/16", scope=SCOPE_LINK),
-            on(2, "192.0.2.11/24", flags=IFA_F_SECONDARY),
-            on(2, "192.0.2.10/24"),
+def test_nothing_is_sent_where_the_fast_path_is_off() -> None:
+    assert redirects(ETH0, POD, config=NodeConfig()) == {"eth0": (REDIRECT_NONE, ""), "veth7": (REDIRECT_NONE, "")}
+
+
+def test_a_veth_within_this_network_namespace_goes_by_its_queue() -> None:
+    mode, why = redirects(POD._replace(peer_netns=None))["veth7"]
+    assert (mode, why) == (REDIRECT_DEVICE, "its other end is in this network namespace")
+
+
+@pytest.mark.parametrize(
+    ("others", "mode", "why"),
+    [
+        (Others(qdisc="noqueue"), REDIRECT_PEER, ""),
+        (Others(qdisc="tbf"), REDIRECT_DEVICE, "qdisc tbf"),
+        (Others(qdisc="fq_codel"), REDIRECT_DEVICE, "qdisc fq_codel"),
+        (Others(egress=("tcx program foo",)), REDIRECT_DEVICE, "behind the fast path: tcx program foo"),
+        (Others(ingress=("tcx program foo",)), REDIRECT_NONE, "behind our program: tcx program foo"),
+        (
+            Others(ingress=("ingress filter pref 1 u32",), qdisc="tbf"),
+            REDIRECT_NONE,
+            "behind our program: ingress filter pref 1 u32",
         ),
+        (Others(unobserved="no egress"), REDIRECT_NONE, "our program is not at its egress: no egress"),
+    ],
+)
+def test_what_others_have_on_a_pod_s_device(others: Others, mode: int, why: str) -> None:
+    assert redirects(POD, veth7=others)["veth7"] == (mode, why)
+
+
+def test_a_program_at_the_other_end_gets_its_packets_by_the_queue() -> None:
+    other = POD._replace(ifindex=9, name="veth9")
+    found = state(POD, other)
+    found.peers = {POD.ifindex: "an XDP program is at its other end", other.ifindex: ""}
+    wanted = plan(found, FAST)
+    assert wanted.devices[POD.ifindex].redirect == REDIRECT_DEVICE
+    assert wanted.devices[other.ifindex].redirect == REDIRECT_PEER
+    assert wanted.limits == {POD.ifindex: "an XDP program is at its other end"}
+
+
+@pytest.mark.parametrize("others", [Others(qdisc="mq"), Others(qdisc="htb"), Others(egress=("tcx program foo",))])
+def test_an_uplink_s_queue_and_egress_are_met_by_the_fast_path(others: Others) -> None:
+    assert redirects(ETH0, eth0=others)["eth0"] == (REDIRECT_DEVICE, "")
+
+
+def test_a_program_behind_ours_closes_an_uplink() -> None:
+    others = Others(ingress=("clsact filter pref 1 bpf policy",))
+    assert redirects(ETH0, eth0=others)["eth0"] == (
+        REDIRECT_NONE,
+        "behind our program: clsact filter pref 1 bpf policy",
     )
-    assert masquerade_lookup(found, 2, "169.254.3.3") == "192.0.2.10"
-    assert masquerade_lookup(found, 2, "192.0.2.77") == "192.0.2.10"
 
 
-def test_a_subnet_inside_an_earlier_one_is_never_reached() -> None:
-    found = masquerade(LO, ETH0, addresses=(on(2, "10.0.0.5/8"), on(2, "10.1.0.5/16")))
-    assert masquerade_lookup(found, 2, "10.1.0.9") == "10.0.0.5"
-    found = masquerade(LO, ETH0, addresses=(on(2, "10.1.0.5/16"), on(2, "10.0.0.5/8")))
-    assert masquerade_lookup(found, 2, "10.1.0.9") == "10.1.0.5"
-    assert masquerade_lookup(found, 2, "10.2.0.9") == "10.0.0.5"
+@pytest.mark.parametrize(
+    ("link", "why"),
+    [
+        (Link(9, "eth9", ARPHRD_ETHER), "fastPathExcludedDevices names it"),
+        (Link(9, "tun0", ARPHRD_NONE, "tun"), "its packets have no Ethernet header"),
+        (Link(9, "gretap", ARPHRD_ETHER, "gretap"), "devices of kind gretap may send"),
+        (Link(9, "eth1", ARPHRD_ETHER, master=8), "it is in a VRF"),
+    ],
+)
+def test_devices_that_never_carry_the_fast_path(link: Link, why: str) -> None:
+    mode, said = redirects(Link(8, "vrf8", ARPHRD_ETHER, "vrf"), link)[link.name]
+    assert mode == REDIRECT_NONE
+    assert said.startswith(why)
 
 
-def test_a_point_to_point_address_matches_its_peer_s_subnet() -> None:
-    found = masquerade(LO, ETH0, addresses=(on(2, "192.0.2.10/24"), on(2, "10.2.0.1/30", peer="10.3.0.1")))
-    assert masquerade_lookup(found, 2, "10.3.0.2") == "10.2.0.1"
-    assert masquerade_lookup(found, 2, "10.2.0.2") == "192.0.2.10"
+def test_packets_go_straight_into_a_pod_behind_a_bridge_s_port() -> None:
+    assert redirects(BRIDGE, PORT) == {"cni0": (REDIRECT_DEVICE, ""), "veth6": (REDIRECT_PEER, "")}
 
 
-def test_a_device_without_an_address_borrows_the_first_device_s() -> None:
-    addresses = (on(3, "10.9.0.1/24"), on(2, "192.0.2.10/24"))
-    found = masquerade(LO, ETH1, Link(4, "veth4", ARPHRD_ETHER, "veth"), ETH0, addresses=addresses)
-    assert masquerade_lookup(found, 4, "10.244.0.5") == "192.0.2.10"
-    found = masquerade(LO, ETH0, ETH1, addresses=(on(1, "192.0.2.99/32"), *addresses[:1]))
-    assert masquerade_lookup(found, 2, "8.8.8.8") == "192.0.2.99", (
-        "a global address on lo comes first, as in the kernel"
-    )
-
-
-def test_the_loopback_address_is_not_borrowed() -> None:
-    assert masquerade(LO, ETH0, addresses=(on(1, "127.0.0.1/8", scope=SCOPE_HOST),)) == {}
-
-
-def test_a_vrf_port_borrows_inside_its_vrf() -> None:
-    vrf = Link(10, "vrf10", ARPHRD_ETHER, "vrf")
-    port = Link(8, "eth8", ARPHRD_ETHER, master=10)
-    other = Link(9, "eth9", ARPHRD_ETHER, master=10)
-    addresses = (on(2, "192.0.2.10/24"), on(9, "10.7.0.9/24"))
-    assert masquerade_lookup(masquerade(ETH0, vrf, port, other, addresses=addresses), 8, "8.8.8.8") == "10.7.0.9"
-    addresses += (on(10, "10.7.0.1/32"),)
-    assert masquerade_lookup(masquerade(ETH0, vrf, port, other, addresses=addresses), 8, "8.8.8.8") == "10.7.0.1"
-    assert masquerade_lookup(masquerade(ETH0, vrf, port, other, addresses=addresses[1:]), 2, "8.8.8.8") is None
-
-
-# ---- masquerading, IPv6 -------------------------------------------------------------
-
-
-def test_ipv6_prefers_the_destination_s_subnet_then_the_kind_of_address() -> None:
-    addresses = (on(2, "fd00:1::10/64"), on(2, "2001:db8:1::10/64"), on(2, "2001:db8:2::10/64"))
-    found = masquerade(ETH0, addresses=addresses)
-    assert masquerade_lookup(found, 2, "2001:db8:2::1") == "2001:db8:2::10"
-    assert masquerade_lookup(found, 2, "fd99::1") == "fd00:1::10"
-    assert masquerade_lookup(found, 2, "2a00::1") == "2001:db8:1::10"
-
-
-def test_ipv6_takes_a_unique_local_address_where_there_is_no_other() -> None:
-    found = masquerade(ETH0, ETH1, addresses=(on(2, "fd00:1::10/64"),))
-    assert masquerade_lookup(found, 2, "2a00::1") == "fd00:1::10"
-    assert masquerade_lookup(found, 3, "2a00::1") == "fd00:1::10"
-
-
-def test_ipv6_lasting_addresses_come_first_and_tentative_ones_never() -> None:
-    found = masquerade(
-        ETH0,
-        ETH1,
-        addresses=(
-            on(2, "2001:db8::1/64", flags=IFA_F_TENTATIVE),
-            on(2, "2001:db8::2/64", flags=IFA_F_DEPRECATED),
-            on(2, "2001:db8::3/64", flags=IFA_F_TEMPORARY),
-            on(2, "2001:db8::4/64"),
-            on(2, "fe80::1/64", scope=SCOPE_LINK),
-            on(3, "2001:db8:3::3/64", flags=IFA_F_TEMPORARY),
-        ),
-    )
-    assert masquerade_lookup(found, 2, "2001:db8::9") == "2001:db8::4"
-    assert masquerade_lookup(found, 2, "2a00::1") == "2001:db8::4"
-    assert masquerade_lookup(found, 3, "2a00::1") == "2001:db8:3::3"
+@pytest.mark.parametrize(
+    ("bridge", "rules", "others", "why"),
+    [
+        (BRIDGE._replace(vlan_filtering=True), "", Others(), "bridge cni0 filters VLANs"),
+        (BRIDGE, "nftables rule", Others(), "nftables rule"),
+        (BRIDGE, "", Others(qdisc="tbf"), "on bridge cni0: qdisc tbf"),
+        (BRIDGE, "", Others(egress=("tcx program foo",)), "on bridge cni0: tcx program foo"),
+        (BRIDGE, "", Others(ingress=("tcx program foo",)), "on bridge cni0: tcx program foo"),
+    ],
+)
+def test_what_a_bridge_does_closes_its_ports(bridge: Link, rules: str, others: Others, why: str) -> None:
+    assert redirects(bridge, PORT, bridge_rules=rules, cni0=others)["veth6"] == (REDIRECT_NONE, why)
+    assert redirects(bridge, POD, bridge_rules=rules, cni0=others)["veth7"] == (REDIRECT_PEER, "")
 
 
 # ---- bytes -------------------------------------------------------------------------
@@ -328,12 +325,8 @@ def test_ipv6_lasting_addresses_come_first_and_tentative_ones_never() -> None:
 
 def test_contents_follow_the_layout_of_the_object(bpf_objects: Path) -> None:
     wanted = node.Wanted(
-        devices={6: Device(5, BRIDGE_MAC, True)},
+        devices={6: Device(5, BRIDGE_MAC, True, REDIRECT_PEER, 1500)},
         node_addresses={packed("192.0.2.10"): True, packed("::1"): False},
-        masquerade={
-            MasqueradeKey(2, 24, packed("192.0.2.0")): packed("192.0.2.10"),
-            MasqueradeKey(2, 0, packed("::")): packed("fd00::1"),
-        },
     )
     with Object.open(bpf_objects / "tc.bpf.o") as opened:
         maps = contents(wanted, opened.btf)
@@ -341,6 +334,4 @@ def test_contents_follow_the_layout_of_the_object(bpf_objects: Path) -> None:
     one = struct.pack("=I", 1)
     assert maps["node_addresses4"] == {packed("192.0.2.10"): one}
     assert maps["node_addresses6"] == {packed("::1"): bytes(4)}
-    assert maps["masquerade4"] == {struct.pack("=II", 56, 2) + packed("192.0.2.0"): packed("192.0.2.10")}
-    assert maps["masquerade6"] == {struct.pack("=II", 32, 2) + bytes(16): packed("fd00::1")}
-    assert maps["devices"] == {struct.pack("=I", 6): struct.pack("=I6sBx", 5, BRIDGE_MAC, 1)}
+    assert maps["devices"] == {struct.pack("=I", 6): struct.pack("=I6sBBI", 5, BRIDGE_MAC, 1, 2, 1500)}

@@ -16,9 +16,11 @@ from pyebpf_proxy.config import flags
 from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.effective import Effective, effective
 from pyebpf_proxy.errors import DatapathError, FatalError
+from pyebpf_proxy.kube.events import About
 from pyebpf_proxy.kube.source import Batch, Change
 from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.proxy import Delta, Proxy
+from pyebpf_proxy.services.losses import Said
 from pyebpf_proxy.services.model import Family, Protocol, ServicePort, ServicePortName
 
 
@@ -45,11 +47,15 @@ class Script:
 class Names:
     """A planner that makes one service port of every change."""
 
-    conflicts: tuple[str, ...] = ()
-    overlaps: tuple[str, ...] = ()
+    lost = 0
 
     def __init__(self) -> None:
         self._ports: dict[ServicePortName, ServicePort] = {}
+        self.said: tuple[list[Said], list[Said]] = ([], [])
+
+    def news(self) -> tuple[list[Said], list[Said]]:
+        said, self.said = self.said, ([], [])
+        return said
 
     @property
     def names(self) -> Iterable[ServicePortName]:
@@ -57,6 +63,9 @@ class Names:
 
     def get(self, name: ServicePortName) -> ServicePort | None:
         return self._ports.get(name)
+
+    def oldest_first(self) -> Iterable[ServicePortName]:
+        return sorted(self._ports, reverse=True)
 
     def update(self, changes: Iterable[Change]) -> Delta:
         delta = {
@@ -81,6 +90,7 @@ class Recorder:
         if self.fail_start:
             raise DatapathError("no bpffs; mount one")
         self.calls.append(("start", sorted(n.name for n in wanted)))
+        self.order = [n.name for n in wanted]
         return self.problems
 
     def apply(self, delta: Delta, complete: bool = False) -> Collection[str]:
@@ -107,6 +117,7 @@ class Counter:
         self.complete: list[bool] = []
         self.syncs: list[bool] = []
         self.full: list[bool] = []
+        self.problems: list[int] = []
 
     def changed(self, changes: Sequence[Change], complete: bool) -> None:
         self.changes += len(changes)
@@ -118,9 +129,10 @@ class Counter:
     def planned(self, delta: Delta) -> None:
         self.planned_ports += len(delta)
 
-    def synced(self, seconds: float, ok: bool, full: bool, problems: Collection[str]) -> None:
+    def synced(self, seconds: float, ok: bool, full: bool, problems: int) -> None:
         self.syncs.append(ok)
         self.full.append(full)
+        self.problems.append(problems)
 
 
 def settings(minimum: str = "1ms", retry: str = "1000ms") -> Effective:
@@ -143,6 +155,10 @@ class World:
         self.metrics = Counter()
         self.facts = NodeFacts()
         self.planner = Names()
+        self.events: list[tuple[object, ...]] = []
+
+    def event(self, *of: object) -> None:
+        self.events.append(of)
 
     def run(self, play: Callable[[Callable[[Batch], None]], Awaitable[None]], effective: Effective) -> None:
         """Play, then end the agent by SIGTERM."""
@@ -153,7 +169,8 @@ class World:
 
         async def main() -> None:
             source = Script(play_then_stop)
-            await Proxy(effective, source, self.planner, self.datapath, self.metrics, lambda: self.facts).run()
+            proxy = Proxy(effective, source, self.planner, self.datapath, self.metrics, lambda: self.facts, events=self)
+            await proxy.run()
 
         asyncio.run(main())
 
@@ -177,6 +194,7 @@ def test_nothing_is_programmed_before_everything_has_been_listed(world: World) -
 
     world.run(play, settings())
     assert world.datapath.calls[0] == ("start", ["a", "b"])
+    assert world.datapath.order == ["b", "a"], "the order of the planner, not that of the lists"
     assert world.metrics.changes == world.metrics.planned_ports == 2
     assert world.metrics.complete == [False, True]
     assert world.metrics.syncs == [True]
@@ -325,9 +343,13 @@ def test_a_problem_is_told_once(world: World, caplog: pytest.LogCaptureFixture) 
     assert len(told) == 2
 
 
-def test_what_may_surprise_is_noted_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_planner_says_is_logged_and_an_event_where_it_has_a_reason(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
-    world.planner.overlaps = ("Service ns/a: spec.externalIPs: …",)
+    lost, refused = Said("ns", "a", "a lost 10.0.0.1"), Said("ns", "b", "b may not", "AddressRefused")
+    world.planner.said = ([lost, refused], [Said("ns", "c", "c is a Node's")])
+    world.planner.lost = 22
 
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))
@@ -336,8 +358,11 @@ def test_what_may_surprise_is_noted_once(world: World, caplog: pytest.LogCapture
         await until(lambda: len(world.applied()) == 1)
 
     world.run(play, settings())
-    told = [record for record in caplog.records if "spec.externalIPs" in record.getMessage()]
-    assert [record.levelname for record in told] == ["INFO"]
+    told = [(record.levelname, record.getMessage()) for record in caplog.records if record.getMessage()[1] == " "]
+    assert told == [("ERROR", "a lost 10.0.0.1"), ("ERROR", "b may not"), ("INFO", "c is a Node's")]
+    about = About("Service", "ns", "b")
+    assert world.events == [(about, "Warning", "AddressRefused", "Serve", "b may not")]
+    assert world.metrics.problems == [22, 22]
 
 
 def test_what_others_change_is_mended_every_sync_period(world: World) -> None:

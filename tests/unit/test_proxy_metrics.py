@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
@@ -25,12 +24,27 @@ from pyebpf_proxy.kube.objects import (
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.servers.health import Health, Moment
 from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
-from pyebpf_proxy.servers.numbers import NETPROG, text
+from pyebpf_proxy.servers.numbers import NETPROG, Registry, text
 from pyebpf_proxy.servers.observer import Observer
+from pyebpf_proxy.servers.standard import add_build
 from pyebpf_proxy.services.model import Family
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
-REASONS = {"new_flow_direct": 7, "lane_sctp": 1, "new_flow_netfilter": 2, "reject_no_endpoints": 0}
+REASONS = {
+    "new_flow_fast": 7,
+    "new_flow_netfilter": 2,
+    "slow_quota": 1,
+    "stack_hops": 3,
+    "reject_no_endpoints": 0,
+    "flow_hit": 20,
+    "xdp_flow_hit": 4,
+    "flow_promoted": 5,
+}
+VIEW = {
+    "closed": {"6": {"reason": "stack_rules", "text": "table ip6 filter, chain FORWARD"}},
+    "devices": {"2": {"name": "eth0", "redirect": 1}, "3": {"name": "veth1", "redirect": 0}},
+    "promotion": {"failed": {"full": 6}, "young": 11},
+}
 MAPS = {"services": (3, 100)}
 START = 1795239500_000_000_000
 K = "kubeproxy_"
@@ -41,7 +55,7 @@ class World:
     """Observer and planner as the agent has them, and a clock that stands."""
 
     def __init__(self) -> None:
-        self.metrics = Metrics(DatapathNumbers(lambda: REASONS, lambda: MAPS))
+        self.metrics = Metrics(DatapathNumbers(lambda: REASONS, lambda: MAPS, view=lambda: VIEW))
         self.planner = Planner(PlanSettings(node_name="here"))
         self.seconds = 0.0
         self.health = Health(60)
@@ -59,7 +73,7 @@ class World:
         self.observer.changed(changes, complete=True)
         self.observer.queued()
 
-    def sync(self, ok: bool = True, full: bool = False, problems: Sequence[str] = ()) -> None:
+    def sync(self, ok: bool = True, full: bool = False, problems: int = 0) -> None:
         changes, self._changes = self._changes, []
         self.observer.planned(self.planner.update(changes))
         self.observer.synced(0.003, ok, full, problems)
@@ -242,11 +256,11 @@ def test_no_local_endpoints(
 
 def test_our_own(world: World) -> None:
     world.change(service(), endpoints("here"), Change("Node", "", "here", Node()))
-    world.sync(problems=["one"])
+    world.sync(problems=1)
     page = world.page()
-    assert page["pyebpf_proxy_reasons_total", "lane_sctp"] == 1
+    assert page["pyebpf_proxy_reasons_total", "slow_quota"] == 1
     assert page["pyebpf_proxy_reasons_total", "reject_no_endpoints"] == 0
-    assert page["pyebpf_proxy_flows_total", "direct"] == 7
+    assert page["pyebpf_proxy_flows_total", "fast"] == 7
     assert page["pyebpf_proxy_flows_total", "netfilter"] == 2
     assert page["pyebpf_proxy_map_entries", "services"] == 3
     assert page["pyebpf_proxy_map_max_entries", "services"] == 100
@@ -256,6 +270,36 @@ def test_our_own(world: World) -> None:
     assert world.observer.node_eligible()
     world.change(Change("Node", "", "here", None), Change("Node", "", "there", Node()))
     assert not world.observer.node_eligible()
+
+
+def test_the_fast_path(world: World) -> None:
+    page = world.page()
+    assert (page["pyebpf_proxy_slow_path_total", "slow_quota"], page["pyebpf_proxy_slow_path_total", "stack_hops"]) == (
+        1,
+        3,
+    )
+    packets = "pyebpf_proxy_fast_path_packets_total"
+    assert (page[packets, "tc"], page[packets, "xdp"]) == (20, 4)
+    assert page["pyebpf_proxy_fast_path_events_total", "promoted"] == 5
+    assert page["pyebpf_proxy_young_flows",] == 11
+    assert page["pyebpf_proxy_promotion_failures_total", "full"] == 6
+    closed = "pyebpf_proxy_fast_path_closed"
+    assert [labels for labels in page if labels[0] == closed] == [(closed, "IPv6", "stack_rules")]
+    device = "pyebpf_proxy_device"
+    assert (page[device, "eth0", "device"], page[device, "veth1", "none"]) == (1, 1)
+
+
+def test_counters_of_every_kubernetes_program_have_their_names_in_their_headers() -> None:
+    """As kube-proxy has them: ``_total`` once."""
+    registry = Registry()
+    add_build(registry, {}, 3)
+    plain = text(registry, "*/*")[1].decode()
+    typed = dict(line.split()[2:] for line in plain.splitlines() if line.startswith("# TYPE"))
+    names = {line.partition("{")[0].split()[0] for line in plain.splitlines() if not line.startswith("#")}
+    assert set(typed) == names
+    counters = {name for name, kind in typed.items() if kind == "counter"}
+    assert counters == {f"{which}_metrics_total" for which in ("disabled", "hidden", "registered")}
+    assert b"# TYPE disabled_metrics counter\n" in text(registry, "application/openmetrics-text")[1]
 
 
 def test_the_reconciler(world: World) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import json
 import logging
@@ -10,15 +11,16 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy import log
-from pyebpf_proxy.datapath.tables.pod_network import PodNetwork
+from pyebpf_proxy import log, run_directory
 from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.run_directory import RunDirectory
-from pyebpf_proxy.services.model import Family
 
 
 def packed(text: str) -> bytes:
@@ -31,7 +33,8 @@ def packed(text: str) -> bytes:
 def test_two_agents_cannot_have_one_folder(tmp_path: Path) -> None:
     first = RunDirectory(tmp_path / "run")
     first.acquire()
-    with pytest.raises(FatalError, match=rf"another agent \(process {os.getpid()}\) runs on {tmp_path}/run; stop it"):
+    said = rf"another agent \(process {os.getpid()}: .*\) runs on {tmp_path}/run; stop it"
+    with pytest.raises(FatalError, match=said):
         RunDirectory(tmp_path / "run").acquire()
     first.release()
     second = RunDirectory(tmp_path / "run")
@@ -94,34 +97,108 @@ def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "file" / "run").acquire()
 
 
-# ---- pod network
+@contextmanager
+def as_nobody(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A program of a local user, in the standard library alone, when it has said a line."""
+    started = subprocess.Popen(
+        [sys.executable, "-I", "-c", program, *arguments], stdout=subprocess.PIPE, text=True, user=65534, group=65534
+    )
+    assert started.stdout is not None
+    started.stdout.readline()
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
 
 
-def test_pods_are_in_the_ranges_and_nodes_never_are() -> None:
-    network = PodNetwork()
-    ranges = [ipaddress.ip_network("10.244.0.0/16"), ipaddress.ip_network("fd00::/48")]
-    assert network.update(ranges, [packed("10.244.0.1")])
-    assert network(Family.IPV4, packed("10.244.3.4"))
-    assert not network(Family.IPV4, packed("10.244.0.1"))
-    assert not network(Family.IPV4, packed("10.245.0.1"))
-    assert network(Family.IPV6, packed("fd00::1"))
-    assert not network(Family.IPV6, packed("fd00:0:1::1"))
-    assert network.families == {Family.IPV4, Family.IPV6}
+HOLD = (
+    "import fcntl, sys, time\n"
+    "try:\n    fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+    "except OSError as error:\n    print(error.strerror, flush=True)\n"
+    "else:\n    print('has it', flush=True)\n    time.sleep(600)\n"
+)
 
 
-def test_without_a_range_nothing_is_in_the_pod_network() -> None:
-    network = PodNetwork()
-    assert not network(Family.IPV4, packed("10.0.0.1"))
-    assert network.families == frozenset()
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may look into: pytest's own are root's alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
-def test_only_new_knowledge_is_a_change() -> None:
-    network = PodNetwork()
-    ranges = [ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("11.0.0.0/8")]
-    assert network.update(ranges, [])
-    assert not network.update(reversed(ranges), [])
-    assert network.update(ranges, [packed("10.0.0.1")])
-    assert network.update(ranges[:1], [packed("10.0.0.1")])
+def modes(path: Path) -> tuple[int, int]:
+    return path.stat().st_mode & 0o777, (path / "lock").stat().st_mode & 0o777
+
+
+@pytest.mark.needs_root
+def test_no_other_user_can_take_the_lock(open_folder: Path) -> None:
+    directory = RunDirectory(open_folder / "run")
+    directory.acquire()
+    assert modes(directory.path) == (0o700, 0o600)
+    directory.release()
+    with as_nobody(HOLD, str(directory.path / "lock")) as user:
+        assert user.wait(20) == 0  # Permission denied
+    directory.acquire()
+    directory.release()
+
+
+@pytest.mark.needs_root
+def test_a_former_release_s_folder_and_lock_are_closed_and_who_held_it_is_not_waited_for(open_folder: Path) -> None:
+    path = open_folder / "run"
+    path.mkdir(mode=0o755)
+    (path / "lock").touch(mode=0o644)
+    with as_nobody(HOLD, str(path / "lock")) as user:
+        directory = RunDirectory(path)
+        directory.acquire()
+        assert user.poll() is None  # it has its lock still, and no other has it
+        assert modes(path) == (0o700, 0o600)
+        with pytest.raises(FatalError, match="another agent"):
+            RunDirectory(path).acquire()
+        directory.release()
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["seen", "unseen"])
+def test_a_former_release_s_agent_keeps_its_lock(
+    tmp_path: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    path.mkdir(mode=0o755)
+    with (path / "lock").open("w") as former:
+        (path / "lock").chmod(0o644)
+        fcntl.flock(former, fcntl.LOCK_EX)
+        if listens:  # in a container of its own: nothing is seen of its process
+            listener = run_directory.listening_socket(path)
+            monkeypatch.setattr(run_directory, "lock_holder", lambda lock: None)
+        with pytest.raises(FatalError, match="another agent"):
+            RunDirectory(path).acquire()
+        if listens:
+            listener.close()
+
+
+def test_a_folder_with_another_purpose_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "theirs").touch()
+    tmp_path.chmod(0o755)
+    directory = RunDirectory(tmp_path)
+    directory.acquire()
+    assert modes(tmp_path) == (0o755, 0o600)
+    directory.release()
+
+
+@pytest.mark.needs_root
+def test_an_agent_in_another_container_is_named_by_its_command_line(tmp_path: Path) -> None:
+    """Its number means nothing outside of its PID namespace, nor is it in /proc/locks there."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.acquire()
+    program = (
+        "import sys; from pathlib import Path; from pyebpf_proxy.run_directory import RunDirectory;"
+        "RunDirectory(Path(sys.argv[1])).acquire()"
+    )
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program, str(tmp_path / "run")]
+    ran = subprocess.run(inside, capture_output=True, text=True, check=False)
+    directory.release()
+    assert re.search(r"another agent \(in another container: \S*python.*\) runs on ", ran.stderr), ran.stderr
 
 
 # ---- log

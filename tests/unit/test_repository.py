@@ -252,3 +252,20 @@ def test_every_row_of_the_packet_page_names_who_decides() -> None:
     assert [row for row, who in zip(rows, deciders, strict=True) if not NAMED.search(who) and who not in headings] == [
         "| InterfaceNamePrefix | the same with the beginning of the name | the same |"
     ]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings in links."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    lost = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for place, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+            target = page.parent / place if place else page
+            if not target.exists() or (heading and heading not in anchors(target)):
+                lost.append(f"{page.name}: {place}#{heading}")
+    assert lost == []

@@ -16,7 +16,7 @@ from pyebpf_proxy.cli import main
 from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.see import COMMANDS
 from pyebpf_proxy.see import cli as see
-from pyebpf_proxy.see.reasons import MEANINGS
+from pyebpf_proxy.see.reasons import MEANINGS, SLOW
 
 from .tool_module import tool
 
@@ -56,8 +56,13 @@ def test_the_schema_is_the_one_of_the_code() -> None:
 def test_every_refusal_has_a_meaning() -> None:
     text = (ROOT / "bpf" / "reason.h").read_text()
     refusals = {name.lower() for name in re.findall(r"^\t((?:DROP|REJECT)_\w+),", text, re.MULTILINE)}
-    assert len(refusals) > 10
-    assert refusals - MEANINGS.keys() == set()
+    assert len(refusals) >= 9
+    assert refusals == MEANINGS.keys() - {"table_missing"}
+
+
+def test_every_reason_for_the_slow_path_is_explained() -> None:
+    text = (ROOT / "bpf" / "reason.h").read_text()
+    assert {name.lower() for name in re.findall(r"^\t((?:SLOW|STACK)_\w+),", text, re.MULTILINE)} == SLOW.keys()
 
 
 def test_usage_errors_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,4 +111,3 @@ def test_old_kernels_and_kernels_without_types_are_refused(
     text = " ".join(capsys.readouterr().out.split())
     assert "this kernel, 5.10.0-30-amd64, is older than 6.1 boot a kernel of 6.1 or newer" in text
     assert "the kernel has no BTF (/none does not exist)" in text
-    assert "direct lane" not in text

@@ -29,6 +29,8 @@ CASES = [
     ("top --sort f", {"flows"}),
     ("services --manifests exam", {"examples"}),
     ("completion z", {"zsh"}),
+    ("probe re", {"ready"}),
+    ("probe --dir", {"--directory"}),
     ("nonsense x", set()),
     ("explain 192.0.2.1 def", set()),
 ]

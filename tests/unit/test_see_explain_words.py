@@ -13,17 +13,15 @@ from pyebpf_proxy.see.state import Backend
 from pyebpf_proxy.see.text import Paper
 from pyebpf_proxy.services.model import Family, Protocol
 
-BACKEND = Backend(7, Family.IPV4, b"\x0a\xf4\x01\x0a", 8080, Protocol.TCP, 1, True, False)
+BACKEND = Backend(7, Family.IPV4, b"\x0a\xf4\x01\x0a", 8080, Protocol.TCP, 1, True)
 
 
 def answer(verdict: str = "served", reason: str = "", **program: object) -> Explanation:
-    known = {"verdict": "served", "backend": 7, "lane": "direct", "masquerade": True, "masquerade_as": "192.0.2.11"}
+    known = {"verdict": "served", "backend": 7, "masquerade": True}
     choice = ChoiceView(
         address=BACKEND.text,
         backend=7,
         local=True,
-        lane="direct",
-        lane_why="",
         masquerade=True,
         masquerade_as="192.0.2.11",
         way_out="pod0",
@@ -54,9 +52,6 @@ def found(view: Explanation) -> list[str]:
 
 def test_agreement_is_none() -> None:
     assert found(answer()) == []
-    netfilter = answer(lane="netfilter", masquerade_as="")
-    netfilter.endpoints[0].lane = "netfilter"
-    assert found(netfilter) == []
 
 
 @pytest.mark.parametrize(
@@ -68,11 +63,6 @@ def test_agreement_is_none() -> None:
         ),
         (answer(backend=8), "the program chose backend 8, which is not among the endpoints"),
         (answer(masquerade=False), "by the rules it is masqueraded, the program does the contrary"),
-        (answer(lane="netfilter"), "lane: direct by the rules, netfilter by the program"),
-        (
-            answer(masquerade_as="192.0.2.12"),
-            "address to masquerade with: 192.0.2.11 by the rules, 192.0.2.12 by the program",
-        ),
     ],
 )
 def test_what_differs_is_said(view: Explanation, text: str) -> None:

@@ -115,7 +115,7 @@ def test_sentences_and_fields_fit() -> None:
     assert all(len(line) <= 40 for line in wrapped(Paper(40), text, indent="    "))
     assert " ".join(line.strip() for line in wrapped(Paper(40), text, indent="    ")) == text
     assert fields(Paper(20), [("a name of many words", "yes")]) == ["  a name of many", "  words", "    yes"]
-    assert fields(Paper(), [("lane", "direct"), ("kernel", "6.18")]) == ["  lane    direct", "  kernel  6.18"]
+    assert fields(Paper(), [("path", "direct"), ("kernel", "6.18")]) == ["  path    direct", "  kernel  6.18"]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(10800, "3h"), (90, "90s"), (86400, "1d"), (60, "1m"), (0, "0s")])

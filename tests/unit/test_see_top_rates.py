@@ -24,7 +24,7 @@ def service(number: int, name: str, backends: tuple[int, ...]) -> Service:
 
 
 def backend(number: int, of: int) -> Backend:
-    return Backend(number, Family.IPV4, bytes([10, 0, 0, number]), 8080, Protocol.TCP, of, number == 1, False)
+    return Backend(number, Family.IPV4, bytes([10, 0, 0, number]), 8080, Protocol.TCP, of, number == 1)
 
 
 SERVICES = {1: service(1, "web", (1, 2)), 2: service(2, "other", (3,)), 3: service(3, "quiet", (4,))}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pyebpf_proxy.servers import connection as connections
 from pyebpf_proxy.servers import server as room
-from pyebpf_proxy.servers.http import Pool, Request, Response, Share
+from pyebpf_proxy.servers.http import Pool, Request, Response
 from pyebpf_proxy.servers.server import BindError, Server, listening_socket
 from tests.ports import free_port
 from tests.unit.http_client import answers, get, raw, serving, until
@@ -196,53 +196,6 @@ def test_who_does_not_read_is_cut_off_and_costs_little(monkeypatch: pytest.Monke
         deaf.sendall(GET * 1000)
         until(lambda: calls > 0 and len(pool) == 0)
     assert calls < 300  # what the kernel's buffers take
-
-
-def test_a_thousand_idle_connections_do_not_keep_others_out() -> None:
-    with serving(echo, limit=32) as (port, pool):
-        idle = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(1000)]
-        until(lambda: len(pool) == 32)
-        for _ in range(20):
-            assert get(port).status == 200
-        assert len(pool) <= 32
-        for connection in idle:
-            connection.close()
-
-
-def test_the_connection_that_has_rested_longest_goes_first() -> None:
-    closed = []
-
-    class One:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def abort(self) -> None:
-            closed.append(self.name)
-
-        def look(self, now: float) -> None: ...
-
-    pool = Pool(2)
-    a, b, c, d = map(One, "abcd")
-    pool.add(a)
-    pool.add(b)
-    pool.touch(a)
-    pool.add(c)
-    pool.remove(a)
-    pool.add(d)
-    assert closed == ["b"]
-
-
-def test_clients_get_their_share_of_the_processor_and_no_more() -> None:
-    share = Share(share=0.25, burst=0.05)
-    now = used = 0.0
-    for _ in range(10_000):
-        now += (step := 0.001)
-        used += step
-        now += share.rest(used, now)
-    assert used / now == pytest.approx(0.25, rel=0.05)
-    # Who asks for little never waits.
-    share = Share(share=0.25, burst=0.05)
-    assert all(share.rest(number * 0.002, number * 0.1) == 0 for number in range(1000))
 
 
 @pytest.mark.alone

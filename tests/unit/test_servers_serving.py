@@ -6,6 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,7 @@ from pyebpf_proxy.kube.objects import Node
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.servers import server as room
 from pyebpf_proxy.servers import serving
+from pyebpf_proxy.servers.local import Local
 from pyebpf_proxy.servers.metrics import DatapathNumbers
 from pyebpf_proxy.servers.serving import Servers
 from pyebpf_proxy.services.planner import Planner, PlanSettings
@@ -31,11 +35,12 @@ class Events(list[tuple[object, ...]]):
         self.append((about, type, reason, action, note))
 
 
-def make(events: Events, *arguments: str) -> Servers:
+def make(events: Events, *arguments: str, local: Local | None = None) -> Servers:
     parsed = flags.parse(["--hostname-override=here", *arguments])
     config = complete(parsed, lambda text, file: None)
     planner = Planner(PlanSettings(node_name="here"))
-    return Servers(effective(config, parsed), shown(config, parsed), planner, DatapathNumbers(), list, events)
+    settings = effective(config, parsed)
+    return Servers(settings, shown(config, parsed), planner, DatapathNumbers(), list, events, local=local)
 
 
 def test_both_servers_and_what_the_loop_tells_them() -> None:
@@ -143,3 +148,48 @@ def test_soft_failure_is_said_and_tried_again(
 
     asyncio.run(main())
     assert events == []
+
+
+def probe(folder: Path, what: str) -> tuple[int, str]:
+    ran = subprocess.run(
+        [sys.executable, "-m", "pyebpf_proxy", "probe", what],
+        env={"PYEBPF_PROXY_DIRECTORY": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    return ran.returncode, (ran.stdout + ran.stderr).strip()
+
+
+def test_probes_ask_the_agent_and_not_who_holds_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kube-proxy beside us answers 10256: that is no sign that we are ready."""
+    monkeypatch.setattr(room, "BIND_RETRY_SECONDS", 0.05)
+    silent = f"the agent of {tmp_path} does not answer: [Errno 2] No such file or directory"
+    assert probe(tmp_path, "live") == (1, silent)
+    status, said = probe(tmp_path, "alive")
+    assert (status, said.endswith("; see pyebpf-proxy probe --help")) == (2, True), said
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        async def main() -> None:
+            local = Local(tmp_path, lambda addresses: {}, dict)
+            arguments = (f"--healthz-bind-address=127.0.0.1:{port}", "--metrics-bind-address=")
+            servers = make(Events(), *arguments, local=local)
+            servers.start()
+            try:
+                servers.observer.changed([Change("Node", "", "here", Node())], complete=True)
+                until((tmp_path / "agent.sock").exists)
+                taken = f"listen tcp 127.0.0.1:{port}: bind: address already in use"
+                until(lambda: taken in probe(tmp_path, "ready")[1])
+                assert probe(tmp_path, "ready")[0] == 1
+                assert probe(tmp_path, "live")[0] == 0
+                other.close()
+                until(lambda: probe(tmp_path, "ready")[0] == 0)
+                servers.observer.changed([Change("Node", "", "here", None)], complete=True)
+                assert probe(tmp_path, "ready")[0] == 1
+                assert probe(tmp_path, "live")[0] == 0
+            finally:
+                servers.stop()
+
+        asyncio.run(main())

@@ -18,7 +18,7 @@ from pyebpf_proxy.services.addresses import format_address, format_address_port
 from pyebpf_proxy.services.model import Endpoint, Family, Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
-from .planned import NODE, cluster, endpoint_slice, frontends, gone, name_of, node, service
+from .planned import NODE, cluster, endpoint_slice, frontends, gone, name_of, node, service, service_cidr
 
 
 @pytest.fixture
@@ -102,9 +102,9 @@ def test_a_slice_costs_its_service_only(planner: Planner, monkeypatch: pytest.Mo
     made: list[tuple[str, Protocol]] = []
     merge = endpoints.merge
 
-    def counting(views: Any, port: tuple[str, Protocol]) -> Any:
+    def counting(views: Any, port: tuple[str, Protocol], most: int) -> Any:
         made.append(port)
-        return merge(views, port)
+        return merge(views, port, most)
 
     monkeypatch.setattr(endpoints, "merge", counting)
     assert list(planner.update([endpoint_slice("s7-1", "s7", "10.244.2.7")])) == [name_of("s7")]
@@ -222,9 +222,13 @@ slice_endpoints = st.lists(
 )
 
 
+externals = st.sampled_from(["203.0.113.1", "10.96.0.1", "192.0.2.1", "2001:db8::1"])
+vips = st.sampled_from([[], ["203.0.113.2"], ["192.0.2.1"]])
+
+
 @st.composite
 def changes(draw: st.DrawFn) -> Change:
-    kind = draw(st.sampled_from(["Service", "Service", "EndpointSlice", "EndpointSlice", "Node"]))
+    kind = draw(st.sampled_from([*["Service", "EndpointSlice"] * 3, "Node", "Node", "ServiceCIDR"]))
     policy = st.sampled_from([None, "Cluster", "Local"])
     if kind == "Service":
         change = service(
@@ -232,17 +236,19 @@ def changes(draw: st.DrawFn) -> Change:
             draw(st.sampled_from(["10.96.0.1", "10.96.0.2", "10.96.0.3", "None"])),
             created=draw(st.sampled_from(["", "2024-01-01T00:00:00Z", "2024-01-02T00:00:00Z"])),
             type=draw(st.sampled_from(["ClusterIP", "NodePort", "LoadBalancer"])),
-            externalIPs=draw(st.lists(st.sampled_from(["203.0.113.1", "10.96.0.1", "2001:db8::1"]), max_size=2)),
+            externalIPs=draw(st.lists(externals, max_size=2)),
             ports=[
-                {"name": name, "port": draw(small), "nodePort": draw(st.sampled_from([None, 30001, 30002])),
+                {"name": name, "port": draw(small | st.just(30001)),
+                 "nodePort": draw(st.sampled_from([None, 30001, 30002])),
                  "protocol": draw(st.sampled_from(["TCP", "UDP"]))}
                 for name in draw(st.lists(st.sampled_from(["", "x"]), min_size=1, max_size=2))
             ],
             externalTrafficPolicy=draw(policy),
             internalTrafficPolicy=draw(policy),
             loadBalancerSourceRanges=draw(st.lists(st.sampled_from(["192.0.2.0/24", "::/0"]), max_size=2)),
-            status={"loadBalancer": {"ingress": [{"ip": "203.0.113.2"}] if draw(st.booleans()) else []}},
+            status={"loadBalancer": {"ingress": [{"ip": ip} for ip in draw(vips)]}},
         )  # fmt: skip
+        change = change._replace(namespace=draw(st.sampled_from(["default", "default", "tenant"])))
     elif kind == "EndpointSlice":
         change = endpoint_slice(
             f"e{draw(small)}",
@@ -254,6 +260,8 @@ def changes(draw: st.DrawFn) -> Change:
                 for name in draw(st.lists(st.sampled_from(["", "x", None]), max_size=3))
             ],
         )
+    elif kind == "ServiceCIDR":
+        change = service_cidr(draw(st.sampled_from(["10.96.0.0/16", "203.0.113.0/24"])))
     else:
         change = node(
             draw(st.sampled_from([NODE, "node-2"])),
@@ -284,6 +292,8 @@ def test_it_does_not_matter_how_a_state_was_reached(batches: list[list[Change]],
     fresh = Planner(PlanSettings(NODE))
     assert fresh.update(left) == programmed
     assert fresh.conflicts == planner.conflicts
+    assert (planner.lost, planner.shared) == (len(planner.conflicts), len(planner.overlaps))
+    assert fresh.overlaps == planner.overlaps
     assert set(planner.names) == set(programmed)
     for fact in ("node_ips", "node_cidrs", "pod_cidrs", "node_addresses"):
         assert getattr(fresh, fact) == getattr(planner, fact)

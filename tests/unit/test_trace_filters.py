@@ -19,7 +19,7 @@ def name(service: str, port: str, family: Family = Family.IPV4) -> ServicePortNa
 
 KNOWN = Known(
     {name("web", "http"): 1, name("web", "dns"): 2, name("web", "http", Family.IPV6): 3, name("shop", "http"): 4},
-    {"new_flow_direct": 1, "lane_sctp": 2, "drop_source_range": 3, "drop_nat_failed": 4, "insert_race": 5},
+    {"new_flow_fast": 1, "new_flow_netfilter": 2, "drop_source_range": 3, "drop_rewrite_failed": 4, "stack_hops": 5},
     {"eth0": 2, "cni0": 3},
 )
 ALL = (1 << 64) - 1
@@ -40,11 +40,11 @@ def decision(**fields: Any) -> model.Decision:
         "source_name": "kube-system/dns.0",
         "endpoint_name": "default/web-1",
         "backend": 1,
-        "lane": "direct",
+        "path": "fast",
         "masquerade": False,
         "masqueraded_as": "",
         "verdict": "served",
-        "reason": "new_flow_direct",
+        "reason": "new_flow_fast",
     }
     return model.Decision(**(known | fields))
 
@@ -64,9 +64,9 @@ def decision(**fields: Any) -> model.Decision:
         ("port=8080", {"port": 8080}, {"endpoint": "10.244.2.10:80"}),
         ("tcp", {"protocol": 6}, {"protocol": "UDP"}),
         ("eth0", {"device": 2}, {"device": "cni0"}),
-        ("lane=direct", {"reasons": 1 << 1 | 1 << 4 | 1 << 5}, {"reason": "lane_sctp"}),
-        ("new_flow", {"reasons": 1 << 1}, {"reason": "insert_race"}),
-        ("reason=new_flow_direct,drop", {"reasons": 1 << 1 | 1 << 3 | 1 << 4}, {"reason": "insert_race"}),
+        ("path=fast", {"reasons": 1 << 1 | 1 << 4}, {"reason": "new_flow_netfilter"}),
+        ("new_flow", {"reasons": 1 << 1 | 1 << 2}, {"reason": "stack_hops"}),
+        ("reason=new_flow_fast,drop", {"reasons": 1 << 1 | 1 << 3 | 1 << 4}, {"reason": "stack_hops"}),
         ("tcp web eth0", {"protocol": 6, "services": (1, 2, 3), "device": 2}, {"device": "cni0"}),
     ],
 )
@@ -117,11 +117,11 @@ def test_services_are_renumbered() -> None:
     [
         ("servce=web", f"decisions have no field servce: {', '.join(FIELDS)}; did you mean service or device?"),
         ("default/wbe", "no Service is called default/wbe; did you mean default/web?"),
-        ("nonsense", "nonsense is no address, service, protocol, lane, reason or device"),
-        ("reason=insert_rcae", "there is no reason insert_rcae; did you mean insert_race?"),
+        ("nonsense", "nonsense is no address, service, protocol, path, reason or device"),
+        ("reason=stack_hpos", "there is no reason stack_hpos; did you mean stack_hops?"),
         ("device=eth9", "there is no device eth9; did you mean eth0?"),
         ("protocol=icmp", "there is no protocol icmp: TCP, UDP, SCTP"),
-        ("lane=fast", "there is no lane fast: direct, netfilter, socket"),
+        ("path=direct", "there is no path direct: fast, netfilter, socket"),
         ("port=70000", "70000 is no port: 1 to 65535"),
         ("client=10.0.0", "10.0.0 is no address and no ADDRESS:PORT"),
         ("port=", "port= says nothing: give a value"),

@@ -241,7 +241,7 @@ def _main_process() -> str:
 
 
 def agent() -> None:
-    """What runs: process, version, the layouts of the maps that are pinned, and the lane."""
+    """What runs: process, version, and the layouts of the maps that are pinned."""
     version = subprocess.run(["pyebpf-proxy", "--version"], check=True, capture_output=True, text=True).stdout
     layouts = []
     for folder, names, _ in os.walk("/sys/fs/bpf"):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 # It also makes the helper modules of its folder known by name.
-from tests.netns.conftest import family, lane
+from tests.netns.conftest import family, protocol
 
-__all__ = ["family", "lane", "needs_module"]
+__all__ = ["family", "needs_module", "protocol"]
 
 Needs = Callable[..., None]
 

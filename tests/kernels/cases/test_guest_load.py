@@ -22,21 +22,24 @@ from pyebpf_proxy.see import loading
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf]
 
 SIZES = dict.fromkeys(("flows", "backends4", "backends6", "frontends4", "frontends6", "slots"), 64)
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {},
-    {"nft_mode": True, "masquerade_all": True, "localhost_node_ports": True},
-    {"detector4": 1, "detector6": 1},
-    {"mark_datagrams": True},
-    {"pod_sockets": True},
-    {"fast_path": True},
-    {"xdp": True},
-    {"xdp": True, "xdp_generic": True, "fast_path": True},
-    {"direct_lane": False},
-    {"direct_lane": False, "fast_path": True, "xdp": True},
-    {"direct_lane": False, "conntrack_lookup": False},
-    *({"scheduler": number} for number in sorted(set(SCHEDULERS.values()))),  # 8: lblcr
-    {"scheduler": SCHEDULERS["lblcr"], "pod_sockets": True, "fast_path": True, "xdp": True},
-)
+FAST: dict[str, Any] = {"fast_path": True, "snat_port_min": 1024, "snat_port_max": 32767}
+ALL = {**FAST, "pod_sockets": True, "xdp": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no lookup": {"conntrack_lookup": False},
+    "nft mode": {"nft_mode": True, "masquerade_all": True, "localhost_node_ports": True},
+    "cidr": {**FAST, "detector4": 1, "detector6": 1},
+    "device": {**FAST, "detector4": 2, "detector6": 2},
+    "datagrams": {"mark_datagrams": True},
+    "pods": {"pod_sockets": True},
+    "fast": {"fast_path": True},
+    "fast, no lookup": {**FAST, "conntrack_lookup": False},
+    "weak memory": {**ALL, "weak_memory": True},
+    "generic xdp": {**FAST, "xdp": True, "xdp_generic": True},
+    **{f"scheduler {number}": {**FAST, "scheduler": number} for number in sorted(set(SCHEDULERS.values()))},
+    # 8 is lblcr.
+    "everything": {**ALL, "conntrack_lookup": False, "weak_memory": True, "scheduler": SCHEDULERS["lblcr"]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,27 +48,26 @@ def best() -> Iterator[Loaded]:
     table = Table("guest_load")
     table.ensure(Behaviour(masquerade_mark=0x4000))
     try:
-        loaded = load(Settings(netns_cookie=1, pod_sockets=True, fast_path=True, xdp=True), sizes=SIZES)
+        loaded = load(Settings(netns_cookie=1, **ALL), sizes=SIZES)
         yield loaded
         loaded.close()
     finally:
         table.remove()
 
 
-@pytest.mark.parametrize(
-    "wanted", SETTINGS, ids=lambda wanted: " ".join(f"{name}-{int(wanted[name])}" for name in wanted) or "plain"
-)
-def test_each_setting_loads_as_all_together_do(best: Loaded, bpf_objects: Path, wanted: dict[str, Any]) -> None:
+def test_nothing_is_refused(best: Loaded) -> None:
+    """With all capabilities. No kernel that these suites name lacks anything of it."""
+    assert not best.refusals
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_setting_loads_as_all_together_do(best: Loaded, bpf_objects: Path, name: str) -> None:
+    wanted = SETTINGS[name]
     loaded = load(Settings(netns_cookie=1, **wanted), sizes=SIZES, objects=bpf_objects)
     try:
-        assert loaded.lane == (best.lane if wanted.get("direct_lane", True) else "netfilter"), loaded.why
-        assert loaded.settings.conntrack_lookup == wanted.get("conntrack_lookup", True), loaded.why
-        if wanted.get("pod_sockets"):
-            assert bool(loaded.why_not_pods) == bool(best.why_not_pods), loaded.why_not_pods
-        if wanted.get("fast_path"):
-            assert bool(loaded.why_not_fast) == bool(best.why_not_fast), loaded.why_not_fast
-        if wanted.get("xdp") and (loaded.lane == "direct" or loaded.settings.fast_path):
-            assert bool(loaded.why_not_xdp) == bool(best.why_not_xdp), loaded.why_not_xdp
+        assert loaded.refusals.keys() <= best.refusals.keys(), loaded.refusals
+        if "conntrack lookup" not in best.refusals:
+            assert loaded.settings.conntrack_lookup == wanted.get("conntrack_lookup", True)
     finally:
         loaded.close()
 
@@ -73,10 +75,7 @@ def test_each_setting_loads_as_all_together_do(best: Loaded, bpf_objects: Path, 
 @pytest.mark.parametrize("attempt", loading.ATTEMPTS, ids=lambda attempt: attempt[0])
 def test_doctor_finds_the_same(best: Loaded, attempt: tuple[str, str, dict[str, int], str, str]) -> None:
     name, _, settings, program, _ = attempt
-    refused = {
-        "direct lane": best.lane != "direct",
-        "socketLB: all": bool(best.why_not_pods),
-        "fast path": bool(best.why_not_fast),
-    }
-    with pytest.raises(BpfError) if refused.get(name) else nullcontext():
-        loading.attempt(program, loading.in_lane(name, settings, best.lane == "direct"))
+    named = {"socketLB: all": "sockets of pods"}
+    refused = named.get(name, name) in best.refusals
+    with pytest.raises(BpfError) if refused else nullcontext():
+        loading.attempt(program, settings)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane, moved, reasons
+from lab_tools import moved, reasons
 
 from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab
@@ -19,14 +19,14 @@ CONNECTIONS = 20
 
 
 @pytest.fixture(scope="module")
-def slow(lane: str, needs_module: Callable[..., None]) -> Iterator[Lab]:
+def slow(needs_module: Callable[..., None]) -> Iterator[Lab]:
     """Both directions between the nodes' network and each node delay; packets come in another order too."""
     needs_module("sch_netem")
     with Lab() as lab:
         WEB.endpoints = tuple(lab.add_pod(f"web-{number}", node) for number, node in enumerate(lab.nodes))
         write_nodes(lab)
         write_services(lab, WEB)
-        lab.start_agents(None, agent_lane(lane))
+        lab.start_agents()
         yield lab
 
 
@@ -45,7 +45,7 @@ def test_requests_through_loss_are_one_flow_each(slow: Lab, family: int) -> None
     outcomes = slow.client.call(ask_many, CONNECTIONS, target.address.of(family), 80, timeout=60.0)
     assert [outcome.kind for outcome in outcomes] == [ANSWERED] * CONNECTIONS
     counted = moved(before, reasons(first))
-    assert counted.get("new_flow_direct", 0) + counted.get("new_flow_netfilter", 0) == CONNECTIONS
+    assert counted.get("new_flow_fast", 0) + counted.get("new_flow_netfilter", 0) == CONNECTIONS
     lost = sum(int(word) for word in _dropped(slow))
     assert lost > 0  # else this has tried nothing
 

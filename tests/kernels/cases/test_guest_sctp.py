@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane, moved, reasons, wait_until
+from lab_tools import moved, reasons, wait_until
 
 from pyebpf_proxy.lab.addresses import CLIENT
 from pyebpf_proxy.lab.client import family_of
@@ -27,7 +27,7 @@ for kind in (STREAM, EMPTY):
 
 
 @pytest.fixture(scope="module")
-def streams(lane: str, needs_module: Callable[..., None]) -> Iterator[Lab]:
+def streams(needs_module: Callable[..., None]) -> Iterator[Lab]:
     needs_module("sctp")
     with Lab() as lab, ExitStack() as servers:
         pods = [lab.add_pod("near", lab.nodes[0]), lab.add_pod("far", lab.nodes[1])]
@@ -40,7 +40,7 @@ def streams(lane: str, needs_module: Callable[..., None]) -> Iterator[Lab]:
                 servers.callback(pod.namespace.start(_serve, pod.name, address).stop)
         for pod in pods:
             wait_until(lambda pod=pod: _listens(pod), f"{pod.name} listens")  # type: ignore[misc]
-        lab.start_agents(None, agent_lane(lane))
+        lab.start_agents()
         yield lab
 
 
@@ -97,9 +97,9 @@ def test_an_outside_client_by_vip_and_node_port(streams: Lab, family: int) -> No
         seen = _both(streams.client, target.address.of(family), port, CLIENT.of(family))
         assert seen == {pod.name: first.source_towards(pod).of(family) for pod in STREAM.endpoints}
         counted = moved(before, reasons(first))
-        # BPF cannot make entries of SCTP: whatever the lane, netfilter does.
+        # SCTP is never young.
         assert counted["new_flow_netfilter"] >= 2
-        assert "new_flow_direct" not in counted
+        assert "new_flow_fast" not in counted
 
 
 def test_a_pod_by_cluster_ip_keeps_its_address(streams: Lab, family: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from lab_services import Kind, write_nodes, write_services
-from lab_tools import agent_lane, moved, pod_client, reasons
+from lab_tools import moved, pod_client, reasons
 from pyroute2 import WireGuard
 
 from pyebpf_proxy.lab.addresses import Dual
@@ -34,7 +34,7 @@ def _address(node: Node) -> Dual:
 
 
 @pytest.fixture(scope="module", params=LINKS)
-def underlay(request: pytest.FixtureRequest, lane: str, needs_module: Callable[..., None]) -> Iterator[tuple[Lab, str]]:
+def underlay(request: pytest.FixtureRequest, needs_module: Callable[..., None]) -> Iterator[tuple[Lab, str]]:
     kind: str = request.param
     needs_module(kind)
     with Lab() as lab:
@@ -55,7 +55,7 @@ def underlay(request: pytest.FixtureRequest, lane: str, needs_module: Callable[.
         lab.add_pod("toolbox", first)
         write_nodes(lab)
         write_services(lab, WEB, LOCAL)
-        lab.start_agents(None, agent_lane(lane))
+        lab.start_agents()
         yield lab, kind
 
 

@@ -54,6 +54,18 @@ def namespace(shell: Shell) -> Iterator[None]:
         os.close(before)
 
 
+@pytest.fixture
+def bpffs(tmp_path: Path) -> Iterator[Path]:
+    """A bpffs of the test's own."""
+    folder = tmp_path / "bpffs"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "bpf", "bpf", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
 @pytest.fixture(scope="session")
 def programs(bpf_objects: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Object]:
     """The tc object, loaded, with maps of its own that are pinned nowhere."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.datapath.cleanup import cleanup
+from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
@@ -29,7 +30,8 @@ pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefix
 class Instance:
     """Everything of an instance, attached for real; the bpffs is in its run directory, the cgroup the test's own."""
 
-    def __init__(self, directory: Path, cgroup: Path, objects: Path) -> None:
+    def __init__(self, directory: Path, cgroup: Path, objects: Path, use_tcx: bool) -> None:
+        self.use_tcx = use_tcx
         self.directory = directory
         self.cgroup = cgroup
         self._objects = objects
@@ -51,15 +53,19 @@ class Instance:
             fd = os.open(self.cgroup, os.O_RDONLY)
             cgroups.attach(sock.programs, fd, self.pins / "links")
             os.close(fd)
-            node = Node(self.directory, NodeConfig(), {name: tc.maps[name] for name in MAPS}, tc.btf, print)
+            maps = {name: tc.maps[name] for name in MAPS}
+            pins = mounts.tcx_directory(self.directory / "bpf", self.directory)
+            node = Node(self.directory, NodeConfig(), maps, tc.btf, print, pins, self.use_tcx)
             node.attach({name: program.fd for name, program in tc.programs.items()})
             assert len(node.attached) >= 2
             node.close()
         (self.directory / "lock").touch()
 
 
-@pytest.fixture
-def instance(namespace: None, tmp_path: Path, bpf_objects: Path, shell: Shell) -> Iterator[Instance]:
+@pytest.fixture(params=[True, False], ids=["tcx", "clsact"])
+def instance(
+    namespace: None, tmp_path: Path, bpf_objects: Path, shell: Shell, request: pytest.FixtureRequest
+) -> Iterator[Instance]:
     fd = mounts.open_cgroup2().descriptor
     cgroup = Path(os.readlink(f"/proc/self/fd/{fd}")) / f"pep-test-{os.getpid()}"
     os.close(fd)
@@ -69,7 +75,7 @@ def instance(namespace: None, tmp_path: Path, bpf_objects: Path, shell: Shell) -
     subprocess.run(["mount", "-t", "bpf", "bpf", directory / "bpf"], check=True)
     shell("ip link add v0 type veth peer name v1; ip link add v2 type veth peer name v3")
     try:
-        yield Instance(directory, cgroup, bpf_objects)
+        yield Instance(directory, cgroup, bpf_objects, request.param)
     finally:
         subprocess.run(["umount", "-q", directory / "bpf"], check=False)
         cgroup.rmdir()
@@ -84,6 +90,7 @@ def machine(shell: Shell, instance: Instance) -> dict[str, str]:
         "links": shell("ip -o link | sed 's/state.*mode/mode/'"),
         "qdiscs": shell("tc qdisc show"),
         "filters": "\n".join(filters),
+        "tcx": "\n".join(f"{device} {ingress} {egress}" for device, ingress, egress in map(chains, devices)),
         "nft": shell("nft list ruleset"),
         "cgroup": shell(f"bpftool cgroup show {instance.cgroup}"),
         "sysctls": shell(
@@ -92,6 +99,11 @@ def machine(shell: Shell, instance: Instance) -> dict[str, str]:
         "mounts": shell(f"mount | grep -E 'on (/sys|{instance.directory})'"),  # not those of labs that run beside
         "bpffs": "\n".join(line for line in bpffs.splitlines() if not line.endswith(".debug")),
     }
+
+
+def chains(device: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    index = socket.if_nametoindex(device)
+    return device, tcx.chain(index, tcx.INGRESS), tcx.chain(index, tcx.EGRESS)
 
 
 def cleaned(shell: Shell, instance: Instance) -> dict[str, str]:
@@ -116,11 +128,12 @@ def test_everything_is_as_before(instance: Instance, shell: Shell) -> None:
     before = machine(shell, instance)
     instance.start()
     during = machine(shell, instance)
-    assert [key for key in before if before[key] != during[key]] == ["qdiscs", "filters", "nft", "cgroup", "bpffs"]
+    places = ["tcx"] if instance.use_tcx else ["qdiscs", "filters"]
+    assert [key for key in before if before[key] != during[key]] == [*places, "nft", "cgroup", "bpffs"]
     report = cleanup(instance.directory, ["lock"])
     assert report.problems == []
     assert cleaned(shell, instance) == before
-    assert {"tc filter on v0", "tc filter on v3"} <= set(report.removed)
+    assert {"tc programs of v0", "tc programs of v3"} <= set(report.removed)
     assert os.listdir(instance.directory) == ["bpf"], "the mount of others stays, and with it its folder"
 
 
@@ -135,11 +148,12 @@ def test_a_second_clean_up_finds_nothing(instance: Instance, shell: Shell) -> No
     "damage",
     [
         "nft delete table inet {table}",
-        "tc qdisc del dev v0 clsact",
+        "tc qdisc del dev v0 clsact 2>/dev/null || true",
+        "rm -rf {pins}/../tcx",
         "ip link del v0",
         "rm -r {pins}/links",
         "rm -r {pins}/maps",
-        "rm -r {directory}/clsact",
+        "rm -rf {directory}/clsact",
         "umount {directory}/bpf",
     ],
 )
@@ -150,6 +164,7 @@ def test_half_of_it_is_missing(damage: str, instance: Instance, shell: Shell) ->
     assert report.problems == []
     after = cleaned(shell, instance)
     assert "pyebpf" not in "".join(after[key] for key in ("filters", "nft", "cgroup", "bpffs"))
+    assert all(line.endswith("() ()") for line in after["tcx"].splitlines())
     assert after["cgroup"].strip().count("\n") == 0
     if "clsact" not in damage or "del" in damage:
         assert "clsact" not in after["qdiscs"]

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from pyebpf_proxy.datapath.loader import tcx
+from pyebpf_proxy.datapath.loader.kernel_objects import program_info
 from pyebpf_proxy.datapath.loader.libbpf import Object
-from pyebpf_proxy.datapath.node import netlink
+from pyebpf_proxy.datapath.node import netlink, tc
+from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.follower import Follower
 from pyebpf_proxy.datapath.node.links import MAPS, Node, contents
-from pyebpf_proxy.datapath.node.plan import NodeConfig, plan
-from pyebpf_proxy.datapath.node.tc import Filters
+from pyebpf_proxy.datapath.node.plan import REDIRECT_NONE, NodeConfig, plan
 
 from .conftest import Shell
 
@@ -40,24 +42,40 @@ def follow(node: Node | Follower, until: Callable[[], bool]) -> None:
             node.read()
 
 
+def carried(device: str) -> tuple[list[str], list[str]]:
+    """Names of all BPF programs that a device runs, in their order: at ingress and at egress."""
+    index = socket.if_nametoindex(device)
+    hooks = tc.qdiscs().get(index, tc.Qdiscs()).hooks
+    found = []
+    for chain, hook in ((tcx.INGRESS, tc.INGRESS), (tcx.EGRESS, tc.EGRESS)):
+        numbers = list(tcx.chain(index, chain))
+        if hooks and (hook == tc.INGRESS or hooks == "clsact"):
+            numbers += [each.program for each in tc.filters(index, hook) if each.program]
+        found.append([program_info(number).name for number in numbers])
+    return found[0], found[1]
+
+
 class Harness:
     """A Node with the maps of the real object, and what it reported."""
 
-    def __init__(self, directory: Path, programs: Object) -> None:
+    def __init__(self, directory: Path, programs: Object, bpffs: Path, use_tcx: bool = True) -> None:
         self.directory = directory
+        self.bpffs = bpffs
+        self.use_tcx = use_tcx
         self.programs = programs
         self.reports: list[str] = []
         self.node = self.start()
 
     def start(self, config: NodeConfig = NodeConfig()) -> Node:  # noqa: B008 - frozen
         maps = {name: self.programs.maps[name] for name in MAPS}
-        self.node = Node(self.directory, config, maps, self.programs.btf, self.reports.append)
+        folder = self.bpffs / "tcx"
+        self.node = Node(self.directory, config, maps, self.programs.btf, self.reports.append, folder, self.use_tcx)
         return self.node
 
     def attach(self, swap: bool = False) -> None:
         fds = {name: program.fd for name, program in self.programs.programs.items()}
         if swap:
-            fds = {"tc_ethernet": fds["tc_l3"], "tc_l3": fds["tc_ethernet"]}
+            fds |= {"tc_ethernet": fds["tc_l3"], "tc_l3": fds["tc_ethernet"]}
         self.node.attach(fds)
 
     def in_kernel(self) -> dict[str, dict[bytes, bytes]]:
@@ -77,19 +95,21 @@ class Harness:
             fresh.close()
 
 
-@pytest.fixture
-def harness(namespace: None, tmp_path: Path, bpf_objects: Path) -> Iterator[Harness]:
+@pytest.fixture(params=[True, False], ids=["tcx", "clsact"])
+def harness(
+    namespace: None, tmp_path: Path, bpf_objects: Path, bpffs: Path, request: pytest.FixtureRequest
+) -> Iterator[Harness]:
     with Object.open(bpf_objects / "tc.bpf.o") as opened:
-        made = Harness(tmp_path, opened.load())
+        made = Harness(tmp_path, opened.load(), bpffs, request.param)
         yield made
         made.node.close()
 
 
 def test_what_is_there_at_the_start_is_in_the_maps(
-    namespace: None, tmp_path: Path, programs: Object, shell: Shell
+    namespace: None, tmp_path: Path, programs: Object, bpffs: Path, shell: Shell
 ) -> None:
     shell("ip link add v0 type veth peer name v1; ip addr add 10.1.0.1/24 dev v0; ip link set v0 up")
-    harness = Harness(tmp_path, programs)
+    harness = Harness(tmp_path, programs, bpffs)
     try:
         assert "10.1.0.1" in harness.node_addresses()
         assert harness.right()
@@ -115,15 +135,15 @@ def test_a_new_device_gets_its_program(harness: Harness, shell: Shell) -> None:
     shell("ip link add v0 type veth peer name v1")
     index = socket.if_nametoindex("v0")
     follow(harness.node, lambda: index in harness.node.attached)
-    assert "tc_ethernet" in shell("tc filter show dev v0 ingress")
+    assert carried("v0") == (["tc_ethernet"], ["tc_egress"])
 
 
 def test_a_device_without_ethernet_header_gets_the_other_program(harness: Harness, shell: Shell) -> None:
     shell("ip tuntap add t0 mode tun; ip tuntap add t1 mode tap")
     follow(harness.node, lambda: len(harness.node.wanted.programs) == 2)
     harness.attach()
-    assert "tc_l3" in shell("tc filter show dev t0 ingress")
-    assert "tc_ethernet" in shell("tc filter show dev t1 ingress")
+    assert carried("t0") == (["tc_l3"], [])
+    assert carried("t1") == (["tc_ethernet"], ["tc_egress"])
 
 
 def test_a_bridge_s_ports_carry_programs_and_the_bridge_does_not(harness: Harness, shell: Shell) -> None:
@@ -133,19 +153,19 @@ def test_a_bridge_s_ports_carry_programs_and_the_bridge_does_not(harness: Harnes
     follow(harness.node, lambda: port in harness.node.attached and harness.right())
     assert bridge not in harness.node.attached
     assert harness.node.attached[port] == "tc_bridge_port"
-    assert "tc_bridge_port" in shell("tc filter show dev v0 ingress")
+    assert carried("v0") == (["tc_bridge_port"], ["tc_egress"])
     value = harness.in_kernel()["devices"][struct.pack("=I", port)]
     mac = bytes.fromhex(json.loads(shell("ip -j link show br0"))[0]["address"].replace(":", ""))
-    assert struct.unpack("=I6s2x", value) == (bridge, mac)
+    assert struct.unpack("=I6sBBI", value) == (bridge, mac, 0, REDIRECT_NONE, 1500)
     shell("ip link set br0 address 02:00:00:00:00:07")
     follow(
         harness.node,
         lambda: harness.in_kernel()["devices"][struct.pack("=I", port)][4:10] == bytes([2, 0, 0, 0, 0, 7]),
     )
     shell("ip link set v0 nomaster")
-    follow(harness.node, lambda: harness.in_kernel()["devices"][struct.pack("=I", port)] == bytes(12))
+    follow(harness.node, lambda: harness.in_kernel()["devices"][struct.pack("=I", port)][:12] == bytes(12))
     assert harness.node.attached[port] == "tc_ethernet", "leaving a bridge is not leaving the node"
-    assert "tc_ethernet" in shell("tc filter show dev v0 ingress")
+    assert carried("v0") == (["tc_ethernet"], ["tc_egress"])
 
 
 def test_a_device_that_stops_being_an_entrance_loses_its_filter(harness: Harness, shell: Shell) -> None:
@@ -153,17 +173,18 @@ def test_a_device_that_stops_being_an_entrance_loses_its_filter(harness: Harness
     follow(harness.node, harness.right)
     harness.attach()
     harness.node.close()
-    # While no agent runs: an entrance becomes none. (A rename cannot do that; a filter on a bridge stands for it.)
+    # While no agent runs: an entrance becomes none. (A rename cannot do that; a program on a bridge stands for it.)
     shell("ip link add br0 type bridge")
-    filters = Filters(harness.directory)
+    attachments = Attachments(harness.directory, harness.bpffs / "tcx", harness.use_tcx)
     bridge = socket.if_nametoindex("br0")
-    filters.attach(bridge, "br0", harness.programs.programs["tc_ethernet"].fd)
+    attachments.attach(bridge, "br0", harness.programs.programs["tc_ethernet"].fd, None)
+    attachments.close()
+    assert carried("br0") == (["tc_ethernet"], [])
     harness.start()
     harness.attach()
-    assert filters.attached() == sorted(harness.node.attached)
-    assert bridge not in filters.attached()
+    assert carried("br0") == ([], [])
+    assert carried("v0") == (["tc_ethernet"], ["tc_egress"])
     assert "clsact" not in shell("tc qdisc show dev br0")
-    filters.close()
 
 
 def test_a_restart_replaces_programs_and_writes_nothing_that_is_right(harness: Harness, shell: Shell) -> None:
@@ -181,9 +202,7 @@ def test_a_restart_replaces_programs_and_writes_nothing_that_is_right(harness: H
     harness.start()
     harness.attach(swap=True)
     assert written == [("delete", "node_addresses4", bytes([9, 9, 9, 9]))]
-    listed = shell("tc filter show dev v0 ingress")
-    assert listed.count("direct-action") == 1
-    assert "tc_l3" in listed
+    assert carried("v0") == (["tc_l3"], ["tc_egress"])
 
 
 class Recording:
@@ -214,35 +233,27 @@ def test_another_configuration_is_taken_in(harness: Harness, shell: Shell) -> No
     assert found[bytes([10, 2, 0, 1])] == struct.pack("=I", 1)
 
 
-@pytest.mark.parametrize("how", ["tc filter del dev v0 ingress pref 235", "tc qdisc del dev v0 clsact"])
+@pytest.mark.parametrize("harness", [False], ids=["clsact"], indirect=True)
+@pytest.mark.parametrize("how", ["tc filter del dev v0 ingress pref 1", "tc qdisc del dev v0 clsact"])
 def test_a_filter_that_somebody_removed_comes_back(how: str, harness: Harness, shell: Shell) -> None:
     harness.attach()
     shell("ip link add v0 type veth peer name v1")
     index = socket.if_nametoindex("v0")
     follow(harness.node, lambda: index in harness.node.attached)
     shell(how)
-    assert "tc_ethernet" not in shell("tc filter show dev v0 ingress")
-    follow(harness.node, lambda: "tc_ethernet" in shell("tc filter show dev v0 ingress"))
-    assert any("somebody removed our tc filter" in report for report in harness.reports)
-
-
-def test_a_device_whose_priority_is_taken_costs_the_others_nothing(harness: Harness, shell: Shell) -> None:
-    shell("""ip link add v0 type veth peer name v1; tc qdisc add dev v0 clsact
-        tc filter add dev v0 ingress pref 235 handle 0xeb bpf bytecode '1,6 0 0 4294967295' flowid 1:1""")
-    follow(harness.node, harness.right)
-    harness.attach()
-    assert set(harness.node.attached) == {socket.if_nametoindex("v1")}
-    assert [report for report in harness.reports if "v0: priority 235" in report]
+    assert carried("v0")[0] == []
+    follow(harness.node, lambda: carried("v0") == (["tc_ethernet"], ["tc_egress"]))
+    assert any("v0: our tc program is gone" in report for report in harness.reports)
 
 
 def test_a_full_map_is_said_once_and_the_rest_is_served(
-    namespace: None, tmp_path: Path, bpf_objects: Path, shell: Shell
+    namespace: None, tmp_path: Path, bpf_objects: Path, bpffs: Path, shell: Shell
 ) -> None:
     shell("ip link add v0 type veth peer name v1")
     for number in range(1, 7):
         shell(f"ip addr add 10.{number}.0.1/24 dev v0")
     with Object.open(bpf_objects / "tc.bpf.o", max_entries={"node_addresses4": 4}) as opened:
-        harness = Harness(tmp_path, opened.load())
+        harness = Harness(tmp_path, opened.load(), bpffs)
         harness.attach()
         assert len(harness.in_kernel()["node_addresses4"]) == 4
         assert len([report for report in harness.reports if "node_addresses4" in report]) == 1
@@ -253,11 +264,11 @@ def test_a_full_map_is_said_once_and_the_rest_is_served(
 
 
 def test_lost_messages_are_made_up_for(
-    namespace: None, tmp_path: Path, programs: Object, shell: Shell, monkeypatch: pytest.MonkeyPatch
+    namespace: None, tmp_path: Path, programs: Object, bpffs: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More events, unread, than the socket's buffer holds."""
     monkeypatch.setattr(netlink, "EVENT_BUFFER_BYTES", 4096)
-    harness = Harness(tmp_path, programs)
+    harness = Harness(tmp_path, programs, bpffs)
     shell("ip link add v0 type veth peer name v1")
     batch = "".join(f"addr add 10.0.{i}.1/32 dev v0\n" for i in range(100))
     (tmp_path / "batch").write_text(batch)
@@ -306,14 +317,3 @@ def test_following_and_listing_agree_after_any_sequence_of_changes(namespace: No
     assert seen == {0, 1}, "secondary addresses must occur"
     follower.close()
     fresh.close()
-
-
-def test_a_promoted_address_goes_behind_the_primary_ones(harness: Harness, shell: Shell) -> None:
-    shell("sysctl -qw net.ipv4.conf.all.promote_secondaries=1; ip link add v0 type veth peer name v1")
-    shell("for a in 10.0.0.1 10.0.0.2 10.1.0.1; do ip addr add $a/24 dev v0; done; ip link set v0 up")
-    follow(harness.node, harness.right)
-    default = struct.pack("=II", 32, socket.if_nametoindex("v0")) + bytes(4)
-    assert harness.in_kernel()["masquerade4"][default] == bytes([10, 0, 0, 1])
-    shell("ip addr del 10.0.0.1/24 dev v0")
-    follow(harness.node, lambda: "10.0.0.1" not in harness.node_addresses() and harness.right())
-    assert harness.in_kernel()["masquerade4"][default] == bytes([10, 1, 0, 1])

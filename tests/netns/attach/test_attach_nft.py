@@ -102,13 +102,13 @@ def test_other_packets_are_left_alone(family: int, router: Router, table: Table,
     assert counted(shell, "others kept") > 0
 
 
-# ---- the hooks that entries made directly in conntrack need ----------------------
+# ---- the hooks that entries written into conntrack need ----------------------
 
 
 def test_an_entry_written_into_conntrack_is_translated_and_its_bit_cleared(
     family: int, router: Router, table: Table, shell: Shell
 ) -> None:
-    """Such a flow meets no nat chain: this is how the direct lane's flows look to the kernel."""
+    """Such a flow meets no nat chain: a promoted flow looks to the kernel like this."""
     table.ensure(Behaviour(MARK))
     decide(shell, f"meta mark set {MARK | 8:#x}")
     with router.inside("server"):

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.node import tc
 from pyebpf_proxy.datapath.node.netlink import NetlinkError
-from pyebpf_proxy.datapath.node.tc import NAME, Filters
+from pyebpf_proxy.datapath.node.tc import EGRESS, INGRESS, NAME, Filters
 
 from .conftest import Shell
 
@@ -136,16 +137,49 @@ def test_our_clsact_stays_while_others_have_a_filter_on_it(
     assert "bytecode" in shell(f"tc filter show dev v0 {hook}")
 
 
+@pytest.mark.parametrize(
+    "others", [f"protocol all handle 0xeb {OTHERS}", "protocol ip u32 match u32 0 0", f"protocol ip {OTHERS}"]
+)
 def test_a_filter_of_others_at_our_priority_is_not_touched(
+    others: str, filters: Filters, device: int, fds: tuple[int, int], shell: Shell
+) -> None:
+    """Another with our handle, of another kind, or for one protocol: ours cannot be beside it and is the next."""
+    shell("tc qdisc add dev v0 clsact")
+    shell(f"tc filter add dev v0 ingress pref 1 {others}")
+    shell(f"tc filter add dev v0 egress pref 65535 {others}")
+    before = everything(shell)
+    filters.attach(device, "v0", fds[0])
+    filters.attach(device, "v0", fds[1], EGRESS)
+    assert [(each.priority, each.ours) for each in tc.filters(device, INGRESS)][-1] == (2, True)
+    assert next((each.priority, each.ours) for each in tc.filters(device, EGRESS)) == (65534, True)
+    assert filters.detach(device, "v0")
+    assert everything(shell) == before
+
+
+def test_ours_is_before_another_program_of_its_priority(
     filters: Filters, device: int, fds: tuple[int, int], shell: Shell
 ) -> None:
     shell("tc qdisc add dev v0 clsact")
-    shell(f"tc filter add dev v0 ingress pref 235 handle 0xeb {OTHERS}")
+    shell(f"tc filter add dev v0 ingress pref 1 handle 1 {OTHERS}")
+    filters.attach(device, "v0", fds[0])
+    assert [(each.priority, each.ours) for each in tc.filters(device, INGRESS)] == [(1, True), (1, False)]
+
+
+@pytest.mark.parametrize("others", ["", f"tc filter add dev v0 ingress pref 3 {OTHERS}"])
+def test_a_filter_of_an_earlier_version_gives_way(
+    others: str, filters: Filters, device: int, fds: tuple[int, int], shell: Shell
+) -> None:
     before = everything(shell)
-    with pytest.raises(NetlinkError, match=r"tc filter on v0: priority 235 .* is taken"):
-        filters.attach(device, "v0", fds[0])
-    assert not filters.detach(device, "v0")
-    assert everything(shell) == before
+    filters.attach(device, "v0", fds[0])  # its clsact, with its record
+    shell("tc filter del dev v0 ingress pref 1")
+    shell(others)
+    filters._add(device, "v0", fds[0], INGRESS, 235)
+    filters.attach(device, "v0", fds[1])
+    (found,) = ours(shell)
+    assert found["prog"]["name"] == "tc_l3"
+    assert [each.priority for each in tc.filters(device, INGRESS) if each.ours] == [1]
+    filters.detach(device, "v0")
+    assert others or everything(shell) == before
 
 
 def test_a_program_that_the_kernel_refuses_leaves_no_qdisc(filters: Filters, device: int, shell: Shell) -> None:

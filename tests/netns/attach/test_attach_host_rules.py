@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SCTP that the node itself sends, by our nft table: its rules come, change and go; who was chosen is kept."""
+"""What the node itself sends, by our nft table: its rules come, change and go; who was chosen is kept."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from contextlib import ExitStack, closing
 import msgspec
 import pytest
 
+from pyebpf_proxy.datapath.netfilter.host_rules import HostRules, HostTraffic
 from pyebpf_proxy.datapath.netfilter.nft import NftError, Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
-from pyebpf_proxy.datapath.netfilter.own_sctp import OwnSctp, OwnTraffic
 from pyebpf_proxy.services.model import (
     Endpoint,
     Family,
@@ -65,10 +65,10 @@ PLAIN6 = ServicePort(
     cluster=(Endpoint(packed("fd02::2"), 3868, False),),
     any_endpoints=True,
 )
-NOTHING = OwnSctp(OwnTraffic(MARK, detectors={Family.IPV4: PODS, Family.IPV6: None}, localhost_node_ports=True))
+NOTHING = HostRules(HostTraffic(MARK, detectors={Family.IPV4: PODS, Family.IPV6: None}, localhost_node_ports=True))
 
 
-def with_services(own: OwnSctp, *plans: ServicePort) -> OwnSctp:
+def with_services(own: HostRules, *plans: ServicePort) -> HostRules:
     """Those services and no others."""
     changed = own.after({plan.name: plan for plan in plans}, complete=True)
     return own if changed is None else changed
@@ -117,12 +117,12 @@ def routed(router: Router, shell: Shell) -> Router:
 def test_without_sctp_services_there_is_nothing_of_it(table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
     before = shell("nft list ruleset")
-    table.set_own_sctp(NOTHING)
+    table.set_host_rules(NOTHING)
     assert NOTHING.after({NAME._replace(protocol=Protocol.TCP): service()}) is None
     assert shell("nft list ruleset") == before
-    table.set_own_sctp(with_services(NOTHING, RICH, PLAIN6))
-    assert "own_sctp" in shell("nft list ruleset")
-    table.set_own_sctp(NOTHING)
+    table.set_host_rules(with_services(NOTHING, RICH, PLAIN6))
+    assert "host_output" in shell("nft list ruleset")
+    table.set_host_rules(NOTHING)
     assert shell("nft list ruleset") == before
 
 
@@ -140,38 +140,38 @@ def test_from_every_state_to_every_other(table: Table, shell: Shell) -> None:
             (msgspec.structs.replace(service(), frontends=other.frontends), PLAIN6),
         )
     ]
-    states += [state for plain in states if (state := plain.with_traffic(OwnTraffic(MARK, nft_mode=True)))]
+    states += [state for plain in states if (state := plain.with_traffic(HostTraffic(MARK, nft_mode=True)))]
     fresh = []
     for state in states:
         shell("nft flush ruleset")
         made = Table()
         made.ensure(Behaviour(MARK))
-        made.set_own_sctp(state)
+        made.set_host_rules(state)
         fresh.append(lines(shell))
     table.ensure(Behaviour(MARK))
     for first, wanted in zip(states, fresh, strict=True):
         for second in states:
-            table.set_own_sctp(second)
-            table.set_own_sctp(first)
+            table.set_host_rules(second)
+            table.set_host_rules(first)
             assert lines(shell) == wanted
 
 
 def test_a_change_touches_its_own_service_only(table: Table, shell: Shell) -> None:
     def handles(name: str) -> str:
         return "\n".join(
-            line for line in shell("nft -a list ruleset").splitlines() if f"chain sctp4/default/{name}/" in line
+            line for line in shell("nft -a list ruleset").splitlines() if f"chain host4/sctp/default/{name}/" in line
         )
 
     table.ensure(Behaviour(MARK))
     before = with_services(NOTHING, RICH, service(2))
-    table.set_own_sctp(before)
+    table.set_host_rules(before)
     kept = handles("mme")
     after = before.after({NAME: service(ends=ENDPOINTS[:2]), OTHER: service(2)})
     assert after is not None
-    table.set_own_sctp(after)
+    table.set_host_rules(after)
     assert handles("mme") == kept
     generation = table._generation()
-    table.set_own_sctp(after)
+    table.set_host_rules(after)
     assert after.after({OTHER: service(2)}) is None
     assert table._generation() == generation
 
@@ -180,7 +180,7 @@ def test_a_change_touches_its_own_service_only(table: Table, shell: Shell) -> No
 def test_it_is_adopted_and_healed(how: str, table: Table, shell: Shell) -> None:
     own = with_services(NOTHING, RICH, PLAIN6)
     table.ensure(Behaviour(MARK))
-    table.set_own_sctp(own)
+    table.set_host_rules(own)
     wanted = lines(shell)
     if how == "nft flush ruleset":
         shell(how)
@@ -188,8 +188,8 @@ def test_it_is_adopted_and_healed(how: str, table: Table, shell: Shell) -> None:
         assert lines(shell) == wanted
         shell(how)
         # Where a change finds nothing, all is made again.
-        table.set_own_sctp(with_services(own, RICH))
-        table.set_own_sctp(own)
+        table.set_host_rules(with_services(own, RICH))
+        table.set_host_rules(own)
     else:
         if how == "an older shape":
             shell(f"nft delete chain inet {table.name} reject_local")
@@ -198,23 +198,23 @@ def test_it_is_adopted_and_healed(how: str, table: Table, shell: Shell) -> None:
         if how == "a restart":
             assert lines(shell) == wanted, "it goes on until the new agent knows its services"
         # One service fewer than before: what nobody wants any more goes.
-        again.set_own_sctp(with_services(NOTHING, RICH))
-        assert "sctp6/" not in shell("nft list ruleset")
-        again.set_own_sctp(own)
+        again.set_host_rules(with_services(NOTHING, RICH))
+        assert "host6/" not in shell("nft list ruleset")
+        again.set_host_rules(own)
     assert lines(shell) == wanted
 
 
 def test_what_the_kernel_refuses_changes_nothing(table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
     own = with_services(NOTHING, RICH)
-    table.set_own_sctp(own)
+    table.set_host_rules(own)
     wanted = lines(shell)
-    impossible = own.with_traffic(OwnTraffic(1 << 40))
+    impossible = own.with_traffic(HostTraffic(1 << 40))
     assert impossible is not None
     with pytest.raises(NftError):
-        table.set_own_sctp(impossible)
+        table.set_host_rules(impossible)
     assert lines(shell) == wanted
-    table.set_own_sctp(own)
+    table.set_host_rules(own)
     assert lines(shell) == wanted
 
 
@@ -224,31 +224,117 @@ def test_each_endpoint_in_its_turn_and_with_affinity_always_the_same(
     vip = routed.VIP[4]
     table.ensure(Behaviour(MARK))
     own = with_services(NOTHING, service())
-    table.set_own_sctp(own)
+    table.set_host_rules(own)
     found = reached(routed, shell, vip, 60)
     # None of one endpoint comes once in twelve thousand million runs.
     assert set(found) == set(ENDPOINTS)
     sticky = msgspec.structs.replace(service(), affinity_seconds=600)
-    table.set_own_sctp(own := with_services(own, sticky))
+    table.set_host_rules(own := with_services(own, sticky))
     (chosen,) = reached(routed, shell, vip, 20)
     # One memory for all addresses of the service port, through a restart and through changes of other endpoints.
     assert set(reached(routed, shell, "203.0.113.1", 20)) == {chosen}
     again = Table()
     again.ensure(Behaviour(MARK))
-    again.set_own_sctp(with_services(NOTHING, sticky))
+    again.set_host_rules(with_services(NOTHING, sticky))
     assert set(reached(routed, shell, vip, 20)) == {chosen}
     fewer = [address for address in ENDPOINTS if address != chosen]
     two = msgspec.structs.replace(sticky, cluster=service(ends=(fewer[0], chosen)).cluster)
-    again.set_own_sctp(with_services(NOTHING, two))
+    again.set_host_rules(with_services(NOTHING, two))
     assert set(reached(routed, shell, vip, 20)) == {chosen}
     gone = msgspec.structs.replace(sticky, cluster=service(ends=fewer).cluster)
-    again.set_own_sctp(with_services(NOTHING, gone))
+    again.set_host_rules(with_services(NOTHING, gone))
     assert set(reached(routed, shell, vip, 20)) < set(fewer)
+
+
+def test_endpoints_on_other_nodes_need_no_chains_of_their_own(routed: Router, table: Table, shell: Shell) -> None:
+    """Of a large cluster's nearly all are: a rule with a map chooses among them."""
+    table.ensure(Behaviour(MARK))
+    away = tuple(msgspec.structs.replace(endpoint, local=False) for endpoint in service().cluster)
+    table.set_host_rules(with_services(NOTHING, msgspec.structs.replace(service(), cluster=away)))
+    assert "10.2.0.2.3868" not in shell("nft list chains inet")
+    assert set(reached(routed, shell, routed.VIP[4], 60)) == set(ENDPOINTS)
+
+
+ALL = HostRules(HostTraffic(MARK, protocols=frozenset(Protocol)))
+
+
+@pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["tcp", "udp"])
+@pytest.mark.parametrize("local", [True, False], ids=["here", "elsewhere"])
+def test_all_protocols_where_no_socket_is_translated(
+    local: bool, protocol: Protocol, routed: Router, table: Table, shell: Shell
+) -> None:
+    """One name and port in every protocol: each goes its own way, and only those there are."""
+    kind = socket.SOCK_STREAM if protocol is Protocol.TCP else socket.SOCK_DGRAM
+    ends = tuple(Endpoint(packed(address), 3868, local) for address in ENDPOINTS)
+    plan = msgspec.structs.replace(service(), name=NAME._replace(protocol=protocol), cluster=ends)
+    table.ensure(Behaviour(MARK))
+    table.set_host_rules(NOTHING)
+    table.set_host_rules(with_services(ALL, plan, service()))
+    seen = set()
+    with ExitStack() as stack:
+        with routed.inside("server"):
+            server = stack.enter_context(closing(socket.socket(af(4), kind)))
+        server.bind(("0.0.0.0", 3868))
+        server.settimeout(SECONDS)
+        if protocol is Protocol.TCP:
+            server.listen()
+        for number in range(20):
+            client = stack.enter_context(closing(socket.socket(af(4), kind)))
+            client.settimeout(SECONDS)
+            client.connect((("10.96.0.1", PORT), ("203.0.113.1", PORT), (routed.TOWARDS_SERVER[4], 30301))[number % 3])
+            client.send(b"question")
+            if protocol is Protocol.TCP:
+                connection = stack.enter_context(closing(server.accept()[0]))
+                seen.add(connection.getsockname()[0])
+            else:
+                server.recv(100)
+    if protocol is Protocol.TCP:
+        assert len(seen) > 1, "one of three endpoints twenty times is no chance"
+    table.set_host_rules(with_services(ALL, service()))
+    with closing(socket.socket(af(4), kind)) as client, pytest.raises((TimeoutError, ConnectionRefusedError, OSError)):
+        client.settimeout(0.3)
+        client.connect(("10.96.0.1", PORT))
+        client.send(b"question")
+        client.recv(100)
+
+
+OLDER = """
+table inet pyebpf-proxy {
+    map sctp_services4 {
+        type ipv4_addr . inet_service : verdict
+        elements = { 10.96.0.1 . 36412 : goto sctp4/default/amf/s1ap/cluster }
+    }
+    map sctp_node_ports4 { type inet_service : verdict ; }
+    set sctp4/default/amf/s1ap/10.2.0.2.3868 { type ipv4_addr ; flags dynamic,timeout ; }
+    chain own_sctp {
+        type nat hook output priority -100
+        ip daddr . sctp dport vmap @sctp_services4
+    }
+    chain sctp_reject { counter reject with icmpx type port-unreachable ; }
+    chain sctp4/default/amf/s1ap/cluster { meta l4proto sctp dnat ip to 10.2.0.2:3868 ; }
+}
+"""
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["no services", "services"])
+def test_what_an_older_version_has_left_goes(some: bool, table: Table, shell: Shell) -> None:
+    wanted = with_services(NOTHING, RICH) if some else NOTHING
+    shell(f"nft -f - <<'END'\n{OLDER}\nEND")
+    table.ensure(Behaviour(MARK))
+    assert "own_sctp" in shell("nft list ruleset"), "it serves until the services are known"
+    table.set_host_rules(wanted)
+    found = lines(shell)
+    assert not [line for line in found if "own_sctp" in line or ("sctp4/" in line and "host4/" not in line)]
+    assert not [line for line in found if "sctp_" in line]
+    table.remove()
+    table.ensure(Behaviour(MARK))
+    table.set_host_rules(wanted)
+    assert lines(shell) == found
 
 
 def test_a_memory_ends(routed: Router, table: Table, shell: Shell) -> None:
     table.ensure(Behaviour(MARK))
-    table.set_own_sctp(with_services(NOTHING, msgspec.structs.replace(service(), affinity_seconds=1)))
+    table.set_host_rules(with_services(NOTHING, msgspec.structs.replace(service(), affinity_seconds=1)))
 
     def remembered() -> int:
         reached(routed, shell, routed.VIP[4], 1)
@@ -263,13 +349,13 @@ def test_a_memory_ends(routed: Router, table: Table, shell: Shell) -> None:
         found += reached(routed, shell, routed.VIP[4], 1)
 
 
-@pytest.mark.parametrize(("destination", "verdict"), [("10.96.0.1", "sctp_reject"), ("203.0.113.2", "sctp_drop")])
+@pytest.mark.parametrize(("destination", "verdict"), [("10.96.0.1", "host_reject"), ("203.0.113.2", "host_drop")])
 def test_what_is_refused_is_counted(destination: str, verdict: str, table: Table, routed: Router, shell: Shell) -> None:
     """No endpoints: refused; no local ones, or outside of the ranges: dropped."""
     refused = service(ends=())
     guarded = msgspec.structs.replace(service(2), source_ranges=(SourceRange(packed("10.99.0.0"), 16),))
     table.ensure(Behaviour(MARK))
-    table.set_own_sctp(
+    table.set_host_rules(
         with_services(NOTHING, msgspec.structs.replace(refused, frontends=refused.frontends[:1]), guarded)
     )
     with closing(socket.socket(af(4), socket.SOCK_RAW, sctp.PROTOCOL)) as client, pytest.raises(PermissionError):

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data plane with the DaemonSet's capabilities and nothing configured: flows are young, then the kernel's.
+
+Where conntrack is a module its functions take CAP_SYS_ADMIN, which this agent has not.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import moved, reasons, wait_until
+from talk import PORT, Talk, serve
+
+from pyebpf_proxy.lab.addresses import CLIENT
+from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
+from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.lab.manifests import Port
+from pyebpf_proxy.lab.namespace import Namespace
+from tests.kernels.suites import THREE_CAPABILITIES
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+# Answers once and closes; answers for as long as it is asked.
+WEB, LONG = Kind("web", 41), Kind("long", 42)
+LONG.ports = [Port("tcp", PORT, PORT, "TCP", 30042), Port("udp", PORT, PORT, "UDP", 31042)]
+#: The first two make the permit, and a busy machine may let it run out once or twice.
+ASKED, YOUNG = 12, 6
+DENY = """table inet deny { chain forward { type filter hook forward priority 0;
+ tcp dport 8080 tcp flags syn drop
+}
+}"""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab() as made:
+        first, second = made.nodes
+        made.add_pod("asker", first, serve=False)
+        WEB.endpoints = (made.add_pod("web", second),)
+        LONG.endpoints = (made.add_pod("long", first, serve=False),)
+        serve(LONG.endpoints[0])
+        write_nodes(made)
+        write_services(made, WEB, LONG)
+        _start(first)
+        yield made
+
+
+def _start(node: Node) -> None:
+    # As a container has it: /sys as the host's, which ``ip netns exec`` would mount anew.
+    node.agent.start(enter=("nsenter", f"--net=/run/netns/{node.namespace.name}", *THREE_CAPABILITIES))
+    node.agent.wait_synced()
+
+
+def unexpected(log: str) -> list[str]:
+    """Errors, and warnings but those that come with a lab and with few rights."""
+    known = ("nodePortAddresses is unset", "oomScoreAdj cannot be set", "one value for the whole machine")
+    lines = [line for line in log.splitlines() if re.search(" (warning|error) ", line)]
+    return [line for line in lines if not any(text in line for text in known)]
+
+
+def entries(node: Node, client: str, target: str, family: int) -> list[str]:
+    """Conntrack's lines of this client's flows to this address."""
+    listed = node.namespace.run("conntrack", "-L", "-f", f"ipv{family}", "--orig-src", client, "--orig-dst", target)
+    return listed.splitlines()
+
+
+def test_the_agent_has_three_capabilities_and_the_fast_path(lab: Lab) -> None:
+    process = lab.nodes[0].agent.process
+    assert process is not None
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    assert f"CapEff:\t{1 << 12 | 1 << 38 | 1 << 39:016x}\n" in status
+    log = lab.nodes[0].agent.log()
+    assert not unexpected(log), log
+    assert "there is no fast path" not in log
+    module = Path("/sys/module/nf_conntrack/initstate").exists()
+    assert module == ("calling them from BPF takes CAP_SYS_ADMIN" in log), log
+
+
+@pytest.mark.parametrize("by", ["ClusterIP", "NodePort"])
+def test_short_connections_are_young_and_conntrack_never_sees_them(
+    lab: Lab, family: int, protocol: str, by: str
+) -> None:
+    """A pod asks a ClusterIP; a client outside asks a NodePort, and is masqueraded."""
+    first = lab.nodes[0]
+    client, source = lab.pods["asker"].namespace, lab.pods["asker"].address
+    if by == "NodePort":
+        client, source = lab.client, CLIENT
+    target = WEB.target("ClusterIP" if by == "ClusterIP" else "NodePort", first)
+    address = target.address.of(family)
+    known = len(entries(first, source.of(family), address, family))
+    before = reasons(first)
+    outcomes = client.call(ask_many, ASKED, address, target.ports[protocol], protocol, source=source.of(family))
+    assert [outcome.kind for outcome in outcomes] == [ANSWERED] * ASKED
+    seen = {outcome.answer.peer[0] for outcome in outcomes if outcome.answer}
+    assert seen == {first.address.of(family) if by == "NodePort" else source.of(family)}
+    counted = moved(before, reasons(first))
+    assert counted["new_flow_fast"] >= YOUNG, counted
+    assert counted["new_flow_fast"] + counted["new_flow_netfilter"] == ASKED, counted
+    assert len(entries(first, source.of(family), address, family)) == known + counted["new_flow_netfilter"]
+
+
+def test_a_flow_that_lasts_becomes_the_kernels(lab: Lab, family: int, protocol: str) -> None:
+    first, client = lab.nodes[0], lab.pods["asker"]
+    address = LONG.target("ClusterIP", first).address.of(family)
+    before = reasons(first)
+    talk = _young(lab, client.namespace, address, protocol)
+    try:
+        wait_until(lambda: reasons(first)["flow_promoted"] > before["flow_promoted"], "the kernel has the flow")
+        lines = entries(first, client.address.of(family), address, family)
+        back = f"src={LONG.endpoints[0].address.of(family)} dst={client.address.of(family)}"
+        ours = [line for line in lines if back in line and "[ASSURED]" in line]
+        assert ours, lines
+        assert protocol == "udp" or any(" ESTABLISHED " in line for line in ours), ours
+        # It goes on, each second confirmed by a packet that netfilter has seen.
+        now = reasons(first)
+        talk.wait(500)
+        wait_until(lambda: reasons(first)["flow_confirmed"] > now["flow_confirmed"], "netfilter is asked again")
+        assert reasons(first)["flow_hit"] > now["flow_hit"] + 500
+        assert talk.peer == client.address.of(family)
+    finally:
+        talk.end()
+
+
+def _young(lab: Lab, client: Namespace, address: str, protocol: str) -> Talk:
+    """A conversation whose first packet opened it in the flow table."""
+    for _ in range(10):
+        client.call(_greet, address, protocol, 4)
+        before = reasons(lab.nodes[0])
+        talk = Talk(client, address, protocol)
+        talk.wait(1)
+        if moved(before, reasons(lab.nodes[0])).get("new_flow_fast"):
+            return talk
+        talk.end()
+    pytest.fail(f"no flow was young: {moved(before, reasons(lab.nodes[0]))}")
+
+
+def _greet(address: str, protocol: str, times: int) -> None:
+    """So many flows, one after the other, of one question each."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for _ in range(times):
+        with socket.socket(family, socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM) as sock:
+            sock.settimeout(10)
+            sock.connect((address, PORT))
+            sock.sendall(b"greeting")
+            assert sock.recv(100)
+
+
+def test_what_forward_drops_gets_nothing_through(lab: Lab, family: int) -> None:
+    """A policy that comes: new flows of a pair that has a permit are denied within a second."""
+    first, client = lab.nodes[0], lab.pods["asker"].namespace
+    address = WEB.target("ClusterIP", first).address.of(family)
+    before = reasons(first)
+    client.call(ask_many, ASKED, address, 80)
+    assert moved(before, reasons(first))["new_flow_fast"] >= YOUNG
+    first.namespace.run("nft", "-f", "-", stdin=DENY)
+    try:
+        wait_until(lambda: client.call(ask, address, 80, timeout=0.3).kind != ANSWERED, "denied", 1.5)
+        outcomes = client.call(ask_many, 4, address, 80, timeout=0.5)
+        assert not [outcome for outcome in outcomes if outcome.kind == ANSWERED]
+    finally:
+        first.namespace.run("nft", "delete", "table", "inet", "deny")
+    assert client.call(ask, address, 80).kind == ANSWERED
+
+
+def test_conversations_outlive_the_agents_restart(lab: Lab) -> None:
+    """The next agent takes over what the former one had, with no more rights."""
+    first, client = lab.nodes[0], lab.pods["asker"].namespace
+    address = LONG.target("ClusterIP", first).address
+    talks = [_young(lab, client, address.v4, "tcp"), _young(lab, client, address.v6, "udp")]
+    try:
+        first.agent.kill()
+        _start(first)
+        before = reasons(first)
+        for talk in talks:
+            talk.wait(200)
+        assert reasons(first)["flow_hit"] > before["flow_hit"]
+        assert not unexpected(first.agent.log()), first.agent.log()
+    finally:
+        for talk in talks:
+            talk.end()

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our programs on devices where others have theirs: first at ingress, last at egress, and never in their way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pyebpf_proxy.datapath.cleanup import cleanup
+from pyebpf_proxy.datapath.loader import tcx
+from pyebpf_proxy.datapath.loader._libbpf import lib
+from pyebpf_proxy.datapath.loader.libbpf import Object, Program
+from pyebpf_proxy.datapath.node import tc
+from pyebpf_proxy.datapath.node.links import MAPS, Node
+from pyebpf_proxy.datapath.node.mounts import tcx_directory
+from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_NONE, REDIRECT_PEER, NodeConfig
+
+from .conftest import Shell
+from .test_attach_links import carried, follow
+
+pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
+
+FAST = NodeConfig(fast_path=True)
+OURS = (["tc_ethernet"], ["tc_egress"])
+#: Ends the chain: what is behind it sees nothing (Cilium's do so).
+ENDS = """
+struct __sk_buff;
+__attribute__((section("tc"), used)) int ends_chain(struct __sk_buff *skb) { return 0; }
+__attribute__((section("tc"), used)) int goes_on(struct __sk_buff *skb) { return -1; }
+char LICENSE[] __attribute__((section("license"), used)) = "GPL";
+"""
+# A classic program: every kernel with cls_bpf has it.
+OTHERS = "bpf bytecode '1,6 0 0 4294967295' flowid 1:1"
+# As the CNI plugin `bandwidth` does it, through netlink, with NLM_F_EXCL.
+LIMIT_TO_POD = "tc qdisc add dev pod root handle 1: tbf rate 10mbit burst 32k latency 25ms"
+LIMIT_FROM_POD = """
+    ip link add bwp type ifb; ip link set bwp up
+    tc qdisc add dev pod ingress
+    tc filter add dev pod parent ffff: protocol all u32 match u32 0 0 action mirred egress redirect dev bwp
+    tc qdisc add dev bwp root handle 1: tbf rate 10mbit burst 32k latency 25ms
+"""
+
+
+@pytest.fixture(scope="session")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Object]:
+    """Programs of somebody else."""
+    folder = tmp_path_factory.mktemp("foreign")
+    (folder / "foreign.c").write_text(ENDS)
+    subprocess.run(
+        ["clang", "-O2", "-g", "-target", "bpf", "-c", folder / "foreign.c", "-o", folder / "foreign.o"], check=True
+    )
+    with Object.open(folder / "foreign.o") as opened:
+        yield opened.load()
+
+
+@pytest.fixture
+def pod(namespace: None, shell: Shell) -> Iterator[int]:
+    """The device `pod`, whose other end is in a network namespace of its own."""
+    name = f"pep-{os.getpid()}-pod"
+    shell(f"ip netns add {name}; ip link add pod type veth peer name eth0 netns {name}; ip link set pod up")
+    yield socket.if_nametoindex("pod")
+    subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+class Agent:
+    """A Node with maps of its own."""
+
+    def __init__(self, directory: Path, bpffs: Path, programs: Object) -> None:
+        self.directory = directory
+        self.folder = bpffs / "tcx"
+        self.programs = programs
+        self.reports: list[str] = []
+
+    def start(self, use_tcx: bool = True) -> Node:
+        maps = {name: self.programs.maps[name] for name in MAPS}
+        self.node = Node(self.directory, FAST, maps, self.programs.btf, self.reports.append, self.folder, use_tcx)
+        self.node.attach({name: program.fd for name, program in self.programs.programs.items()})
+        return self.node
+
+    def written(self, index: int) -> tuple[int, int]:
+        """Redirect mode and MTU in the map."""
+        value = self.programs.maps["devices"].lookup(index.to_bytes(4, sys.byteorder))
+        assert value is not None
+        found = self.programs.btf.struct("node_device").unpack(value)
+        return found["redirect"], found["mtu"]
+
+
+@pytest.fixture
+def agent(tmp_path: Path, bpffs: Path, bpf_objects: Path) -> Iterator[Agent]:
+    with Object.open(bpf_objects / "tc.bpf.o") as opened:
+        made = Agent(tmp_path, bpffs, opened.load())
+        yield made
+        if hasattr(made, "node"):
+            made.node.close()
+
+
+Put = Callable[[str, int, int], None]
+
+
+@pytest.fixture
+def put(foreign: Object) -> Iterator[Put]:
+    """Attaches somebody's program to a device, at a hook's head or tail."""
+    links: list[int] = []
+
+    def attach(program: str, device: int, where: int, hook: int = tcx.INGRESS) -> None:
+        links.append(tcx.attach(foreign.programs[program].fd, device, hook, where))
+
+    yield attach
+    for link in links:
+        os.close(link)
+
+
+def limit(node: Node, index: int) -> tuple[int, str]:
+    state = node.devices[index]
+    return state.redirect, state.limit
+
+
+def test_a_pod_s_device_without_others(agent: Agent, pod: int, shell: Shell) -> None:
+    node = agent.start()
+    assert carried("pod") == OURS
+    assert limit(node, pod) == (REDIRECT_PEER, "")
+    assert agent.written(pod) == (REDIRECT_PEER, 1500)
+    assert "qdisc noqueue" in shell("tc qdisc show dev pod")
+    assert "clsact" not in shell("tc qdisc show")
+    shell("ip link set pod mtu 1400")
+    follow(node, lambda: agent.written(pod) == (REDIRECT_PEER, 1400))
+
+
+@pytest.mark.parametrize("program", ["ends_chain", "goes_on"])
+def test_a_program_that_was_there_is_behind_ours(program: str, agent: Agent, pod: int, put: Put) -> None:
+    put(program, pod, tcx.BEFORE)
+    node = agent.start()
+    assert carried("pod") == (["tc_ethernet", program], ["tc_egress"])
+    assert limit(node, pod) == (REDIRECT_NONE, f"behind our program: tcx program {program}")
+    assert agent.written(pod)[0] == REDIRECT_NONE
+
+
+def test_a_program_that_comes_later_is_noticed_and_gets_behind_ours(agent: Agent, pod: int, put: Put) -> None:
+    node = agent.start()
+    before = tcx.chain(pod, tcx.INGRESS)
+    put("ends_chain", pod, tcx.BEFORE)
+    assert carried("pod")[0] == ["ends_chain", "tc_ethernet"]
+    node.look()
+    assert carried("pod")[0] == ["tc_ethernet", "ends_chain"]
+    assert tcx.chain(pod, tcx.INGRESS)[:1] == before, "the program itself, not what stood in for it"
+    assert agent.written(pod)[0] == REDIRECT_NONE
+    assert sorted(os.listdir(agent.folder)) == sorted(
+        f"{index}-{hook}" for index in node.attached for hook in ("ingress", "egress")
+    )
+    put("goes_on", pod, tcx.AFTER)
+    node.look()
+    assert limit(node, pod) == (
+        REDIRECT_NONE,
+        "behind our program: tcx program ends_chain, tcx program goes_on",
+    )
+
+
+def test_who_keeps_going_to_the_head_is_left_there(agent: Agent, pod: int, foreign: Object) -> None:
+    node = agent.start()
+    for _ in range(30):
+        link = tcx.attach(foreign.programs["goes_on"].fd, pod, tcx.INGRESS, tcx.BEFORE)
+        node.look()
+        os.close(link)
+    assert any("keeps taking our tc program from its place" in report for report in agent.reports)
+    assert carried("pod")[0][-1] == "tc_ethernet"
+    assert len(agent.reports) < 13
+
+
+def test_a_program_at_egress_is_before_ours_and_keeps_packets_in_the_queue(agent: Agent, pod: int, put: Put) -> None:
+    put("goes_on", pod, tcx.AFTER, tcx.EGRESS)
+    node = agent.start()
+    assert carried("pod")[1] == ["goes_on", "tc_egress"]
+    assert limit(node, pod) == (REDIRECT_DEVICE, "behind the fast path: tcx program goes_on")
+    put("ends_chain", pod, tcx.AFTER, tcx.EGRESS)
+    node.look()
+    assert carried("pod")[1] == ["goes_on", "ends_chain", "tc_egress"]
+
+
+def test_filters_and_qdiscs_come_and_go(agent: Agent, pod: int, shell: Shell) -> None:
+    node = agent.start()
+    shell(f"tc qdisc add dev pod clsact; tc filter add dev pod egress pref 7 {OTHERS}")
+    follow(node, lambda: limit(node, pod)[0] == REDIRECT_DEVICE)
+    assert limit(node, pod)[1] == "behind the fast path: clsact egress filter pref 7 bpf"
+    shell(f"tc filter add dev pod ingress pref 1 {OTHERS}")
+    follow(node, lambda: limit(node, pod) == (REDIRECT_NONE, "behind our program: clsact filter pref 1 bpf"))
+    assert agent.written(pod)[0] == REDIRECT_NONE
+    shell("tc qdisc del dev pod clsact")
+    follow(node, lambda: limit(node, pod) == (REDIRECT_PEER, ""))
+    assert carried("pod") == OURS
+    assert agent.written(pod)[0] == REDIRECT_PEER
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_the_bandwidth_plugin_has_its_qdiscs(first: bool, agent: Agent, pod: int, shell: Shell) -> None:
+    if first:
+        shell(LIMIT_TO_POD + LIMIT_FROM_POD)
+    node = agent.start()
+    if not first:
+        shell(LIMIT_TO_POD)
+        follow(node, lambda: limit(node, pod) == (REDIRECT_DEVICE, "qdisc tbf"))
+        shell(LIMIT_FROM_POD)
+    follow(node, lambda: limit(node, pod)[0] == REDIRECT_NONE)
+    assert limit(node, pod)[1].startswith("behind our program: ingress filter pref 49152 u32")
+    assert carried("pod") == OURS
+
+
+def test_a_device_that_appears_later(agent: Agent, shell: Shell) -> None:
+    node = agent.start()
+    shell("ip link add late type veth peer name late1")
+    index = socket.if_nametoindex("late")
+    follow(node, lambda: index in node.attached)
+    assert carried("late") == OURS
+    shell("ip link del late")
+    follow(node, lambda: index not in node.attached)
+    assert [name for name in os.listdir(agent.folder) if name.startswith(f"{index}-")] == []
+
+
+def test_a_link_that_somebody_took_off_comes_back(agent: Agent, pod: int) -> None:
+    node = agent.start()
+    link = tcx.open_pinned(agent.folder / f"{pod}-ingress")
+    tcx.detach(link)
+    os.close(link)
+    assert carried("pod")[0] == []
+    node.look()
+    assert carried("pod") == OURS
+    assert agent.reports == ["device pod: our tc program is gone, attaching it again"]
+
+
+def test_another_run_takes_the_links_over(agent: Agent, pod: int, put: Put, bpf_objects: Path) -> None:
+    agent.start().close()
+    put("ends_chain", pod, tcx.AFTER)
+    before = {name: _link_id(agent.folder / name) for name in os.listdir(agent.folder)}
+    with Object.open(bpf_objects / "tc.bpf.o") as opened:
+        again = Agent(agent.directory, agent.folder.parent, opened.load())
+        again.start().close()
+        assert carried("pod") == (["tc_ethernet", "ends_chain"], ["tc_egress"])
+        assert {name: _link_id(again.folder / name) for name in os.listdir(again.folder)} == before
+        assert tcx.chain(pod, tcx.INGRESS)[0] == tcx.described(opened.programs["tc_ethernet"].fd)["prog_id"]
+
+
+def _link_id(pin: Path) -> int:
+    link = tcx.open_pinned(pin)
+    try:
+        return tcx.described(link)["link_id"]
+    finally:
+        os.close(link)
+
+
+def test_a_move_that_was_cut_short_by_kill_9(agent: Agent, pod: int, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step of it: our program is on the device all the time, and the next run puts it in order."""
+    agent.start().close()
+    fd = agent.programs.programs["tc_ethernet"].fd
+    for step in range(1, 5):
+        link = tcx.attach(agent.programs.programs["tc_l3"].fd, pod, tcx.INGRESS, tcx.BEFORE)
+        child = os.fork()
+        if child == 0:
+            _die_at(step, monkeypatch)
+            agent.start()
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, f"step {step} was not reached"
+        assert {"tc_ethernet", "pep_move"} & set(carried("pod")[0])
+        agent.start().close()
+        assert carried("pod")[0] == ["tc_ethernet", "tc_l3"]
+        assert tcx.chain(pod, tcx.INGRESS)[0] == tcx.described(fd)["prog_id"]
+        assert [name for name in os.listdir(agent.folder) if "moved" in name or "table" in name] == []
+        os.close(link)
+
+
+def test_what_stands_in_during_a_move_runs_the_program(agent: Agent, bpffs: Path, foreign: Object) -> None:
+    for name, verdict in (("ends_chain", 0), ("goes_on", -1)):
+        with tcx.stand_in(foreign.programs[name].fd, bpffs / "table") as fd:
+            program = SimpleNamespace(fd=fd, name="pep_move", _lib=lib())
+            assert Program.test_run(program, bytes(64)).retval == verdict  # type: ignore[arg-type]
+            (bpffs / "table").unlink()
+    assert foreign.programs["ends_chain"].test_run(bytes(64)).retval == 0
+
+
+def _die_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills this process after the stand-in is loaded, attached, the old link off, the new one updated."""
+    left = [step]
+
+    def counting(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            result = real(*arguments)
+            left[0] -= 1
+            if left[0] <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    moving = tcx.stand_in
+
+    def stand_in(*arguments: object) -> object:
+        for name in ("attach", "detach", "update", "pin"):
+            monkeypatch.setattr(tcx, name, counting(getattr(tcx, name)))
+        return moving(*arguments)
+
+    monkeypatch.setattr(tcx, "stand_in", stand_in)
+
+
+@pytest.mark.parametrize("others", ["", f"tc filter add dev pod ingress pref 300 {OTHERS}"])
+def test_an_earlier_version_s_filter_goes_and_no_packet_is_without_the_program(
+    others: str, agent: Agent, pod: int, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fds = {name: program.fd for name, program in agent.programs.programs.items()}
+    earlier = tc.Filters(agent.directory)
+    earlier.attach(pod, "pod", fds["tc_l3"])
+    earlier._add(pod, "pod", fds["tc_l3"], tc.INGRESS, 235)
+    earlier._remove(pod, "pod", tc.INGRESS, 1)
+    earlier.close()
+    shell(others)
+    seen: list[list[str]] = []
+    for what, name in ((tcx, "attach"), (tc.Filters, "_add"), (tc.Filters, "_remove")):
+        monkeypatch.setattr(what, name, _and_look(getattr(what, name), seen))
+    agent.start()
+    monkeypatch.undo()
+    assert ["tc_ethernet", "tc_ethernet"] in seen
+    assert all(each and len(set(each)) == 1 for each in seen), "two programs that decide differently, or none"
+    assert carried("pod") == OURS
+    assert ("clsact" in shell("tc qdisc show dev pod")) == bool(others)
+
+
+def _and_look(real: Callable[..., object], seen: list[list[str]]) -> Callable[..., object]:
+    def call(*arguments: object) -> object:
+        result = real(*arguments)
+        seen.append(carried("pod")[0])
+        return result
+
+    return call
+
+
+def test_clean_up_leaves_others_alone(agent: Agent, pod: int, put: Put, shell: Shell) -> None:
+    shell(LIMIT_TO_POD + LIMIT_FROM_POD)
+    put("ends_chain", pod, tcx.BEFORE)
+    put("goes_on", pod, tcx.AFTER, tcx.EGRESS)
+    before = shell("tc qdisc show | sed 's/ refcnt.*//'; tc filter show dev pod ingress")
+    node = agent.start()
+    for index in node.attached:
+        assert node._attachments.detach(index, "pod")
+    assert carried("pod") == (["ends_chain"], ["goes_on"])
+    assert shell("tc qdisc show | sed 's/ refcnt.*//'; tc filter show dev pod ingress") == before
+    assert os.listdir(agent.folder) == []
+
+
+# ---- kernels without tcx --------------------------------------------------------------
+
+
+def test_without_tcx_others_filters_are_behind_ours(agent: Agent, pod: int, shell: Shell) -> None:
+    shell(f"tc qdisc add dev pod clsact; tc filter add dev pod ingress pref 2 {OTHERS}")
+    node = agent.start(use_tcx=False)
+    assert carried("pod") == OURS
+    assert limit(node, pod) == (REDIRECT_NONE, "behind our program: clsact filter pref 2 bpf")
+    shell("tc filter del dev pod ingress pref 2")
+    follow(node, lambda: limit(node, pod) == (REDIRECT_PEER, ""))
+
+
+def test_without_tcx_an_ingress_qdisc_has_no_egress_for_us(agent: Agent, pod: int, shell: Shell) -> None:
+    shell("tc qdisc add dev pod ingress")
+    node = agent.start(use_tcx=False)
+    assert carried("pod") == (["tc_ethernet"], [])
+    assert limit(node, pod) == (
+        REDIRECT_NONE,
+        "our program is not at its egress: its ingress qdisc is another's and has no egress",
+    )
+
+
+# ---- bridges ----------------------------------------------------------------------------
+
+
+def test_a_bridge_that_does_something_to_frames_closes_its_ports(agent: Agent, pod: int, shell: Shell) -> None:
+    shell("ip link add br0 type bridge; ip link set pod master br0")
+    node = agent.start()
+    assert carried("pod") == (["tc_bridge_port"], ["tc_egress"])
+    assert limit(node, pod) == (REDIRECT_PEER, "")
+    shell("nft add table bridge watch; nft 'add chain bridge watch forward { type filter hook forward priority 0; }'")
+    node.look()
+    assert limit(node, pod) == (REDIRECT_PEER, ""), "a chain that accepts everything"
+    shell("nft add rule bridge watch forward counter")
+    node.look()
+    assert limit(node, pod) == (REDIRECT_NONE, "nftables rule in table bridge watch, chain forward")
+    shell("nft flush chain bridge watch forward; nft 'chain bridge watch forward { policy drop; }'")
+    node.look()
+    assert limit(node, pod) == (REDIRECT_NONE, "nftables chain forward of table bridge watch, whose policy is drop")
+    shell("nft delete table bridge watch")
+    node.look()
+    assert limit(node, pod) == (REDIRECT_PEER, "")
+
+
+def test_nothing_of_ours_is_left_after_the_instance_s_clean_up(agent: Agent, pod: int, tmp_path: Path) -> None:
+    """The same by the command's own way: the pins lie where the agent puts them."""
+    directory = tmp_path / "run"
+    (directory / "bpf").mkdir(parents=True)
+    subprocess.run(["mount", "-t", "bpf", "bpf", directory / "bpf"], check=True)
+    try:
+        agent.directory, agent.folder = directory, tcx_directory(directory / "bpf", directory)
+        agent.start()
+        assert carried("pod") == OURS
+        assert "tc programs of pod" in cleanup(directory).removed
+        assert carried("pod") == ([], [])
+    finally:
+        subprocess.run(["umount", "-l", directory / "bpf"], check=True)

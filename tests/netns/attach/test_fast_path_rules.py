@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The map ``fast_path`` while somebody changes rulesets, neighbours and rules of routing beside us."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
+from pyebpf_proxy.datapath.node.fast_path import ClosedReason, FastPath
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
+
+Shell = Callable[[str], str]
+SOON = 1.0
+
+
+class Node:
+    """A fast path with the real map, followed by the test's loop."""
+
+    def __init__(self, programs: Object, **options: Any) -> None:
+        self.map = programs.maps["fast_path"]
+        self.layout = programs.btf.struct("fast_path")
+        self.reasons = programs.btf.enum("reason")
+        self.fast = FastPath(self.map, self.layout, self.reasons, **options)
+
+    def word(self) -> dict[str, Any]:
+        value = self.map.lookup(bytes(4))
+        assert value is not None
+        return self.layout.unpack(value)
+
+    async def until(self, name: str, value: int, other: bool = False) -> float:
+        """Seconds until a field has a value, or another one."""
+        begin = time.monotonic()
+        while (self.word()[name] == value) is other:
+            assert time.monotonic() - begin < 5, self.word()
+            await asyncio.sleep(0.005)
+        return time.monotonic() - begin
+
+
+@asynccontextmanager
+async def following(programs: Object, **options: Any) -> AsyncIterator[Node]:
+    node = Node(programs, **options)
+    node.fast.follow(asyncio.get_running_loop())
+    try:
+        yield node
+    finally:
+        node.fast.close()
+
+
+def run(scene: Callable[[], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        await scene()
+
+    asyncio.run(whole())
+
+
+CHANGES = {
+    "nft": ("nft add rule inet mine forward limit rate 10/second accept", "nft flush chain inet mine forward"),
+    "iptables-nft": ("iptables-nft -A FORWARD -j LOG", "iptables-nft -D FORWARD -j LOG"),
+    "ip6tables-nft": ("ip6tables-nft -A FORWARD -j LOG", "ip6tables-nft -D FORWARD -j LOG"),
+}
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("which", CHANGES)
+def test_a_rule_closes_the_family_and_opens_it_again(which: str, programs: Object, shell: Shell) -> None:
+    add, remove = CHANGES[which]
+    family = "closed6" if which.startswith("ip6") else "closed4"
+    shell("nft 'table inet mine { chain forward { type filter hook forward priority 0; }; }'")
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            assert node.word()[family] == 0
+            for command, wanted in ((add, node.reasons["STACK_RULES"]), (remove, 0)) * 2:
+                before = node.word()["permit_generation"]
+                shell(command)
+                assert await node.until("permit_generation", before, other=True) < SOON
+                assert await node.until(family, wanted) < SOON
+
+    run(scene)
+
+
+def test_the_words_are_kept_for_people(programs: Object, shell: Shell) -> None:
+    shell("iptables-legacy -A FORWARD -m limit --limit 5/sec -j ACCEPT; ip rule add dport 80 lookup 100")
+    node = Node(programs)
+    try:
+        assert node.fast.closed == {4: ClosedReason("STACK_POLICY_ROUTED", "ip rule 32765 selects by destination port")}
+        shell("ip rule del dport 80 lookup 100")
+        again = Node(programs)
+        words = "iptables-legacy table filter, chain FORWARD, rule 1: limit"
+        assert again.fast.closed == {4: ClosedReason("STACK_RULES", words)}
+        again.fast.close()
+        bold = Node(programs, heed_rules=False)
+        assert (bold.fast.closed, bold.fast.warnings, bold.word()["closed4"]) == ({}, {4: words}, 0)
+        bold.fast.close()
+    finally:
+        node.fast.close()
+
+
+def test_iptables_legacy_is_looked_at_every_two_seconds(programs: Object, shell: Shell) -> None:
+    async def scene() -> None:
+        async with following(programs) as node:
+            for command, closes in (("-A", True), ("-D", False)):
+                before = node.word()["permit_generation"]
+                shell(f"iptables-legacy {command} FORWARD -j LOG")
+                await node.until("closed4", 0, other=closes)
+                assert node.word()["permit_generation"] != before
+
+    run(scene)
+
+
+def test_changes_of_our_own_table_void_no_permits(programs: Object, shell: Shell) -> None:
+    table = Table("pyebpf-proxy-test")
+    table.ensure(Behaviour(0x4000))
+
+    async def scene() -> None:
+        async with following(programs, own_table=table.name) as node:
+            before = node.word()["permit_generation"]
+            for number in range(1, 20):
+                table.update({number: (bytes([10, 0, 0, number]), 80)})
+            await asyncio.sleep(0.3)
+            assert node.word()["permit_generation"] == before
+            shell("nft add table inet mine")
+            await node.until("permit_generation", before + 1)
+
+    run(scene)
+
+
+def test_elements_of_others_void_permits_and_are_not_read(
+    programs: Object, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell("nft 'table inet mine { set blocked { type ipv4_addr; }; chain a { ip saddr @blocked drop; }; }'")
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            started: list[int] = []
+            monkeypatch.setattr(node.fast._rules, "_start", lambda: started.append(1))
+            before = node.word()["permit_generation"]
+            shell("nft 'add element inet mine blocked { 192.0.2.1 }'")
+            await node.until("permit_generation", before + 1)
+            await asyncio.sleep(0.3)
+            assert started == []
+            shell("nft add table inet two")
+            await node.until("permit_generation", before + 2)
+            await asyncio.sleep(0.3)
+            assert started == [1]
+
+    run(scene)
+
+
+def test_a_mark_closes_it_when_a_rule_of_routing_comes(programs: Object, shell: Shell) -> None:
+    shell("iptables -t mangle -A PREROUTING -j MARK --set-mark 7")
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            assert node.word()["closed4"] == 0
+            shell("ip rule add fwmark 7 lookup 100")
+            await node.until("closed4", node.reasons["STACK_RULES"])
+            shell("ip rule del fwmark 7 lookup 100")
+            await node.until("closed4", 0)
+
+    run(scene)
+
+
+def test_a_device_of_the_same_name_that_is_one_of_ethernet(programs: Object, shell: Shell) -> None:
+    shell("ip tuntap add two mode tun; iptables -A FORWARD -o two -j LOG")
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            assert node.word()["closed4"] == 0
+            shell("ip link del two; ip link add two type veth peer other")
+            await node.until("closed4", node.reasons["STACK_RULES"])
+            shell("ip link del two; ip tuntap add two mode tun")
+            await node.until("closed4", 0)
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("rule", "closes"),
+    [
+        ("from fd00::/8 lookup 100", False),
+        ("to fd00::/8 lookup 100", False),
+        ("iif lo lookup 100", False),
+        ("oif lo lookup 100", False),
+        ("fwmark 1/1 lookup 100", False),
+        ("dport 80 lookup 100", True),
+        ("sport 80-90 lookup 100", True),
+        ("ipproto tcp lookup 100", True),
+        ("tos 0x10 lookup 100", True),
+        ("uidrange 5-6 lookup 100", True),
+    ],
+)
+def test_rules_of_routing(rule: str, closes: bool, programs: Object, shell: Shell) -> None:
+    """Those that tell flows of the same two hosts apart close it. Others are part of the way that was learned."""
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            before = node.word()["generation"]
+            shell(f"ip -6 rule add {rule}")
+            await node.until("generation", before, other=True)
+            assert node.word()["closed6"] == (node.reasons["STACK_POLICY_ROUTED"] if closes else 0)
+            assert node.word()["closed4"] == 0
+
+    run(scene)
+
+
+def test_a_neighbour_that_changes_moves_the_generation(programs: Object, shell: Shell) -> None:
+    shell(
+        "ip link add one type veth peer other; ip link set one up; ip link set other up;ip addr add 10.1.1.1/24 dev one"
+    )
+    neighbour = "10.1.1.2 dev one nud permanent lladdr 02:00:00:00:00"
+
+    async def scene() -> None:
+        async with following(programs) as node:
+            await asyncio.sleep(0.2)
+            before = node.word()["generation"]
+            shell(f"ip neigh add {neighbour}:01")
+            await asyncio.sleep(0.2)
+            assert node.word()["generation"] == before, "nothing was sent to it yet"
+            shell(f"ip neigh replace {neighbour}:02")
+            await node.until("generation", before + 1)
+            shell("ip neigh del 10.1.1.2 dev one")
+            await node.until("generation", before + 2)
+
+    run(scene)
+
+
+def test_draining_and_the_end(programs: Object) -> None:
+    node = Node(programs)
+    first = node.word()
+    assert (first["draining"], node.fast.draining) == (0, False)
+    assert first["alive_until"] > time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    node.fast.drain()
+    assert node.word() == {**first, "draining": 1, "alive_until": node.word()["alive_until"]}
+    node.fast.close()
+    assert node.word()["alive_until"] == 0
+    after = Node(programs)
+    try:
+        # What a former agent's permits and entries said counts no more.
+        assert after.word()["generation"] == first["generation"] + 1
+        assert after.word()["permit_generation"] == first["permit_generation"] + 1
+        assert after.word()["draining"] == 0
+    finally:
+        after.fast.close()
+
+
+def test_a_program_without_the_reason_closes_all_the_same(programs: Object, shell: Shell, bpf_objects: Path) -> None:
+    shell("iptables -A FORWARD -j LOG")
+    reasons = {name: number for name, number in programs.btf.enum("reason").items() if name != "STACK_RULES"}
+    fast = FastPath(programs.maps["fast_path"], programs.btf.struct("fast_path"), reasons)
+    try:
+        value = programs.maps["fast_path"].lookup(bytes(4))
+        assert value is not None
+        assert programs.btf.struct("fast_path").unpack(value)["closed4"] == reasons["STACK_POLICY_ROUTED"]
+    finally:
+        fast.close()

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rulesets of others, made by their own tools in a network namespace: which of them close the fast path, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.datapath.rulesets import kernel
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
+
+Shell = Callable[[str], str]
+FOLDER = Path(__file__).parent / "rulesets"
+FILES = sorted(path.stem for path in FOLDER.glob("*.iptables"))
+SETS = "for set in cali40s cali40d KUBE-SRC; do ipset create $set hash:net; done"
+
+
+def closed() -> dict[int, str]:
+    """By family, the words; nothing for one that is open."""
+    return {family: str(verdict) for family, verdict in kernel.read().verdicts.items() if verdict.closes}
+
+
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+@pytest.mark.parametrize("name", FILES)
+def test_common_rulesets_leave_it_open(name: str, variant: str, shell: Shell) -> None:
+    if "--match-set" in (FOLDER / f"{name}.iptables").read_text():
+        shell(SETS)
+    text = (
+        (FOLDER / f"{name}.iptables").read_text().replace("-m nfacct --nfacct-name ct_state_invalid_dropped_pkts ", "")
+    )
+    shell(f"iptables-{variant}-restore <<'END'\n{text}END")
+    assert shell(f"iptables-{variant}-save").count("-A ") == len(re.findall("^-A ", text, re.MULTILINE)), (
+        "all are there"
+    )
+    assert closed() == {}
+
+
+@pytest.mark.parametrize("name", ["firewalld", "plain"])
+def test_common_nftables_rulesets_leave_it_open(name: str, shell: Shell) -> None:
+    shell(f"nft -f {FOLDER / name}.nft")
+    assert closed() == {}
+
+
+#: Of iptables: table, chain, rule, and the word that is shown.
+RULES = {
+    "limit": ("filter", "FORWARD", "-m limit --limit 10/sec -j ACCEPT", "limit"),
+    "hashlimit": ("filter", "FORWARD", "-m hashlimit --hashlimit-upto 5/sec --hashlimit-name a -j ACCEPT", "hashlimit"),
+    "connlimit": ("filter", "FORWARD", "-p tcp -m connlimit --connlimit-above 9 -j REJECT", "connlimit"),
+    "connbytes": (
+        "filter",
+        "FORWARD",
+        "-m connbytes --connbytes 9: --connbytes-dir both --connbytes-mode bytes -j DROP",
+        "connbytes",
+    ),
+    "quota": ("filter", "FORWARD", "-m quota --quota 1000 -j ACCEPT", "quota"),
+    "statistic": ("filter", "FORWARD", "-m statistic --mode random --probability 0.1 -j DROP", "statistic"),
+    "recent": ("filter", "FORWARD", "-m recent --update --seconds 9 -j DROP", "recent"),
+    "string": ("filter", "FORWARD", "-m string --algo bm --string evil -j DROP", "string"),
+    "log": ("filter", "FORWARD", "-j LOG", "LOG"),
+    "nflog": ("mangle", "POSTROUTING", "-j NFLOG --nflog-group 3", "LOG"),
+    "log of new flows": ("nat", "PREROUTING", "-j LOG", "LOG"),
+    "queue": ("filter", "FORWARD", "-j NFQUEUE --queue-num 1", "NFQUEUE"),
+    "tproxy": ("mangle", "PREROUTING", "-p tcp -j TPROXY --on-port 99", "TPROXY"),
+    "tee": ("mangle", "PREROUTING", "-j TEE --gateway {address}", "TEE"),
+    "tcpmss": ("mangle", "FORWARD", "-p tcp --tcp-flags SYN,RST SYN -j TCPMSS --clamp-mss-to-pmtu", "TCPMSS"),
+    "tos": ("mangle", "POSTROUTING", "-j TOS --set-tos 0x10", "TOS"),
+    "dscp": ("mangle", "PREROUTING", "-j DSCP --set-dscp 10", "DSCP"),
+    "classify": ("mangle", "POSTROUTING", "-j CLASSIFY --set-class 1:2", "CLASSIFY"),
+    "zone": ("raw", "PREROUTING", "-j CT --zone 4", "CT --zone"),
+    "no tracking of anything": ("raw", "PREROUTING", "-p tcp -j CT --notrack", "CT --notrack"),
+    "trace": ("raw", "PREROUTING", "-j TRACE", "TRACE"),
+    "hl": ("mangle", "PREROUTING", "-j {ttl} 64", "{TTL}"),
+}
+
+
+@pytest.mark.parametrize("family", [4, 6])
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+@pytest.mark.parametrize("which", RULES)
+def test_a_rule_that_must_see_each_packet(which: str, variant: str, family: int, shell: Shell) -> None:
+    table, chain, rule, words = RULES[which]
+    names = {4: ("TTL --ttl-set", "TTL", "192.0.2.1"), 6: ("HL --hl-set", "HL", "2001:db8::1")}[family]
+    rule, words = rule.format(ttl=names[0], address=names[2]), words.format(TTL=names[1])
+    tool = f"{'iptables' if family == 4 else 'ip6tables'}-{variant}"
+    # Behind a chain of its own, so that what it jumps to is looked at, and after a rule that closes nothing.
+    shell(f"{tool} -t {table} -A {chain} -p icmp -j RETURN; {tool} -t {table} -N own; {tool} -t {table} -A own {rule}")
+    assert closed() == {}, "nothing leads to it"
+    shell(f"{tool} -t {table} -A {chain} -j own")
+    of = {"legacy": f"{tool} table", "nft": "nftables table ip6" if family == 6 else "nftables table ip"}[variant]
+    where = f"{of} {table}, chain own, rule "
+    found = closed()
+    assert set(found) == {family}
+    assert re.fullmatch(re.escape(where) + r"(handle \d+|1): (?i:.*" + re.escape(words) + ".*)", found[family]), found
+    shell(f"{tool} -t {table} -D {chain} -j own")
+    assert closed() == {}
+
+
+NFT_RULES = {
+    "limit": ("limit rate 10/second accept", "limit", {4, 6}),
+    "limit over": ("limit rate over 10/second drop", "limit", {4, 6}),
+    "of one family": ("ip saddr 10.0.0.0/8 limit rate 10/second accept", "limit", {4}),
+    "of the other": ("meta nfproto ipv6 log", "log", {6}),
+    "quota": ("quota over 10 mbytes drop", "quota", {4, 6}),
+    "connections": ("ct count over 10 drop", "ct count", {4, 6}),
+    "bytes": ("ct bytes > 100000 drop", "ct bytes", {4, 6}),
+    "random": ("numgen random mod 10 0 drop", "numgen", {4, 6}),
+    "log": ('log prefix "seen "', "log", {4, 6}),
+    "log and accept": ("tcp dport 80 log accept", "log", {4, 6}),
+    "meter": ("tcp dport 80 meter flood { ip saddr limit rate over 10/second } drop", "limit", {4}),
+    "learns": ("tcp dport 81 add @seen { ip saddr }", "set seen updated by packets", {4}),
+    "a set's limit": ("ip saddr @limited drop", "set limited", {4}),
+    "copy": ("dup to 127.0.0.9", "dup", {4}),
+    "mss": ("tcp flags syn tcp option maxseg size set rt mtu", "tcp option set", {4, 6}),
+    "dscp": ("ip dscp set cs1", "header", {4}),
+    "ttl": ("ip6 hoplimit set 3", "header", {6}),
+    "priority": ("meta priority set 1:2", "meta priority", {4, 6}),
+    "payload": ("@th,160,32 0x1 drop", "carry", {4, 6}),
+    "helper": ('tcp dport 21 ct helper set "ftp-21"', "ct helper", {4, 6}),
+    "by a map": ("tcp dport vmap { 80 : jump counted }", "quota", {4, 6}),
+    "by a named map": ("tcp dport vmap @ports", "quota", {4, 6}),
+}
+
+
+@pytest.mark.parametrize("which", NFT_RULES)
+def test_an_nftables_rule_that_must_see_each_packet(which: str, shell: Shell) -> None:
+    rule, words, families = NFT_RULES[which]
+    dup = "table ip mine" if which == "copy" else "table inet mine"
+    shell(f"""nft -f - <<'END'
+    {dup} {{
+        set seen {{ type ipv4_addr; flags dynamic; size 128; }}
+        set limited {{ type ipv4_addr; limit rate over 5/second; elements = {{ 192.0.2.1 }} }}
+        map ports {{ type inet_service : verdict; elements = {{ 99 : goto counted }} }}
+        {'ct helper ftp-21 { type "ftp" protocol tcp; }' if which == "helper" else ""}
+        chain counted {{
+            quota over 10 mbytes drop
+        }}
+        chain forward {{
+            type filter hook forward priority 0;
+            tcp dport 443 accept
+        }}
+        chain input {{
+            type filter hook input priority 0;
+            jump counted
+            log
+        }}
+    }}
+END""")
+    assert closed() == {}
+    shell(f"nft 'add rule {dup.removeprefix('table ')} forward {rule}'")
+    found = closed()
+    assert set(found) == families
+    for text in found.values():
+        assert re.fullmatch(rf"nftables {dup}, chain (forward|counted), rule handle \d+: .*{words}.*", text), text
+
+
+def test_an_element_of_a_verdict_map_leads_to_a_chain(shell: Shell) -> None:
+    shell("""nft 'table inet mine {
+        map ports { type inet_service : verdict; }
+        chain logged { log; }
+        chain forward { type filter hook forward priority 0; tcp dport vmap @ports; }
+    }'""")
+    assert closed() == {}
+    shell("nft 'add element inet mine ports { 80 : jump logged }'")
+    assert "log" in closed()[4]
+
+
+DROPPED = {
+    "in the same rule": "tcp dport 23 log drop",
+    "by the next one": "tcp dport 23 log\n tcp dport 23 drop",
+    "with fewer conditions": "ip saddr 10.0.0.1 tcp dport 23 limit rate 1/second log\n tcp dport 23 counter reject",
+    "by the policy": "tcp dport 80 accept\n limit rate 1/second log",
+    "by a chain": "tcp dport 80 accept\n jump last",
+    "behind the jump": "tcp dport 23 jump last\n tcp dport 23 drop\n accept",
+}
+PASSED = {
+    "another port": "tcp dport 23 log\n tcp dport 24 drop\n accept",
+    "more conditions": "tcp dport 23 log\n ip saddr 10.0.0.1 tcp dport 23 drop\n accept",
+    "accepted before": "tcp dport 23 log\n ip saddr 10.0.0.1 accept\n tcp dport 23 drop",
+    "accepted by a chain": "log\n jump web\n drop",
+    "a limit that drops": "tcp dport 23 limit rate over 1/second drop\n accept",
+    "a chain that returns": "tcp dport 23 jump last\n tcp dport 23 accept",
+}
+
+
+@pytest.mark.parametrize(
+    ("rules", "is_open"),
+    [(rules, True) for rules in DROPPED.values()] + [(rules, False) for rules in PASSED.values()],
+    ids=[*DROPPED, *PASSED],
+)
+def test_a_log_of_what_is_dropped_closes_nothing(rules: str, is_open: bool, shell: Shell) -> None:
+    shell(f"""nft -f - <<'END'
+    table inet mine {{
+        chain last {{
+            log
+        }}
+        chain web {{
+            tcp dport 80 accept
+        }}
+        chain forward {{
+            type filter hook forward priority 0; policy drop;
+            {rules}
+        }}
+    }}
+END""")
+    assert (closed() == {}) is is_open
+
+
+@pytest.mark.parametrize(
+    ("mark", "rule", "closes"),
+    [
+        ("-j MARK --set-xmark 0x10000/0x10000", "fwmark 0x20000/0x20000", False),
+        ("-j MARK --set-xmark 0x10000/0x10000", "fwmark 0x10000/0x10000", True),
+        ("-j MARK --set-xmark 0x40000/0xff0000", "fwmark 0x80000/0xff0000", False),  # Tailscale's
+        ("-j MARK --set-mark 7", "fwmark 7", True),
+        ("-j MARK --set-mark 7", "fwmark 8", False),
+        ("-j MARK --set-mark 7", "not fwmark 8", True),
+        ("-j CONNMARK --restore-mark", "fwmark 8", False),
+        ("-j CONNMARK --set-mark 8", "fwmark 8", False),
+    ],
+)
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_marks_close_it_where_a_rule_of_routing_goes_by_them(
+    variant: str, mark: str, rule: str, closes: bool, shell: Shell
+) -> None:
+    shell(f"iptables-{variant} -t mangle -A PREROUTING {mark}")
+    assert closed() == {}, "nobody goes by it"
+    negated = "not " if rule.startswith("not ") else ""
+    shell(f"ip rule add {negated}{rule.removeprefix('not ')} lookup 100")
+    assert set(closed()) == ({4} if closes else set())
+
+
+def test_marks_of_flows_close_it_once_they_are_restored(shell: Shell) -> None:
+    """The rules of Amazon's CNI plugin."""
+    shell(
+        "ip rule add fwmark 0x80/0x80 lookup main;"
+        "iptables -t mangle -A PREROUTING -j CONNMARK --restore-mark --mask 0x80"
+    )
+    assert closed() == {}
+    shell("iptables -t mangle -A PREROUTING -j CONNMARK --set-xmark 0x80/0x80")
+    assert "restore-mark" in closed()[4]
+
+
+@pytest.mark.parametrize(
+    ("rule", "closes"),
+    [
+        ("meta mark set 0x100", True),
+        ("meta mark set meta mark or 0x100", True),
+        ("meta mark set meta mark and 0xff", False),
+        ("meta mark set jhash ip saddr mod 9", True),
+        ("meta mark set meta mark or 0x200", False),
+        ("meta mark set 0x200", False),
+    ],
+)
+def test_marks_of_nftables(rule: str, closes: bool, shell: Shell) -> None:
+    shell("ip rule add fwmark 0x100/0x100 lookup 100")
+    shell(f"nft 'table inet mine {{ chain a {{ type filter hook prerouting priority 0; {rule}; }}; }}'")
+    assert set(closed()) == ({4} if closes else set())
+
+
+def test_filters_of_tc_are_asked_for_where_marks_are_set(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a filter by marks looks like is in tests/unit: not every kernel has one."""
+    seen: list[bytes] = []
+
+    def note(message: bytes) -> bool:
+        seen.append(message)
+        return False
+
+    monkeypatch.setattr(kernel, "goes_by_mark", note)
+    shell("ip link add one type veth peer other; tc qdisc add dev other clsact")
+    shell("tc qdisc add dev one root handle 1: htb; tc class add dev one parent 1: classid 1:6 htb rate 1mbit")
+    for device, parent in (("one", "parent 1:"), ("other", "egress")):
+        shell(f"tc filter add dev {device} {parent} protocol ip u32 match ip dport 80 0xffff flowid 1:6")
+    assert closed() == {}
+    assert seen == [], "no rule sets marks"
+    shell("iptables -t mangle -A POSTROUTING -j MARK --set-mark 6")
+    assert closed() == {}
+    assert len(seen) == 6, "a filter of this kind is three messages"
+    monkeypatch.setattr(kernel, "goes_by_mark", lambda message: True)
+    assert "MARK" in closed()[4]
+
+
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_rules_for_a_device_that_the_fast_path_never_uses(variant: str, shell: Shell) -> None:
+    """What Tailscale and PPP have: the largest segment is set for packets to the tunnel."""
+    shell("ip tuntap add tun0 mode tun; ip link add tun1 type veth peer other")
+    clamp = f"iptables-{variant} -t mangle -%s FORWARD %s -p tcp --tcp-flags SYN,RST SYN -j TCPMSS --clamp-mss-to-pmtu"
+    for devices, closes in {
+        "-o tun0": False,
+        "-i tun0": False,
+        "-i lo -o other": False,
+        "-o tun1": True,
+        "-o tun+": True,
+        "! -o tun0": True,
+        "-o tun00": True,
+    }.items():
+        shell(clamp % ("A", devices))
+        assert bool(closed()) is closes, devices
+        shell(clamp % ("D", devices))
+
+
+def test_tables_that_are_not_there_are_not_made(shell: Shell) -> None:
+    shell("iptables-legacy -A FORWARD -j LOG")
+    assert "iptables-legacy table filter, chain FORWARD, rule 1: LOG" in closed()[4]
+    assert shell("cat /proc/net/ip_tables_names /proc/net/ip6_tables_names").split() == ["filter"]
+
+
+def test_our_own_table_and_the_one_of_kube_proxy_are_left_out(shell: Shell) -> None:
+    rules = "{ chain a { type filter hook forward priority 0; log; }; }"
+    shell(f"nft 'table inet pyebpf-proxy {rules}; table inet pyebpf-proxy-two {rules}; table ip kube-proxy {rules}'")
+    assert closed() == {}
+    shell(f"nft 'table inet kube-proxy {rules}'")
+    assert set(closed()) == {4, 6}
+
+
+def test_a_table_that_sleeps(shell: Shell) -> None:
+    shell("nft 'table inet mine { flags dormant; chain a { type filter hook forward priority 0; log; }; }'")
+    assert closed() == {}

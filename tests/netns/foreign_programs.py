@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of others in a device's tcx chain: they count the packets that they see, and end the chain or do not."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pyebpf_proxy.datapath.loader import tcx
+from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.lab.namespace import Namespace
+
+#: TC_ACT_OK: what is behind it sees nothing. TC_ACT_UNSPEC: the next one is asked.
+ENDS, GOES_ON = "ends_chain", "goes_on"
+_SOURCE = """
+struct __sk_buff;
+unsigned long long seen;
+__attribute__((section("tc"), used)) int ends_chain(struct __sk_buff *skb) { __sync_fetch_and_add(&seen, 1); return 0; }
+__attribute__((section("tc"), used)) int goes_on(struct __sk_buff *skb) { __sync_fetch_and_add(&seen, 1); return -1; }
+char LICENSE[] __attribute__((section("license"), used)) = "GPL";
+"""
+
+
+def compiled(folder: Path) -> Path:
+    """The object file, made in this folder."""
+    source, found = folder / "foreign.c", folder / "foreign.o"
+    source.write_text(_SOURCE)
+    subprocess.run(["clang", "-O2", "-g", "-target", "bpf", "-c", source, "-o", found], check=True)
+    return found
+
+
+class Foreign:
+    """One program at one hook of a device."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+
+    def __int__(self) -> int:
+        """Packets that it has seen so far."""
+        self._channel.send("how many")
+        return int(self._channel.recv())
+
+
+@contextlib.contextmanager
+def attached(
+    namespace: Namespace, file: Path, program: str, device: str, hook: int = tcx.INGRESS, where: int = tcx.BEFORE
+) -> Iterator[Foreign]:
+    """At the head of the chain (``tcx.BEFORE``) or at its tail, for as long as the block lasts."""
+    channel, theirs = multiprocessing.Pipe()
+    task = namespace.start(_hold, file, program, device, hook, where, theirs)
+    theirs.close()
+    with channel:
+        try:
+            assert channel.poll(20), task.result(1)
+            channel.recv()
+            yield Foreign(channel)
+        finally:
+            task.stop()
+
+
+def _hold(file: Path, program: str, device: str, hook: int, where: int, channel: Any) -> None:
+    with Object.open(file) as opened:
+        loaded = opened.load()
+        # The kernel takes the program off when this process ends.
+        tcx.attach(loaded.programs[program].fd, socket.if_nametoindex(device), hook, where)
+        (counter,) = (found for name, found in loaded.maps.items() if name.endswith(".bss"))
+        channel.send("attached")
+        while channel.recv():
+            value = counter.lookup(bytes(4))
+            assert value is not None
+            channel.send(int.from_bytes(value[:8], sys.byteorder))
+
+
+def chain(namespace: Namespace, device: str, hook: int = tcx.INGRESS) -> tuple[int, ...]:
+    """Numbers of the programs at a hook, first to last."""
+    return namespace.call(_chain, device, hook)
+
+
+def _chain(device: str, hook: int) -> tuple[int, ...]:
+    return tcx.chain(socket.if_nametoindex(device), hook)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NetworkPolicies as controllers write them on a node: packets of one address to another are dropped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from pyebpf_proxy.lab.namespace import Namespace
+
+#: How they are written.
+KINDS = ("nft", "nft set", "iptables-nft", "iptables-legacy", "ipset", "ipset-legacy")
+
+
+class Policy:
+    """Rules on a node for one family. ``hook``: forward, or postrouting. ``established``: its flows are accepted."""
+
+    def __init__(
+        self, node: Namespace, kind: str, family: int, established: bool = True, hook: str = "forward"
+    ) -> None:
+        self._node = node
+        self._kind = kind
+        self._family = family
+        self._hook = hook
+        self._ip = "ip" if family == 4 else "ip6"
+        backend = "legacy" if "legacy" in kind else "nft"
+        self._iptables = f"{self._ip}tables-{backend}"
+        self._table, self._chain = ("filter", "FORWARD") if hook == "forward" else ("mangle", "POSTROUTING")
+        self._set_up(established)
+
+    def _set_up(self, established: bool) -> None:
+        if self._kind.startswith("nft"):
+            address = "ipv4_addr" if self._family == 4 else "ipv6_addr"
+            lines = [
+                "table inet denies {",
+                f"set denied {{ type {address} . {address}; }}",
+                f"chain c {{ type filter hook {self._hook} priority 10; policy accept;",
+                "ct state established,related accept" if established else "",
+                f"{self._ip} saddr . {self._ip} daddr @denied drop",
+                "}",
+                "}",
+            ]
+            self._node.run("nft", "-f", "-", stdin="\n".join(lines))
+            return
+        if established:
+            self._rule("-A", "-m", "conntrack", "--ctstate", "ESTABLISHED,RELATED", "-j", "ACCEPT")
+        if self._kind.startswith("ipset"):
+            inet = "inet" if self._family == 4 else "inet6"
+            match = []
+            for name, end in (("from", "src"), ("to", "dst")):
+                self._node.run("ipset", "create", name, "hash:ip", "family", inet)
+                match += ["-m", "set", "--match-set", name, end]
+            self._rule("-A", *match, "-j", "DROP")
+
+    def _rule(self, verb: str, *rule: str) -> None:
+        self._node.run(self._iptables, "-t", self._table, verb, self._chain, *rule)
+
+    def deny(self, source: str, destination: str) -> None:
+        """From now on."""
+        if self._kind == "nft":
+            rule = f"{self._ip} saddr {source} {self._ip} daddr {destination} drop"
+            self._node.run("nft", f"add rule inet denies c {rule}")
+        elif self._kind == "nft set":
+            self._node.run("nft", f"add element inet denies denied {{ {source} . {destination} }}")
+        elif self._kind.startswith("ipset"):
+            self._node.run("ipset", "add", "from", source)
+            self._node.run("ipset", "add", "to", destination)
+        else:
+            self._rule("-A", "-s", source, "-d", destination, "-j", "DROP")
+
+    def end(self) -> None:
+        if self._kind.startswith("nft"):
+            self._node.run("nft", "delete table inet denies")
+            return
+        self._node.run(self._iptables, "-t", self._table, "-F", self._chain)
+        if self._kind.startswith("ipset"):
+            self._node.run("ipset", "destroy")
+
+
+@contextlib.contextmanager
+def policy(
+    node: Namespace, kind: str, family: int, established: bool = True, hook: str = "forward"
+) -> Iterator[Policy]:
+    """Its rules go with the block."""
+    made = Policy(node, kind, family, established, hook)
+    try:
+        yield made
+    finally:
+        made.end()

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fast path beside what others put on a node: Docker, flannel, marks, zones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+from fast_lab import FAR, NEAR, Ask, World
+from lab_tools import wait_until
+from new_flows import BOTH, Arrivals, NewFlows, entries, fast_ones, flowing
+
+from pyebpf_proxy.lab.addresses import POD_CIDR
+from pyebpf_proxy.lab.namespace import Namespace
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+
+@contextlib.contextmanager
+def rules(node: Namespace, family: int, *lines: str) -> Iterator[None]:
+    """Rules of iptables-nft, as the tools' own saving writes them, for as long as the block lasts."""
+    word = "ip" if family == 4 else "ip6"
+    node.run(f"{word}tables-nft-restore", "-n", stdin="\n".join([*lines, ""]))
+    try:
+        yield
+    finally:
+        for table in ("raw", "mangle", "nat", "filter"):
+            node.run("nft", f"delete table {word} {table}", check=False)
+
+
+def new_ones_are_fast(world: World, family: int) -> None:
+    for protocol in BOTH:
+        for address in (NEAR, FAR):
+            flows = NewFlows(world.client.namespace, address.of(family), protocol)
+            with flowing(flows):
+                fast_ones(world, flows)
+
+
+def test_forward_drops_as_docker_leaves_it(fast_world: World, ask: Ask, family: int) -> None:
+    """What is accepted is as fast as ever, what is not does not pass."""
+    node = fast_world.node.namespace
+    client, near = (pod.address.of(family) for pod in (fast_world.client, fast_world.near))
+    lines = [
+        "*filter",
+        ":FORWARD DROP [0:0]",
+        ":DOCKER-USER - [0:0]",
+        "-A FORWARD -j DOCKER-USER",
+        "-A FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+        f"-A DOCKER-USER -s {client} -d {near} -j ACCEPT",
+        "-A DOCKER-USER -j RETURN",
+        "COMMIT",
+    ]
+    with rules(node, family, *lines):
+        arrivals = Arrivals(fast_world.far, client)
+        for protocol in BOTH:
+            flows = NewFlows(fast_world.client.namespace, NEAR.of(family), protocol)
+            others = NewFlows(fast_world.client.namespace, FAR.of(family), protocol)
+            with flowing(flows, others):
+                fast_ones(fast_world, flows)
+                others.wait_made(5)
+                assert others.answered == 0
+        assert int(arrivals) == 0
+        talks = [ask(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+        for talk in talks:
+            fast_world.fast(talk)
+
+
+def test_flannels_masquerade_rules(fast_world: World, ask: Ask, family: int) -> None:
+    """Pods see each other's addresses; who comes from outside is masqueraded, as flannel says."""
+    pods, own = POD_CIDR[family == 6], fast_world.node.pod_cidr.of(family)
+    multicast = "224.0.0.0/4" if family == 4 else "ff00::/8"
+    lines = [
+        "*nat",
+        ":FLANNEL-POSTRTG - [0:0]",
+        "-A POSTROUTING -j FLANNEL-POSTRTG",
+        "-A FLANNEL-POSTRTG -m mark --mark 0x4000/0x4000 -j RETURN",
+        f"-A FLANNEL-POSTRTG -s {own} -d {pods} -j RETURN",
+        f"-A FLANNEL-POSTRTG -s {pods} -d {own} -j RETURN",
+        f"-A FLANNEL-POSTRTG ! -s {pods} -d {own} -j RETURN",
+        f"-A FLANNEL-POSTRTG -s {pods} ! -d {multicast} -j MASQUERADE --random-fully",
+        f"-A FLANNEL-POSTRTG ! -s {pods} -d {pods} -j MASQUERADE --random-fully",
+        "COMMIT",
+    ]
+    with rules(fast_world.node.namespace, family, *lines):
+        new_ones_are_fast(fast_world, family)
+        for address in (NEAR, FAR):
+            for protocol in BOTH:
+                talk = ask(fast_world.client.namespace, address.of(family), protocol)
+                fast_world.fast(talk)
+                assert talk.peer == fast_world.client.address.of(family)
+        for protocol in BOTH:
+            talk = ask(fast_world.lab.client, fast_world.node.address.of(family), protocol, 30007)
+            fast_world.fast(talk)
+            assert talk.peer == fast_world.node.address.of(family)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["-A PREROUTING -j CONNMARK --restore-mark", "-A PREROUTING -j CONNMARK --restore-mark --nfmask 0xff00"],
+    ids=["all bits", "some bits"],
+)
+def test_marks_that_are_restored(fast_world: World, ask: Ask, family: int, line: str) -> None:
+    """The masquerade bit is not among those that somebody wipes out."""
+    with rules(fast_world.node.namespace, family, "*mangle", line, "COMMIT"):
+        for protocol in BOTH:
+            for _ in range(3):
+                talk = ask(fast_world.lab.client, fast_world.node.address.of(family), protocol, 30007)
+                assert talk.peer == fast_world.node.address.of(family), "masqueraded"
+            fast_world.fast(talk)
+
+
+def test_zones_of_conntrack(fast_world: World, ask: Ask, family: int) -> None:
+    """Flows of this zone go on when they are old enough for conntrack, which has to find them in it."""
+    with rules(fast_world.node.namespace, family, "*raw", "-A PREROUTING -j CT --zone 7", "COMMIT"):
+        flows = [NewFlows(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+        with flowing(*flows):
+            for each in flows:
+                each.wait_answered(20)
+            talks = [ask(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH for _ in range(3)]
+        ports = {talk.own_port for talk in talks}
+        wait_until(lambda: not ports & {e["source_port"] for e in entries(fast_world) if e["young"]}, "none is young")
+        for talk in talks:
+            talk.wait(100)

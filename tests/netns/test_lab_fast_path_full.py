@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fast path where room is short: the flow table, a device's share of it, and conntrack's own table."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from fast_lab import NEAR, Ask, World, made
+from lab_tools import full_conntrack, wait_until
+from new_flows import BOTH, NewFlows, ask_once, entries, fast_ones, flowing
+from talk import Talk
+
+from pyebpf_proxy.lab.addresses import cluster_ip
+from pyebpf_proxy.lab.cluster import Lab, Pod
+from pyebpf_proxy.lab.manifests import Port, service, slices
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+#: Room for 512 flows, 256 of which one device may open.
+ENTRIES = 1024
+FAMILIES = (4, 6)
+MUTE_PORT = 7400
+MUTE = cluster_ip(30)
+QUESTION, SILENT = b"question", b"silent"
+
+
+@dataclass
+class Small:
+    """A world with a small flow table. ``hogs``: pods that open many flows to a Service that answers few of them."""
+
+    world: World
+    hogs: list[Pod]
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Small]:
+    with Lab() as lab:
+        world = made(lab, {"fastPathEntries": ENTRIES})
+        hogs = [lab.add_pod(f"hog-{number}", world.node, serve=False) for number in range(3)]
+        near, ports = world.near, [Port("mute", MUTE_PORT, MUTE_PORT, "UDP")]
+        answering(near)
+        objects = [service("mute", ports, MUTE), *slices("mute", ports, [(near.address, near.node.name)])]
+        world.node.agent.wait_synced(lab.write("mute.yaml", objects))
+        yield Small(world, hogs)
+
+
+def answering(pod: Pod) -> None:
+    wait, ready = multiprocessing.Pipe(duplex=False)
+    pod.namespace.start(_answer_questions, ready)
+    ready.close()
+    wait.recv()
+    wait.close()
+
+
+def _answer_questions(ready: Any) -> None:
+    with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as sock:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(("::", MUTE_PORT))
+        ready.send("ready")
+        while True:
+            data, peer = sock.recvfrom(2048)
+            if data.startswith(QUESTION):
+                with contextlib.suppress(OSError):
+                    sock.sendto(data, peer)
+
+
+class Flood:
+    """Datagrams of one pod, each of a flow of its own. One in sixteen is a question, whose answer is waited for."""
+
+    def __init__(self, pod: Pod, family: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self._state = context.Array("d", [0.0, 0.0])  # asked, answered
+        self._task = pod.namespace.start(_flood, MUTE.of(family), self._state)
+
+    @property
+    def asked(self) -> int:
+        return int(self._state[0])
+
+    @property
+    def answered(self) -> int:
+        return int(self._state[1])
+
+    def end(self) -> None:
+        self._task.stop()
+
+
+def _flood(address: str, state: Any) -> None:
+    for number, own_port in enumerate(itertools.cycle(range(8_000, 32_000))):
+        if number % 16:
+            _send(address, own_port)
+        else:
+            answered = ask_once(address, MUTE_PORT, "udp", 5.0, own_port)
+            state[1] += answered
+            state[0] += 1
+        time.sleep(0.0005)
+
+
+def _send(address: str, own_port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.bind(("", own_port))
+        sock.sendto(SILENT, (address, MUTE_PORT))
+
+
+@contextlib.contextmanager
+def flooding(pods: list[Pod], family: int) -> Iterator[list[Flood]]:
+    """They end with the block."""
+    floods = [Flood(pod, family) for pod in pods]
+    try:
+        yield floods
+    finally:
+        for flood in floods:
+            flood.end()
+
+
+def packets(world: World, talk: Talk) -> int:
+    """Packets of this conversation's question that the table has sent; -1: it does not know the flow."""
+    return next((e["packets"] for e in entries(world) if e["source_port"] == talk.own_port and not e["reply"]), -1)
+
+
+def goes_by_the_table(world: World, talk: Talk) -> None:
+    before = packets(world, talk)
+    talk.wait(20)
+    wait_until(lambda: packets(world, talk) > before + 10, "the table sends its packets")
+
+
+def all_answered(flows: list[NewFlows]) -> None:
+    # The last one may be under way.
+    assert [each.made - each.answered <= 1 for each in flows] == [True] * len(flows)
+
+
+def new_flows_of(pod: Pod, family: int) -> list[NewFlows]:
+    return [NewFlows(pod.namespace, NEAR.of(family), protocol, patience=5.0) for protocol in BOTH]
+
+
+# ---- the flow table ------------------------------------------------------------------------------------------
+
+
+def test_one_pod_uses_up_its_quota(small: Small, family: int) -> None:
+    """Its further flows take the slow path. Another pod's are as fast as before."""
+    world, hog = small.world, small.hogs[0]
+    flows = new_flows_of(world.client, family)
+    with flowing(*flows):
+        with flooding([hog], family) as (flood,):
+            before = world.count("slow_quota")
+            wait_until(lambda: world.count("slow_quota") > before + 200, "the quota is used up")
+            asked = flood.asked
+            wait_until(lambda: flood.asked > asked + 20, "it asks on")
+            assert flood.answered >= flood.asked - 1, "the slow path serves it"
+        # Nobody else opens flows now; those of the flood stay for a while.
+        over = world.count("slow_quota")
+        fast_ones(world, *flows)
+        assert world.count("slow_quota") == over
+        all_answered(flows)
+
+    def has_room() -> bool:
+        opened, over = world.count("new_flow_fast"), world.count("slow_quota")
+        for _ in range(5):
+            assert hog.namespace.call(ask_once, MUTE.of(family), MUTE_PORT, "udp", 5.0)
+        return world.count("new_flow_fast") >= opened + 3 and world.count("slow_quota") == over
+
+    wait_until(has_room, "its flows have ended, and it has room again")
+
+
+def test_the_table_is_full(small: Small, ask: Ask, family: int) -> None:
+    """New flows take the slow path, whoever opens them. Flows that live go on by the table."""
+    world = small.world
+    old = [ask(world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+    for talk in old:
+        goes_by_the_table(world, talk)
+    flows = new_flows_of(world.client, family)
+    with flowing(*flows):
+        fast_ones(world, *flows)
+        with flooding(small.hogs, family) as floods:
+            young = [ask(world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+            before = world.count("slow_table_full")
+            wait_until(lambda: world.count("slow_table_full") > before + 200, "the table is full")
+            for talk in old:
+                goes_by_the_table(world, talk)
+            for talk in young:
+                talk.wait(100)
+            for each in flows:
+                each.wait_made(30)
+            asked = [flood.asked for flood in floods]
+            wait_until(lambda: all(f.asked > a + 20 for f, a in zip(floods, asked, strict=True)), "they ask on")
+            assert [flood.asked - flood.answered <= 1 for flood in floods] == [True] * len(floods)
+            after = world.count("slow_table_full")
+            wait_until(lambda: world.count("slow_table_full") > after + 20, "the table was full all the time")
+        all_answered(flows)
+        wait_until(lambda: len(entries(world)) < ENTRIES // 2, "what is over is swept")
+        fast_ones(world, *flows)
+        all_answered(flows)
+    for talk in (*old, *young):
+        talk.wait(50)
+
+
+# ---- conntrack -----------------------------------------------------------------------------------------------
+
+
+def assured(world: World) -> set[int]:
+    """Ports of the client's whose flows conntrack has."""
+    node, found = world.node.namespace, set()
+    for family in FAMILIES:
+        source = world.client.address.of(family)
+        lines = node.run("conntrack", "-L", "-f", f"ipv{family}", "--orig-src", source).splitlines()
+        found |= {int(line.split("sport=")[1].split()[0]) for line in lines if "[ASSURED]" in line}
+    return found
+
+
+def young_ports(world: World) -> set[int]:
+    return {e["source_port"] for e in entries(world) if e["young"] and not e["reply"]}
+
+
+def begin(world: World, ask: Ask, count: int) -> list[Talk]:
+    namespace = world.client.namespace
+    return [ask(namespace, NEAR.of(family), protocol) for protocol in BOTH for family in FAMILIES for _ in range(count)]
+
+
+def new_flows(world: World) -> list[NewFlows]:
+    return [flows for family in FAMILIES for flows in new_flows_of(world.client, family)]
+
+
+def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> None:
+    """Their promotion is tried until there is room: nothing is lost meanwhile."""
+    world, agent = small.world, small.world.node.agent
+    so_far = len(agent.log())
+    with full_conntrack(world.node.namespace, room=2000) as top_up:
+        flows = new_flows(world)
+        with flowing(*flows):
+            fast_ones(world, *flows)
+            top_up()
+            talks: list[Talk] = []
+            began = time.monotonic()
+
+            def are_young() -> bool:
+                talks.extend(begin(world, ask, 3))
+                for _ in range(9):
+                    top_up()
+                return len(young_ports(world) & {talk.own_port for talk in talks}) >= 6
+
+            # A permit may run out on a machine that stands still for a second.
+            wait_until(are_young, "enough of them are young")
+        ports = {talk.own_port for talk in talks}
+
+        def refused() -> bool:
+            top_up()
+            return "conntrack takes no more flows" in agent.log()[so_far:]
+
+        def check_time() -> None:
+            if time.monotonic() > began + 25:
+                pytest.skip("this machine is too slow: a flow that conntrack refuses for 30 s is ended")
+
+        wait_until(refused, "the agent says that conntrack is full")
+        for talk in talks:
+            check_time()
+            top_up()
+            talk.wait(50)
+        check_time()
+        assert young_ports(world) & ports, "there was no room for them"
+    wait_until(lambda: not young_ports(world) & ports, "all are promoted")
+    wait_until(lambda: assured(world) >= ports, "conntrack has them")
+    wait_until(lambda: "conntrack takes flows again" in agent.log()[so_far:], "the agent says so")
+    for talk in talks:
+        goes_by_the_table(world, talk)
+
+
+def test_conntrack_is_full_of_flows_that_nobody_answers(small: Small, ask: Ask) -> None:
+    """As under a flood of spoofed SYNs. The kernel gives such entries up: new flows are served, and fast."""
+    world = small.world
+    old = begin(world, ask, 1)
+    for talk in old:
+        goes_by_the_table(world, talk)
+    with full_conntrack(world.node.namespace, answered=False) as top_up:
+        flows = new_flows(world)
+        with flowing(*flows):
+            for _ in range(3):
+                top_up()
+                fast_ones(world, *flows)
+            fresh = begin(world, ask, 1)
+        all_answered(flows)
+        for talk in (*old, *fresh):
+            top_up()
+            talk.wait(50)
+    ports = {talk.own_port for talk in fresh}
+    wait_until(lambda: not young_ports(world) & ports, "all are promoted")
+    for talk in (*old, *fresh):
+        goes_by_the_table(world, talk)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Young flows when the agent ends, is killed, comes back without a fast path or is removed: none is lost or moved."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import pytest
+from fast_lab import ON, World, asking
+from lab_tools import wait_until
+from new_flows import BOTH, NewFlows, entries, fast_ones, flowing
+from talk import PORT, Talk
+
+from pyebpf_proxy.lab.addresses import cluster_ip
+from pyebpf_proxy.lab.manifests import Port, service, slices
+from pyebpf_proxy.lab.namespace import Namespace
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+TWO = cluster_ip(23)
+#: Somebody else's NAT, as every node has it: without any the kernel translates nothing any more.
+KEEP = """table ip keep { chain c { type nat hook prerouting priority 0
+ ip daddr 203.0.113.250 tcp dport 1 dnat to 203.0.113.251
+ }; }
+table ip6 keep { chain c { type nat hook prerouting priority 0
+ ip6 daddr 2001:db8:3::250 tcp dport 1 dnat to 2001:db8:3::251
+ }; }"""
+
+
+@pytest.fixture(scope="module")
+def two(fast_world: World) -> World:
+    """With a service of two endpoints: a flow that is moved meets a server that does not know it."""
+    ports = [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
+    endpoints = [(pod.address, pod.node.name) for pod in (fast_world.near, fast_world.far)]
+    fast_world.node.agent.wait_synced(
+        fast_world.lab.write("two.yaml", [service("two", ports, TWO), *slices("two", ports, endpoints)])
+    )
+    fast_world.node.namespace.run("nft", "-f", "-", stdin=KEEP)
+    return fast_world
+
+
+@pytest.fixture
+def node(two: World) -> World:
+    """Its agent runs, with the fast path."""
+    if two.node.agent.process is None:
+        two.node.agent.start(own=ON)
+        two.node.agent.wait_synced()
+    return two
+
+
+@contextlib.contextmanager
+def young_and_old(world: World, family: int) -> Iterator[list[Talk]]:
+    """Conversations of every age: some are the kernel's, some began a moment ago, by the flow table."""
+    with asking() as ask, contextlib.ExitStack() as stack:
+        namespace, address = world.client.namespace, TWO.of(family)
+        talks = [ask(namespace, address, protocol) for protocol in BOTH for _ in range(2)]
+        promoted = [talk.own_port for talk in talks]
+        wait_until(lambda: assured(world, family) >= set(promoted), "the first are in conntrack, and assured")
+        flows = [NewFlows(namespace, address, protocol) for protocol in BOTH]
+        stack.enter_context(flowing(*flows))
+        for each in flows:
+            fast_ones(world, each)
+        fresh = [ask(namespace, address, protocol) for protocol in BOTH for _ in range(6)]
+        for each in flows:
+            each.end()
+        found = {e["source_port"] for e in entries(world) if e["young"]}
+        assert len(found & {talk.own_port for talk in fresh}) >= 6, "most of them are young"
+        before = endpoints(world, family, [*talks, *fresh])
+        yield [*talks, *fresh]
+        for talk in (*talks, *fresh):
+            talk.wait(50)
+        after = endpoints(world, family, [*talks, *fresh])
+        assert {port: after[port] for port in before if port in after} == {
+            port: before[port] for port in before if port in after
+        }
+
+
+def assured(world: World, family: int) -> set[int]:
+    """Ports of the client's whose flows conntrack calls assured."""
+    return {port for port, line in listed(world.node.namespace, world.client.address.of(family), family) if line}
+
+
+def listed(namespace: Namespace, source: str, family: int) -> list[tuple[int, str]]:
+    text = namespace.run("conntrack", "-L", "-f", f"ipv{family}", "--orig-src", source)
+    lines = [line for line in text.splitlines() if "[ASSURED]" in line]
+    return [(int(line.split("sport=")[1].split()[0]), line) for line in lines]
+
+
+def endpoints(world: World, family: int, talks: list[Talk]) -> dict[int, str]:
+    """Who answers, by the client's port, as far as conntrack knows."""
+    ports = {talk.own_port for talk in talks}
+    found = listed(world.node.namespace, world.client.address.of(family), family)
+    return {port: line.split("src=")[2].split()[0] for port, line in found if port in ports}
+
+
+def nothing_young(world: World) -> bool:
+    return not any(e["young"] for e in entries(world))
+
+
+def test_cleanup(node: World, family: int) -> None:
+    with young_and_old(node, family) as talks:
+        node.node.agent.stop()
+        node.node.agent.cleanup()
+        for talk in talks:
+            talk.wait(100)
+        assert assured(node, family) >= {talk.own_port for talk in talks}
+
+
+def test_a_restart_without_the_fast_path(node: World, family: int) -> None:
+    with young_and_old(node, family) as talks:
+        node.node.agent.stop()
+        node.node.agent.start(own={"fastPath": False})
+        node.node.agent.wait_synced()
+        for talk in talks:
+            talk.wait(100)
+        assert assured(node, family) >= {talk.own_port for talk in talks}
+        node.node.agent.stop()
+
+
+def test_a_restart(node: World, family: int) -> None:
+    with young_and_old(node, family) as talks:
+        node.node.agent.stop()
+        for talk in talks:
+            talk.wait(20)
+        node.node.agent.start(own=ON)
+        node.node.agent.wait_synced()
+        wait_until(lambda: assured(node, family) >= {talk.own_port for talk in talks}, "all are promoted")
+
+
+def test_the_agent_is_killed_and_comes_back(node: World, family: int) -> None:
+    """New flows take the slow path after five seconds; those that are young stay so until there is an agent again."""
+    with young_and_old(node, family) as talks:
+        namespace, address = node.client.namespace, TWO.of(family)
+        flows = [NewFlows(namespace, address, protocol, patience=5.0) for protocol in BOTH]
+        with flowing(*flows):
+            for each in flows:
+                each.wait_answered()
+            killed = time.monotonic()
+            node.node.agent.kill()
+            before = node.count("stack_no_agent")
+            wait_until(lambda: node.count("stack_no_agent") > before + 20, "new flows take the slow path")
+            assert time.monotonic() - killed > 2.0, "not at once: an agent may be busy for a moment"
+            fast = node.count("new_flow_fast")
+            for each in flows:
+                each.wait_answered(50)
+            assert node.count("new_flow_fast") == fast
+            for talk in talks:
+                talk.wait(50)
+            node.node.agent.start(own=ON)
+            node.node.agent.wait_synced()
+            wait_until(lambda: assured(node, family) >= {talk.own_port for talk in talks}, "all are promoted")
+            for each in flows:
+                each.wait_answered(20)
+        # One may be under way.
+        assert [each.made - each.answered <= 1 for each in flows] == [True, True]

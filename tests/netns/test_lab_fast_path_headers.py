@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packets of the fast path's flows that only the kernel can treat: the last hop of a TTL, options, extension headers.
+
+A young flow is handed to the kernel for such a packet. No packet leaves that is not translated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+from fast_lab import NEAR, World
+from lab_tools import Capture, wait_until
+from new_flows import entries
+from scapy.layers.inet import ICMP, IP
+from scapy.layers.inet6 import ICMPv6TimeExceeded, IPv6
+from scapy.layers.l2 import Ether
+from talk import PORT
+from tcp_ends import End
+
+from pyebpf_proxy.lab.addresses import cluster_ip
+from pyebpf_proxy.lab.manifests import Port, service, slices
+from pyebpf_proxy.lab.namespace import Namespace
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+# include/uapi/linux/in6.h
+_IPV6_DSTOPTS = 59
+TTL = {4: (socket.IPPROTO_IP, socket.IP_TTL), 6: (socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS)}
+DEFAULT_TTL = {4: "net.ipv4.ip_default_ttl", 6: "net.ipv6.conf.eth0.hop_limit"}
+#: Padding, which no router minds: no-operations, an extension header with destination options.
+OPTIONS = {
+    4: (socket.IPPROTO_IP, socket.IP_OPTIONS, bytes([1, 1, 1, 0])),
+    6: (socket.IPPROTO_IPV6, _IPV6_DSTOPTS, bytes([0, 0, 1, 4, 0, 0, 0, 0])),
+}
+AGES = ("young", "of the kernel's")
+OWN_PORT, OWN = 7402, cluster_ip(33)
+_own_ports = itertools.count(32_000, -1)
+_sockets: dict[int, socket.socket] = {}
+
+
+# ---- one flow ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Flow:
+    """A client's socket of a flow to a Service whose endpoint answers each question by one of its length."""
+
+    namespace: Namespace
+    protocol: str
+    family: int
+    own_port: int
+
+    def ask(self, seconds: float = 5.0) -> bool:
+        """Whether a question is answered. TCP asks again by itself."""
+        return self.namespace.call(_ask, self.own_port, seconds)
+
+    def send(self) -> None:
+        """A question whose answer nobody waits for."""
+        self.namespace.call(_send, self.own_port)
+
+    def option(self, level: int, name: int, value: int | bytes) -> None:
+        """Of the socket; for what is sent from now on."""
+        self.namespace.call(_option, self.own_port, level, name, value)
+
+    def end(self) -> None:
+        self.namespace.call(_end, self.own_port)
+
+
+def _open(address: str, protocol: str, own_port: int) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = _sockets[own_port] = socket.socket(family, socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("", own_port))
+    sock.settimeout(20)
+    sock.connect((address, PORT))
+
+
+def _ask(own_port: int, seconds: float) -> bool:
+    sock = _sockets[own_port]
+    # What was sent before may be answered still.
+    sock.setblocking(False)
+    with contextlib.suppress(OSError):
+        while sock.recv(65536):
+            pass
+    sock.settimeout(seconds)
+    with contextlib.suppress(OSError):
+        sock.send(b"question".ljust(64, b"."))
+        return bool(sock.recv(65536).startswith(b"question"))
+    return False
+
+
+def _send(own_port: int) -> None:
+    with contextlib.suppress(OSError):
+        _sockets[own_port].send(b"question".ljust(64, b"."))
+
+
+def _option(own_port: int, level: int, name: int, value: int | bytes) -> None:
+    _sockets[own_port].setsockopt(level, name, value)
+
+
+def _end(own_port: int) -> None:
+    _sockets.pop(own_port).close()
+
+
+@contextlib.contextmanager
+def flow_of(world: World, protocol: str, family: int, age: str) -> Iterator[Flow]:
+    """From the client's pod to the one on the same node, of this age."""
+    namespace, made = world.client.namespace, []
+
+    def young() -> Flow | None:
+        before = world.count("new_flow_fast")
+        flow = Flow(namespace, protocol, family, next(_own_ports))
+        namespace.call(_open, NEAR.of(family), protocol, flow.own_port)
+        made.append(flow)
+        assert flow.ask()
+        return flow if world.count("new_flow_fast") > before else None
+
+    try:
+        flow: Flow = wait_until(young, "a flow that is young")
+        if age != "young":
+
+            def promoted() -> bool:
+                # Datagrams become conntrack's while they are many.
+                assert flow.ask()
+                return not is_young(world, flow)
+
+            wait_until(promoted, "it is promoted")
+            assert flow.ask()
+        yield flow
+    finally:
+        for each in made:
+            each.end()
+
+
+def is_young(world: World, flow: Flow) -> bool:
+    return any(e["young"] and e["source_port"] == flow.own_port for e in entries(world))
+
+
+# ---- what must not be seen -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nothing_stray(world: World, family: int) -> Iterator[None]:
+    """No pod and no router meets a packet to the Service's address, the client none of the endpoint's own."""
+    ip = "ip" if family == 4 else "ip6"
+    inside, endpoint = f"{ip} daddr {NEAR.of(family)}", f"{ip} saddr {world.near.address.of(family)}"
+    places = {
+        world.near.namespace: inside,
+        world.far.namespace: inside,
+        world.lab.core: inside,
+        world.client.namespace: f"meta l4proto {{ tcp, udp }} {endpoint}",
+    }
+    for namespace, rule in places.items():
+        lines = [
+            "table inet strays {",
+            "counter every { }",
+            "chain c { type filter hook prerouting priority -400;",
+            f"{rule} counter name every",
+            "}",
+            "}",
+        ]
+        namespace.run("nft", "-f", "-", stdin="\n".join(lines))
+    try:
+        yield
+        for namespace in places:
+            listed = json.loads(namespace.run("nft", "-j", "list", "counters", "table", "inet", "strays"))
+            found = [each["counter"]["packets"] for each in listed["nftables"] if "counter" in each]
+            assert found == [0], f"{namespace.name} has met packets that were not translated"
+    finally:
+        for namespace in places:
+            namespace.run("nft", "delete table inet strays")
+
+
+def is_expired(frame: bytes, source: tuple[str, int], destination: tuple[str, int]) -> bool:
+    """ICMP time exceeded about a packet between these."""
+    packet = Ether(frame)
+    if ICMP in packet and packet[ICMP].type == 11:
+        quoted = IP(bytes(packet[ICMP].payload))
+    elif ICMPv6TimeExceeded in packet:
+        quoted = IPv6(bytes(packet[ICMPv6TimeExceeded].payload))
+    else:
+        return False
+    return ((quoted.src, quoted.sport), (quoted.dst, quoted.dport)) == (source, destination)
+
+
+# ---- the last hop --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_a_question_with_its_last_hop(fast_world: World, family: int, protocol: str, age: str) -> None:
+    """The client gets the kernel's ICMP error, about the address that it asked."""
+    with nothing_stray(fast_world, family), flow_of(fast_world, protocol, family, age) as flow:
+        client = fast_world.client.address.of(family), flow.own_port
+        expired = partial(is_expired, source=client, destination=(NEAR.of(family), PORT))
+        seen = Capture(flow.namespace, "eth0", expired, 20.0)
+        before = fast_world.count("stack_hops")
+        flow.option(*TTL[family], 1)
+
+        def sent() -> bool:
+            flow.send()
+            return seen.done()
+
+        wait_until(sent, "the ICMP error comes")
+        assert seen.frame() is not None, "none about the Service's address"
+        assert age != "young" or fast_world.count("stack_hops") > before
+        flow.option(*TTL[family], 64)
+        wait_until(flow.ask, "it goes on")
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_an_answer_with_its_last_hop(fast_world: World, family: int, protocol: str, age: str) -> None:
+    """The endpoint gets it, about the client, which sees no packet of the endpoint's own address."""
+    near = fast_world.near.namespace
+    usual = near.run("sysctl", "-n", DEFAULT_TTL[family]).strip()
+    with nothing_stray(fast_world, family), flow_of(fast_world, protocol, family, age) as flow:
+        endpoint = fast_world.near.address.of(family), PORT
+        client = fast_world.client.address.of(family), flow.own_port
+        seen = Capture(near, "eth0", partial(is_expired, source=endpoint, destination=client), 20.0)
+        before = fast_world.count("stack_hops")
+        near.sysctl({DEFAULT_TTL[family]: 1})
+        try:
+            assert not flow.ask(0.2)
+
+            def sent() -> bool:
+                flow.send()
+                return seen.done()
+
+            wait_until(sent, "the ICMP error comes")
+        finally:
+            near.sysctl({DEFAULT_TTL[family]: usual})
+        assert seen.frame() is not None, "none about the client"
+        assert age != "young" or fast_world.count("stack_hops") > before
+        wait_until(flow.ask, "it goes on")
+
+
+# ---- options -------------------------------------------------------------------------------------------------
+
+
+def test_a_flow_that_begins_with_options(fast_world: World, family: int, protocol: str) -> None:
+    """Its pair has a permit. It takes the slow path all the same."""
+    namespace = fast_world.client.namespace
+    with nothing_stray(fast_world, family), flow_of(fast_world, protocol, family, "young"):
+        before, fast = fast_world.count("stack_options"), fast_world.count("new_flow_fast")
+        flow = Flow(namespace, protocol, family, next(_own_ports))
+        namespace.call(_open_with_options, NEAR.of(family), protocol, flow.own_port, OPTIONS[family])
+        for _ in range(10):
+            assert flow.ask()
+        flow.end()
+        assert fast_world.count("stack_options") > before
+        assert fast_world.count("new_flow_fast") == fast
+
+
+def _open_with_options(address: str, protocol: str, own_port: int, options: tuple[int, int, bytes]) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = _sockets[own_port] = socket.socket(family, socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM)
+    sock.bind(("", own_port))
+    sock.setsockopt(*options)
+    sock.settimeout(20)
+    sock.connect((address, PORT))
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_questions_with_options(fast_world: World, family: int, protocol: str, age: str) -> None:
+    with nothing_stray(fast_world, family), flow_of(fast_world, protocol, family, age) as flow:
+        before = fast_world.count("stack_options")
+        flow.option(*OPTIONS[family])
+        for _ in range(20):
+            assert flow.ask()
+        wait_until(lambda: flow.ask() and fast_world.count("stack_options") > before, "they come with options")
+        wait_until(lambda: flow.ask() and not is_young(fast_world, flow), "it is the kernel's")
+
+
+@pytest.fixture(scope="module")
+def own(fast_world: World) -> World:
+    """With a Service whose endpoint's end is the test's own."""
+    ports, near = [Port("own", OWN_PORT, OWN_PORT)], fast_world.near
+    End(near.namespace).listen(OWN_PORT)
+    objects = [service("own", ports, OWN), *slices("own", ports, [(near.address, near.node.name)])]
+    fast_world.node.agent.wait_synced(fast_world.lab.write("own.yaml", objects))
+    return fast_world
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_answers_with_options(own: World, family: int, age: str) -> None:
+    """Those of a young flow wait until the kernel has the flow."""
+    client, server = End(own.client.namespace), End(own.near.namespace)
+
+    def young() -> bool:
+        before = own.count("new_flow_fast")
+        client.connect(OWN.of(family), OWN_PORT, next(_own_ports))
+        server.accept(OWN_PORT)
+        client.say(b"question")
+        assert server.hear(8) == b"question"
+        if own.count("new_flow_fast") > before:
+            return True
+        client.reset()
+        return False
+
+    with nothing_stray(own, family):
+        wait_until(young, "a flow that is young")
+        if age != "young":
+            before = own.count("flow_promoted")
+            wait_until(lambda: own.count("flow_promoted") > before, "it is promoted")
+        before = own.count("stack_options")
+        server.option(*OPTIONS[family])
+        for number in range(20):
+            server.say(b"answer %02d" % number)
+            assert client.hear(9) == b"answer %02d" % number
+            client.say(b"more")
+            assert server.hear(4) == b"more"
+        wait_until(lambda: own.count("stack_options") > before or age != "young", "they come with options")
+        client.reset()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pod's own XDP program sees the packets of Services, also those that the fast path sends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fast_lab import NEAR, Ask, World, at_once
+from lab_tools import wait_until
+from talk import Talk
+
+from pyebpf_proxy.datapath.loader.libbpf import Map, Object
+from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_PEER
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+COUNTS = """
+unsigned long long seen;
+__attribute__((section("xdp"), used)) int counts(void *frame)
+{
+	__sync_fetch_and_add(&seen, 1);
+	return 2; /* XDP_PASS */
+}
+char LICENSE[] __attribute__((section("license"), used)) = "GPL";
+"""
+
+
+class PodXdp:
+    """The program on a pod's eth0, and how the node sends there."""
+
+    def __init__(self, world: World, program: Path, bpf_objects: Path) -> None:
+        self._pod = world.near.namespace
+        self._program = program
+        inside = json.loads(self._pod.run("ip", "-j", "link", "show", "eth0"))[0]
+        self._device = inside["link_index"]
+        self._devices = Map.open_pinned(world.node.agent.pin("devices"))
+        with Object.open(bpf_objects / "tc.bpf.o") as unset:
+            self._layout = unset.btf.struct("node_device")
+
+    def close(self) -> None:
+        self._devices.close()
+        for mode in ("xdpdrv", "xdpgeneric"):
+            self.off(mode)
+
+    def on(self, mode: str) -> None:
+        self._pod.run("ip", "link", "set", "dev", "eth0", mode, "obj", str(self._program), "sec", "xdp")
+
+    def off(self, mode: str) -> None:
+        self._pod.run("ip", "link", "set", "dev", "eth0", mode, "off")
+
+    def redirect(self) -> int:
+        value = self._devices.lookup(self._device.to_bytes(4, sys.byteorder))
+        assert value is not None
+        number: int = self._layout.unpack(value)["redirect"]
+        return number
+
+    def wait(self, redirect: int) -> None:
+        begun = time.monotonic()
+        wait_until(lambda: self.redirect() == redirect, "the device's redirect mode", 10.0)
+        assert time.monotonic() - begun < 1
+
+    def seen(self) -> int:
+        """Packets that the program was given."""
+        (link,) = json.loads(self._pod.run("ip", "-j", "-d", "link", "show", "eth0"))
+        shown = json.loads(self._pod.run("bpftool", "-j", "prog", "show", "id", str(link["xdp"]["prog"]["id"])))
+        (entry,) = json.loads(self._pod.run("bpftool", "-j", "map", "dump", "id", str(shown["map_ids"][0])))
+        count: int = entry["formatted"]["value"][".bss"][0]["seen"]
+        return count
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("counts")
+    source, made = folder / "counts.c", folder / "counts.o"
+    source.write_text(COUNTS)
+    subprocess.run(["clang", "-O2", "-g", "-target", "bpf", "-c", source, "-o", made], check=True)
+    return made
+
+
+@pytest.fixture
+def xdp(fast_world: World, program: Path, bpf_objects: Path) -> Iterator[PodXdp]:
+    made = PodXdp(fast_world, program, bpf_objects)
+    yield made
+    made.close()
+
+
+def test_it_sees_what_the_fast_path_sends(fast_world: World, ask: Ask, xdp: PodXdp, family: int, protocol: str) -> None:
+    talk = ask(fast_world.client.namespace, NEAR.of(family), protocol)
+    fast_world.fast(talk)
+    xdp.wait(REDIRECT_PEER)
+    with at_once(talk):
+        xdp.on("xdpdrv")
+        xdp.wait(REDIRECT_DEVICE)
+    # A young flow goes on as it was learned, until it is the kernel's.
+    wait_until(lambda: _share(xdp, talk) > 0.9, "the program sees every question", 10.0)
+    fast_world.fast(talk)
+    assert _share(xdp, talk) > 0.9
+    with at_once(talk):
+        xdp.off("xdpdrv")
+        xdp.wait(REDIRECT_PEER)
+    fast_world.fast(talk)
+
+
+def test_generic_xdp_sees_it_wherever_packets_are_put(fast_world: World, ask: Ask, xdp: PodXdp) -> None:
+    talk = ask(fast_world.client.namespace, NEAR.v4)
+    fast_world.fast(talk)
+    xdp.on("xdpgeneric")
+    fast_world.fast(talk)
+    assert _share(xdp, talk) > 0.9
+    assert xdp.redirect() == REDIRECT_PEER
+
+
+def _share(xdp: PodXdp, talk: Talk) -> float:
+    """Of the questions within half a second, how many met the program. Each is one packet at least."""
+    # The program is asked before and after: what it sees meanwhile counts for it.
+    seen, answers = xdp.seen(), talk.answers
+    time.sleep(0.5)
+    found = talk.answers - answers
+    return (xdp.seen() - seen) / max(found, 1)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packets in somebody else's name, from another pod and from outside: no flow of the fast path is cut or moved."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from fast_lab import Ask, World
+from lab_tools import Capture, wait_until
+from new_flows import BOTH, NewFlows, entries, fast_ones, flowing
+from scapy.layers.inet import IP, TCP, UDP
+from scapy.layers.inet6 import IPv6
+from scapy.layers.l2 import Ether
+from talk import PORT
+from tcp_ends import End, converse
+
+from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip
+from pyebpf_proxy.lab.cluster import Pod
+from pyebpf_proxy.lab.manifests import Port, service, slices
+from pyebpf_proxy.lab.namespace import Namespace
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+OWN_PORT, NODE_PORT = 7301, 30073
+NAMED, TWO = cluster_ip(21), cluster_ip(22)
+_own_ports = itertools.count(22_000)
+
+
+@dataclass
+class Scene:
+    """``attacker``: a pod of the same node. ``outside``: a host between the outside client and the node."""
+
+    world: World
+    attacker: Pod
+
+    @property
+    def outside(self) -> Namespace:
+        return self.world.lab.core
+
+    def begin(self, namespace: Namespace, address: str, port: int) -> tuple[End, End, int]:
+        """A new connection, by the flow table from its first packet on."""
+
+        def young() -> tuple[End, End, int] | None:
+            before = self.world.count("new_flow_fast")
+            own_port = next(_own_ports)
+            client, server = End(namespace), End(self.world.near.namespace)
+            client.connect(address, port, own_port)
+            server.accept(OWN_PORT)
+            if self.world.count("new_flow_fast") > before:
+                return client, server, own_port
+            client.reset()
+            return None
+
+        begun: tuple[End, End, int] = wait_until(young, "a flow that is young")
+        return begun
+
+
+@pytest.fixture(scope="module")
+def scene(fast_world: World) -> Scene:
+    near = fast_world.near
+    End(near.namespace).listen(OWN_PORT)
+    ports = [Port("tcp", OWN_PORT, OWN_PORT, "TCP", NODE_PORT)]
+    named = [service("named", ports, NAMED), *slices("named", ports, [(near.address, near.node.name)])]
+    both = [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
+    endpoints = [(pod.address, pod.node.name) for pod in (near, fast_world.far)]
+    fast_world.node.agent.wait_synced(fast_world.lab.write("named.yaml", named))
+    two = [service("two", both, TWO), *slices("two", both, endpoints)]
+    fast_world.node.agent.wait_synced(fast_world.lab.write("two.yaml", two))
+    return Scene(fast_world, fast_world.lab.add_pod("attacker", fast_world.node, serve=False))
+
+
+@pytest.fixture(params=["pod", "outside"])
+def who(request: pytest.FixtureRequest) -> str:
+    value: str = request.param
+    return value
+
+
+def send(family: int, source: tuple[str, int], to: tuple[str, int], packets: list[tuple[str, int, int]]) -> None:
+    """Segments in the name of ``source``: flags, sequence number, acknowledgement."""
+    inet = socket.AF_INET if family == 4 else socket.AF_INET6
+    head = (IP if family == 4 else IPv6)(src=source[0], dst=to[0])
+    with socket.socket(inet, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
+        for flags, sequence, acknowledged in packets:
+            segment = TCP(sport=source[1], dport=to[1], flags=flags, seq=sequence, ack=acknowledged)
+            raw.sendto(bytes(head / segment), (to[0], 0))
+
+
+def numbers(client: End, server: End, own_port: int) -> tuple[int, int]:
+    """What the client sends next, and what it expects next."""
+    namespace = client.namespace
+    seen = Capture(namespace, "eth0", lambda frame: _is_from(frame, own_port))
+    converse(client, server, 1)
+    frame = seen.frame()
+    assert frame is not None
+    last = Ether(frame)[TCP]
+    # The question that was seen, and the answer to it.
+    return (last.seq + 200) & 0xFFFFFFFF, (last.ack + 200) & 0xFFFFFFFF
+
+
+def _is_from(frame: bytes, own_port: int) -> bool:
+    packet = Ether(frame)
+    return TCP in packet and packet[TCP].sport == own_port and bool(packet[TCP].payload)
+
+
+ATTACKS: dict[str, Callable[[int, int], list[tuple[str, int, int]]]] = {
+    "RST": lambda sequence, acknowledged: [
+        (flags, (sequence + (n << 28) + 12345) & 0xFFFFFFFF, acknowledged)
+        for n in range(1, 16)
+        for flags in ("R", "RA")
+    ],
+    "FIN": lambda sequence, acknowledged: [
+        ("FA", (sequence + (n << 28) + 12345) & 0xFFFFFFFF, acknowledged) for n in range(1, 16)
+    ],
+    "SYN": lambda sequence, acknowledged: [("S", (sequence + (n << 28)) & 0xFFFFFFFF, 0) for n in range(1, 16)],
+}
+
+
+def victim(scene: Scene, who: str, family: int) -> tuple[Namespace, str, tuple[str, int]]:
+    """Who has the connection, that one's address, and what it asks."""
+    if who == "pod":
+        client = scene.world.client
+        return client.namespace, client.address.of(family), (NAMED.of(family), OWN_PORT)
+    return scene.world.lab.client, CLIENT.of(family), (scene.world.node.address.of(family), NODE_PORT)
+
+
+@pytest.mark.parametrize("what", ATTACKS)
+@pytest.mark.parametrize("age", ["young", "of the kernel's"])
+def test_by_somebody_who_guesses(scene: Scene, family: int, who: str, what: str, age: str) -> None:
+    """And if the connection is silent afterwards, it is there all the same."""
+    namespace, source, target = victim(scene, who, family)
+    client, server, own_port = scene.begin(namespace, *target)
+    converse(client, server, 3)
+    sequence, acknowledged = numbers(client, server, own_port)
+    if age != "young":
+        before = scene.world.count("flow_promoted")
+        wait_until(lambda: scene.world.count("flow_promoted") > before, "it is promoted")
+        converse(client, server, 3)
+        sequence, acknowledged = numbers(client, server, own_port)
+    attacker = scene.attacker.namespace if who == "pod" else scene.outside
+    attacker.call(send, family, (source, own_port), target, ATTACKS[what](sequence, acknowledged))
+    # And the other way, in the endpoint's name; from outside that cannot come by the endpoint's device.
+    endpoint = scene.world.near.address.of(family), OWN_PORT
+    for name in (endpoint, target):
+        attacker.call(send, family, name, (source, own_port), ATTACKS[what](acknowledged, sequence))
+    if age == "young":
+        wait_until(lambda: not _is_young(scene, own_port), "its second is over")
+    converse(client, server, 5)
+    assert not client.namespace.call(_has_ended, own_port)
+    client.reset()
+
+
+def _is_young(scene: Scene, own_port: int) -> bool:
+    return any(e["young"] and own_port in (e["source_port"], e["destination_port"]) for e in entries(scene.world))
+
+
+def _has_ended(own_port: int) -> bool:
+    from tcp_ends import _connections
+
+    return not any(each.getsockname()[1] == own_port for each in _connections.values())
+
+
+@pytest.mark.parametrize("what", ["RA", "FA", "S"])
+def test_another_pod_that_knows_the_numbers(scene: Scene, family: int, what: str) -> None:
+    """It has another device, so a young flow, which is the flow table's alone, never has a packet of its."""
+    namespace, source, target = victim(scene, "pod", family)
+    client, server, own_port = scene.begin(namespace, *target)
+    converse(client, server, 3)
+    sequence, acknowledged = numbers(client, server, own_port)
+    before = scene.world.count("stack_other_device")
+    scene.attacker.namespace.call(send, family, (source, own_port), target, [(what, sequence, acknowledged)])
+    wait_until(lambda: scene.world.count("stack_other_device") > before, "it has come")
+    converse(client, server, 5)
+    client.reset()
+
+
+def send_datagrams(family: int, source: tuple[str, int], to: tuple[str, int], count: int) -> None:
+    inet = socket.AF_INET if family == 4 else socket.AF_INET6
+    head = (IP if family == 4 else IPv6)(src=source[0], dst=to[0])
+    with socket.socket(inet, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
+        for _ in range(count):
+            raw.sendto(bytes(head / UDP(sport=source[1], dport=to[1]) / b"not me"), (to[0], 0))
+
+
+def places(scene: Scene, own_port: int) -> set[str]:
+    """Where the flow's packets go."""
+    return {e["endpoint"] for e in entries(scene.world) if e["source_port"] == own_port and not e["reply"]}
+
+
+@pytest.mark.parametrize("protocol", BOTH)
+def test_no_flow_is_moved(scene: Scene, ask: Ask, family: int, protocol: str) -> None:
+    """First packets of its flow, in the client's name: any of them could choose another endpoint."""
+    world = scene.world
+    flows = NewFlows(world.client.namespace, TWO.of(family), protocol)
+    with flowing(flows):
+        fast_ones(world, flows)
+        talks = [ask(world.client.namespace, TWO.of(family), protocol) for _ in range(4)]
+    ports = [talk.own_port for talk in talks]
+    for talk in talks:
+        talk.wait()
+    before = {port: places(scene, port) for port in ports}
+    assert all(len(found) == 1 for found in before.values()), before
+    for port in ports:
+        source, target = (world.client.address.of(family), port), (TWO.of(family), PORT)
+        if protocol == "udp":
+            scene.attacker.namespace.call(send_datagrams, family, source, target, 10)
+        else:
+            scene.attacker.namespace.call(send, family, source, target, [("S", n << 20, 0) for n in range(10)])
+    for talk in talks:
+        talk.wait(50)
+    wait_until(lambda: not any(_is_young(scene, port) for port in ports), "all are promoted")
+    for talk in talks:
+        talk.wait(50)
+    after = {port: places(scene, port) for port in ports}
+    assert all(after[port] <= before[port] for port in ports), (before, after)

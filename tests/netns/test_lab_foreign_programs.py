@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tcx programs of others on the devices that packets of Services pass: Services work, and they see what is theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fast_lab import FAR, NEAR, ON, Ask, World, made
+from foreign_programs import ENDS, GOES_ON, Foreign, attached, chain, compiled
+from lab_tools import Capture, wait_until
+from new_flows import BOTH, NewFlows, fast_ones, flowing
+from see_tools import answer, see
+from talk import PORT, Talk
+
+from pyebpf_proxy.datapath.loader import tcx
+from pyebpf_proxy.lab.addresses import Dual
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.namespace import Namespace
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+FAMILIES = (4, 6)
+# A classic program: every kernel with cls_bpf has it.
+OTHERS = ("bpf", "bytecode", "1,6 0 0 4294967295", "flowid", "1:1")
+#: Seconds.
+LONG = 4.0
+PEER, QUEUE, CLOSED = "peer", "device", "none"
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    if not tcx.available():
+        pytest.skip("this kernel has no tcx: others have filters, behind ours (test_attach_others)")
+    with Lab() as lab:
+        yield made(lab)
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("foreign"))
+
+
+def state(world: World, device: str) -> dict[str, Any]:
+    """What ``status`` says about a device."""
+    found: dict[str, Any] = next(e for e in answer(world.node, "status")["devices"] if e["name"] == device)
+    return found
+
+
+def wait_for(world: World, device: str, redirect: str) -> str:
+    """Until the fast path sends by this device in this way; what ``status`` says why."""
+    wait_until(lambda: state(world, device)["redirect"] == redirect, f"{device}: {redirect}")
+    return str(state(world, device)["limit"])
+
+
+def places(world: World, device: str) -> list[tuple[Namespace, Dual, int]]:
+    """Who asks whom, at which port, so that the first packet comes in by this device."""
+    if device == "eth0":
+        return [(world.lab.client, world.node.address, 30007)]
+    return [(world.client.namespace, NEAR, PORT), (world.client.namespace, FAR, PORT)]
+
+
+def new_flows(world: World, device: str) -> list[NewFlows]:
+    return [
+        NewFlows(namespace, address.of(family), protocol, port, patience=5.0)
+        for namespace, address, port in places(world, device)
+        for family in FAMILIES
+        for protocol in BOTH
+    ]
+
+
+def conversations(world: World, ask: Ask, device: str) -> list[Talk]:
+    return [
+        ask(namespace, address.of(family), protocol, port)
+        for namespace, address, port in places(world, device)
+        for family in FAMILIES
+        for protocol in BOTH
+    ]
+
+
+def all_answered(flows: list[NewFlows]) -> None:
+    # The last one may be under way.
+    assert [each.made - each.answered <= 1 for each in flows] == [True] * len(flows)
+
+
+def sees_every_question(program: Foreign, talks: list[Talk]) -> None:
+    """From now on, for longer than a flow is young, or a packet of the kernel's confirms it."""
+    begun = time.monotonic()
+    while time.monotonic() < begun + LONG:
+        before = int(program)
+        answers = [talk.answers for talk in talks]
+        for talk in talks:
+            talk.wait(20)
+        more = sum(talk.answers for talk in talks) - sum(answers)
+        # The first answer of each may be to a question of before.
+        assert int(program) - before >= more - len(talks)
+
+
+# ---- at ingress ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def at_ingress(world: World, file: Path, program: str, device: str, when: str) -> Iterator[Foreign]:
+    """A program that is there before the agent, or comes later at the head or the tail."""
+    node, agent = world.node.namespace, world.node.agent
+    if when == "before the agent":
+        agent.stop()
+        agent.cleanup()
+        assert chain(node, device) == ()
+        with attached(node, file, program, device) as foreign:
+            agent.start(own=ON)
+            agent.wait_synced()
+            yield foreign
+        return
+    (ours,) = chain(node, device)
+    where = tcx.BEFORE if when == "at the head" else tcx.AFTER
+    with attached(node, file, program, device, where=where) as foreign:
+        # Netlink says nothing of it: the agent looks every three seconds.
+        wait_until(lambda: len(chain(node, device)) == 2 and chain(node, device)[0] == ours, "ours is first")
+        yield foreign
+
+
+@pytest.mark.parametrize(
+    ("where", "when", "program"),
+    [
+        ("a pod's device", "before the agent", ENDS),
+        ("a pod's device", "before the agent", GOES_ON),
+        ("a pod's device", "at the head", ENDS),
+        ("eth0", "before the agent", ENDS),
+        ("eth0", "at the tail", GOES_ON),
+    ],
+)
+def test_a_program_at_ingress(world: World, ask: Ask, foreign: Path, where: str, when: str, program: str) -> None:
+    """It is behind ours, and sees every packet that comes in by its device, however long a flow lives."""
+    device = "eth0" if where == "eth0" else world.client.device
+    other = world.client.device if device == "eth0" else "eth0"
+    with at_ingress(world, foreign, program, device, when) as behind:
+        assert wait_for(world, device, CLOSED) == f"behind our program: tcx program {program}"
+        text = see(world.node, "status").stdout
+        assert f"closed: behind our program: tcx program {program}" in " ".join(text.split()), text
+        flows = new_flows(world, device)
+        with flowing(*flows):
+            for each in flows:
+                each.wait_answered(10)
+            all_answered(flows)
+        talks = conversations(world, ask, device)
+        sees_every_question(behind, talks)
+        assert state(world, other)["redirect"] != CLOSED, "the other device stays open"
+    assert wait_for(world, device, PEER) == ""
+    for talk in talks:
+        world.fast(talk)
+    flows = new_flows(world, device)
+    with flowing(*flows):
+        fast_ones(world, *flows)
+        all_answered(flows)
+
+
+# ---- at egress -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", [GOES_ON, ENDS])
+def test_a_program_at_the_egress_of_a_pods_device(world: World, ask: Ask, foreign: Path, program: str) -> None:
+    """It sees what is sent to the pod, also by the fast path: packets are not put straight into the pod."""
+    node, device = world.node.namespace, world.near.device
+    assert wait_for(world, device, PEER) == ""
+    with attached(node, foreign, program, device, tcx.EGRESS) as egress:
+        assert wait_for(world, device, QUEUE) == f"behind the fast path: tcx program {program}"
+        flows = [
+            NewFlows(world.client.namespace, NEAR.of(family), protocol, patience=5.0)
+            for family in FAMILIES
+            for protocol in BOTH
+        ]
+        with flowing(*flows):
+            for each in flows:
+                each.wait_answered(10)
+            if program == GOES_ON:
+                fast_ones(world, *flows)
+            all_answered(flows)
+        talks = [ask(world.client.namespace, NEAR.of(family), protocol) for family in FAMILIES for protocol in BOTH]
+        hits = world.count("flow_hit")
+        sees_every_question(egress, talks)
+        if program == GOES_ON:
+            assert world.count("flow_hit") > hits + 500, "by the fast path"
+    assert wait_for(world, device, PEER) == ""
+
+
+def test_a_filter_at_the_egress_of_a_pods_device(world: World, ask: Ask) -> None:
+    """As `tc filter add` makes it, in a clsact qdisc."""
+    node, device = world.node.namespace, world.near.device
+    assert wait_for(world, device, PEER) == ""
+    node.run("tc", "qdisc", "add", "dev", device, "clsact")
+    try:
+        node.run("tc", "filter", "add", "dev", device, "egress", "pref", "7", *OTHERS)
+        assert wait_for(world, device, QUEUE) == "behind the fast path: clsact egress filter pref 7 bpf"
+        for family in FAMILIES:
+            for protocol in BOTH:
+                talk = ask(world.client.namespace, NEAR.of(family), protocol)
+                world.fast(talk)
+                question = partial(is_question, family=family, own_port=talk.own_port)
+                for _ in range(3):
+                    # What is put straight into the pod never comes by here.
+                    sent = Capture(node, device, question)
+                    assert sent.frame() is not None
+                talk.end()
+    finally:
+        node.run("tc", "qdisc", "del", "dev", device, "clsact")
+    assert wait_for(world, device, PEER) == ""
+
+
+def is_question(frame: bytes, family: int, own_port: int) -> bool:
+    """From this port of a client's, translated."""
+    at = 14 + (20 if family == 4 else 40)
+    return frame[at : at + 4] == struct.pack("!HH", own_port, PORT)

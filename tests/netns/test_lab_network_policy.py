@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NetworkPolicy and the fast path: what FORWARD or POSTROUTING denies does not pass, whoever helps from inside."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from fast_lab import NEAR, Ask, World, slowness
+from lab_tools import wait_until
+from new_flows import BOTH, Arrivals, NewFlows, ask_once, entries, fast_ones, flowing
+from policies import KINDS, policy
+from scapy.layers.inet import IP, TCP, UDP
+from scapy.layers.inet6 import IPv6
+from talk import PORT
+
+from pyebpf_proxy.lab.addresses import cluster_ip
+from pyebpf_proxy.lab.cluster import Pod
+from pyebpf_proxy.lab.manifests import Port, service, slices
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+_own_ports = itertools.count(21_000)
+TWO = cluster_ip(20)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    value: str = request.param
+    return value
+
+
+def forge_answers(family: int, source: str, destination: str, port: int, protocol: str) -> None:
+    """In the endpoint: packets from its port to a client's, as if it answered, until the test ends."""
+    inet = socket.AF_INET if family == 4 else socket.AF_INET6
+    head = (IP if family == 4 else IPv6)(src=source, dst=destination)
+    if protocol == "udp":
+        packets = [head / UDP(sport=PORT, dport=port) / b"forged"]
+    else:
+        packets = [head / TCP(sport=PORT, dport=port, flags=flags, seq=1, ack=1) for flags in ("SA", "A", "PA", "S")]
+    with socket.socket(inet, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
+        while True:
+            for packet in packets:
+                raw.sendto(bytes(packet), (destination, 0))
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def colluding(pod: Pod, client: Pod, family: int, ports: dict[str, int]) -> Iterator[None]:
+    """The endpoint sends to the ports of the client from which it is asked."""
+    ends = pod.address.of(family), client.address.of(family)
+    tasks = [pod.namespace.start(forge_answers, family, *ends, ports[protocol], protocol) for protocol in BOTH]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.stop()
+
+
+# ---- what is denied from the start -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", ["forward", "postrouting"])
+def test_nothing_passes_that_is_denied(fast_world: World, kind: str, family: int, hook: str) -> None:
+    """Also while the endpoint sends to the client's ports, which nobody denies."""
+    client, near = fast_world.client, fast_world.near
+    ends = client.address.of(family), near.address.of(family)
+    ports = {protocol: next(_own_ports) for protocol in BOTH}
+    with policy(fast_world.node.namespace, kind, family, hook=hook) as rules, colluding(near, client, family, ports):
+        rules.deny(*ends)
+        arrivals = Arrivals(near, ends[0])
+        before = fast_world.count("new_flow_netfilter")
+        flows = [
+            NewFlows(client.namespace, NEAR.of(family), protocol, own_port=own_port)
+            for protocol in BOTH
+            for own_port in (0, ports[protocol])
+        ]
+        with flowing(*flows):
+            for each in flows:
+                each.wait_made(12)
+        assert [each.answered for each in flows] == [0] * len(flows), _seen(fast_world, family)
+        assert fast_world.count("new_flow_netfilter") > before + 20, "they came to netfilter"
+        assert int(arrivals) == 0
+
+
+def test_another_endpoint_of_the_service_gives_no_permit(fast_world: World, family: int) -> None:
+    client, near, far = fast_world.client, fast_world.near, fast_world.far
+    ports = [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
+    endpoints = [(pod.address, pod.node.name) for pod in (near, far)]
+    fast_world.node.agent.wait_synced(
+        fast_world.lab.write("two.yaml", [service("two", ports, TWO), *slices("two", ports, endpoints)])
+    )
+    with policy(fast_world.node.namespace, "nft", family) as rules:
+        rules.deny(client.address.of(family), near.address.of(family))
+        arrivals = Arrivals(near, client.address.of(family))
+        flows = [NewFlows(client.namespace, TWO.of(family), protocol, patience=0.05) for protocol in BOTH]
+        with flowing(*flows):
+            fast_ones(fast_world, *flows)
+            for each in flows:
+                each.wait_made(20)
+        assert int(arrivals) == 0
+        for each in flows:
+            assert each.answered < each.made, "half of them are for the other one"
+
+
+# ---- a policy is added -------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_is_added_counts_at_once(fast_world: World, ask: Ask, kind: str, family: int) -> None:
+    """New flows are denied within a second; what is established goes on, as the rules say, however young."""
+    client, near = fast_world.client, fast_world.near
+    with policy(fast_world.node.namespace, kind, family) as rules:
+        old = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+        for talk in old:
+            fast_world.fast(talk)
+        promoted = fast_world.count("flow_promoted")
+        wait_until(lambda: fast_world.count("flow_promoted") > promoted + 1 or _known(fast_world, family), "promoted")
+        flows = [NewFlows(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+        with flowing(*flows):
+            fast_ones(fast_world, *flows)
+            opened = fast_world.count("new_flow_fast")
+            young = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+            wait_until(lambda: fast_world.count("new_flow_fast") > opened + 5, "flows that are young")
+            rules.deny(client.address.of(family), near.address.of(family))
+            denied = time.monotonic()
+            for each in flows:
+                each.wait_made(12)
+            for each in flows:
+                late = each.last_answered - denied
+                assert late < 1.0 * slowness(), f"a flow that began {late:.2f} s after the rule is answered"
+        for talk in (*old, *young):
+            talk.wait(100)
+
+
+def _seen(world: World, family: int) -> str:
+    """For the message of a failure."""
+    node = world.node.namespace
+    return node.run("conntrack", "-L", "-f", f"ipv{family}") + node.run("nft", "list ruleset") + str(entries(world))
+
+
+def _known(world: World, family: int) -> bool:
+    """Conntrack has the flows of both protocols from the client's pod."""
+    node, source = world.node.namespace, world.client.address.of(family)
+    return all(
+        "ASSURED" in node.run("conntrack", "-L", "-f", f"ipv{family}", "-p", protocol, "--orig-src", source)
+        for protocol in BOTH
+    )
+
+
+def test_a_policy_without_established_ends_flows(fast_world: World, ask: Ask, family: int) -> None:
+    """As with kube-proxy: the rules see their packets, the kernel's flows within a second, young ones after three."""
+    client, near = fast_world.client, fast_world.near
+    with policy(fast_world.node.namespace, "nft set", family, established=False) as rules:
+        old = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+        for talk in old:
+            fast_world.fast(talk)
+        flows = [NewFlows(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+        with flowing(*flows):
+            fast_ones(fast_world, *flows)
+            young = [ask(client.namespace, NEAR.of(family), protocol) for protocol in BOTH]
+            rules.deny(client.address.of(family), near.address.of(family))
+        arrivals = Arrivals(near, client.address.of(family))
+        for talk in (*old, *young):
+            assert talk.stands(), "it goes on"
+        # TCP sends again and again.
+        seen = int(arrivals)
+        assert not client.namespace.call(ask_once, NEAR.of(family), PORT, "udp")
+        wait_until(lambda: fast_world.count("stack_not_confirmed") > 0, "packets that go the slow way")
+        assert int(arrivals) == seen
+
+
+# ---- flows that nobody answers -----------------------------------------------------------------------------
+
+
+def send_datagrams(address: str, own_port: int) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.bind(("", own_port))
+        sock.connect((address, PORT))
+        while True:
+            with contextlib.suppress(OSError):
+                sock.send(b"one way")
+            time.sleep(0.01)
+
+
+def send_segments(family: int, source: str, address: str, own_port: int, flags: str) -> None:
+    """A SYN, then data, whatever is answered."""
+    inet = socket.AF_INET if family == 4 else socket.AF_INET6
+    head = (IP if family == 4 else IPv6)(src=source, dst=address)
+    with socket.socket(inet, socket.SOCK_RAW, socket.IPPROTO_RAW) as raw:
+        raw.sendto(bytes(head / TCP(sport=own_port, dport=PORT, flags="S", seq=100)), (address, 0))
+        while True:
+            time.sleep(0.01)
+            raw.sendto(bytes(head / TCP(sport=own_port, dport=PORT, flags=flags, seq=200) / b"data"), (address, 0))
+
+
+@pytest.mark.parametrize("what", ["udp", "tcp", "tcp that always ends"])
+def test_a_flow_without_answers_asks_netfilter_again(fast_world: World, family: int, what: str) -> None:
+    """Two ends that collude could keep it young for ever, and a policy would never count."""
+    client, near, node = fast_world.client, fast_world.near, fast_world.node.namespace
+    own_port, source = next(_own_ports), client.address.of(family)
+    protocol = what[:3]
+    silent = f"meta l4proto {{{{ tcp, udp }}}} th {{}} {own_port} drop"
+    chain = ["chain i { type filter hook prerouting priority -300;", *map(silent.format, ("sport", "dport")), "}"]
+    # The kernels of both must not answer by themselves.
+    for pod in (client, near):
+        pod.namespace.run("nft", "-f", "-", stdin="\n".join(["table inet silent {", *chain, "}"]))
+    try:
+        with policy(node, "nft set", family) as rules:
+            flows = NewFlows(client.namespace, NEAR.of(family), protocol)
+            with flowing(flows):
+                fast_ones(fast_world, flows)
+                opened = fast_world.count("new_flow_fast")
+                if protocol == "udp":
+                    task = client.namespace.start(send_datagrams, NEAR.of(family), own_port)
+                else:
+                    how = (source, NEAR.of(family), own_port, "PA" if what == "tcp" else "FPA")
+                    task = client.namespace.start(send_segments, family, *how)
+                wait_until(lambda: fast_world.count("new_flow_fast") > opened, "it begins")
+                arrivals = Arrivals(near, source, f"th sport {own_port}")
+                wait_until(lambda: int(arrivals) > 10, "its packets arrive")
+                rules.deny(source, near.address.of(family))
+
+            def stands() -> bool:
+                before = int(arrivals)
+                time.sleep(0.5)
+                return int(arrivals) == before
+
+            wait_until(stands, "nothing arrives any more", 20.0)
+            task.stop()
+    finally:
+        for pod in (client, near):
+            pod.namespace.run("nft", "delete table inet silent")

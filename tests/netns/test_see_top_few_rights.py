@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``top`` beside an agent with the DaemonSet's capabilities, which may not ask the kernel for names of programs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab_services import Kind, write_nodes, write_services
+from lab_tools import wait_until
+from test_agent_ends import run_init_only
+from test_see_top import watching
+
+from pyebpf_proxy.datapath.loader import tcx
+from pyebpf_proxy.datapath.loader.kernel_objects import program_info
+from pyebpf_proxy.datapath.loader.libbpf import Map, Object
+from pyebpf_proxy.datapath.node.links import LOOK_SECONDS
+from pyebpf_proxy.datapath.node.mounts import tcx_directory
+from pyebpf_proxy.lab.cluster import Lab, Node
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+WEB = Kind("web", 1)
+FEW = "-all,+net_admin,+bpf,+perfmon"
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with Lab(nodes=1) as lab:
+        node = lab.nodes[0]
+        WEB.endpoints = (lab.add_pod("web-1", node),)
+        write_nodes(lab)
+        write_services(lab, WEB)
+        ran = run_init_only(node)
+        assert ran.returncode == 0, ran.stderr
+        # As a container has it: /sys as the host's, which ``ip netns exec`` would mount anew.
+        enter = ("nsenter", f"--net=/run/netns/{node.namespace.name}")
+        node.agent.start(enter=(*enter, "setpriv", f"--bounding-set={FEW}", f"--inh-caps={FEW}"))
+        node.agent.wait_synced()
+        yield node
+
+
+@pytest.fixture
+def foreign(node: Node, tmp_path: Path) -> Iterator[int]:
+    """Somebody's program that is in the chain of eth0, behind ours."""
+    (tmp_path / "foreign.c").write_text(
+        'struct __sk_buff;\n__attribute__((section("tc"), used)) int goes_on(struct __sk_buff *skb) { return -1; }\n'
+        'char LICENSE[] __attribute__((section("license"), used)) = "GPL";\n'
+    )
+    made = tmp_path / "foreign.o"
+    subprocess.run(["clang", "-O2", "-g", "-target", "bpf", "-c", tmp_path / "foreign.c", "-o", made], check=True)
+    with Object.open(made) as unloaded, unloaded.load() as loaded:
+        program = loaded.programs["goes_on"].fd
+        pin = pins(node).parent / "foreign"
+        node.namespace.start(put, program, pin).result()
+        yield tcx.described(program)["prog_id"]
+        pin.unlink()
+
+
+def put(program: int, pin: Path) -> None:
+    link = tcx.attach(program, socket.if_nametoindex("eth0"), tcx.INGRESS, tcx.AFTER)
+    tcx.pin(link, pin)
+    os.close(link)
+
+
+def pins(node: Node) -> Path:
+    return tcx_directory(node.agent.directory / "bpf", node.agent.directory)
+
+
+def said(node: Node) -> set[str]:
+    """What is told of meters beside the pins."""
+    return {name for name in os.listdir(pins(node)) if name.startswith("meter-")}
+
+
+def chains(node: Node) -> dict[int, list[str]]:
+    """Names of the programs at ingress of every device."""
+    return {
+        index: [program_info(number).name for number in node.namespace.call(tcx.chain, index, tcx.INGRESS)]
+        for index, _ in node.namespace.call(socket.if_nameindex)
+    }
+
+
+def redirects(node: Node, bpf_objects: Path) -> dict[int, int]:
+    """How the fast path sends by each device."""
+    with Object.open(bpf_objects / "tc.bpf.o") as unset:
+        layout = unset.btf.struct("node_device")
+    table = Map.open_pinned(node.agent.pin("devices"))
+    try:
+        return {int.from_bytes(key, sys.byteorder): layout.unpack(value)["redirect"] for key, value in table.items()}
+    finally:
+        table.close()
+
+
+def with_meters(chain: list[str]) -> list[str]:
+    return ["meter_l3" if chain[0] == "tc_l3" else "meter_ethernet", *chain] if chain else []
+
+
+def test_the_agent_leaves_the_meters_before_its_programs(node: Node, foreign: int, bpf_objects: Path) -> None:
+    # The foreign program is seen at the next look.
+    time.sleep(LOOK_SECONDS + 0.5)
+    chain, redirect = chains(node), redirects(node, bpf_objects)
+    device = next(index for index, name in node.namespace.call(socket.if_nameindex) if name == "eth0")
+    assert chain[device] == ["tc_ethernet", "goes_on"]
+    assert redirect[device] == 0
+    assert any(redirect.values()), "the others are open"
+    with watching(node):
+        assert len(said(node)) == 2
+        end = time.monotonic() + 2 * LOOK_SECONDS
+        while time.monotonic() < end:
+            assert chains(node) == {index: with_meters(names) for index, names in chain.items()}
+            assert redirects(node, bpf_objects) == redirect
+            time.sleep(0.3)
+    assert "attaching it again" not in node.agent.log()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_said_of_meters_that_are_gone(node: Node, number: int) -> None:
+    """What a killed one leaves is removed by the next."""
+    with watching(node) as seen:
+        first = said(node)
+        assert len(first) == 2
+        seen.process.send_signal(number)
+        seen.process.wait(20)
+    wait_until(lambda: not any("meter" in name for names in chains(node).values() for name in names), "they are gone")
+    if number == signal.SIGINT:
+        assert said(node) == set()
+    with watching(node):
+        assert len(said(node)) == 2
+        assert said(node).isdisjoint(first)

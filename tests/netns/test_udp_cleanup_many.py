@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stale UDP flows among ten thousand: exactly those are deleted, by ctnetlink alone, and soon."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pyebpf_proxy.datapath.connections import ctnetlink
+from pyebpf_proxy.datapath.connections.create import Entry, create_now
+from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup
+from pyebpf_proxy.lab.namespace import Namespace
+from pyebpf_proxy.services.model import Family, Protocol
+
+pytestmark = pytest.mark.needs_netns
+
+FLOWS = 10_000
+ADDRESSES = {
+    Family.IPV4: tuple(bytes([10, n, 0, 1]) for n in range(4)),
+    Family.IPV6: tuple(bytes([0xFD, n]) + bytes(13) + b"\1" for n in range(4)),
+}
+
+
+@pytest.fixture
+def namespace() -> Iterator[Namespace]:
+    namespace = Namespace(f"pep-udp-{os.getpid()}")
+    namespace.create()
+    yield namespace
+    namespace.remove()
+
+
+class _Services:
+    """A service port with one serving endpoint."""
+
+    def __init__(self, frontend: bytes, serving: bytes) -> None:
+        self._frontend, self._serving = frontend, serving
+
+    def __bool__(self) -> bool:
+        return True
+
+    def is_stale(self, family: Family, destination: tuple[bytes, int], endpoint: tuple[bytes, int]) -> bool:
+        return destination == (self._frontend, 53) and endpoint != (self._serving, 5353)
+
+
+def _course(family: Family, stale_each: int) -> tuple[set[int], list[Cleaned], float, set[int]]:
+    """Clients' ports of the stale flows, what was done and how long it took, ports of the flows that are left."""
+    client, frontend, gone, serving = ADDRESSES[family]
+    stale = set(range(1024, 1024 + FLOWS, stale_each))
+    create_now(
+        Entry(Protocol.UDP, (client, port), (frontend, 53), (gone if port in stale else serving, 5353))
+        for port in range(1024, 1024 + FLOWS)
+    )
+    cleanup = UdpCleanup(lambda cookie, place: None)
+    cleanup._services = _Services(frontend, serving)  # type: ignore[assignment]
+    begin = time.monotonic()
+    done = cleanup.clean_now()
+    seconds = time.monotonic() - begin
+    return stale, done, seconds, {_client_port(flow) for flow in ctnetlink.udp_flows(family)}
+
+
+def _client_port(flow: ctnetlink.Flow) -> int:
+    answer = ctnetlink.read_tuple(flow.key, 4, len(flow.key))
+    assert answer is not None
+    return int.from_bytes(answer.destination_port, "big")
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("stale_each", [10, 1], ids=["a tenth", "all"])
+@pytest.mark.parametrize("family", list(Family), ids=lambda family: family.name)
+def test_exactly_the_stale_ones_and_soon(namespace: Namespace, family: Family, stale_each: int) -> None:
+    stale, done, seconds, left = namespace.call(_course, family, stale_each)
+    print(f"{len(stale)} of {FLOWS} in {seconds * 1000:.0f} ms")
+    assert left == set(range(1024, 1024 + FLOWS)) - stale
+    assert {cleaned.family: cleaned.flows for cleaned in done}[family] == len(stale)
+    assert seconds < 1.0

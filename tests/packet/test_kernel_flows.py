@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flows of the kernel's that the table knows: learned from packets that leave, and confirmed by them each second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fast_world import (
+    FAR,
+    NODE_MAC,
+    REDIRECT,
+    SECOND,
+    Flow,
+    device,
+    drop_records,
+    fast_node,
+    now,
+    one_cpu,
+    permits,
+    records,
+    taken,
+    wipe_reasons,
+)
+from scapy.layers.l2 import Dot1Q, Ether
+from scapy.packet import Packet
+from test_young_flows import options
+from world import GO_ON, World
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+CONFIRM = 3
+
+
+@pytest.fixture
+def fast(node: World) -> Iterator[World]:
+    with one_cpu():
+        yield fast_node(node)
+
+
+def learned(world: World, protocol: str = "tcp", **ends: Any) -> Flow:
+    """Known, and confirmed both ways."""
+    flow = Flow(world, protocol, **ends)
+    flow.through(reply=True)
+    if not flow.entries():
+        flow.through(reply=True)
+    assert flow.entries() == [False, True], world.reasons()
+    for _ in range(10):
+        flow.through()
+        # A machine that stands still for 20 ms makes the record too old.
+        if flow.link()["mtu"]:
+            break
+    for reply in (False, True):
+        flow.write(reply, confirmed_until=now() + 3600 * SECOND)
+    wipe_reasons(world)
+    return flow
+
+
+MASQUERADED = {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "snat_port": 50000}
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("ends", [{}, MASQUERADED], ids=["own address", "masqueraded"])
+def test_packets_are_rewritten_whole(fast: World, protocol: str, ends: dict[str, Any]) -> None:
+    flow = learned(fast, protocol, **ends)
+    for size in (0, 1, 1000):
+        for reply in (False, True):
+            found = flow.run(reply, flow.frame(reply, size=size))
+            assert found.retval == REDIRECT, fast.reasons()
+            assert found.data == bytes(flow.expected(reply, size=size))
+    assert fast.reasons() == {"FLOW_HIT": 6}
+
+
+def test_tcp_is_learned_from_the_second_packet_of_the_endpoint(fast: World) -> None:
+    flow = Flow(fast)
+    assert flow.through(reply=True, flags="SA")["learn"] == 0
+    assert flow.through(reply=True) == {}, "it may end with this one"
+    assert flow.entries() == []
+    assert flow.through(reply=True)["learn"] == 1
+    assert flow.entries() == [False, True]
+    assert fast.reasons() == {"FLOW_LEARNED": 1}
+    entry = flow.entry(True)
+    assert entry is not None
+    assert (entry["young"], entry["reply"]) == (0, 1)
+    assert now() < entry["confirmed_until"] <= now() + SECOND
+    assert flow.entry()["confirmed_until"] == 0, "how the client's packets leave was not seen"  # type: ignore[index]
+
+
+def test_udp_is_learned_from_its_first_datagram(fast: World) -> None:
+    flow = Flow(fast, "udp")
+    flow.through(new=True)
+    assert flow.entries() == [False, True]
+    assert flow.entry()["confirmed_until"] == 0  # type: ignore[index]
+    flow.through()
+    assert flow.run().retval == REDIRECT
+    assert flow.run(reply=True).retval == GO_ON
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_replies_that_are_not_translated_are_asked_about_once_a_second(fast: World, protocol: str) -> None:
+    flow = Flow(fast, protocol)
+    asked = 0
+    for _ in range(40):
+        assert flow.run(reply=True).retval == GO_ON
+        record = taken(fast)
+        if record:
+            asked += 1
+            frame = flow.packet("remote", "pod", 8080, 40000, NODE_MAC, FAR, hops=63)
+            flow.leave(frame, record["number"], reply=True)
+    # Two or three at first, and then one with each second that began meanwhile.
+    assert 1 <= asked <= 6
+    assert flow.entries() == []
+    assert not fast.reasons()["FLOW_LEARNED"]
+
+
+def test_who_is_no_endpoint_is_not_asked_about(fast: World) -> None:
+    flow = Flow(fast, endpoint="local")
+    for _ in range(3):
+        assert flow.run(reply=True).retval == GO_ON
+        assert records(fast) == []
+
+
+def test_a_marked_packet_is_not_learned_from(fast: World) -> None:
+    flow = Flow(fast, "udp")
+    for _ in range(3):
+        flow.run(reply=True, mark=7)
+        assert records(fast) == []
+
+
+# ---- confirmation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+def test_each_second_netfilter_sees_a_packet(fast: World, reply: bool) -> None:
+    flow = learned(fast)
+    flow.write(reply, confirmed_until=now() - 1)
+    record = flow.through(reply)
+    assert record["kind"] == CONFIRM
+    entry = flow.entry(reply)
+    assert entry is not None
+    assert now() < entry["confirmed_until"] <= now() + SECOND
+    assert fast.reasons() == {"STACK_NOT_CONFIRMED": 1, "FLOW_CONFIRMED": 1}
+    assert flow.run(reply).retval == REDIRECT
+
+
+def test_a_new_generation_is_confirmed_at_once(fast: World) -> None:
+    flow = learned(fast)
+    fast.say_of_fast_path(generation=2)
+    for reply in (False, True):
+        assert flow.through(reply)["kind"] == CONFIRM
+        assert flow.run(reply).retval == REDIRECT
+
+
+def unconfirmed(world: World) -> Flow:
+    flow = learned(world)
+    for reply in (False, True):
+        flow.write(reply, confirmed_until=0)
+    return flow
+
+
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "another endpoint": {"endpoint": "local"},
+    "another port of the endpoint": {"endpoint_port": 8081},
+    "another source": {"masquerade": "node"},
+    "another source port": {"snat_port": 50001},
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_flow_that_is_translated_in_another_way_is_forgotten(fast: World, name: str) -> None:
+    flow = unconfirmed(fast)
+    assert flow.run().retval == GO_ON
+    left = Flow(**{**flow.__dict__, **OTHERWISE[name]}).expected()
+    flow.leave(left, taken(fast)["number"])
+    assert flow.entries() == []
+    assert fast.reasons()["FLOW_CHANGED"] == 1
+
+
+def test_a_neighbours_new_address_is_followed(fast: World) -> None:
+    flow = unconfirmed(fast)
+    flow.run()
+    left = flow.expected()
+    left[Ether].dst = "02:00:00:00:0f:02"
+    flow.leave(left, taken(fast)["number"])
+    assert flow.link()["mac_to"].hex(":") == "02:00:00:00:0f:02"
+    found = flow.run()
+    assert (found.retval, found.data) == (REDIRECT, bytes(left))
+
+
+def test_another_way_out_is_followed(fast: World) -> None:
+    flow = unconfirmed(fast)
+    device(fast, "pods", mtu=1400)
+    flow.run()
+    flow.leave(flow.expected(), taken(fast)["number"], by="pods")
+    link = flow.link()
+    assert (link["device"], link["mtu"]) == (fast.devices["pods"], 1400)
+    assert flow.run().retval == REDIRECT
+
+
+def test_by_an_excluded_device_nothing_is_sent(fast: World) -> None:
+    flow = unconfirmed(fast)
+    device(fast, "nic", redirect=0)
+    for _ in range(2):
+        assert flow.through()["kind"] == CONFIRM
+
+
+STALE: dict[str, dict[str, Any]] = {
+    "an old record": {"age": 30_000_000},
+    "came by another device": {"came_by": "nic"},
+    "of no known device": {"by": "lo"},
+}
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_a_stale_or_forged_record_confirms_nothing(fast: World, name: str) -> None:
+    flow = unconfirmed(fast)
+    flow.run()
+    fast.devices["lo"] = 1
+    try:
+        flow.leave(flow.expected(), taken(fast)["number"], **STALE[name])
+    finally:
+        del fast.devices["lo"]
+    assert flow.entry()["confirmed_until"] == 0  # type: ignore[index]
+    assert not fast.reasons()["FLOW_CONFIRMED"]
+
+
+def test_another_number_confirms_nothing(fast: World) -> None:
+    flow = unconfirmed(fast)
+    flow.run()
+    flow.leave(flow.expected(), taken(fast)["number"] ^ 0x40)
+    assert flow.entry()["confirmed_until"] == 0  # type: ignore[index]
+
+
+def test_a_packet_of_another_protocol_confirms_nothing(fast: World) -> None:
+    flow = unconfirmed(fast)
+    flow.run()
+    other = Flow(**{**flow.__dict__, "protocol": "udp"})
+    other.leave(other.expected(), taken(fast)["number"])
+    assert flow.entries() == [False, True]
+    assert flow.entry()["confirmed_until"] == 0  # type: ignore[index]
+
+
+# ---- to the kernel ----------------------------------------------------------------------------------
+
+
+def tagged(flow: Flow) -> Packet:
+    frame = flow.frame()
+    below = frame[Ether].payload
+    frame[Ether].remove_payload()
+    return frame / Dot1Q(vlan=0, prio=3) / below
+
+
+UNUSUAL = {
+    "options": (options, "STACK_OPTIONS"),
+    "the last hop": (lambda flow: flow.frame(hops=1), "STACK_HOPS"),
+    "too big": (lambda flow: flow.frame(size=1500), "STACK_TOO_BIG"),
+    "a priority tag": (tagged, ""),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_asks_for_the_kernel_gets_it(fast: World, name: str) -> None:
+    make, reason = UNUSUAL[name]
+    flow = learned(fast)
+    frame = make(flow)
+    found = flow.run(frame=frame)
+    assert (found.retval, found.data) == (GO_ON, bytes(frame))
+    if reason:
+        assert fast.reasons() == {reason: 1}
+    assert flow.run().retval == REDIRECT, "the next one is sent"
+
+
+def test_a_mark_of_somebodys_is_for_the_kernels_rules(fast: World) -> None:
+    flow = learned(fast)
+    assert flow.run(mark=7).retval == GO_ON
+    assert fast.reasons() == {"STACK_NOT_PLAIN": 1}
+
+
+@pytest.mark.parametrize("flags", ["FA", "R", "RA", "S", "SA"])
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+def test_the_kernel_hears_of_the_end_and_is_asked_again(fast: World, flags: str, reply: bool) -> None:
+    flow = learned(fast)
+    frame = flow.frame(reply, flags=flags)
+    found = flow.run(reply, frame)
+    assert (found.retval, found.data) == (GO_ON, bytes(frame))
+    assert fast.reasons()["STACK_ENDING"] == 1
+    drop_records(fast)
+    for direction in (False, True):
+        assert flow.through(direction)["kind"] == CONFIRM
+
+
+def test_the_agent_is_dead(fast: World) -> None:
+    flow = learned(fast)
+    fast.say_of_fast_path(alive=-1)
+    assert flow.run().retval == GO_ON
+    assert fast.reasons() == {"STACK_NO_AGENT": 1}
+
+
+def test_the_family_is_closed(fast: World) -> None:
+    flow = learned(fast)
+    fast.say_of_fast_path(**{f"closed{fast.family}": fast.object.btf.enum("reason")["STACK_RULES"]})
+    assert flow.run().retval == GO_ON
+    assert fast.reasons() == {"STACK_RULES": 1}
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
+@pytest.mark.parametrize("flags", ["A", "R", "S"])
+def test_from_another_device_nothing_is_touched(fast: World, reply: bool, flags: str) -> None:
+    flow = learned(fast)
+    before = [flow.entry(False), flow.entry(True)]
+    flow.run(reply, flow.frame(reply, flags=flags), by="pods" if reply else "nic")
+    assert [flow.entry(False), flow.entry(True)] == before
+    assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
+
+
+def test_a_datagram_for_an_endpoint_that_is_gone_forgets_the_flow(fast: World) -> None:
+    flow = Flow(fast, "udp")
+    flow.through(new=True)
+    fast.endpoint("remote", 2, present=False)
+    fast.say_of_fast_path(generation=2)
+    flow.run()
+    assert flow.entries() == []
+
+
+def test_permits_and_flows_are_of_their_own(fast: World) -> None:
+    learned(fast)
+    assert permits(fast) == []

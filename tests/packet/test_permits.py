@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Permits: which new flows may be young, and what is no proof of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fast_world import (
+    NEW,
+    REDIRECT,
+    SECOND,
+    SNAT_PORTS,
+    Flow,
+    device,
+    drop_records,
+    fast_node,
+    now,
+    one_cpu,
+    permits,
+    records,
+    taken,
+    write_permits,
+    write_record,
+)
+from world import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, World
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+
+@pytest.fixture
+def fast(node: World) -> Iterator[World]:
+    with one_cpu():
+        yield fast_node(node)
+
+
+def pair(world: World, protocol: str = "tcp", first: int = 41000) -> tuple[Flow, Flow]:
+    return Flow(world, protocol, sport=first), Flow(world, protocol, sport=first + 1)
+
+
+def masqueraded(world: World, sport: int = 40000, **more: str) -> Flow:
+    """From outside to a VIP."""
+    ends = {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "exit": "nic", **more}
+    return Flow(world, sport=sport, snat_port=50000, **ends)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_from_the_second_new_flow_on(fast: World, protocol: str) -> None:
+    for each, seen in zip(pair(fast, protocol), (0, 1), strict=True):
+        each.through(flags="S", new=True)
+        assert len(permits(fast)) == seen
+    ((key, permit),) = permits(fast)
+    assert (key["device"], key["port"], key["masquerade"]) == (fast.devices["pods"], 8080, 0)
+    assert key["client"][: len(fast.packed("pod"))] == fast.packed("pod")
+    assert key["endpoint"][: len(fast.packed("remote"))] == fast.packed("remote")
+    assert now() < permit["until"] <= now() + SECOND
+    assert permit["back_until"] == 0, "nobody has seen an answer"
+    assert fast.reasons()["PERMIT_GRANTED"] == 1
+
+
+def test_sightings_are_of_the_last_second(fast: World) -> None:
+    first, second = pair(fast)
+    first.open_slowly()
+    sightings = fast.object.maps["sightings"]
+    for key, value in list(sightings.items()):
+        number = int.from_bytes(value, "little")
+        if number:
+            # Three seconds ago: the time is above the count's eight bits.
+            sightings.update(key, (number - (3 << 8)).to_bytes(8, "little"))
+    second.open_slowly()
+    assert permits(fast) == []
+
+
+def test_each_source_is_seen_by_itself(fast: World) -> None:
+    for number in range(20):
+        Flow(fast, client=f"caller{number}").open_slowly()
+    assert permits(fast) == []
+
+
+def test_a_packet_that_begins_no_flow_of_conntracks_grants_nothing(fast: World) -> None:
+    for each in pair(fast):
+        each.through(flags="S")
+    assert permits(fast) == []
+
+
+NO_PROOF = {
+    "to another address": {"endpoint": "local"},
+    "to another port": {"endpoint_port": 8081},
+    "from another address": {"masquerade": "node"},
+    "from another port": {"snat_port": 50000},
+}
+
+
+@pytest.mark.parametrize("name", NO_PROOF)
+def test_who_leaves_in_another_way_gets_no_permit(fast: World, name: str) -> None:
+    for each in pair(fast):
+        each.run(frame=each.frame(flags="S"))
+        record = taken(fast)
+        left = Flow(**{**each.__dict__, **NO_PROOF[name]})
+        left.leave(left.expected(flags="S"), record["number"], new=True)
+    assert permits(fast) == []
+
+
+STALE = {
+    "an old record": {"age": 30_000_000},
+    "came by another device": {"came_by": "nic"},
+    "of no known device": {"by": "lo"},
+}
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_a_stale_or_forged_record_proves_nothing(fast: World, name: str) -> None:
+    fast.devices["lo"] = 1
+    try:
+        for each in pair(fast):
+            each.run(frame=each.frame(flags="S"))
+            found = each.leave(each.expected(flags="S"), taken(fast)["number"], new=True, **STALE[name])
+            assert found.retval == GO_ON
+            drop_records(fast)
+    finally:
+        del fast.devices["lo"]
+    assert permits(fast) == []
+
+
+def test_a_number_that_names_no_record_proves_nothing(fast: World) -> None:
+    for each in pair(fast):
+        each.run(frame=each.frame(flags="S"))
+        number = taken(fast)["number"]
+        # The same place, another number.
+        each.leave(each.expected(flags="S"), number ^ 0x40, new=True)
+        assert records(fast), "the record is another packet's"
+        drop_records(fast)
+    assert permits(fast) == []
+
+
+def test_a_record_is_used_once(fast: World) -> None:
+    first, second = pair(fast)
+    first.run(frame=first.frame(flags="S"))
+    number = taken(fast)["number"]
+    for _ in range(3):
+        first.leave(first.expected(flags="S"), number, new=True)
+    assert records(fast) == []
+    assert permits(fast) == []
+    second.open_slowly()
+    assert len(permits(fast)) == 1
+
+
+@pytest.mark.parametrize(("tos", "priority"), [(0, 0), (0x08, 2), (0x10, 6), (0x18, 4)])
+def test_the_priority_is_what_the_kernel_would_have_set(fast: World, tos: int, priority: int) -> None:
+    flow = Flow(fast)
+    flow.run(frame=flow.frame(flags="S", tos=tos))
+    left = flow.expected(flags="S", tos=tos)
+    found = flow.leave(left, taken(fast)["number"], new=True)
+    assert found.skb is not None
+    assert (found.retval, found.data) == (GO_ON, bytes(left))
+    assert found.skb.priority == (priority if fast.family == 4 else 0)
+
+
+def test_other_peoples_priorities_stay(fast: World) -> None:
+    flow = Flow(fast)
+    flow.run(frame=flow.frame(flags="S"))
+    found = flow.leave(flow.expected(flags="S"), taken(fast)["number"], priority=NEW + 1)
+    assert found.skb is not None
+    assert found.skb.priority == NEW + 1
+
+
+# ---- the way back -----------------------------------------------------------------------------------
+
+
+def test_an_answer_completes_the_permit(fast: World) -> None:
+    flow = Flow(fast)
+    for each in pair(fast):
+        each.open_slowly()
+    assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON, "no answer was seen"
+    drop_records(fast)
+    each.through(reply=True, flags="SA")
+    ((_, permit),) = permits(fast)
+    assert permit["device_back"] == fast.devices["nic"]
+    assert now() < permit["back_until"] <= now() + 3 * SECOND
+    for reply in each.entries():
+        entry = each.entry(reply)
+        assert entry is not None
+        assert not entry["confirmed_until"], "a SYN-ACK confirms no flow"
+    assert flow.run(frame=flow.frame(flags="S")).retval == REDIRECT
+
+
+def test_an_answer_that_is_not_translated_completes_nothing(fast: World) -> None:
+    first, second = pair(fast)
+    for each in (first, second):
+        each.open_slowly()
+    second.run(reply=True, frame=second.frame(reply=True, flags="SA"))
+    second.leave(second.frame(reply=True, flags="SA"), taken(fast)["number"], reply=True)
+    ((_, permit),) = permits(fast)
+    assert permit["back_until"] == 0
+
+
+# ---- who has none -----------------------------------------------------------------------------------
+
+
+def refused(world: World, flow: Flow) -> dict[str, int]:
+    """The reasons why this flow is not young; it is handed to netfilter with its endpoint."""
+    found = flow.run(frame=flow.frame(flags="S"))
+    assert found.skb is not None
+    assert found.retval == GO_ON
+    tag = PRIORITY_MASQUERADE if flow.masquerade else PRIORITY_BACKEND
+    assert found.skb.priority & 0xFF000000 == tag
+    assert flow.entries() == []
+    assert [record["kind"] for record in records(world)] == [1]
+    return world.reasons()
+
+
+def test_the_pair_with_a_permit(fast: World) -> None:
+    flow = Flow(fast)
+    flow.permit()
+    flow.open_young()
+    assert fast.reasons() == {"NEW_FLOW_FAST": 1, "FLOW_HIT": 1}
+
+
+OTHERS = {
+    "another device": {"entrance": "nic"},
+    "another source": {"client": "caller1"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_permit_is_for_its_pair_alone(fast: World, name: str) -> None:
+    Flow(fast).permit()
+    assert refused(fast, Flow(fast, **OTHERS[name])) == {"NEW_FLOW_NETFILTER": 1, "SLOW_NO_PERMIT": 1}  # type: ignore[arg-type]
+
+
+def test_a_permit_is_for_its_endpoint_port_alone(fast: World) -> None:
+    Flow(fast).permit()
+    fast.service(["remote"], service=3, port=81, node_port=30081, target_port=9090)
+    other = Flow(fast, port=81, endpoint_port=9090)
+    assert refused(fast, other) == {"NEW_FLOW_NETFILTER": 1, "SLOW_NO_PERMIT": 1}
+
+
+def test_a_permit_is_for_its_protocol_alone(fast: World) -> None:
+    Flow(fast).permit()
+    assert refused(fast, Flow(fast, "udp"))["SLOW_NO_PERMIT"] == 1
+
+
+def test_a_permit_is_for_masqueraded_flows_or_for_others(fast: World) -> None:
+    flow = masqueraded(fast)
+    flow.permit()
+    ((key, permit),) = permits(fast)
+    assert key["masquerade"] == 1
+    assert permit["snat"][: len(fast.packed("node"))] == fast.packed("node")
+    flow.open_young()
+    low, high = SNAT_PORTS
+    assert low <= flow.snat_port <= high
+    assert flow.entries() == [False, True]
+    # The same permit, for flows that are not.
+    layout, of = fast.object.btf.struct("permit_key"), fast.object.maps["permits"]
+    ((packed, value),) = of.items()
+    of.delete(packed)
+    of.update(layout.pack(**{**key, "masquerade": 0}), value)
+    assert refused(fast, masqueraded(fast, sport=40001))["SLOW_NO_PERMIT"] == 1
+
+
+@pytest.mark.parametrize("field", ["until", "back_until"])
+def test_a_permit_ends(fast: World, field: str) -> None:
+    flow = Flow(fast)
+    flow.permit()
+    write_permits(fast, **{field: now() - 1})
+    assert refused(fast, flow)["SLOW_NO_PERMIT"] == 1
+
+
+def test_a_new_ruleset_voids_permits(fast: World) -> None:
+    flow = Flow(fast)
+    flow.permit()
+    fast.say_of_fast_path(permit_generation=2)
+    assert refused(fast, flow)["SLOW_NO_PERMIT"] == 1
+
+
+def test_an_excluded_device(fast: World) -> None:
+    flow = Flow(fast)
+    device(fast, "nic", redirect=0)
+    flow.permit()
+    assert refused(fast, flow) == {"NEW_FLOW_NETFILTER": 1, "STACK_DEVICE": 1}
+
+
+def test_most_datagrams_of_a_pair_proven_lately_leave_no_record(fast: World) -> None:
+    """In a flood without answers the observer would learn nothing from them."""
+    flow = Flow(fast, "udp")
+    flow.permit()
+    write_permits(fast, back_until=now() - 1)
+    assert refused(fast, flow)["SLOW_NO_PERMIT"] == 1
+    of, key = fast.object.maps["recent_next"], (1).to_bytes(4, "little")
+    for _ in range(3):
+        write_record(fast, records(fast)[0]["number"], number=0)
+        used_up = (now() // 10**9 & 0xFFFFF) << 12 | 1024
+        of.update(key, used_up.to_bytes(8, "little") * len(of.lookup_cpus(key) or []))
+        flow.run()
+        if not records(fast):
+            break
+    assert records(fast) == []
+    # The proof is to be renewed in time.
+    write_permits(fast, until=now() + 400_000_000)
+    assert refused(fast, flow)["SLOW_NO_PERMIT"] >= 3
+
+
+def test_a_record_says_who_came_in(fast: World) -> None:
+    flow = Flow(fast)
+    flow.run(frame=flow.frame(flags="S"))
+    record = taken(fast)
+    assert record["key"] == flow.key()
+    assert (record["device"], record["ip_device"]) == (fast.devices["pods"],) * 2
+    assert (record["backend"], record["service"]) == (fast.backend_ids["remote", 1], 1)
+    assert record["mac_from"].hex(":") == "02:00:00:00:0c:01"
+    write_record(fast, record["number"], number=0)

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Young flows written by hand become the kernel's: the real programs, and the real connection table."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from struct import Struct
+
+import pytest
+from world import _libc, enter_namespace
+
+from pyebpf_proxy.datapath.connections import create, promotion
+from pyebpf_proxy.datapath.connections.create import Entry, Outcome
+from pyebpf_proxy.datapath.connections.promotion import Promoter
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import Map
+from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
+from pyebpf_proxy.see import flows, young
+from pyebpf_proxy.services.model import Protocol
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+SECOND = 10**9
+CLIENT = {4: "10.244.1.9", 6: "fd00:10:244:1::9"}
+FRONTEND = {4: "10.96.0.10", 6: "fd00:10:96::10"}
+ENDPOINT = {4: "10.244.2.5", 6: "fd00:10:244:2::5"}
+NODE = {4: "10.0.0.1", 6: "fd00:10::1"}
+
+
+@pytest.fixture(scope="module")
+def loaded(bpf_objects: Path) -> Iterator[Loaded]:
+    loaded = load(Settings(netns_cookie=1, fast_path=True), objects=bpf_objects)
+    assert not loaded.why_not_fast
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture
+def namespace() -> Iterator[None]:
+    """An empty connection table."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    assert _libc.unshare(0x40000000) == 0
+    yield
+    enter_namespace(home)
+    os.close(home)
+
+
+@dataclass
+class Node:
+    """The maps with flows in them, and the promoter of these programs."""
+
+    loaded: Loaded
+    family: int
+    promoter: Promoter
+
+    def young(self, port: int, age: float = 3.0, **changes: object) -> bytes:
+        """A flow that was answered ``age`` seconds ago and since: its key. Of both entries: ``changes``."""
+        options = {"protocol": Protocol.TCP, "masqueraded": False, "closing": 0, "reply": True, "answers": 9, **changes}
+        size = 4 if self.family == 4 else 16
+
+        def padded(address: str) -> bytes:
+            return ip_address(address).packed.ljust(16, b"\0")
+
+        client = padded(CLIENT[self.family]), port
+        frontend = padded(FRONTEND[self.family]), 80
+        endpoint = padded(ENDPOINT[self.family]), 8080
+        seen = (padded(NODE[self.family]), 2000) if options["masqueraded"] else client
+        there = self._key(client, frontend, options["protocol"], size)
+        back = self._key(endpoint, seen, options["protocol"], size)
+        self._write(there, seen, endpoint, age, 0, options["closing"])
+        if options["reply"]:
+            self._write(back, frontend, client, age, 1, 0, options["answers"])
+        return there
+
+    def _key(self, source: tuple[bytes, int], destination: tuple[bytes, int], protocol: object, size: int) -> bytes:
+        return self.loaded.tc.btf.struct("flow_key").pack(
+            source=source[0],
+            destination=destination[0],
+            source_port=source[1],
+            destination_port=destination[1],
+            protocol=int(protocol),  # type: ignore[call-overload]
+            ipv6=size == 16,
+        )
+
+    def _write(
+        self,
+        key: bytes,
+        source: tuple[bytes, int],
+        to: tuple[bytes, int],
+        age: float,
+        reply: int,
+        closing: object,
+        packets: object = 9,
+    ) -> None:
+        rewrite = self.loaded.tc.btf.struct("flow_rewrite").pack(
+            source=source[0], destination=to[0], source_port=source[1], destination_port=to[1]
+        )
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        value = self.loaded.tc.btf.struct("flow").pack(
+            rewrite=rewrite,
+            started=now - int(age * SECOND),
+            last_seen=now,
+            packets=packets,
+            young=1,
+            reply=reply,
+            closing=int(bool(closing)),
+        )
+        self.loaded.maps["flows"].update(key, value)
+
+    def is_young(self, key: bytes) -> bool:
+        value = self.loaded.maps["flows"].lookup(key)
+        assert value is not None
+        return bool(self.loaded.tc.btf.struct("flow").unpack(value)["young"])
+
+    def drain(self, on: bool) -> None:
+        self.loaded.maps["fast_path"].update(bytes(4), self.loaded.tc.btf.struct("fast_path").pack(draining=int(on)))
+
+    # What is used of see.maps.Pinned:
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.loaded.maps)
+
+    @property
+    def btf(self) -> Btf:
+        return self.loaded.tc.btf
+
+    def map(self, name: str) -> Map:
+        return self.loaded.maps[name]
+
+    def packer(self, struct: str, *fields: str) -> Struct:
+        return self.btf.struct(struct).packer(*fields)
+
+    def listed(self) -> list[str]:
+        command = ["conntrack", "-L", "-f", f"ipv{self.family}"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+@pytest.fixture(params=[4, 6], ids=["IPv4", "IPv6"])
+def node(request: pytest.FixtureRequest, loaded: Loaded, namespace: None) -> Iterator[Node]:
+    node = Node(loaded, request.param, promotion.promoter(loaded.maps, loaded.tc.programs, loaded.tc.btf))
+    yield node
+    node.drain(False)
+    for key, _ in list(loaded.maps["flows"].items()):
+        loaded.maps["flows"].delete(key)
+    node.promoter.pass_now()
+
+
+@pytest.mark.parametrize("masqueraded", [False, True], ids=["own source", "masqueraded"])
+@pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
+def test_a_flow_that_is_due_becomes_the_kernels(node: Node, masqueraded: bool, protocol: Protocol) -> None:
+    key = node.young(1000, protocol=protocol, masqueraded=masqueraded)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    family = node.family
+    seen, port = (NODE[family], 2000) if masqueraded else (CLIENT[family], 1000)
+    assert f"src={CLIENT[family]} dst={FRONTEND[family]} sport=1000 dport=80 " in line
+    assert f"src={ENDPOINT[family]} dst={seen} sport=8080 dport={port} [ASSURED]" in line
+    assert not node.is_young(key)
+    statistics = node.promoter.statistics
+    assert (statistics.promoted, statistics.young, statistics.last_error) == (1, 1, "")
+    node.promoter.pass_now()
+    assert (statistics.promoted, statistics.young) == (1, 0)
+
+
+@pytest.mark.parametrize("changes", [{"age": 0.5}, {"closing": 1}, {"reply": False}], ids=["new", "closing", "half"])
+def test_what_is_not_due_stays(node: Node, changes: dict[str, object]) -> None:
+    node.young(1000, **changes)  # type: ignore[arg-type]
+    node.promoter.pass_now()
+    assert node.listed() == []
+    assert node.promoter.statistics.promoted == 0
+
+
+def test_datagrams_without_an_answer_are_new_to_the_rules(node: Node) -> None:
+    """Else a policy that is added would never count for them."""
+    key = node.young(1000, protocol=Protocol.UDP, answers=0)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert "[UNREPLIED]" in line
+    assert f"src={ENDPOINT[node.family]} dst={CLIENT[node.family]} sport=8080 dport=1000 " in line
+    assert not node.is_young(key)
+
+
+def test_a_connection_without_an_answer_ends(node: Node) -> None:
+    """Whatever its client goes on sending."""
+    key = node.young(1000, answers=0)
+    waiting = node.young(1001, age=6.0, answers=0)
+    node.promoter.pass_now()
+    assert node.is_young(key)
+    assert node.loaded.maps["flows"].lookup(waiting) is None
+    assert node.listed() == []
+
+
+def test_what_is_half_closed_and_goes_on_becomes_the_kernels(node: Node) -> None:
+    key = node.young(1000, age=5.0, closing=1)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert "FIN_WAIT" in line
+    assert not node.is_young(key)
+
+
+def test_what_ended_since_it_was_asked_for_is_passed_over(node: Node) -> None:
+    """The sweep has asked, then the flow went on: the promoter looks for itself."""
+    key = node.young(1000, reply=False)
+    node.loaded.maps["promotions"]._lib.bpf_map_update_elem(node.loaded.maps["promotions"].fd, promotion_null(), key, 0)
+    node.promoter.pass_now()
+    assert node.listed() == []
+    assert node.promoter.statistics.promoted == 0
+
+
+def promotion_null() -> object:
+    from pyebpf_proxy.datapath.loader._libbpf import ffi
+
+    return ffi.NULL
+
+
+def test_an_entry_whose_flow_ended_meanwhile_is_taken_back(node: Node) -> None:
+    """Between the kernel's answer and the program: else it would be there for five days."""
+    node.young(1000)
+    promote = node.promoter._promote
+
+    def late(key: bytes) -> bool:
+        assert len(node.listed()) == 1
+        node.loaded.maps["flows"].delete(key)
+        return promote(key)
+
+    node.promoter._promote = late
+    node.promoter.pass_now()
+    assert node.listed() == []
+    assert node.promoter.statistics.promoted == 0
+
+
+def test_a_flow_that_closes_meanwhile_does_not_stay_for_days(node: Node) -> None:
+    key = node.young(1000)
+    promote = node.promoter._promote
+
+    def closing(key: bytes) -> bool:
+        done = promote(key)
+        flow = node.loaded.tc.btf.struct("flow")
+        value = bytearray(node.loaded.maps["flows"].lookup(key) or b"")
+        value[flow.fields["closing"].offset] = 1
+        node.loaded.maps["flows"].update(key, bytes(value))
+        return done
+
+    node.promoter._promote = closing
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert "FIN_WAIT" in line
+    assert int(line.split()[2]) <= 120
+    assert not node.is_young(key)
+
+
+@pytest.mark.parametrize("what", ["to another endpoint", "straight to the endpoint", "in the frontend's name"])
+@pytest.mark.parametrize("protocol", [Protocol.TCP, Protocol.UDP], ids=["TCP", "UDP"])
+def test_an_entry_in_the_way_keeps_no_flow_young(node: Node, protocol: Protocol, what: str) -> None:
+    """Whoever could make such an entry could keep a flow where no rule sees it."""
+    client, frontend, endpoint = (
+        (ip_address(address[node.family]).packed, port)
+        for address, port in ((CLIENT, 1000), (FRONTEND, 80), (ENDPOINT, 8080))
+    )
+    other = {
+        "to another endpoint": Entry(protocol, client, frontend, (endpoint[0], 9999)),
+        "straight to the endpoint": Entry(protocol, client, endpoint, endpoint),
+        "in the frontend's name": Entry(protocol, frontend, client, client),
+    }[what]
+    create.create_now([other])
+    assert len(node.listed()) == 1
+    key = node.young(1000, protocol=protocol)
+    node.promoter.pass_now()
+    assert not node.is_young(key)
+    (line,) = node.listed()
+    assert f"src={CLIENT[node.family]} dst={FRONTEND[node.family]} sport=1000 dport=80 " in line
+    assert f"src={ENDPOINT[node.family]} dst={CLIENT[node.family]} sport=8080 dport=1000 [ASSURED]" in line
+    statistics = node.promoter.statistics
+    assert (statistics.promoted, statistics.failed, statistics.ended) == (1, {}, 0)
+
+
+def test_what_the_kernel_has_already_is_the_kernels(node: Node) -> None:
+    key = node.young(1000)
+    flow = node.promoter._flows.read(key)
+    assert flow is not None
+    create.create_now([flow.entry])
+    node.promoter.pass_now()
+    assert not node.is_young(key)
+    assert len(node.listed()) == 1
+    assert node.promoter.statistics.promoted == 1
+
+
+@pytest.mark.parametrize("node", [4], indirect=True, ids=["IPv4"])
+@pytest.mark.slow
+def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """Filled for real, of this namespace alone; the limit is the machine's and stays as it is."""
+    limit = int(Path("/proc/sys/net/netfilter/nf_conntrack_max").read_text())
+    if limit > 1 << 18:
+        pytest.skip(f"nf_conntrack_max of this machine is {limit}: too many entries to make")
+    somewhere = (ip_address(ENDPOINT[node.family]).packed, 9)
+    frontends = [(ip_address(FRONTEND[node.family]).packed[:-2] + n.to_bytes(2, "big"), 9) for n in range(256)]
+    for frontend in frontends:
+        of = [
+            Entry(Protocol.TCP, (ip_address(NODE[node.family]).packed, port), frontend, (somewhere[0], port), None)
+            for port in range(20000, 20000 + limit // 256 + 1)
+        ]
+        of = [entry._replace(endpoint=entry.frontend) for entry in of]
+        last = create.create_now(of)[-1]
+    assert last.outcome is Outcome.FULL, "the table is full"
+    key = node.young(1000)
+    with caplog.at_level("INFO"):
+        for _ in range(3):
+            node.promoter.pass_now()
+        assert node.is_young(key)
+        assert node.promoter.statistics.failed == {Outcome.FULL: 3}
+        said = [record.getMessage() for record in caplog.records]
+        assert said == ["conntrack takes no more flows, they stay in the fast path for a while"]
+        # Not for ever: no rule that is added meanwhile would see it.
+        node.young(1001)
+        node.promoter.pass_now()
+        node.promoter._clock = lambda: time.monotonic() + promotion.UNPROMOTED_SECONDS - 1
+        node.promoter.pass_now()
+        assert node.is_young(key)
+        node.promoter._clock = lambda: time.monotonic() + promotion.UNPROMOTED_SECONDS
+        node.promoter.pass_now()
+        assert list(node.loaded.maps["flows"].items()) == []
+        assert node.promoter.statistics.ended == 2
+        assert caplog.records[-1].getMessage() == "flows ended that conntrack did not take"
+        assert node.promoter._waiting == {}
+        key = node.young(1002)
+        node.promoter.pass_now()
+        assert node.is_young(key), "it has only begun to wait"
+        subprocess.run(
+            ["conntrack", "-D", "-s", NODE[node.family], "-p", "tcp", "--dport", "9", "--sport", "20000"],
+            check=True,
+            capture_output=True,
+        )
+        node.promoter.pass_now()
+    assert not node.is_young(key)
+    assert caplog.records[-1].getMessage() == "conntrack takes flows again"
+    subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("masqueraded", [False, True], ids=["own source", "masqueraded"])
+def test_flows_lists_young_ones_and_then_the_kernels(node: Node, masqueraded: bool) -> None:
+    node.young(1000, masqueraded=masqueraded)
+    node.young(1001, age=0.5, closing=1)
+    node.young(1002, reply=False)
+    found = {flow.client[1]: flow for flow in young.flows(node)}  # type: ignore[arg-type]
+    assert sorted(found) == [1000, 1001]
+    assert (found[1000].state, found[1001].state) == ("OPEN", "CLOSING")
+    assert found[1000].packets == 19
+    assert found[1000].masqueraded == masqueraded
+    assert 2.5 < time.time() - (found[1000].started or 0.0) < 10.0
+    node.promoter.pass_now()
+    assert [flow.client[1] for flow in young.flows(node)] == [1001]  # type: ignore[arg-type]
+    (kernels,) = flows.dump()
+    same = (0, 1, 2, 3, 4)
+    assert [kernels[n] for n in same] == [found[1000][n] for n in same]
+
+
+def test_draining_promotes_what_is_new_too(node: Node) -> None:
+    keys = [node.young(1000 + n, age=0.1) for n in range(3000)]
+    node.drain(True)
+    begin = time.monotonic()
+    assert asyncio.run(_drained(node, 20.0)) == 0
+    print("3000 flows drained in", time.monotonic() - begin)
+    assert not any(map(node.is_young, keys))
+    assert len(node.listed()) == 3000
+
+
+def test_draining_says_what_is_left(node: Node) -> None:
+    node.young(1000, answers=0)
+    node.drain(True)
+    assert asyncio.run(_drained(node, 0.2)) == 1
+
+
+def test_draining_promotes_what_is_half_closed(node: Node) -> None:
+    node.young(1000, age=0.1, closing=1)
+    node.drain(True)
+    assert asyncio.run(_drained(node, 20.0)) == 0
+    assert len(node.listed()) == 1
+
+
+async def _drained(node: Node, seconds: float) -> int:
+    # asyncio's own thread is made here, in this network namespace.
+    return await node.promoter.drain(seconds)
+
+
+def test_the_loop_promotes(node: Node) -> None:
+    key = node.young(1000)
+
+    async def until_promoted() -> None:
+        task = asyncio.create_task(node.promoter.run())
+        while node.is_young(key):  # noqa: ASYNC110  # The kernel has no event for it.
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(until_promoted(), 10.0))
+    assert len(node.listed()) == 1

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the agent runs: sweep_flows ends what is over and asks for promotions, promote_flow hands a flow over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from fast_world import (
+    REDIRECT,
+    Flow,
+    count_of_young,
+    end,
+    fast_node,
+    one_cpu,
+    promote,
+    sweep,
+    wipe_reasons,
+)
+from test_kernel_flows import CONFIRM, learned
+from test_young_flows import WAYS, young
+from world import GO_ON, World
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+QUOTA = 8
+
+
+@pytest.fixture
+def fast(node: World) -> Iterator[World]:
+    with one_cpu():
+        yield fast_node(node, flow_quota=QUOTA)
+
+
+def filled(world: World, entries: int) -> None:
+    """What the last sweep found."""
+    value = world.object.btf.struct("sweep_result").pack(entries=entries)
+    world.object.maps["sweep_results"].update(bytes(4), value)
+
+
+def is_swept(world: World, flow: Flow, seconds: float, entries: int = 0) -> bool:
+    flow.older(seconds)
+    filled(world, entries)
+    sweep(world)
+    gone = flow.entries() == []
+    assert gone or flow.entries() == [False, True]
+    return gone
+
+
+def answered(world: World, protocol: str = "tcp") -> Flow:
+    flow = young(world, protocol)
+    if protocol == "tcp":
+        flow.answer()
+    else:
+        assert flow.run(reply=True).retval == REDIRECT
+    wipe_reasons(world)
+    return flow
+
+
+def test_what_a_sweep_finds(fast: World) -> None:
+    flow = answered(fast)
+    # The flow that gave the permit is the kernel's, and in the table, too.
+    assert sweep(fast) == {"entries": 4, "young": 1, "ended": 0, "requested": 0}
+    flow.older(3)
+    assert sweep(fast) == {"entries": 4, "young": 1, "ended": 0, "requested": 1}
+    assert fast.promotions() == [flow.key()]
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+def test_what_is_closing_ends_after_a_second(fast: World, reply: bool) -> None:
+    flow = answered(fast)
+    flow.write(reply, closing=1)
+    assert not is_swept(fast, flow, 0.5)
+    assert not is_swept(fast, flow, 0.7), "half closed it may go on"
+    flow.write(not reply, closing=1)
+    assert is_swept(fast, flow, 0)
+    assert count_of_young(fast, "pods") == 0
+    assert fast.reasons()["YOUNG_ENDED"] == 1
+
+
+def test_an_idle_connection_does_not_end(fast: World) -> None:
+    """Its sides know it: it is the kernel's, whose timeout is long."""
+    flow = answered(fast)
+    assert not is_swept(fast, flow, 60)
+    assert fast.promotions() == [flow.key()]
+
+
+def test_a_syn_without_an_answer(fast: World) -> None:
+    flow = young(fast)
+    assert not is_swept(fast, flow, 4)
+    assert fast.promotions() == []
+    assert is_swept(fast, flow, 2)
+    assert count_of_young(fast, "pods") == 0
+
+
+@pytest.mark.parametrize(("entries", "seconds"), [(QUOTA, 30), (QUOTA + 1, 10), (2 * QUOTA + 1, 2)])
+def test_idle_datagrams_end_the_sooner_the_fuller_the_table_is(fast: World, entries: int, seconds: int) -> None:
+    flow = young(fast, "udp")
+    assert not is_swept(fast, flow, seconds - 0.5, entries)
+    assert is_swept(fast, flow, 1, entries)
+    assert count_of_young(fast, "pods") == 0
+
+
+def test_what_was_answered_and_goes_on_is_for_the_kernel(fast: World) -> None:
+    flow = answered(fast)
+    flow.older(1.5)
+    assert sweep(fast)["requested"] == 0
+    flow.older(1)
+    assert sweep(fast)["requested"] == 1
+    assert sweep(fast)["requested"] == 1, "the agent could not do it, and is asked again"
+    assert fast.promotions() == [flow.key()] * 2
+
+
+def test_a_question_and_its_answer_are_not_for_the_kernel(fast: World) -> None:
+    flow = answered(fast, "udp")
+    for _ in range(4):
+        flow.run()
+    flow.older(3)
+    assert sweep(fast)["requested"] == 0
+    # One more, just now.
+    flow.run()
+    assert sweep(fast)["requested"] == 1
+    assert fast.promotions() == [flow.key()]
+
+
+def test_draining_asks_for_all_that_were_answered(fast: World) -> None:
+    flow = answered(fast)
+    other = Flow(fast, sport=40005)
+    other.open_young()
+    assert sweep(fast)["requested"] == 0
+    fast.say_of_fast_path(draining=1)
+    assert sweep(fast)["requested"] == 1
+    assert fast.promotions() == [flow.key()]
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["the answers' left", "the client's left"])
+def test_half_a_flow_is_left_over(fast: World, reply: bool) -> None:
+    flow = answered(fast)
+    fast.object.maps["flows"].delete(flow.key(not reply))
+    flow.older(1.5)
+    sweep(fast)
+    assert flow.entries() == []
+
+
+def test_a_half_that_was_just_made_stays(fast: World) -> None:
+    """The answers' entry is written first."""
+    flow = young(fast)
+    fast.object.maps["flows"].delete(flow.key())
+    sweep(fast)
+    assert flow.entries() == [True]
+
+
+@pytest.mark.parametrize(("protocol", "seconds"), [("tcp", 3600), ("udp", 180)])
+def test_idle_flows_of_the_kernels_are_forgotten(fast: World, protocol: str, seconds: int) -> None:
+    if time.monotonic() < seconds + 60:
+        pytest.skip(f"this machine has been up for less than {seconds} s, which a flow cannot have been idle for")
+    flow = learned(fast, protocol)
+    assert not is_swept(fast, flow, seconds - 1)
+    assert is_swept(fast, flow, 2)
+    assert fast.reasons()["FLOW_FORGOTTEN"] == 2
+
+
+def test_in_a_full_table_idle_flows_of_the_kernels_are_forgotten_soon(fast: World) -> None:
+    flow = learned(fast)
+    assert is_swept(fast, flow, 3, 2 * QUOTA + 1), "nothing was sent by it"
+    flow = learned(fast)
+    for reply in (False, True):
+        flow.run(reply)
+    assert not is_swept(fast, flow, 9, 2 * QUOTA + 1)
+    assert is_swept(fast, flow, 2, 2 * QUOTA + 1)
+
+
+# ---- promotion --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["own address", "masqueraded"])
+def test_a_promoted_flow_is_the_kernels(fast: World, way: str) -> None:
+    flow = young(fast, **WAYS[way])
+    flow.answer()
+    wipe_reasons(fast)
+    assert promote(fast, flow.key()) == 1
+    assert count_of_young(fast, flow.entrance) == 0
+    for reply in (False, True):
+        entry = flow.entry(reply)
+        assert entry is not None
+        assert (entry["young"], entry["confirmed_until"]) == (0, 0)
+        assert flow.through(reply)["kind"] == CONFIRM
+        assert flow.run(reply).retval == REDIRECT
+    assert fast.reasons()["FLOW_PROMOTED"] == 1
+    assert promote(fast, flow.key()) == 0, "only once"
+    assert count_of_young(fast, flow.entrance) == 0
+
+
+def test_only_young_flows_by_the_clients_key(fast: World) -> None:
+    flow = answered(fast)
+    assert promote(fast, flow.key(reply=True)) == 0
+    assert promote(fast, Flow(fast, sport=45000).key()) == 0
+    assert flow.entry()["young"] == 1  # type: ignore[index]
+    fast.object.maps["flows"].delete(flow.key(reply=True))
+    assert promote(fast, flow.key()) == 0, "half of it is gone"
+
+
+def test_a_promoted_flows_syn_is_netfilters(fast: World) -> None:
+    flow = answered(fast)
+    promote(fast, flow.key())
+    assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON
+    assert fast.reasons()["STACK_ENDING"] == 1
+
+
+# ---- what conntrack does not take -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["own address", "masqueraded"])
+def test_a_flow_without_a_place_in_conntrack_is_ended(fast: World, way: str) -> None:
+    flow = young(fast, **WAYS[way])
+    flow.answer()
+    assert end(fast, flow.key()) == 1
+    assert flow.entries() == []
+    assert count_of_young(fast, flow.entrance) == 0
+    assert fast.reasons()["YOUNG_ENDED"] == 1
+    assert flow.run().retval == GO_ON, "its packets are netfilter's"
+    assert end(fast, flow.key()) == 0
+
+
+def test_only_young_flows_are_ended_and_by_the_clients_key(fast: World) -> None:
+    flow = answered(fast)
+    assert end(fast, flow.key(reply=True)) == 0
+    promote(fast, flow.key())
+    assert end(fast, flow.key()) == 0
+    assert flow.entries() == [False, True]

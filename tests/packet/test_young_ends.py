@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How young flows end: by a reset, by both sides' FIN, with their endpoint; and what ends none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fast_world import REDIRECT, Flow, count_of_young, fast_node, one_cpu
+from test_young_flows import young
+from world import GO_ON, PRIORITY_BACKEND, World
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+
+@pytest.fixture
+def fast(node: World) -> Iterator[World]:
+    with one_cpu():
+        yield fast_node(node)
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+def test_a_reset_in_sequence_ends_the_flow(fast: World, reply: bool) -> None:
+    flow = young(fast)
+    flow.answer()
+    frame = {"flags": "R", "size": 0, "seq": 501 if reply else 101}
+    found = flow.run(reply, flow.frame(reply, **frame))
+    assert found.retval == REDIRECT
+    assert found.data == bytes(flow.expected(reply, **frame)), "the other side hears of it"
+    assert flow.entries() == []
+    assert count_of_young(fast, "pods") == 0
+    assert fast.reasons()["YOUNG_ENDED"] == 1
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
+def test_a_forged_reset_ends_nothing(fast: World, reply: bool) -> None:
+    flow = young(fast)
+    flow.answer()
+    assert flow.run(reply, flow.frame(reply, flags="R", size=0, seq=777)).retval == REDIRECT
+    assert flow.entries() == [False, True]
+    entry = flow.entry(reply)
+    assert entry is not None
+    assert entry["closing"] == 1
+    # Acknowledgements alone say nothing; data says that the connection lives.
+    flow.run(reply, flow.frame(reply, size=0, seq=501 if reply else 101))
+    assert flow.entry(reply)["closing"] == 1  # type: ignore[index]
+    flow.run(reply, flow.frame(reply, size=10, seq=501 if reply else 101))
+    assert flow.entry(reply)["closing"] == 0  # type: ignore[index]
+
+
+def close(flow: Flow) -> None:
+    """FIN both ways, in sequence."""
+    flow.answer()
+    for reply, flags, seq, ack in ((False, "FA", 101, 501), (True, "FA", 501, 102), (False, "A", 102, 502)):
+        assert flow.run(reply, flow.frame(reply, flags=flags, size=0, seq=seq, ack=ack)).retval == REDIRECT
+
+
+def test_a_connection_that_both_have_closed_makes_room_for_the_next(fast: World) -> None:
+    flow = young(fast)
+    close(flow)
+    assert flow.entries() == [False, True]
+    assert [flow.entry(reply)["closing"] for reply in (False, True)] == [2, 2]  # type: ignore[index]
+    fast.endpoint("remote", 1, protocol="tcp")
+    found = flow.run(frame=flow.frame(flags="S", size=0, seq=9000, ack=0))
+    assert found.retval == REDIRECT
+    assert fast.reasons()["NEW_FLOW_FAST"] == 2, "it is another flow, and was decided on anew"
+    assert count_of_young(fast, "pods") == 1
+
+
+@pytest.mark.parametrize("closed", ["nobody", "the client", "a forger"])
+def test_a_syn_of_a_living_flow_goes_where_the_first_went(fast: World, closed: str) -> None:
+    flow = young(fast)
+    flow.answer()
+    if closed == "the client":
+        flow.run(frame=flow.frame(flags="FA", size=0, seq=101, ack=501))
+    if closed == "a forger":
+        for reply in (False, True):
+            flow.run(reply, flow.frame(reply, flags="FA", size=0, seq=777, ack=777))
+    made = fast.reasons()["NEW_FLOW_FAST"]
+    found = flow.run(frame=flow.frame(flags="S", size=0, seq=9000, ack=0))
+    assert (found.retval, found.data) == (REDIRECT, bytes(flow.expected(flags="S", size=0, seq=9000, ack=0)))
+    assert fast.reasons()["NEW_FLOW_FAST"] == made == 1
+
+
+def test_a_syn_to_an_endpoint_that_is_gone_gets_another(fast: World) -> None:
+    flow = young(fast)
+    flow.answer()
+    fast.service(["local"])
+    for service in (0, 1):
+        fast.endpoint("remote", service, protocol="tcp", present=False)
+    found = flow.run(frame=flow.frame(flags="S", size=0))
+    assert found.skb is not None
+    assert (found.retval, found.skb.priority) == (GO_ON, PRIORITY_BACKEND | fast.backend_ids["local", 1])
+    assert flow.entries() == []
+
+
+def test_a_datagram_for_an_endpoint_that_is_gone_gets_another(fast: World) -> None:
+    flow = young(fast, "udp")
+    fast.service(["local"], protocol="udp", service=2)
+    fast.endpoint("remote", 2, present=False)
+    assert flow.run().retval == REDIRECT, "nothing says yet that anything has changed"
+    fast.say_of_fast_path(generation=2)
+    found = flow.run()
+    assert found.skb is not None
+    assert (found.retval, found.skb.priority) == (GO_ON, PRIORITY_BACKEND | fast.backend_ids["local", 2])
+    assert flow.entries() == []
+    assert count_of_young(fast, "pods") == 0
+
+
+def test_a_datagram_of_a_living_flow_goes_on(fast: World) -> None:
+    flow = young(fast, "udp")
+    fast.say_of_fast_path(generation=2)
+    assert flow.run().retval == REDIRECT
+    assert flow.entry()["generation"] == 2  # type: ignore[index]

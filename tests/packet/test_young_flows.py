@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Young flows: in the table from their first packet on; what they become, who ends them, and what is not sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fast_world import (
+    FAR,
+    NODE_MAC,
+    REDIRECT,
+    SNAT_PORTS,
+    Flow,
+    count_of_young,
+    fast_node,
+    one_cpu,
+    records,
+    wipe_reasons,
+    write_permits,
+)
+from scapy.layers.inet import IP, UDP, IPOption_NOP
+from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt, IPv6ExtHdrFragment
+from scapy.layers.l2 import Dot1Q, Ether
+from scapy.packet import Packet, Raw
+from world import GO_ON, PRIORITY_BACKEND, SHOT, SIZES, World
+
+from pyebpf_proxy.datapath.loader.libbpf import SkBuff
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+
+@pytest.fixture
+def fast(node: World) -> Iterator[World]:
+    with one_cpu():
+        yield fast_node(node)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "own address": {},
+    "masqueraded": {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "snat_port": 50000},
+    "a NodePort, endpoint here": {
+        "client": "client",
+        "frontend": "node",
+        "port": 30080,
+        "masquerade": "pod_gateway",
+        "snat_port": 50000,
+        "entrance": "nic",
+        "exit": "pods",
+    },
+    "hairpin": {"client": "remote", "masquerade": "pod_gateway", "exit": "pods", "snat_port": 50000},
+}
+
+
+def young(world: World, protocol: str = "tcp", **ends: Any) -> Flow:
+    flow = Flow(world, protocol, **ends)
+    flow.permit()
+    flow.open_young()
+    return flow
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("way", WAYS)
+def test_packets_are_rewritten_whole(fast: World, protocol: str, way: str) -> None:
+    flow = Flow(fast, protocol, **WAYS[way])
+    flow.permit()
+    first = flow.open_young()
+    assert first.data == bytes(flow.expected(flags="S", size=0, seq=100, ack=0))
+    for size in (0, 1, 1000, 1001):
+        for reply in (True, False):
+            found = flow.run(reply, flow.frame(reply, size=size))
+            assert found.retval == REDIRECT, fast.reasons()
+            # Checksums are made anew by somebody who knows nothing of sums of differences.
+            assert found.data == bytes(flow.expected(reply, size=size))
+    assert not fast.flows(), "conntrack has not seen it"
+    assert fast.reasons() == {"NEW_FLOW_FAST": 1, "FLOW_HIT": 9}
+    for reply in (False, True):
+        entry = flow.entry(reply)
+        assert entry is not None
+        assert (entry["young"], entry["reply"], entry["backend"]) == (
+            1,
+            int(reply),
+            fast.backend_ids["remote", flow_service(flow)],
+        )
+    assert count_of_young(fast, flow.entrance) == 1
+
+
+def flow_service(flow: Flow) -> int:
+    return 2 if flow.protocol == "udp" else 1
+
+
+def test_udp_without_a_checksum_stays_without(fast: World) -> None:
+    if fast.family == 6:
+        pytest.skip("IPv6 has no UDP without a checksum")
+    flow = young(fast, "udp")
+    frame = flow.frame()
+    frame[UDP].chksum = 0
+    assert Ether(flow.run(frame=frame).data)[UDP].chksum == 0
+
+
+def test_masqueraded_flows_have_ports_of_their_own(fast: World) -> None:
+    ports = set()
+    for number in range(20):
+        flow = Flow(fast, **{**WAYS["masqueraded"], "sport": 40000 + number})
+        if not number:
+            flow.permit()
+        flow.open_young()
+        ports.add(flow.snat_port)
+    assert len(ports) == 20
+    assert min(ports) >= SNAT_PORTS[0]
+    assert max(ports) <= SNAT_PORTS[1]
+
+
+def test_no_port_is_left(node: World) -> None:
+    with one_cpu():
+        fast = fast_node(node, snat_port_min=20000, snat_port_max=20001)
+        flow = Flow(fast, **WAYS["masqueraded"])
+        flow.permit()
+        for number in range(40):
+            each = Flow(fast, **{**WAYS["masqueraded"], "sport": 42000 + number})
+            assert each.run(frame=each.frame(flags="S")).retval in (REDIRECT, GO_ON)
+        assert fast.reasons()["NEW_FLOW_FAST"] == 2
+        assert fast.reasons()["SLOW_NO_PORT"] == 38
+
+
+def test_without_a_range_masqueraded_flows_are_netfilters(node: World) -> None:
+    with one_cpu():
+        fast = fast_node(node, snat_port_min=0, snat_port_max=0)
+        flow = Flow(fast, **WAYS["masqueraded"])
+        flow.permit()
+        assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON
+        assert fast.reasons()["SLOW_NO_PORT"] == 1
+        young(fast)
+
+
+def test_a_flow_to_the_endpoint_itself_has_the_ports(fast: World) -> None:
+    """Two frontends, one client port, one endpoint: their answers could not be told apart."""
+    flow = young(fast)
+    fast.service(["remote"], service=3, port=81, node_port=30081)
+    other = Flow(fast, port=81)
+    assert other.run(frame=other.frame(flags="S")).retval == REDIRECT
+    entry = other.entry(False)
+    assert entry is not None
+    rewrite = fast.object.btf.struct("flow_rewrite").unpack(entry["rewrite"])
+    assert rewrite["source_port"] != flow.sport, "it has another port, as from netfilter"
+    assert flow.entries() == [False, True]
+
+
+# ---- who may not be young ----------------------------------------------------------------------------
+
+
+def left(world: World, flow: Flow, frame: Packet | None = None, **skb: int) -> dict[str, int]:
+    """A first packet that netfilter gets, with its endpoint; why."""
+    wipe_reasons(world)
+    found = flow.run(frame=flow.frame(flags="S") if frame is None else frame, **skb)
+    assert found.skb is not None
+    assert found.retval == GO_ON
+    assert found.skb.priority == PRIORITY_BACKEND | world.backend_ids["remote", flow_service(flow)]
+    reasons = world.reasons()
+    assert reasons.pop("NEW_FLOW_NETFILTER") == 1
+    return dict(reasons)
+
+
+def test_the_agent_is_dead(fast: World) -> None:
+    flow = young(fast)
+    fast.say_of_fast_path(alive=-1)
+    assert left(fast, Flow(fast, sport=40001)) == {"STACK_NO_AGENT": 1}
+    assert flow.run().retval == REDIRECT, "those that are there go on"
+
+
+@pytest.mark.parametrize("why", ["STACK_IPSEC", "STACK_POLICY_ROUTED", "STACK_RULES"])
+def test_the_family_is_closed(fast: World, why: str) -> None:
+    flow = young(fast)
+    number = fast.object.btf.enum("reason")[why]
+    fast.say_of_fast_path(**{f"closed{fast.family}": number})
+    assert left(fast, Flow(fast, sport=40001)) == {why: 1}
+    assert flow.run().retval == REDIRECT, "nobody else can translate its packets"
+    fast.say_of_fast_path(**{f"closed{10 - fast.family}": number})
+    Flow(fast, sport=40001).open_young()
+
+
+def test_draining(fast: World) -> None:
+    flow = young(fast)
+    fast.say_of_fast_path(draining=1)
+    assert left(fast, Flow(fast, sport=40001)) == {"STACK_DRAINING": 1}
+    assert flow.run().retval == REDIRECT
+
+
+def test_a_device_has_a_quota(node: World) -> None:
+    with one_cpu():
+        fast = fast_node(node, flow_quota=3)
+        Flow(fast).permit()
+        for number in range(3):
+            Flow(fast, sport=43000 + number).open_young()
+        assert left(fast, Flow(fast, sport=43003)) == {"SLOW_QUOTA": 1}
+        other = Flow(fast, **WAYS["masqueraded"])
+        write_permits(fast)
+        other.permit()
+        other.open_young()
+        assert count_of_young(fast, "pods") == 3
+
+
+def test_the_table_is_full(fast: World) -> None:
+    Flow(fast).permit()
+    made, sport = 0, 43000
+    frame = bytearray(bytes(Flow(fast).frame(flags="S")))
+    at = 14 + (20 if fast.family == 4 else 40)
+    for sport in range(43000, 43000 + SIZES["flows"]):
+        frame[at : at + 2] = sport.to_bytes(2, "big")
+        made += Flow(fast).run(frame=bytes(frame)).retval == REDIRECT
+    # The kernel has some elements more, one for each CPU.
+    assert SIZES["flows"] // 2 - 2 <= made <= SIZES["flows"] // 2 + 16
+    reasons = fast.reasons()
+    assert reasons["SLOW_TABLE_FULL"] == SIZES["flows"] - made
+    assert Flow(fast, sport=sport).entries() == [], "nothing is left of what had no room"
+    assert count_of_young(fast, "pods") == made
+
+
+def options(flow: Flow, **more: Any) -> Packet:
+    frame = flow.frame(**more)
+    if flow.world.family == 4:
+        frame[IP].options = [IPOption_NOP()] * 4
+        return frame
+    below = frame[IPv6].payload
+    frame[IPv6].remove_payload()
+    return frame / IPv6ExtHdrDestOpt() / below
+
+
+def tagged(flow: Flow, **more: Any) -> Packet:
+    frame = flow.frame(**more)
+    below = frame[Ether].payload
+    frame[Ether].remove_payload()
+    return frame / Dot1Q(vlan=0, prio=3) / below
+
+
+def test_what_only_the_kernel_can_do_opens_no_young_flow(fast: World) -> None:
+    Flow(fast).permit()
+    flow = Flow(fast)
+    assert left(fast, flow, options(flow, flags="S")) == {"STACK_OPTIONS": 1}
+    assert left(fast, flow, flow.frame(flags="S", hops=1)) == {"STACK_HOPS": 1}
+    assert left(fast, flow, flow.frame(flags="S", size=1500)) == {"STACK_TOO_BIG": 1}
+    assert left(fast, flow, mark=7) == {"STACK_NOT_PLAIN": 1}
+    assert flow.entries() == []
+
+
+def test_schedulers_that_count_connections_see_each(node: World) -> None:
+    with one_cpu():
+        fast = fast_node(node, scheduler=5)
+        flow = Flow(fast)
+        flow.permit()
+        assert left(fast, flow) == {"SLOW_NO_PERMIT": 1}
+
+
+def test_a_bare_ack_is_no_first_packet(fast: World) -> None:
+    flow = Flow(fast)
+    flow.permit()
+    found = flow.run()
+    assert (found.retval, found.data, flow.entries()) == (GO_ON, bytes(flow.frame()), [])
+
+
+# ---- whose packets they are --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
+@pytest.mark.parametrize("flags", ["A", "R", "FA", "S"])
+def test_from_another_device_nothing_is_touched(fast: World, reply: bool, flags: str) -> None:
+    flow = young(fast)
+    flow.answer()
+    before = [flow.entry(False), flow.entry(True)]
+    frame = flow.frame(reply, flags=flags, seq=501 if reply else 101)
+    found = flow.run(reply, frame, by="pods" if reply else "nic")
+    assert (found.retval, found.data) == (GO_ON, bytes(frame))
+    assert [flow.entry(False), flow.entry(True)] == before
+    assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
+def test_frames_for_somebody_else_are_not_the_flows(fast: World, reply: bool) -> None:
+    flow = young(fast)
+    before = [flow.entry(False), flow.entry(True)]
+    for at in range(6):
+        frame = bytearray(bytes(flow.frame(reply, flags="R")))
+        frame[at] ^= 4
+        found = flow.run(reply, bytes(frame))
+        assert (found.retval, found.data) == (GO_ON, bytes(frame)), at
+    assert [flow.entry(False), flow.entry(True)] == before
+
+
+def test_on_a_bridges_port_too(fast: World) -> None:
+    """A port sees frames for other hosts: the entry knows the address that its frames are for."""
+    flow = young(fast)
+    frame = flow.frame()
+    program = fast.object.programs["tc_bridge_port"]
+    context = SkBuff(ifindex=fast.devices["pods"])
+    assert program.test_run(bytes(frame), context).retval == REDIRECT
+    frame[Ether].dst = FAR
+    assert program.test_run(bytes(frame), context).retval == GO_ON
+
+
+# ---- what cannot be sent from here -------------------------------------------------------------------
+
+UNUSUAL = {
+    "options": (options, "STACK_OPTIONS"),
+    "the last hop": (lambda flow, **more: flow.frame(hops=1, **more), "STACK_HOPS"),
+    "too big": (lambda flow, **more: flow.frame(size=1500, **more), "STACK_TOO_BIG"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_the_clients_packet_takes_the_slow_path_to_the_same_endpoint(fast: World, name: str) -> None:
+    make, reason = UNUSUAL[name]
+    flow = young(fast)
+    fast.service(["local"])
+    frame = make(flow)
+    for _ in range(2):
+        found = flow.run(frame=frame)
+        assert found.skb is not None
+        assert (found.retval, found.data) == (GO_ON, bytes(frame))
+        assert found.skb.priority == PRIORITY_BACKEND | fast.backend_ids["remote", 1]
+    assert fast.reasons()[reason] == 2
+    assert fast.promotions() == [flow.key()], "asked once"
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_the_endpoints_packet_waits_for_the_agent(fast: World, name: str) -> None:
+    make, reason = UNUSUAL[name]
+    flow = young(fast)
+    found = flow.run(True, make(flow, reply=True))
+    assert found.retval == SHOT
+    reasons = fast.reasons()
+    assert (reasons[reason], reasons["DROP_AWAITING_PROMOTION"]) == (1, 1)
+    assert fast.promotions() == [flow.key()]
+
+
+def test_a_masqueraded_flows_packet_waits_for_the_agent(fast: World) -> None:
+    """netfilter would take another port."""
+    flow = young(fast, **WAYS["masqueraded"])
+    assert flow.run(frame=flow.frame(hops=1)).retval == SHOT
+    assert fast.promotions() == [flow.key()]
+
+
+def test_segments_that_fit_are_sent_as_one(fast: World) -> None:
+    flow = young(fast)
+    frame = flow.frame(size=2800)
+    assert flow.run(frame=frame, gso_size=1400, gso_segs=2).retval == REDIRECT
+    assert flow.run(frame=frame, gso_size=1490, gso_segs=2).retval == GO_ON
+    assert fast.reasons()["STACK_TOO_BIG"] == 1
+
+
+# ---- fragments ---------------------------------------------------------------------------------------
+
+
+def fragments(flow: Flow, reply: bool = False, number: int = 9) -> tuple[Packet, Packet, bytes]:
+    """A datagram in two, and its bytes."""
+    whole = flow.frame(reply, size=72)
+    transport = whole[UDP]
+    body = bytes(transport)
+    link = Ether(src=whole.src, dst=whole.dst)
+    return (*cut(flow.world, link / whole[Ether].payload, bytes(transport)[:40], bytes(transport)[40:], number), body)
+
+
+def cut(world: World, whole: Packet, first: bytes, later: bytes, number: int) -> tuple[Packet, Packet]:
+    link = Ether(src=whole.src, dst=whole.dst)
+    if world.family == 4:
+        old = whole[IP]
+        ip = {"src": old.src, "dst": old.dst, "ttl": old.ttl, "id": number, "proto": 17}
+        return link / IP(flags="MF", **ip) / Raw(first), link / IP(frag=5, **ip) / Raw(later)
+    old = whole[IPv6]
+    ip6 = IPv6(src=old.src, dst=old.dst, hlim=old.hlim)
+    head = {"id": number, "nh": 17}
+    return (
+        link / ip6 / IPv6ExtHdrFragment(m=1, **head) / Raw(first),
+        link / ip6 / IPv6ExtHdrFragment(offset=5, **head) / Raw(later),
+    )
+
+
+@pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
+@pytest.mark.parametrize("way", ["own address", "masqueraded"])
+def test_fragments_follow_the_first(fast: World, reply: bool, way: str) -> None:
+    flow = young(fast, "udp", **WAYS[way])
+    first, later, _ = fragments(flow, reply)
+    assert flow.run(reply, later).retval == GO_ON, "nothing is known of it yet"
+    expected = flow.expected(reply, size=72)
+    body = bytes(expected[UDP])
+    wanted = cut(fast, expected, body[:40], body[40:], 9)
+    for frame, becomes in zip((first, later), wanted, strict=True):
+        found = flow.run(reply, frame)
+        assert found.retval == REDIRECT, fast.reasons()
+        assert found.data == bytes(becomes)
+    _, another, _ = fragments(flow, reply, number=10)
+    assert flow.run(reply, another).retval == GO_ON
+
+
+def test_fragments_from_elsewhere_do_not_follow(fast: World) -> None:
+    flow = young(fast, "udp")
+    first, later, _ = fragments(flow)
+    assert flow.run(frame=first).retval == REDIRECT
+    assert flow.run(frame=later, by="nic").retval == GO_ON
+    later[Ether].dst = FAR
+    assert flow.run(frame=later).retval == GO_ON
+
+
+def test_other_traffic_is_not_touched(fast: World) -> None:
+    flow = young(fast)
+    wipe_reasons(fast)
+    frame = flow.packet("client", "elsewhere", 1234, 443, FAR, NODE_MAC)
+    found = flow.run(reply=True, frame=frame)
+    assert (found.retval, found.data, fast.reasons(), records(fast)) == (GO_ON, bytes(frame), {}, [])
+
+
+def test_off_is_off(node: World) -> None:
+    node.forget_flows()
+    node.settings = {}
+    node.load(fast_path=0, xdp=0)
+    node.service(["remote"])
+    flow = Flow(node)
+    for reply in (True, False, True):
+        found = flow.run(reply)
+        assert (found.retval, found.data) == (GO_ON, bytes(flow.frame(reply)))
+    assert node.reasons() == {}
+    assert "flows" not in node.object.maps or not list(node.object.maps["flows"].items())

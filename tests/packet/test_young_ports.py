@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One client port, two flows to one endpoint: the answers of both look the same, so the second one waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fast_world import CLIENT_MAC, NODE_MAC, REDIRECT, Flow, count_of_young, fast_node, one_cpu
+from scapy.packet import Packet
+from test_young_ends import close
+from test_young_flows import options, young
+from world import GO_ON, SHOT, World
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+
+@pytest.fixture(params=["straight to the endpoint", "by another Service"])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def fast(node: World) -> Iterator[World]:
+    with one_cpu():
+        world = fast_node(node)
+        # The endpoint is written for no Service, too, as the agent does: packets for it are looked at.
+        for protocol in ("tcp", "udp"):
+            world.endpoint("remote", 0, protocol=protocol)
+        world.service(["remote"], service=3, port=81, node_port=30081)
+        world.service(["remote"], service=4, port=81, node_port=30081, protocol="udp")
+        yield world
+
+
+def second(flow: Flow, way: str) -> Packet:
+    """The first packet of a flow that netfilter is to carry, from the port of ``flow``, to its endpoint."""
+    if way == "by another Service":
+        other = Flow(flow.world, flow.protocol, port=81, sport=flow.sport)
+        return options(other, flags="S", size=0, seq=7000)
+    ports = flow.sport, flow.endpoint_port
+    return flow.packet(flow.client, flow.endpoint, *ports, CLIENT_MAC, NODE_MAC, flags="S", size=0, seq=7000)
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_it_waits_until_the_kernel_knows_the_first(fast: World, way: str, protocol: str) -> None:
+    flow = young(fast, protocol)
+    assert flow.run(reply=True).retval == REDIRECT
+    flow.run()
+    assert flow.run(frame=second(flow, way)).retval == SHOT
+    assert fast.reasons()["DROP_AWAITING_PROMOTION"] == 1
+    assert fast.promotions() == [flow.key()]
+    assert flow.entries() == [False, True]
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_from_another_device_it_is_none_of_the_clients(fast: World, way: str, protocol: str) -> None:
+    """Who forges it must neither lose the client's packets nor have its flow promoted early."""
+    flow = young(fast, protocol)
+    flow.run()
+    frame = second(flow, way)
+    found = flow.run(frame=frame, by="nic")
+    assert (found.retval, found.data) == (GO_ON, bytes(frame))
+    assert fast.promotions() == []
+    assert fast.reasons()["DROP_AWAITING_PROMOTION"] == 0
+    assert flow.entries() == [False, True]
+
+
+def test_from_another_port_it_goes_on(fast: World, way: str) -> None:
+    flow = young(fast)
+    assert flow.run(frame=second(Flow(fast, sport=flow.sport + 1), way)).retval == GO_ON
+    assert fast.promotions() == []
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_after_the_end_of_the_first_it_goes_on(fast: World, way: str, protocol: str) -> None:
+    flow = young(fast, protocol)
+    if protocol == "tcp":
+        close(flow)
+    else:
+        assert flow.run(reply=True).retval == REDIRECT
+        flow.older(0.1)
+    assert flow.run(frame=second(flow, way)).retval == GO_ON
+    assert flow.entries() == [], "its answers would go to the first"
+    assert count_of_young(fast, "pods") == 0
+    assert fast.reasons()["CLOSING_FLOW_REPLACED"] == 1
+    assert fast.promotions() == []
+
+
+def test_a_client_that_alone_has_closed_still_waits(fast: World, way: str) -> None:
+    flow = young(fast)
+    flow.answer()
+    flow.run(frame=flow.frame(flags="FA", size=0, seq=101, ack=501))
+    assert flow.run(frame=second(flow, way)).retval == SHOT
+    assert fast.promotions() == [flow.key()]

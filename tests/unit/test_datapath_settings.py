@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which source ports the programs masquerade with, and which the kernel: nobody gives away another's."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
+from pyebpf_proxy.datapath.settings import beside_fast_path, local_ports, snat_ports
+
+
+def test_the_kernel_s_default_leaves_both_their_half() -> None:
+    ports = snat_ports((32768, 60999))
+    assert ports is not None
+    assert (ports.fast, ports.netfilter) == (range(1024, 32768), range(32768, 65536))
+
+
+def test_where_sockets_have_low_ports_the_programs_end_below() -> None:
+    ports = snat_ports((10000, 65535))
+    assert ports is not None
+    assert (ports.fast, ports.netfilter) == (range(1024, 10000), range(10000, 65536))
+    assert snat_ports((50000, 60000)) == snat_ports((32768, 60999)), "a higher range gives them no more"
+
+
+def test_with_too_few_ports_there_are_none() -> None:
+    least = snat_ports((1024 + 4096, 65535))
+    assert least is not None
+    assert len(least.fast) == 4096
+    assert snat_ports((1024 + 4095, 65535)) is None
+    assert snat_ports((1, 65535)) is None
+
+
+@given(st.tuples(st.integers(1, 65535), st.integers(1, 65535)).map(sorted))
+def test_no_port_is_in_two_parts(bounds: list[int]) -> None:
+    ports = snat_ports((bounds[0], bounds[1]))
+    if ports is None:
+        return
+    sockets = range(bounds[0], bounds[1] + 1)
+    assert max(ports.fast) < min(ports.netfilter)
+    assert max(ports.fast) < min(sockets)
+    assert len(ports.fast) >= 4096
+    assert max(ports.netfilter) == 65535
+
+
+def test_the_table_does_for_the_fast_path_what_it_needs_and_only_then() -> None:
+    made = beside_fast_path(Behaviour(0x4000, drop_invalid=True), True)
+    ports = snat_ports(local_ports())
+    assert made.prove_new
+    assert made.masquerade_ports == (None if ports is None else (ports.netfilter[0], 65535))
+    assert beside_fast_path(made, False) == Behaviour(0x4000, drop_invalid=True)
+
+
+def test_this_machine_has_a_range() -> None:
+    first, last = local_ports()
+    assert 1 <= first <= last <= 65535
