@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from . import (
@@ -16,39 +16,66 @@ from . import (
     cluster,
     commands,
     connect,
-    fast,
+    dns,
+    exchange,
     first,
     latency,
     memory,
     packet,
+    passing,
     plan,
     services,
+    stream,
     udp,
     write,
 )
-from .contenders import field
+from .contenders import OPTIONAL, WAYS, field
+from .loads import Asked
 from .measure import ROOT, Result, load_result, save, say
+from .overview import draw_overview
 from .plots import draw
 from .report import PAGE, lines, relative, write_page
 
-Figure = Callable[[bool], Result]
+Figure = Callable[[Asked], Result]
+
+
+def _plain(run: Callable[[bool], Result]) -> Figure:
+    """A figure that knows nothing of loads."""
+    return lambda asked: run(asked.quick)
+
+
 FIGURES: dict[str, Figure] = {
-    "plan": plan.run,
-    "write": write.run,
-    "change": change.run,
-    "packet": packet.run,
-    "first": first.run,
     "connect": connect.run,
-    "fast": fast.run,
+    "exchange": exchange.run,
+    "stream": stream.run,
     "latency": latency.run,
+    "dns": dns.run,
     "udp": udp.run,
+    "passing": passing.run,
+    "packet": _plain(packet.run),
     "services": services.run,
     "memory": memory.run,
-    "commands": commands.run,
-    "cluster": cluster.run,
+    "plan": _plain(plan.run),
+    "write": _plain(write.run),
+    "change": _plain(change.run),
+    "first": _plain(first.run),
+    "commands": _plain(commands.run),
+    "cluster": _plain(cluster.run),
+}
+#: Rows of the goals' table by short names, and the figures that measure them: a quick run measures these alone.
+ROWS = {
+    "crr": ("connect",),
+    "rr": ("exchange",),
+    "stream": ("stream",),
+    "latency": ("latency",),
+    "dns": ("dns",),
+    "udp": ("udp",),
+    "none": ("passing", "packet"),
+    "services": ("services",),
+    "memory": ("memory",),
 }
 #: They use the same grounds (contenders.py), which stay from one to the next.
-BESIDE = {"connect", "fast", "latency", "services"}
+BESIDE = {"connect", "exchange", "stream", "latency", "dns", "services"}
 #: Takes longer than all others: only when it is named.
 APART = {"cluster"}
 RESULTS = ROOT / "bench" / "results"
@@ -61,7 +88,15 @@ def main() -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"few repetitions, for a look: results go to {relative(QUICK_RESULTS)} and the page stays as it is",
+        help=f"only the rows, few short rounds: results go to {relative(QUICK_RESULTS)}, the page stays as it is",
+    )
+    parser.add_argument("--rows", type=_rows, default=[], metavar="ROW,…", help=f"only these of {', '.join(ROWS)}")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of loads, instead of as many as they need")
+    parser.add_argument("--seconds", type=float, metavar="S", help="of each load")
+    parser.add_argument("--ways", type=_of(WAYS), default=(), metavar="WAY,…", help=f"only these of {', '.join(WAYS)}")
+    parser.add_argument("--families", type=_of(("4", "6")), default=(), metavar="4,6", help="only this family")
+    parser.add_argument(
+        "--beside", type=_of(OPTIONAL), default=(), metavar="NAME,…", help=f"also these of {', '.join(OPTIONAL)}"
     )
     parser.add_argument("--sizes", type=_sizes, default=(), metavar="N,…", help="cluster: only with so many services")
     parser.add_argument("--rest", type=int, metavar="SECONDS", help="cluster: so long at rest")
@@ -78,14 +113,23 @@ def main() -> int:
         parser.error(str(error))
     if plan != cluster.planned(arguments.quick) and "cluster" not in arguments.figures:
         parser.error("--sizes, --rest and --many are for the figure cluster, which is to be named")
-    measured = [] if arguments.report else arguments.figures or [name for name in FIGURES if name not in APART]
+    asked = Asked(
+        arguments.quick,
+        arguments.rounds,
+        arguments.seconds,
+        arguments.ways,
+        tuple(map(int, arguments.families)),
+        arguments.beside,
+    )
+    measured = [] if arguments.report else arguments.figures + arguments.rows or _all(arguments.quick)
     if not arguments.report:
         if os.geteuid() != 0:
             print("bench needs root: it loads programs and makes network namespaces", file=sys.stderr)
             return 1
-        _measure(measured, arguments.quick, folder, FIGURES | {"cluster": _cluster(plan, folder)})
+        _measure(measured, asked, folder, FIGURES | {"cluster": _cluster(plan, folder)})
     kept = [load_result(path) for name in FIGURES if (path := folder / f"{name}.json").exists()]
     results = [result for result in kept if _drawn(result, folder, result.figure in measured)]
+    draw_overview(results, folder)
     if not arguments.quick:
         write_page(results)
         say(f"{relative(PAGE)} written")
@@ -93,6 +137,30 @@ def main() -> int:
     for line in lines(results):
         print(line)
     return 0
+
+
+def _all(quick: bool) -> list[str]:
+    """What is measured when nothing is named."""
+    if quick:
+        return [figure for figures in ROWS.values() for figure in figures]
+    return [name for name in FIGURES if name not in APART]
+
+
+def _rows(text: str) -> list[str]:
+    """The figures of these rows."""
+    return [figure for row in _of(ROWS)(text) for figure in ROWS[row]]
+
+
+def _of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """Reads names with commas between them."""
+
+    def read(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"no such name: {', '.join(unknown)}; there are {', '.join(known)}")
+        return names
+
+    return read
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -106,14 +174,14 @@ def _cluster(plan: cluster.Plan, folder: Path) -> Figure:
     """The figure cluster as it is asked for: kept after each size, beside what is kept of the others."""
     path = folder / "cluster.json"
 
-    def run(quick: bool) -> Result:
+    def run(asked: Asked) -> Result:
         kept = load_result(path) if path.exists() else None
-        return cluster.run(quick, plan, kept, lambda result: save(result, folder))
+        return cluster.run(asked.quick, plan, kept, lambda result: save(result, folder))
 
     return run
 
 
-def _measure(names: Sequence[str], quick: bool, folder: Path, figures: Mapping[str, Figure]) -> None:
+def _measure(names: Sequence[str], asked: Asked, folder: Path, figures: Mapping[str, Figure]) -> None:
     """One figure after the other; each is kept as soon as it is there."""
     try:
         for name in names:
@@ -124,7 +192,7 @@ def _measure(names: Sequence[str], quick: bool, folder: Path, figures: Mapping[s
                 continue
             begin = time.monotonic()
             say(f"{name} …")
-            path = save(figures[name](quick), folder)
+            path = save(figures[name](asked), folder)
             say(f"{relative(path)} written after {time.monotonic() - begin:.0f} s")
     finally:
         field().close()

@@ -1,60 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure: connect, one byte there, one back, reset; as often as it goes, one service loaded.
 
-Every contender in turns, from pod to pod of one node and from a client outside. Beside those of ``contenders``:
-``tracked``, no proxy, but connection tracking, as every node of Kubernetes has; ``dnat``, one rule, which is less than
-any kube-proxy does; ``beside``, with our agent to the pod itself: what flows pay that are none of its business.
+The contenders in turns, from pod to pod of one node and from a client outside, whose address stays (policy Local) or is
+masqueraded (policy Cluster).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .contenders import CONTENDERS, LIMITS, NONE, Ground, field
-from .loads import Samples, alternate, connect, latest, rows
+from .contenders import IPTABLES, NFTABLES, NONE, OURS, SLOW, SOCKET, TRACKED, USUAL, WAYS, XDP, Ground, field
+from .loads import Asked, Plan, Samples, alternate, cells, connect, latest, rows
 from .measure import Result, Row, machine
-from .proxies import NFTABLES
 
-GOALS = {
-    ("direct", NONE): 0.97,
-    ("fast", NONE): 0.97,
-    ("xdp", NONE): 0.97,
-    ("socket", NONE): 0.99,
-    ("direct", NFTABLES): 1.0,
-    ("fast", NFTABLES): 1.0,
-    ("socket", NFTABLES): 1.0,
-}
+#: Of no proxy, by the way.
+GOALS = {"pod": 1.0, "client": 1.0, "cluster": 0.95}
 PAIRS = [
-    *GOALS,
-    ("direct", "tracked"),
-    ("socket", "beside"),
-    *((each, NONE) for each in ("netfilter", "beside", "tracked", "dnat", NFTABLES, "iptables")),
+    (OURS, NONE),
+    (OURS, NFTABLES),
+    *((each, NONE) for each in (NFTABLES, IPTABLES, XDP, SLOW, SOCKET, TRACKED)),
 ]
+PLAN = Plan(rounds=11, most=25, seconds=1.0, cells=cells(tuple(WAYS)))
+QUICK = Plan(rounds=7, most=7, seconds=0.5, cells=(("pod", 4), ("pod", 6), ("client", 4), ("cluster", 4)))
 
 
-def run(quick: bool) -> Result:
-    rounds, seconds, families = (5, 0.2, (4,)) if quick else (7, 0.6, (4, 6))
-    grounds = field().grounds([name for name in CONTENDERS if name not in LIMITS])
+def run(asked: Asked) -> Result:
+    """Measure it."""
+    plan = (QUICK if asked.quick else PLAN).of(asked)
+    grounds = field().grounds((*USUAL, *asked.beside))
 
     def take(ground: Ground, way: str, family: int) -> dict[str, float]:
-        if way == "client" and ground.contender.name in ("dnat", "socket"):
-            return {}  # the rule is for the ClusterIP; outside are no sockets of ours
-        return {"rates": connect(ground, way, family, seconds)}
+        return {"rates": connect(ground, way, family, plan.seconds)} if takes_part(ground, way) else {}
 
     samples, speeds = alternate(
-        rounds, grounds, families, take, lambda number, of: f"connect {number}: {latest(of['rates'], '.0f')}"
+        plan, grounds, take, lambda number, of: f"connect {number}: {latest(of['rates'], '.0f')}"
     )
     found = samples["rates"]
     return Result(
         figure="connect",
         title="Connect, request, reset, one service",
-        quick=quick,
+        quick=asked.quick,
         machine=machine(speeds),
         rows=list(table(found)),
         samples={**found, "speed_seconds": speeds},
     )
 
 
+def takes_part(ground: Ground, way: str) -> bool:
+    """Outside are no sockets of ours, and on the way between two pods of one node is no device with XDP."""
+    return ground.contender.name != (XDP if way == "pod" else SOCKET)
+
+
 def table(samples: Samples) -> Iterator[Row]:
     """Its rows, and nothing of a contender that did not take part."""
-    yield from rows(samples, "connect-request-reset", "/s", PAIRS, GOALS)
+    for way, words in WAYS.items():
+        of = {key: each for key, each in samples.items() if key.startswith(words)}
+        yield from rows(of, "connect-request-reset", "/s", PAIRS, {(OURS, NONE): GOALS[way]})

@@ -38,12 +38,15 @@ static double cpu_seconds(void)
 static void answer(int fd)
 {
 	char byte;
+	ssize_t n = recv(fd, &byte, 1, 0);
 
 	/* The answer is sent at once; the next event is the client's reset. */
-	if (recv(fd, &byte, 1, 0) == 1 && send(fd, &byte, 1, MSG_NOSIGNAL) == 1)
+	if (n == 1 && send(fd, &byte, 1, MSG_NOSIGNAL) == 1)
 		return;
-	if (errno != EAGAIN)
-		close(fd);
+	/* errno says something after an error only: at the end of the stream it is what accept4() left there. */
+	if (n < 0 && errno == EAGAIN)
+		return;
+	close(fd);
 }
 
 static int serve(uint16_t port)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part: no proxy, kube-proxy in its modes, ours in its configurations. Each on a node of its own.
+"""Who takes part: no proxy, kube-proxy in its modes, ours as it is by default. Each on a node of its own.
 
 All nodes are alike and are there at once, each in a lab of its own with the same addresses: a pod that asks, a pod that
 serves, a client from outside. So a load goes to one after the other within seconds, and nothing starts in between. What
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -30,18 +31,30 @@ from tests.cluster.relay import Relay
 
 from . import api_load, workload
 from .measure import TOOLS, say
-from .proxies import IPTABLES, NFTABLES, Proxy
+from .proxies import IPTABLES as IPTABLES
+from .proxies import NFTABLES as NFTABLES
+from .proxies import Proxy
 
 #: Of each of many services.
 ENDPOINTS = 3
-CONNECT, EXCHANGE, STREAM, UDP = 8080, 8081, 8082, 8083
-#: A port of the pod's, what the ClusterIP has for it, and the node.
-NODE_PORT = {port: port + 24000 for port in (CONNECT, EXCHANGE, STREAM, UDP)}
+#: How files with many services begin, and how much each holds.
+OTHERS, OBJECTS_A_FILE = "others-", 500
+CONNECT, EXCHANGE, STREAM, UDP, DNS = 8080, 8081, 8082, 8083, 8053
+#: Ports of the pod's and of ClusterIPs, and the node's for them: of the Service with policy Cluster, and with Local.
+NODE_PORT = {port: port + 24000 for port in (CONNECT, EXCHANGE, STREAM)}
+LOCAL_NODE_PORT = {port: port + 23000 for port in (CONNECT, EXCHANGE, STREAM, UDP, DNS)}
 ADDRESS = Dual("172.31.0.10", "fd00:10:96::110")
 UDP_ADDRESS = Dual("172.31.0.11", "fd00:10:96::111")
+LOCAL_ADDRESS = Dual("172.31.0.12", "fd00:10:96::112")
 #: iperf3 without real-time priority: its client waits for its server in a loop, and both ends have one CPU.
 BEFORE_OTHERS = ["nice", "-n", "-20"]
-WAYS = {"pod": "pod → ClusterIP, same node", "client": "client → NodePort"}
+WAYS = {
+    "pod": "pod → ClusterIP, same node",
+    "client": "client → NodePort, policy Local",
+    "cluster": "client → NodePort, policy Cluster",
+}
+#: What the DaemonSet's container may do.
+_CAPABILITIES = "-all,+net_admin,+bpf,+perfmon"
 
 
 class CannotTakePartError(Exception):
@@ -58,48 +71,51 @@ class Contender(NamedTuple):
     words: str
     proxy: str = ""
     own: dict[str, Any] | None = None
-    lane: str = "auto"
     rules: str = ""
     past: bool = False
 
 
 _TRACKING = "table inet bench { chain c { type filter hook prerouting priority 0; ct state invalid counter; }; }"
-_DNAT = f"""table inet bench {{ chain c {{ type nat hook prerouting priority -100;
- ip daddr {ADDRESS.v4} dnat ip to %(v4)s
- ip6 daddr {ADDRESS.v6} dnat ip6 to %(v6)s
-}}; }}"""
-NONE = "none"
+NONE, OURS, XDP, SLOW, SOCKET, TRACKED = "none", "ours", "xdp", "slow", "socket", "tracked"
 #: No contenders: what there is to be had at all.
 FORWARD, LIMIT = LIMITS = ("forward", "limit")
+#: For packets of no service alone.
+PAST, EMPTY = "past", "empty"
 CONTENDERS = {
     each.name: each
     for each in (
         Contender(NONE, "no proxy", past=True),
-        Contender("tracked", "no proxy, connections tracked", rules=_TRACKING, past=True),
-        Contender("dnat", "no proxy, one nftables DNAT rule", rules=_DNAT),
+        Contender(TRACKED, "no proxy, connections tracked", rules=_TRACKING, past=True),
         Contender(IPTABLES, "kube-proxy, iptables", proxy=IPTABLES),
         Contender(NFTABLES, "kube-proxy, nftables", proxy=NFTABLES),
-        Contender("netfilter", "ours, netfilter lane", proxy="ours", own={}, lane="netfilter"),
-        Contender("direct", "ours", proxy="ours", own={}),
-        Contender("fast", "ours, fast path", proxy="ours", own={"fastPath": True}),
-        Contender("xdp", "ours, XDP", proxy="ours", own={"fastPath": True, "xdpDevices": ["eth0"]}),
-        Contender("socket", "ours, socketLB: all", proxy="ours", own={"socketLB": "all"}),
+        Contender(OURS, "ours", proxy="ours", own={}),
+        Contender(XDP, "ours, XDP", proxy="ours", own={"xdpDevices": ["eth0"]}),
+        Contender(SLOW, "ours, fastPath: false", proxy="ours", own={"fastPath": False}),
+        Contender(SOCKET, "ours, socketLB: all", proxy="ours", own={"socketLB": "all"}),
         Contender(FORWARD, "XDP that only forwards", past=True),
         Contender(LIMIT, "XDP_DROP where it comes in", past=True),
-        Contender("beside", "ours, past it to the pod", proxy="ours", own={}, past=True),
+        Contender(PAST, "ours, past it to the pod", proxy="ours", own={}, past=True),
+        Contender(EMPTY, "its rules, and empty programs", past=True),
     )
 }
-PROXIES = (NONE, IPTABLES, NFTABLES, "netfilter", "direct", "fast", "socket")
+#: Those that always take part; the others, where they are named (``--beside``) or a figure is about them.
+USUAL = (NONE, IPTABLES, NFTABLES, OURS)
+OPTIONAL = (TRACKED, XDP, SLOW, SOCKET)
 
 
 def objects(server: Dual) -> list[manifests.Object]:
     """The Services that are asked, with one endpoint, and their node."""
-    tcp = [manifests.Port(f"p{port}", port, port, "TCP", NODE_PORT[port]) for port in (CONNECT, EXCHANGE, STREAM)]
-    udp = [manifests.Port("udp", UDP, UDP, "UDP", NODE_PORT[UDP])]
+    tcp, local = (
+        [manifests.Port(f"p{port}", port, port, "TCP", of[port]) for port in (CONNECT, EXCHANGE, STREAM)]
+        for of in (NODE_PORT, LOCAL_NODE_PORT)
+    )
+    udp = [manifests.Port(f"p{port}", port, port, "UDP", LOCAL_NODE_PORT[port]) for port in (UDP, DNS)]
     here = [(server, "node1")]
     return [
         manifests.service("bench", tcp, ADDRESS),
         *manifests.slices("bench", tcp, here),
+        manifests.service("bench-local", local, LOCAL_ADDRESS, externalTrafficPolicy="Local"),
+        *manifests.slices("bench-local", local, here),
         # What comes from outside keeps its source: a masquerade has no more than 64 000 flows for an endpoint.
         manifests.service("bench-udp", udp, UDP_ADDRESS, externalTrafficPolicy="Local"),
         *manifests.slices("bench-udp", udp, here),
@@ -116,10 +132,15 @@ class Ground:
         self.node = self.lab.nodes[0]
         self.pod = self.lab.add_pod("client-pod", self.node, serve=False)
         self.server = self.lab.add_pod("server-pod", self.node, serve=False)
-        self.asks: dict[str, Namespace] = {"pod": self.pod.namespace, "client": self.lab.client}
+        self.asks: dict[str, Namespace] = {
+            "pod": self.pod.namespace,
+            "client": self.lab.client,
+            "cluster": self.lab.client,
+        }
         for command in (
             [str(TOOLS / "connections"), "serve", str(CONNECT)],
             [str(TOOLS / "pingpong"), "serve", str(EXCHANGE)],
+            [str(TOOLS / "datagrams"), "serve", str(DNS)],
             [*BEFORE_OTHERS, "iperf3", "-s", "-p", str(STREAM), "--forceflush"],
         ):
             stack.enter_context(serving(self.server.namespace, pinned(command)))
@@ -128,14 +149,16 @@ class Ground:
         """Bring the node into the contender's state; ``api`` is for kube-proxy."""
         one = self.contender
         if one.rules:
-            pod = self.server.address._asdict()
-            self.node.namespace.run("nft", "-f", "-", stdin=one.rules % pod if "%" in one.rules else one.rules)
+            self.node.namespace.run("nft", "-f", "-", stdin=one.rules)
         elif one.proxy == "ours":
             agent = self.node.agent
             # Among many services the node is one of theirs.
-            theirs = (agent.manifests / "node-001.json").exists()
+            theirs = (agent.manifests / f"{OTHERS}000.json").exists()
             manifests.write(agent.manifests / "bench.yaml", objects(self.server.address)[: -1 if theirs else None])
-            agent.start(lane=one.lane, own=one.own)
+            # As its container: the node's network, and /sys as the host has it (``ip netns exec`` mounts a new one).
+            enter = ("nsenter", f"--net=/run/netns/{self.node.namespace.name}", "setpriv")
+            few = (f"--bounding-set={_CAPABILITIES}", f"--inh-caps={_CAPABILITIES}")
+            agent.start(own=one.own, enter=(*enter, *few))
             try:
                 agent.wait_synced(deadline=600)
             except LabError:
@@ -156,8 +179,8 @@ class Ground:
         if self.contender.past:
             return self.server.address.of(family), str(port)
         if way == "pod":
-            return ADDRESS.of(family), str(port)
-        return self.node.address.of(family), str(NODE_PORT[port])
+            return (UDP_ADDRESS if port in (UDP, DNS) else ADDRESS).of(family), str(port)
+        return self.node.address.of(family), str((NODE_PORT if way == "cluster" else LOCAL_NODE_PORT)[port])
 
 
 def pinned(command: Sequence[str]) -> list[str]:
@@ -240,11 +263,13 @@ class Field:
         return ground
 
     def _folder(self) -> Path:
-        """The manifests of all services, for every agent of ours."""
+        """The manifests of all services, for every agent of ours: lists, which are written and read sooner."""
         if self._manifests is None:
             self._manifests = Path(self._stack.enter_context(TemporaryDirectory(prefix="bench-manifests-")))
-            for name, document in workload.everything(self._services, ENDPOINTS):
-                (self._manifests / name).write_text(json.dumps(document))
+            documents = (document for _, document in workload.everything(self._services, ENDPOINTS))
+            for number, items in enumerate(iter(lambda: list(islice(documents, OBJECTS_A_FILE)), [])):
+                made = {"apiVersion": "v1", "kind": "List", "items": items}
+                (self._manifests / f"{OTHERS}{number:03d}.json").write_text(json.dumps(made))
         return self._manifests
 
 

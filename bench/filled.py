@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.datapath.settings import netns_cookie
-from pyebpf_proxy.datapath.tables.pod_network import PodNetwork
 from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services.planner import Planner, PlanSettings
@@ -37,7 +36,12 @@ def load_programs(fast_path: bool = False, pod_sockets: bool = False, xdp: bool 
     networks = [ip_network(workload.POD_CIDR), ip_network(POD_CIDR6)]
     (cidr4, mask4), (cidr6, mask6) = ((each.network_address.packed, each.netmask.packed) for each in networks)
     settings = Settings(
-        netns_cookie=netns_cookie(), detector4=1, detector6=1, fast_path=fast_path, pod_sockets=pod_sockets, xdp=xdp
+        netns_cookie=netns_cookie(),
+        detector4=1,
+        detector6=1,
+        fast_path=fast_path,
+        pod_sockets=pod_sockets,
+        xdp=xdp,
     )
     return load(replace(settings, pod_cidr4=cidr4, pod_mask4=mask4, pod_cidr6=cidr6, pod_mask6=mask6))
 
@@ -46,9 +50,7 @@ def fill(changes: Sequence[Change], fast: bool = False, xdp: bool = False) -> Fi
     """Parsed objects → plan → maps; the programs are loaded before the clock starts."""
     loaded = load_programs(fast_path=fast, xdp=xdp)
     planner = Planner(PlanSettings(node_name="node1"))
-    pods = PodNetwork()
-    pods.update([ip_network(workload.POD_CIDR), ip_network(POD_CIDR6)], [])
-    writer = Writer(loaded, pods)
+    writer = Writer(loaded)
     begin = time.perf_counter()
     delta = planner.update(changes)
     planned = time.perf_counter()

@@ -7,6 +7,8 @@
 #include "flood.h"
 
 #define ETH_P_IP 0x0800
+#define TC_ACT_UNSPEC (-1)
+#define TC_ACT_SHOT 2
 
 struct frame {
 	struct ethhdr link;
@@ -67,8 +69,8 @@ int generate(struct xdp_md *ctx)
 		if (!m->frames)
 			m->first = m->last;
 	}
-	/* New ones are none of those that take turns, which a cache may still know. */
-	flow = s->flows ? m->frames % s->flows : FLOOD_PORTS + m->frames;
+	/* New ones are none of those that take turns, nor of an earlier run: a table may still know these. */
+	flow = s->flows ? m->frames % s->flows : s->begin + m->frames;
 	m->frames++;
 	source = bpf_htonl(s->source + flow / FLOOD_PORTS);
 	__builtin_memcpy(f->link.h_dest, s->to, 6);
@@ -90,11 +92,11 @@ int generate(struct xdp_md *ctx)
 	return bpf_redirect(s->device, 0);
 }
 
-static __always_inline struct frame *own_frame(struct xdp_md *ctx)
+static __always_inline struct frame *own_frame(__u32 data, __u32 data_end)
 {
-	struct frame *f = (void *)(long)ctx->data;
+	struct frame *f = (void *)(long)data;
 
-	if ((void *)(f + 1) > (void *)(long)ctx->data_end)
+	if ((void *)(f + 1) > (void *)(long)data_end)
 		return NULL;
 	if (f->link.h_proto != bpf_htons(ETH_P_IP) || f->ip.protocol != IPPROTO_UDP)
 		return NULL;
@@ -114,7 +116,7 @@ static __always_inline void count_received(void)
 SEC("xdp")
 int pass_on(struct xdp_md *ctx)
 {
-	struct frame *f = own_frame(ctx);
+	struct frame *f = own_frame(ctx->data, ctx->data_end);
 	__u32 zero = 0;
 	struct flood *s = bpf_map_lookup_elem(&flood_settings, &zero);
 
@@ -125,21 +127,17 @@ int pass_on(struct xdp_md *ctx)
 	return bpf_redirect(s->device, 0);
 }
 
-/* Where UDP ends. */
-SEC("xdp")
-int sink(struct xdp_md *ctx)
+/* Counts the frame.  True: it is to be sent back, which its headers say by now. */
+static __always_inline bool ends_here(struct frame *f)
 {
-	struct frame *f = own_frame(ctx);
 	__u32 zero = 0, *one_of, address;
 	__u8 link[6];
 	__u16 port;
 
-	if (!f)
-		return XDP_PASS;
 	count_received();
 	one_of = bpf_map_lookup_elem(&echo_one_of, &zero);
 	if (!one_of || !*one_of || bpf_get_prandom_u32() % *one_of)
-		return XDP_DROP;
+		return false;
 	/* Swapped, the sums stay what they are. */
 	__builtin_memcpy(link, f->link.h_dest, 6);
 	__builtin_memcpy(f->link.h_dest, f->link.h_source, 6);
@@ -150,8 +148,30 @@ int sink(struct xdp_md *ctx)
 	port = f->udp.source;
 	f->udp.source = f->udp.dest;
 	f->udp.dest = port;
+	return true;
+}
+
+/* Where UDP ends: in a pod without XDP, as pods are. */
+SEC("tc")
+int sink(struct __sk_buff *skb)
+{
+	struct frame *f = own_frame(skb->data, skb->data_end);
+
+	if (!f)
+		return TC_ACT_UNSPEC;
+	return ends_here(f) ? bpf_redirect(skb->ifindex, 0) : TC_ACT_SHOT;
+}
+
+/* The same before there is an sk_buff. */
+SEC("xdp")
+int sink_xdp(struct xdp_md *ctx)
+{
+	struct frame *f = own_frame(ctx->data, ctx->data_end);
+
+	if (!f)
+		return XDP_PASS;
 	/* Not XDP_TX: a veth's other end is woken by that only if it has an XDP program, too. */
-	return bpf_redirect(ctx->ingress_ifindex, 0);
+	return ends_here(f) ? bpf_redirect(ctx->ingress_ifindex, 0) : XDP_DROP;
 }
 
 char LICENSE[] SEC("license") = "Apache-2.0";

@@ -4,18 +4,23 @@
  *
  *	flood make OBJECT DEVICE CPU TO_MAC SOURCE DESTINATION PORT FLOWS SECONDS
  *	flood sink OBJECT DEVICE
+ *	flood sink_xdp OBJECT DEVICE
  *	flood pass_on OBJECT DEVICE OUT TO_MAC
+ *	flood nothing OBJECT DEVICE...
  *
  * `make`: an XDP program makes live frames (BPF_F_TEST_XDP_LIVE_FRAMES) that leave by DEVICE as if they were
  * forwarded there.  FLOWS of them take turns, each with a source address and port of its own; 0: each frame is of a flow
  * that nobody has seen.  On the same CPU the kernel takes each batch to its end, before the next one is made.
  * Prints one line of JSON; where somebody else had the CPU all the while, `made` in it is 0.
  *
- * `sink`: counts the UDP frames that reach DEVICE in an XDP program, and drops them there.  Prints a line when it
- * is attached; then, for every line on standard input, how many there were so far.  The line is a number: from then on one
- * frame of so many is sent back; 0: none.  Ends with its standard input.
+ * `sink`: counts the UDP frames that reach DEVICE in a tc program, and drops them there; `sink_xdp` does so in an XDP
+ * program.  Prints a line when it is attached; then, for every line on standard input, how many there were so far.
+ * The line is a number: from then on one frame of so many is sent back; 0: none.  Ends with its standard input.
  *
  * `pass_on`: sends the UDP frames that reach DEVICE on by OUT, to TO_MAC. Prints a line when it is attached.
+ *
+ * `nothing`: a tc program that does nothing, on ingress and egress of each DEVICE (tcx, Linux 6.6). Prints a line when
+ * all are attached.
  */
 #define _GNU_SOURCE
 #include <bpf/bpf.h>
@@ -32,6 +37,9 @@
 
 #define BATCH 64
 #define FOREVER (1 << 30)
+/* enum bpf_attach_type; the headers of libbpf 1.1 do not have them yet. */
+#define TCX_INGRESS 46
+#define TCX_EGRESS 47
 
 static struct bpf_object *object;
 
@@ -105,6 +113,7 @@ static int make(char **arguments)
 		die("an address");
 	}
 	s.from[0] = 2;
+	s.begin = FLOOD_PORTS * (1 + now() / 1000000 % FLOOD_SOURCES);
 	s.source = ntohl(source.s_addr);
 	s.destination = destination.s_addr;
 	s.port = htons(atoi(arguments[6]));
@@ -145,12 +154,23 @@ static uint64_t received(int map)
 	return sum;
 }
 
-static void attach(unsigned int device, int program)
+static void say_listening(void)
+{
+	printf("listening\n");
+	fflush(stdout);
+}
+
+static void attach_xdp(unsigned int device, int program)
 {
 	if (bpf_xdp_attach(device, program, XDP_FLAGS_DRV_MODE | XDP_FLAGS_UPDATE_IF_NOEXIST, NULL))
 		die("attach");
-	printf("listening\n");
-	fflush(stdout);
+}
+
+/* For as long as this process lives. */
+static void attach_tcx(unsigned int device, int program, int type)
+{
+	if (bpf_link_create(program, device, type, NULL) < 0)
+		die("attach");
 }
 
 static int pass_on(char **arguments)
@@ -162,19 +182,38 @@ static int pass_on(char **arguments)
 	read_mac(arguments[3], s.to);
 	if (bpf_map_update_elem(map_of("flood_settings"), &zero, &s, BPF_ANY))
 		die("settings");
-	attach(device_of(arguments[1]), program);
+	attach_xdp(device_of(arguments[1]), program);
+	say_listening();
 	while (getchar() != EOF)
 		;
 	return 0;
 }
 
-static int end_here(char **arguments)
+static int attach_nothing(int count, char **arguments)
+{
+	int program = load_program(arguments[0], "empty");
+
+	for (int i = 1; i < count; i++)
+		for (int type = TCX_INGRESS; type <= TCX_EGRESS; type++)
+			attach_tcx(device_of(arguments[i]), program, type);
+	say_listening();
+	while (getchar() != EOF)
+		;
+	return 0;
+}
+
+static int end_here(char **arguments, bool xdp)
 {
 	unsigned int device = device_of(arguments[1]);
-	int program = load_program(arguments[0], "sink"), counts = map_of("received"), echo = map_of("echo_one_of");
+	int program = load_program(arguments[0], xdp ? "sink_xdp" : "sink");
+	int counts = map_of("received"), echo = map_of("echo_one_of");
 	char line[32];
 
-	attach(device, program);
+	if (xdp)
+		attach_xdp(device, program);
+	else
+		attach_tcx(device, program, TCX_INGRESS);
+	say_listening();
 	while (fgets(line, sizeof(line), stdin)) {
 		uint32_t zero = 0, one_of = atoi(line);
 
@@ -183,7 +222,7 @@ static int end_here(char **arguments)
 		printf("%lu\n", received(counts));
 		fflush(stdout);
 	}
-	return bpf_xdp_detach(device, XDP_FLAGS_DRV_MODE, NULL) ? 1 : 0;
+	return xdp && bpf_xdp_detach(device, XDP_FLAGS_DRV_MODE, NULL) ? 1 : 0;
 }
 
 int main(int count, char **arguments)
@@ -191,11 +230,17 @@ int main(int count, char **arguments)
 	if (count == 11 && !strcmp(arguments[1], "make"))
 		return make(arguments + 2);
 	if (count == 4 && !strcmp(arguments[1], "sink"))
-		return end_here(arguments + 2);
+		return end_here(arguments + 2, false);
+	if (count == 4 && !strcmp(arguments[1], "sink_xdp"))
+		return end_here(arguments + 2, true);
 	if (count == 6 && !strcmp(arguments[1], "pass_on"))
 		return pass_on(arguments + 2);
+	if (count >= 4 && !strcmp(arguments[1], "nothing"))
+		return attach_nothing(count - 2, arguments + 2);
 	fprintf(stderr, "usage: flood make OBJECT DEVICE CPU TO_MAC SOURCE DESTINATION PORT FLOWS SECONDS\n"
 			"       flood sink OBJECT DEVICE\n"
-			"       flood pass_on OBJECT DEVICE OUT TO_MAC\n");
+			"       flood sink_xdp OBJECT DEVICE\n"
+			"       flood pass_on OBJECT DEVICE OUT TO_MAC\n"
+			"       flood nothing OBJECT DEVICE...\n");
 	return 2;
 }

@@ -6,6 +6,7 @@
 struct flood {
 	__u32 device;			/* where frames leave */
 	__u32 flows;			/* that take turns; 0: every frame is of another one */
+	__u32 begin;			/* the number of the first of those others: another one in each run */
 	__u32 source;			/* the first address, in host order; others follow */
 	__u32 destination;		/* in network order */
 	__u16 port;			/* in network order */
@@ -23,5 +24,7 @@ struct flood_made {
 #define FLOOD_PAYLOAD 18		/* with 4 bytes of checksum that no virtual device has, 64 on the wire */
 #define FLOOD_FIRST_PORT 10000
 #define FLOOD_PORTS 0x4000		/* of each source address; more than flows that take turns */
+
+#define FLOOD_SOURCES 100000		/* of 198.18.0.0/15, where new flows may begin */
 
 #endif

@@ -6,20 +6,73 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .contenders import BEFORE_OTHERS, CONNECT, CONTENDERS, EXCHANGE, STREAM, WAYS, Ground, pinned, turns
-from .measure import TOOLS, Row, say, speed
+from .contenders import (
+    BEFORE_OTHERS,
+    CONNECT,
+    CONTENDERS,
+    DNS,
+    EXCHANGE,
+    NONE,
+    OURS,
+    STREAM,
+    WAYS,
+    Ground,
+    pinned,
+    turns,
+)
+from .measure import TOOLS, Row, say, speed, summary
 from .rows import ratio
 
 IN_FLIGHT = 64
 #: Microseconds of each second that real-time tasks may have of a CPU; -1: all of it.
 THROTTLE = Path("/proc/sys/kernel/sched_rt_runtime_us")
+#: What the kernel has by default.
+THROTTLED = "950000"
 #: Samples by (load, way, family), then by contender, in the order of the rounds.
 Samples = dict[str, dict[str, list[float]]]
+#: Rounds go on until the quartiles of ours beside no proxy are so near to the median, or the plan ends.
+STEADY = 0.03
+
+
+class Asked(NamedTuple):
+    """What the command line says of loads; empty or None: as the figure has it."""
+
+    quick: bool = False
+    rounds: int | None = None
+    seconds: float | None = None
+    ways: tuple[str, ...] = ()
+    families: tuple[int, ...] = ()
+    #: Contenders beside the usual ones.
+    beside: tuple[str, ...] = ()
+
+
+class Plan(NamedTuple):
+    """``rounds`` at least, ``most`` where they are not steady, each load ``seconds`` long; cells: way and family."""
+
+    rounds: int
+    most: int
+    seconds: float
+    cells: tuple[tuple[str, int], ...]
+
+    def of(self, asked: Asked) -> Plan:
+        """The same with what the command line says."""
+        cells = tuple(
+            (way, family)
+            for way, family in self.cells
+            if way in (asked.ways or (way,)) and family in (asked.families or (family,))
+        )
+        rounds, most = (asked.rounds, asked.rounds) if asked.rounds else (self.rounds, self.most)
+        return Plan(rounds, most, asked.seconds or self.seconds, cells)
+
+
+def cells(ways: Sequence[str], families: Sequence[int] = (4, 6)) -> tuple[tuple[str, int], ...]:
+    """Each way in each family."""
+    return tuple((way, family) for way in ways for family in families)
 
 
 def connect(ground: Ground, way: str, family: int, seconds: float) -> float:
@@ -33,8 +86,45 @@ def connect(ground: Ground, way: str, family: int, seconds: float) -> float:
 
 def exchange(ground: Ground, way: str, family: int, seconds: float) -> float:
     """One byte there, one back, on one connection, as often as it goes: exchanges a second."""
-    command = [str(TOOLS / "pingpong"), "load", *ground.target(EXCHANGE, way, family), str(seconds)]
-    return float(_ask(ground, way, command)["per_second"])
+    command = [str(TOOLS / "pingpong"), "load", *ground.target(EXCHANGE, way, family)]
+    return float(_ask(ground, way, command, stdin=f"{seconds}\n")["per_second"])
+
+
+class Conversation:
+    """One connection that lives through many rounds: what is measured is a flow of some age, as most packets' are."""
+
+    def __init__(self, ground: Ground, way: str, family: int, stack: ExitStack) -> None:
+        load = [str(TOOLS / "pingpong"), "load", *ground.target(EXCHANGE, way, family)]
+        command = ["ip", "netns", "exec", ground.asks[way].name, *pinned(load)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stack.callback(self._close)
+
+    def rate(self, seconds: float) -> float:
+        """Exchanges a second, measured for so long. RuntimeError if the connection has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with unthrottled():
+            self._process.stdin.write(f"{seconds}\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the connection of request-response has ended; what it said is above")
+        return float(json.loads(line)["per_second"])
+
+    def _close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def query(ground: Ground, way: str, family: int, seconds: float) -> float:
+    """A datagram from a new port, its answer, IN_FLIGHT at a time: queries a second. RuntimeError if one fails."""
+    # Flows of earlier loads must fill nobody's table; a port that comes again is to be as new as the first time.
+    ground.node.namespace.run("conntrack", "-F")
+    command = [str(TOOLS / "datagrams"), "load", *ground.target(DNS, way, family), str(IN_FLIGHT)]
+    outcome = _ask(ground, way, [*command, str(seconds / 4), str(seconds)])
+    if outcome["failed"]:
+        raise RuntimeError(f"{ground.contender.words}: {outcome['failed']} queries without an answer: {outcome}")
+    return float(outcome["per_second"])
 
 
 def stream(ground: Ground, way: str, family: int, seconds: float) -> tuple[float, float]:
@@ -78,38 +168,67 @@ def unthrottled() -> Iterator[None]:
     """Real-time tasks may have a CPU for themselves.
 
     Otherwise all of them stand still for 50 ms of a second, and whose load that falls on is a matter of chance.
+    A process of its own puts it back, when this one says so or dies, of SIGKILL too.
     """
-    before = THROTTLE.read_text()
-    THROTTLE.write_text("-1")
-    try:
-        yield
-    finally:
-        THROTTLE.write_text(before)
+    before = THROTTLE.read_text().strip()
+    if before == "-1":  # another bench's load runs, or left it so: it must not become the value to put back
+        before = THROTTLED
+    command = ["sh", "-c", 'cat >/dev/null; echo "$1" >"$2"', "sh", before, str(THROTTLE)]
+    # In a session of its own: a signal to this process's group is not for it.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as keeper:
+        THROTTLE.write_text("-1")
+        try:
+            yield
+        finally:
+            assert keeper.stdin is not None
+            keeper.stdin.close()
+            keeper.wait()
 
 
 def alternate(
-    rounds: int,
+    plan: Plan,
     grounds: Sequence[Ground],
-    families: Sequence[int],
     take: Callable[[Ground, str, int], Mapping[str, float]],
     tell: Callable[[int, dict[str, Samples]], str],
 ) -> tuple[dict[str, Samples], list[float]]:
-    """``take`` of each ground in turns, each way, in each family: samples by what it measured, and the speed measures.
+    """``take`` of each ground in turns, in each cell: samples by what it measured, and the speed measures.
 
     A ground of which it measures nothing takes no part that way. ``tell``: a line for each round.
     """
     speeds = speed(1)
     samples: dict[str, Samples] = {}
-    for number, order in turns(rounds, grounds):
-        for way, words in WAYS.items():
-            for family in families:
-                for ground in order:
-                    for what, value in take(ground, way, family).items():
-                        of = samples.setdefault(what, {}).setdefault(f"{words}, IPv{family}", {})
-                        of.setdefault(ground.contender.name, []).append(value)
+    for number, order in turns(plan.most, grounds):
+        open_cells = [
+            (way, family)
+            for way, family in plan.cells
+            if number < plan.rounds or not steady(samples, cell(way, family))
+        ]
+        if not open_cells:
+            break
+        for way, family in open_cells:
+            for ground in order:
+                for what, value in take(ground, way, family).items():
+                    of = samples.setdefault(what, {}).setdefault(cell(way, family), {})
+                    of.setdefault(ground.contender.name, []).append(value)
         speeds += speed(1)
         say(tell(number + 1, samples))
     return samples, speeds
+
+
+def cell(way: str, family: int) -> str:
+    """What a way and a family are called."""
+    return f"{WAYS[way]}, IPv{family}"
+
+
+def steady(samples: Mapping[str, Samples], key: str) -> bool:
+    """Whether the quartiles of ours beside no proxy are near the median in this cell, of everything measured there."""
+    for of in (each[key] for each in samples.values() if key in each):
+        if OURS in of and NONE in of:
+            found = summary([a / b for a, b in zip(of[OURS], of[NONE], strict=False)])
+            apart = max(found.upper_quartile - found.median, found.median - found.lower_quartile)
+            if apart > STEADY * found.median:
+                return False
+    return True
 
 
 def latest(samples: Samples, form: str) -> str:
@@ -147,9 +266,9 @@ def rows(
                 )
 
 
-def _ask(ground: Ground, way: str, command: Sequence[str]) -> dict[str, Any]:
+def _ask(ground: Ground, way: str, command: Sequence[str], stdin: str | None = None) -> dict[str, Any]:
     with unthrottled():
-        outcome: dict[str, Any] = json.loads(ground.asks[way].run(*_watch, *pinned(command)))
+        outcome: dict[str, Any] = json.loads(ground.asks[way].run(*_watch, *pinned(command), stdin=stdin))
     return outcome
 
 

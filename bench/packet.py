@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: nanoseconds a packet, by ``bpf_prog_test_run``: of no service, of a flow that is known, the first of a flow.
+"""Figure: nanoseconds a packet, by ``bpf_prog_test_run``: of no service, both sides; the first of a flow, slow path.
 
 Each beside an empty program that takes turns with ours; what counts is the difference. What leaves the packet as it is
-runs REPEAT times in a row. What rewrites it, or makes a flow known, runs once with each packet, and the empty program
-does, too.
+runs REPEAT times in a row. The first packet of a flow runs once, and the empty program does, too.
 ``python -m bench.packet`` answers each line of its standard input with a round, as JSON: for ``make bench-check``.
+What flows pay that the fast path carries is in the figures with real packets: a test run has no hand-over record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from pyebpf_proxy.datapath.loader.libbpf import Object, Program, RunResult, SkBuff
 
 from .measure import NORMAL_SECONDS, TOOLS, Result, Row, machine, say, speed, summary, undisturbed
-from .packet_world import GO_ON, REDIRECT, XDP_PASS, XDP_REDIRECT, Flow, filled, node
+from .packet_world import GO_ON, XDP_PASS, Flow, filled, node
 from .rows import absolute
 
 SERVICES = 10_000
@@ -28,19 +28,17 @@ REPEAT = 200_000
 #: Single packets of each kind in a round.
 SINGLE = 200
 GOAL_NS = 25
-NO_SERVICE, NO_SERVICE_FAST = "no service", "no service, fast path on"
-HIT, FIRST = "a flow that the cache knows", "the first packet of a flow"
-NO_SERVICE_XDP, HIT_XDP, FIRST_XDP = (f"{kind}, XDP" for kind in (NO_SERVICE, HIT, FIRST))
-KINDS = (NO_SERVICE, NO_SERVICE_FAST, NO_SERVICE_XDP, HIT, HIT_XDP, FIRST, FIRST_XDP)
+IN, OUT, NO_SERVICE_XDP = "no service, as it comes in", "no service, as it leaves", "no service, XDP"
+#: Both of them: what a packet pays that only passes.
+NO_SERVICE = "no service, both"
+JUDGED = (NO_SERVICE, NO_SERVICE_XDP)
+FIRST, FIRST_XDP = "the first packet of a flow", "the first packet of a flow, XDP"
+KINDS = (IN, OUT, NO_SERVICE, NO_SERVICE_XDP, FIRST, FIRST_XDP)
 #: Flows that are new to the one are not to be known to the other.
 FIRST_PORTS = {FIRST: 1024, FIRST_XDP: 42000}
 FAMILIES = (4, 6)
 #: Protocol and flags of what is of no service.
 OTHERS = (("TCP data", "TCP", "A"), ("TCP SYN", "TCP", "S"), ("UDP", "UDP", ""))
-
-
-# Fast path, XDP.
-_WAYS = ((False, False), (True, False), (True, True))
 
 
 class Runs(NamedTuple):
@@ -68,32 +66,26 @@ class Costs:
 
     def __init__(self, devices: dict[str, int], empty: Object) -> None:
         self._devices = devices
-        plain, fast, xdp = (filled(SERVICES, how, devices, how and frames) for how, frames in _WAYS)
-        for each in (plain, fast, xdp):
-            loaded = each.loaded
-            if loaded.lane != "direct" or loaded.why_not_fast or loaded.why_not_xdp:
-                why = f"{loaded.why}{loaded.why_not_fast}{loaded.why_not_xdp}"
+        tc, xdp = (filled(SERVICES, True, devices, frames) for frames in (False, True))
+        for each in (tc, xdp):
+            if why := each.loaded.why_not_fast or each.loaded.why_not_xdp:
                 raise RuntimeError(f"not all can be measured: {why}")
         assert xdp.loaded.xdp is not None
-        self._all = (plain, fast, xdp)
+        self._all = (tc, xdp)
 
-        def kind(program: Program, wanted: int) -> Kind:
+        def kind(program: Program, device: str, wanted: int) -> Kind:
             nothing = empty.programs["empty_xdp" if "xdp" in program.name else "empty"]
-            return Kind(Runs(program, devices["pods"]), Runs(nothing, devices["pods"]), wanted)
+            return Kind(Runs(program, devices[device]), Runs(nothing, devices[device]), wanted)
 
-        tc, cached = (each.loaded.tc.programs["tc_ethernet"] for each in (plain, fast))
+        programs = tc.loaded.tc.programs
         frames = xdp.loaded.xdp.programs["xdp_ethernet"]
-        self._learn_by = (cached, xdp.loaded.tc.programs["tc_ethernet"])
-        self._same = {
-            NO_SERVICE: kind(tc, GO_ON),
-            NO_SERVICE_FAST: kind(cached, GO_ON),
-            NO_SERVICE_XDP: kind(frames, XDP_PASS),
-        }
+        self._same = {IN: kind(programs["tc_ethernet"], "pods", GO_ON), NO_SERVICE_XDP: kind(frames, "pods", XDP_PASS)}
+        # Commits before the fast path by observation have nothing there.
+        if "tc_egress" in programs:
+            self._same[OUT] = kind(programs["tc_egress"], "nic", GO_ON)
         self._once = {
-            HIT: kind(cached, REDIRECT),
-            HIT_XDP: kind(frames, XDP_REDIRECT),
-            FIRST: kind(tc, GO_ON),
-            FIRST_XDP: kind(frames, XDP_PASS),
+            FIRST: kind(programs["tc_ethernet"], "pods", GO_ON),
+            FIRST_XDP: kind(frames, "pods", XDP_PASS),
         }
         self._known = [Flow(protocol, family, 40000) for protocol in ("TCP", "UDP") for family in FAMILIES]
         self._fresh = 0
@@ -106,44 +98,37 @@ class Costs:
 
     def _repeated(self, repeat: int) -> dict[str, float]:
         """Packets that go on as they came, many times in a row, less the neighbouring runs of the empty program."""
-        found = {}
-        for name, kind in self._same.items():
-            for words, protocol, flags in OTHERS:
-                for family in FAMILIES:
-                    frame = Flow(protocol, family, 40001, served=False).frame(self._devices, flags, size=1000)
-                    took: dict[Runs, list[int]] = {kind.empty: [], kind.ours: []}
-                    for each in (kind.empty, kind.ours, kind.ours, kind.empty):
-                        result = each(frame, repeat)
-                        if result.retval != kind.wanted or result.data != frame:
-                            raise RuntimeError(f"{each.program.name} did not let the packet go on: {result.retval}")
-                        took[each].append(result.duration)
-                    found[f"{name}: {words}, IPv{family}"] = (sum(took[kind.ours]) - sum(took[kind.empty])) / 2
+        found: dict[str, float] = {}
+        for words, protocol, flags in OTHERS:
+            for family in FAMILIES:
+                frame = Flow(protocol, family, 40001, served=False).frame(self._devices, flags, size=1000)
+                of = f"{words}, IPv{family}"
+                for name, kind in self._same.items():
+                    found[f"{name}: {of}"] = self._more(kind, frame, repeat)
+                found[f"{NO_SERVICE}: {of}"] = found[f"{IN}: {of}"] + found.get(f"{OUT}: {of}", 0.0)
         return found
+
+    def _more(self, kind: Kind, frame: bytes, repeat: int) -> float:
+        took: dict[Runs, list[int]] = {kind.empty: [], kind.ours: []}
+        for each in (kind.empty, kind.ours, kind.ours, kind.empty):
+            result = each(frame, repeat)
+            if result.retval != kind.wanted or result.data != frame:
+                raise RuntimeError(f"{each.program.name} did not let the packet go on: {result.retval}")
+            took[each].append(result.duration)
+        return (sum(took[kind.ours]) - sum(took[kind.empty])) / 2
 
     def _singly(self, single: int) -> dict[str, float]:
         """One packet after the other, all kinds in turns; the median of each, less the empty program's."""
         taken: dict[str, list[int]] = {}
         nothing: dict[str, list[int]] = {}
-        for flow in self._known:
-            flow.track()
-            for program in self._learn_by:
-                flow.learn(program, self._devices)
         order = [(name, flow) for name in self._once for flow in self._known]
         for _ in range(single):
             self._fresh += 1
             random.shuffle(order)
-            for name, flow in order:
+            for name, known in order:
                 kind = self._once[name]
-                first = FIRST_PORTS.get(name)
-                if first is not None:
-                    flow = flow._replace(sport=first + self._fresh % 20000)
-                flags = "S" if first is not None and flow.protocol == "TCP" else "A"
-                frame = flow.frame(self._devices, flags)
-                result = kind.ours(frame)
-                if name == HIT_XDP and result.retval == XDP_PASS:
-                    # Its second is over: tc asks the kernel again.
-                    flow.learn(self._learn_by[1], self._devices)
-                    result = kind.ours(frame)
+                flow = known._replace(sport=FIRST_PORTS[name] + self._fresh % 20000)
+                result = kind.ours(flow.frame(self._devices, "S" if flow.protocol == "TCP" else "A"))
                 if result.retval != kind.wanted:
                     raise RuntimeError(f"{name}: {flow}: {result.retval} instead of {kind.wanted}")
                 taken.setdefault(f"{name}: {flow.protocol}, IPv{flow.family}", []).append(result.duration)
@@ -154,6 +139,7 @@ class Costs:
 
 
 def run(quick: bool) -> Result:
+    """Measure it."""
     rounds = 5 if quick else 21
     samples: dict[str, list[float]] = {}
     speeds: list[float] = []
@@ -187,8 +173,8 @@ def table(samples: Mapping[str, Sequence[float]], slow: float) -> list[Row]:
             "ns more than an empty program",
             of,
             statistics.median(of) / slow,
-            GOAL_NS if what.startswith(NO_SERVICE) else None,
-            f"≤ {GOAL_NS} ns more" if what.startswith(NO_SERVICE) else "",
+            GOAL_NS if what.startswith(JUDGED) else None,
+            f"≤ {GOAL_NS} ns more" if what.startswith(JUDGED) else "",
         )
         for what, of in samples.items()
     ]

@@ -20,7 +20,7 @@ from scapy.layers.inet6 import IPv6
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
 
-from pyebpf_proxy.datapath.loader.libbpf import Link, Object, Program, SkBuff
+from pyebpf_proxy.datapath.loader.libbpf import Link, Object
 from pyebpf_proxy.lab import manifests
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.namespace import Namespace, set_network_namespace
@@ -28,8 +28,8 @@ from pyebpf_proxy.lab.namespace import Namespace, set_network_namespace
 from . import workload
 from .filled import POD_CIDR6, Filled, fill
 
-REDIRECT, GO_ON = 7, -1
-XDP_PASS, XDP_REDIRECT = 2, 4
+GO_ON = -1
+XDP_PASS = 2
 _ANY_FRAMES = 2  # enum xdp_frames
 CLUSTER_IP = Dual("172.31.0.20", "fd00:10:96::20")
 NODE, GATEWAY = Dual("192.0.2.11", "2001:db8:1::11"), Dual("192.0.2.1", "2001:db8:1::1")
@@ -37,7 +37,7 @@ POD, ENDPOINT = Dual("10.32.64.9", "fd00:32:0:1::9"), Dual("10.33.0.7", "fd00:32
 ELSEWHERE = Dual("198.51.100.7", "2001:db8:2::7")
 FAR = "02:00:00:00:0f:01"
 PORTS = {"TCP": (80, 8080), "UDP": (53, 8053)}
-_TO_NEIGHBOUR = 1
+_TO_DEVICE = 1
 #: Held until the process ends.
 _LINKS: list[Link] = []
 
@@ -76,12 +76,13 @@ def filled(services: int, fast: bool, devices: dict[str, int], xdp: bool = False
     maps["node_addresses4"].update(socket.inet_aton(NODE.v4), _u32(1))
     maps["node_addresses6"].update(socket.inet_pton(socket.AF_INET6, NODE.v6), _u32(1))
     if fast:
+        of_device, word = btf.struct("node_device"), btf.struct("fast_path")
         for index in devices.values():
-            maps["devices"].update(_u32(index), btf.struct("node_device").pack(passage=_TO_NEIGHBOUR))
+            maps["devices"].update(_u32(index), of_device.pack(redirect=_TO_DEVICE))
         until = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + 3600 * 10**9
         open_to_all = btf.enum("reason")["REASON_UNSPECIFIED"]
-        word = btf.struct("fast_path").pack(alive_until=until, generation=1, closed4=open_to_all, closed6=open_to_all)
-        maps["fast_path"].update(bytes(4), word)
+        values = {"alive_until": until, "generation": 1, "closed4": open_to_all, "closed6": open_to_all}
+        maps["fast_path"].update(bytes(4), word.pack(**values))
     if found.loaded.xdp is not None:
         _attach(found.loaded.xdp, devices)
         for device, index in devices.items():
@@ -132,14 +133,6 @@ class Flow(NamedTuple):
         words += ["--dst-nat", f"{endpoint}:{target}"]
         words += ["--state", "ESTABLISHED"] if self.protocol == "TCP" else []
         subprocess.run(["conntrack", *words], check=True, capture_output=True)
-
-    def learn(self, program: Program, devices: dict[str, int]) -> None:
-        """Packets of the endpoint's, until the cache knows the flow. RuntimeError if it never does."""
-        frame = self.frame(devices, reply=True)
-        for _ in range(20):
-            if program.test_run(frame, SkBuff(ifindex=devices["nic"])).retval == REDIRECT:
-                return
-        raise RuntimeError(f"the cache does not learn {self}")
 
 
 @functools.cache

@@ -3,15 +3,20 @@
  * One byte there, one byte back, on one TCP connection, as often as it goes.
  *
  *	pingpong serve PORT
- *	pingpong load ADDRESS PORT SECONDS
+ *	pingpong load ADDRESS PORT
  *
  * Scheduled before everything else, as `connections`.  `serve` prints a line
- * when it listens and ends when its standard input does; `load` prints one line of JSON.
+ * when it listens and ends when its standard input does; it has a process for each connection.
+ * `load` connects, and for each line on its standard input, a number of seconds, it
+ * prints one line of JSON.  So one connection lives through many rounds, as those of
+ * people do: what a proxy does to a flow some seconds old is what is measured.
  */
 #define _GNU_SOURCE
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <signal.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include "load.h"
@@ -24,12 +29,23 @@ static void at_once(int fd)
 		die("TCP_NODELAY");
 }
 
+static void __attribute__((noreturn)) converse(int fd)
+{
+	char byte;
+
+	prctl(PR_SET_PDEATHSIG, SIGKILL);
+	at_once(fd);
+	while (recv(fd, &byte, 1, 0) == 1 && send(fd, &byte, 1, MSG_NOSIGNAL) == 1)
+		;
+	_exit(0);
+}
+
 static int serve(uint16_t port)
 {
 	int listener = listen_on(port, 0);
 	struct pollfd waiting[2] = { { .fd = STDIN_FILENO, .events = POLLIN }, { .events = POLLIN } };
-	char byte;
 
+	signal(SIGCHLD, SIG_IGN);
 	printf("listening\n");
 	fflush(stdout);
 	waiting[1].fd = listener;
@@ -43,27 +59,23 @@ static int serve(uint16_t port)
 		fd = accept(listener, NULL, NULL);
 		if (fd < 0)
 			die("accept");
-		at_once(fd);
-		while (recv(fd, &byte, 1, 0) == 1 && send(fd, &byte, 1, MSG_NOSIGNAL) == 1)
-			;
+		switch (fork()) {
+		case -1:
+			die("fork");
+		case 0:
+			converse(fd);
+		}
 		close(fd);
 	}
 }
 
-static int load(const char *address, uint16_t port, double seconds)
+static void exchange(int fd, double seconds)
 {
-	struct sockaddr_storage to = {};
-	socklen_t length = parse_address(address, port, &to);
-	int fd = socket(to.ss_family, SOCK_STREAM, 0);
 	unsigned long exchanges = 0;
-	uint64_t begun, end;
+	uint64_t begun = now(), end;
 	char byte = 'x';
 	double took;
 
-	if (fd < 0 || connect(fd, (struct sockaddr *)&to, length))
-		die("connect");
-	at_once(fd);
-	begun = now();
 	do {
 		for (int i = 0; i < 32; i++, exchanges++)
 			if (send(fd, &byte, 1, MSG_NOSIGNAL) != 1 || recv(fd, &byte, 1, 0) != 1)
@@ -73,6 +85,21 @@ static int load(const char *address, uint16_t port, double seconds)
 	took = (end - begun) / 1e9;
 	printf("{\"exchanges\": %lu, \"seconds\": %.6f, \"per_second\": %.1f}\n", exchanges, took,
 	       exchanges / took);
+	fflush(stdout);
+}
+
+static int load(const char *address, uint16_t port)
+{
+	struct sockaddr_storage to = {};
+	socklen_t length = parse_address(address, port, &to);
+	int fd = socket(to.ss_family, SOCK_STREAM, 0);
+	char line[32];
+
+	if (fd < 0 || connect(fd, (struct sockaddr *)&to, length))
+		die("connect");
+	at_once(fd);
+	while (fgets(line, sizeof(line), stdin))
+		exchange(fd, atof(line));
 	return 0;
 }
 
@@ -81,8 +108,8 @@ int main(int count, char **arguments)
 	come_first();
 	if (count == 3 && !strcmp(arguments[1], "serve"))
 		return serve(atoi(arguments[2]));
-	if (count == 5 && !strcmp(arguments[1], "load"))
-		return load(arguments[2], atoi(arguments[3]), atof(arguments[4]));
-	fprintf(stderr, "usage: pingpong serve PORT | load ADDRESS PORT SECONDS\n");
+	if (count == 4 && !strcmp(arguments[1], "load"))
+		return load(arguments[2], atoi(arguments[3]));
+	fprintf(stderr, "usage: pingpong serve PORT | load ADDRESS PORT\n");
 	return 2;
 }

@@ -151,18 +151,16 @@ def _cluster(result: Result, figure: Figure) -> None:
 
 def _memory(result: Result, figure: Figure) -> None:
     axes = figure.subplots()
+    figure.set_size_inches(8, 2.6)
     for at, (name, of) in enumerate(result.samples["runs"].items()):
-        sizes = sorted(of[0]["full"].items(), key=lambda each: -each[1])
         begin = 0.0
-        for number, (table, size) in enumerate(sizes):
-            axes.barh([at], [size / 1e6], left=[begin], color=BLUE, alpha=1 - 0.8 * number / len(sizes))
-            if size > 2.5e6:
-                axes.text(begin + size / 2e6, at, table, rotation=90, ha="center", va="center", fontsize=6)
+        for number, size in enumerate(of["many"]):
+            axes.barh([at], [size / 1e6], left=[begin], color=BLUE, alpha=1 - 0.8 * number / len(of["many"]))
             begin += size / 1e6
         axes.text(begin, at, f" {begin:.1f}", va="center")
         axes.text(0.3, at + 0.45, name, fontsize=8)
     axes.axvline(64, color=ORANGE, linestyle="--", linewidth=1)
-    axes.set(xlabel="MB in the kernel, by map; the line: the goal", yticks=[], xlim=(0, 72))
+    axes.set(xlabel="MB in the kernel, map by map; the line: the goal", yticks=[])
 
 
 def _commands(result: Result, figure: Figure) -> None:
@@ -183,7 +181,10 @@ _DRAWERS: dict[str, Callable[[Result, Figure], None]] = {
     "packet": _packet,
     "first": _first,
     "connect": plots_peers.draw_connect,
-    "fast": plots_peers.draw_fast,
+    "exchange": plots_peers.draw_exchange,
+    "stream": plots_peers.draw_stream,
+    "dns": plots_peers.draw_dns,
+    "passing": plots_peers.draw_passing,
     "udp": plots_peers.draw_udp,
     "memory": _memory,
     "commands": _commands,

@@ -10,15 +10,15 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from . import connect, fast, latency, services, udp
-from .contenders import CONTENDERS, NONE
+from . import connect, dns, exchange, latency, services, stream, udp
+from .contenders import CONTENDERS, NONE, WAYS
 from .loads import Samples
 from .measure import Result, Summary, summary
 from .proxies import NFTABLES
 
 BLUE, GREY, ORANGE = "#2a6f97", "#9aa5b1", "#d98324"
 #: Of contenders of one colour.
-STYLES = {"iptables": ":", "fast": "--", "socket": ":", "xdp": "-."}
+STYLES = {"iptables": ":", "slow": "--", "socket": ":", "xdp": "-."}
 
 
 def colour(name: str) -> str:
@@ -67,32 +67,52 @@ def _grid(figure: Figure, columns: Sequence[tuple[Samples, str, float]]) -> None
                 axes.set_title(f"{key} (dashed: the goal)", fontsize=8, loc="left")
 
 
+def draw_rates(result: Result, figure: Figure, goals: Mapping[str, float], unit: str) -> None:
+    """One panel for each way and family; ``goals``: parts of no proxy, by the way."""
+    samples = {key: of for key, of in result.samples.items() if isinstance(of, dict)}
+    rows = (len(samples) + 1) // 2
+    figure.set_size_inches(10, 0.8 + 1.7 * rows)
+    panels = figure.subplots(rows, 2, squeeze=False)
+    for axes in panels.flat[len(samples) :]:
+        axes.set_axis_off()
+    for place, (axes, (key, of)) in enumerate(zip(panels.flat, samples.items(), strict=False)):
+        goal = next((goals.get(way) for way, text in WAYS.items() if key.startswith(f"{text}, ")), None)
+        bars(axes, of, goal, label=place % 2 == 0 or len(of) != len(next(iter(samples.values()))))
+        axes.set_title(key, fontsize=8, loc="left")
+        axes.set_xlabel(f"{unit}{'; dashed: the goal' if goal is not None else ''}", fontsize=7)
+
+
 def draw_connect(result: Result, figure: Figure) -> None:
     """Connections a second."""
-    samples = {key: of for key, of in result.samples.items() if isinstance(of, dict)}
-    figure.set_size_inches(9, 6)
-    panels = figure.subplots((len(samples) + 1) // 2, 2, squeeze=False)
-    for place, (axes, (key, of)) in enumerate(zip(panels.flat, samples.items(), strict=False)):
-        bars(
-            axes,
-            of,
-            connect.GOALS["direct", NONE],
-            label=place % 2 == 0 or len(of) != len(next(iter(samples.values()))),
-        )
-        axes.set_title(key, fontsize=8, loc="left")
-        axes.set_xlabel("connections per second; dashed: the goal", fontsize=7)
+    draw_rates(result, figure, connect.GOALS, "connections per second")
 
 
-def draw_fast(result: Result, figure: Figure) -> None:
-    """Exchanges, streams, CPU per byte."""
+def draw_exchange(result: Result, figure: Figure) -> None:
+    """Exchanges a second."""
+    draw_rates(result, figure, exchange.GOALS, "exchanges per second")
+
+
+def draw_dns(result: Result, figure: Figure) -> None:
+    """Queries a second."""
+    draw_rates(result, figure, {"pod": dns.GOAL}, "queries per second")
+
+
+def draw_stream(result: Result, figure: Figure) -> None:
+    """Streams, CPU per byte."""
     _grid(
         figure,
         [
-            (result.samples[fast.EXCHANGES], "exchanges per second", fast.GOALS[fast.EXCHANGES]),
-            (result.samples[fast.STREAMS], "Gbit/s", fast.GOALS[fast.STREAMS]),
-            (result.samples[fast.CPU], "CPU ns per byte (less is better)", fast.GOALS[fast.CPU]),
+            (result.samples[stream.STREAMS], "Gbit/s", stream.GOAL),
+            (result.samples[stream.CPU], "CPU ns per byte (less is better)", stream.GOAL),
         ],
     )
+
+
+def draw_passing(result: Result, figure: Figure) -> None:
+    """Nanoseconds a packet."""
+    axes = figure.subplots()
+    bars(axes, result.samples["ns"])
+    axes.set_xlabel("nanoseconds a packet, all of its way, on this machine", fontsize=7)
 
 
 def draw_latency(result: Result, figure: Figure) -> None:
@@ -125,11 +145,13 @@ def draw_services(result: Result, figure: Figure) -> None:
 def draw_udp(result: Result, figure: Figure) -> None:
     """Packets a second, what a CPU forwards without a proxy and what XDP drops beside them."""
     samples = {kind: of for kind, of in result.samples.items() if isinstance(of, dict)}
-    figure.set_size_inches(11, 3.6)
-    for place, (axes, (kind, of)) in enumerate(zip(figure.subplots(1, 3), samples.items(), strict=True)):
-        bars(axes, {name: [rate / 1e6 for rate in rates] for name, rates in of.items()}, label=place == 0)
+    rows = -(-len(samples) // 3)
+    figure.set_size_inches(11, 3.6 * rows)
+    grid = figure.subplots(rows, 3, squeeze=False).flat
+    for place, (axes, (kind, of)) in enumerate(zip(grid, samples.items(), strict=False)):
+        bars(axes, {name: [rate / 1e6 for rate in rates] for name, rates in of.items()}, label=place % 3 == 0)
         if NFTABLES in of:
-            goal = udp.GOALS[kind] * statistics.median(of[NFTABLES]) / 1e6
-            axes.axvline(goal, color="black", linewidth=0.8, linestyle="--")
+            for goal in udp.GOALS.get(kind, {}).values():
+                axes.axvline(goal * statistics.median(of[NFTABLES]) / 1e6, color="black", linewidth=0.8, linestyle="--")
         axes.set_title(kind, fontsize=8, loc="left")
-        axes.set_xlabel("million packets per second; dashed: XDP's goal", fontsize=7)
+        axes.set_xlabel("million packets per second; dashed: the goal", fontsize=7)

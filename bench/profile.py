@@ -21,7 +21,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ipaddress import ip_network
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,7 +28,6 @@ import msgspec
 from pyebpf_proxy import memory
 from pyebpf_proxy.cycles import without_cycle_search
 from pyebpf_proxy.datapath.loader.libbpf import Map
-from pyebpf_proxy.datapath.tables.pod_network import PodNetwork
 from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.kube.api.inventory import Inventory
 from pyebpf_proxy.kube.source import Change, Kind
@@ -115,10 +113,8 @@ class Phases:
             kind: Inventory(kind, _refuse) for kind in ("Node", "Service", "EndpointSlice")
         }
         self._planner = Planner(PlanSettings(node_name="node1"))
-        pods = PodNetwork()
-        pods.update([ip_network(workload.POD_CIDR)], [])
         self._loaded = load_programs()
-        self.writer = Writer(self._loaded, pods)
+        self.writer = Writer(self._loaded)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.touched: Counter[str] = Counter()
         self._count_writes()

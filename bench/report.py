@@ -1,26 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table in docs/performance.md, made from the results. Everything outside the two marks is written by people."""
+"""The tables in docs/performance.md, made from the results. Everything outside the marks is written by people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from . import overview
 from .measure import NORMAL_SECONDS, ROOT, Result, Row, Summary
 from .plots import significant
 
 PAGE = ROOT / "docs" / "performance.md"
-BEGIN = "<!-- made by `make bench` from bench/results: do not edit -->"
-END = "<!-- end of what `make bench` made -->"
+_NOTE = "made by `make bench` from bench/results: do not edit -->"
+_END = "<!-- end of what `make bench` made -->"
+OVERVIEW, GOALS, FIGURES = "overview", "goals", "figures"
 
 
 def write_page(results: Iterable[Result]) -> None:
-    """Put the results between the marks of the page."""
+    """Put the results between the marks of the page: the overview, the goals, each figure."""
+    kept = list(results)
     text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    parts = [section(result) for result in results]
-    PAGE.write_text(before + BEGIN + "\n\n" + "\n".join(parts) + END + after)
+    text = between(text, OVERVIEW, overview.section(kept))
+    text = between(text, GOALS, goals(kept))
+    text = between(text, FIGURES, "\n".join(section(result) for result in kept))
+    PAGE.write_text(text)
+
+
+def between(text: str, part: str, made: str) -> str:
+    """The page with this part made anew. ValueError if its marks are missing."""
+    before, begin, rest = text.partition(f"<!-- {part}: {_NOTE}")
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise ValueError(f"{PAGE}: the marks of {part} are missing")
+    return f"{before}{begin}\n\n{made}\n{end}{after}"
+
+
+def goals(results: Sequence[Result]) -> str:
+    """Every row that has a goal."""
+    lines = ["| measurement | result | goal | |", "|---|---|---|---|"]
+    for result in results:
+        for row in result.rows:
+            if row.met is not None:
+                beside = f"{row.judged_unit}: {row.compared_with}" if row.compared_with else row.judged_unit
+                met = "met" if row.met else "**missed**"
+                lines.append(f"| {row.what} | {spread(row.judged)} {beside} | {row.goal} | {met} |")
+    return "\n".join([*lines, ""])
 
 
 def section(result: Result) -> str:

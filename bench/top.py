@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``top`` costs packets, by ``bpf_prog_test_run``: ``python -m bench.top``. docs/top.md has the numbers.
 
-The count of a new flow: a first packet in the netfilter lane, which leaves nothing behind, with the count and without
+The count of a new flow: a first packet on the slow path, which leaves nothing behind, with the count and without
 (``dry_run`` leaves out nothing else there), in turns; and once more while another CPU counts in the same slot. The
 meter: packets of no service, and of a tracked flow, both ways.
 """
@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from pyebpf_proxy.datapath.loader.libbpf import Object, Program, SkBuff
 from pyebpf_proxy.datapath.loader.programs import OBJECTS, Loaded, Settings, unused_maps
-from pyebpf_proxy.datapath.settings import netns_cookie
 
 from .measure import say, undisturbed
 from .packet_world import Flow, filled, node
@@ -67,10 +66,10 @@ def main() -> None:
         def run(program: Program, frame: bytes, skb: SkBuff = context) -> Callable[[], int]:
             return lambda: program.test_run(frame, skb, repeat=REPEAT).duration
 
-        lane = replace(Settings(netns_cookie=netns_cookie()), direct_lane=False)
+        slow = found.loaded.settings
         own = frozenset(("dry_results",))
-        counting = _load("tc.bpf.o", "tc_ethernet", lane, found.loaded, own)
-        not_counting = _load("tc.bpf.o", "tc_ethernet", replace(lane, dry_run=True), found.loaded, own)
+        counting = _load("tc.bpf.o", "tc_ethernet", slow, found.loaded, own)
+        not_counting = _load("tc.bpf.o", "tc_ethernet", replace(slow, dry_run=True), found.loaded, own)
         for family in (4, 6):
             syn = Flow("TCP", family, 40001).frame(devices, "S")
             with_count, without = (each.programs["tc_ethernet"] for each in (counting, not_counting))
@@ -90,7 +89,7 @@ def main() -> None:
             finally:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-        meter = _load("meter.bpf.o", None, lane, found.loaded, frozenset(("meters", "meter_one_in")))
+        meter = _load("meter.bpf.o", None, slow, found.loaded, frozenset(("meters", "meter_one_in")))
         look = meter.programs["meter_ethernet"]
         one_in = meter.maps["meter_one_in"].mmap().cast("Q")
         for number in (1, 64):

@@ -2,10 +2,13 @@
 """Figure: UDP of 64 bytes from outside to a NodePort, through one CPU: one flow, many, every packet a new one.
 
 ``flood`` makes frames, a batch at a time, and gives them to the node's device; before it makes more, the same CPU does
-all the way to the pod in its softirq, where an XDP program counts and drops. So a rate has in it what making costs, the
+all the way to the pod in its softirq, where a program counts and drops. So a rate has in it what making costs, the
 same for all. Nothing passes between CPUs: on a virtual machine that costs from 20 to 300 ns a packet, as the host
 places its CPUs, and was more than what is measured here. Established flows have had traffic both ways for more than
 two seconds, as conntrack wants it to call them assured, and have an answer to one packet of 256 later on.
+
+Where they end is a tc program: pods have no XDP program, and one in the pod keeps bpf_redirect_peer() away. What XDP on
+the node's device saves is the sk_buff. To see that, the end has to be an XDP program, for kube-proxy beside it, too.
 
 Limits beside it: the same frames to the pod's own address with no proxy; sent there by an XDP program that asks
 nothing; dropped by XDP where they come in.
@@ -22,17 +25,33 @@ from contextlib import ExitStack
 
 from pyebpf_proxy.lab.namespace import Namespace
 
-from .contenders import FORWARD, LIMIT, LIMITS, NODE_PORT, NONE, PROXIES, UDP, Field, Ground, turns
-from .loads import Samples, rows
+from .contenders import (
+    FORWARD,
+    IPTABLES,
+    LIMIT,
+    LIMITS,
+    LOCAL_NODE_PORT,
+    NFTABLES,
+    NONE,
+    OURS,
+    UDP,
+    USUAL,
+    XDP,
+    Field,
+    Ground,
+    turns,
+)
+from .loads import Asked, Samples, rows
 from .measure import TOOLS, Result, Row, machine, say, speed
-from .proxies import IPTABLES, NFTABLES
 
 KINDS = {"1 flow": 1, "10 000 flows": 10_000, "every packet a new flow": 0}
-#: Of kube-proxy nftables, by kind, with XDP.
-GOALS = dict(zip(KINDS, (4.2, 3.0, 1.5), strict=True))
-NAMES = (*(name for name in PROXIES if name != "socket"), "xdp", *LIMITS)
-PAIRS = [("xdp", NFTABLES), ("fast", NFTABLES), ("direct", NFTABLES), ("netfilter", NFTABLES), (IPTABLES, NFTABLES)]
-PAIRS += [("xdp", NONE), (NFTABLES, NONE), ("xdp", FORWARD), (FORWARD, NFTABLES), ("xdp", LIMIT), (NONE, LIMIT)]
+#: How the kinds are called where frames end in an XDP program.
+BY_XDP = ", to an XDP program in the pod"
+#: Of kube-proxy nftables, by kind: with tc alone, and with XDP.
+GOALS = {kind: {OURS: tc} for kind, tc in zip(KINDS, (2.2, 2.0, 2.0), strict=True)}
+GOALS |= {kind + BY_XDP: {XDP: xdp} for kind, xdp in zip(KINDS, (5.0, 4.5, 3.0), strict=True)}
+PAIRS = [(OURS, NFTABLES), (XDP, NFTABLES), (IPTABLES, NFTABLES), (OURS, NONE), (XDP, NONE), (NFTABLES, NONE)]
+PAIRS += [(XDP, FORWARD), (FORWARD, NFTABLES), (XDP, LIMIT), (NONE, LIMIT)]
 SOURCES = "198.18.0.0"
 WARM_UP_SECONDS = 0.5
 ASSURED_SECONDS = 2.2
@@ -43,21 +62,26 @@ TRIES = 3
 
 
 class Way:
-    """From outside through the node of one contender, ready to be flooded."""
+    """From outside through the node of one contender, ready to be flooded.
 
-    def __init__(self, ground: Ground, stack: ExitStack) -> None:
-        self._ground = ground
+    ``port``: of the pod, for contenders whose loads go to the pod itself. ``end``: the program where frames end.
+    """
+
+    def __init__(self, ground: Ground, stack: ExitStack, port: int = UDP, end: str = "sink") -> None:
+        self.ground = ground
+        self._port = port
         node = ground.node
         for device in ("eth0", ground.server.device):
             # Frames that an XDP program redirects to a veth need somebody who polls at its other end.
             node.namespace.run("ethtool", "-K", device, "gro", "on")
-        ground.lab.core.ip(f"route add blackhole {SOURCES}/15")
+        ground.lab.core.ip(f"route replace blackhole {SOURCES}/15")
         self._to = _mac(node.namespace)
         self._programs: list[subprocess.Popen[str]] = []
         stack.callback(self._close)
         if ground.contender.name == FORWARD:
             self._begin(node.namespace, "pass_on", ground.server.device, _mac(ground.server.namespace))
-        self._sink = self._begin(node.namespace if ground.contender.name == LIMIT else ground.server.namespace, "sink")
+        where = node.namespace if ground.contender.name == LIMIT else ground.server.namespace
+        self._sink = self._begin(where, end)
 
     def _begin(self, where: Namespace, program: str, *arguments: str) -> subprocess.Popen[str]:
         """A program of the flood on eth0, attached when this returns."""
@@ -70,9 +94,9 @@ class Way:
 
     def flood(self, flows: int, seconds: float, echo: int) -> float:
         """Packets a second that reach the end."""
-        direct = self._ground.contender.past
-        to = self._ground.server.address if direct else self._ground.node.address
-        port = UDP if direct else NODE_PORT[UDP]
+        past = self.ground.contender.past
+        to = self.ground.server.address if past else self.ground.node.address
+        port = self._port if past else LOCAL_NODE_PORT[UDP]
         arguments = [
             "node1",
             str(max(os.sched_getaffinity(0))),
@@ -86,29 +110,29 @@ class Way:
         command = [str(TOOLS / "flood"), "make", str(TOOLS / "flood.bpf.o"), *arguments]
         for _ in range(TRIES):
             before = self._count(echo)
-            made = json.loads(self._ground.lab.core.run(*command))
+            made = json.loads(self.ground.lab.core.run(*command))
             if made["made"] and (count := self._count(0) - before):
                 return float(count / made["seconds"])
             # Somebody else of real-time priority had the CPU all the while.
-        raise RuntimeError(f"{self._ground.contender.words}: no packet reached the end: {made}")
+        raise RuntimeError(f"{self.ground.contender.words}: no packet reached the end: {made}")
 
     def forget_flows(self) -> None:
         """No flow is known."""
-        self._ground.node.namespace.run("conntrack", "-F")
+        self.ground.node.namespace.run("conntrack", "-F")
 
     def check_assured(self, flows: int) -> None:
-        """Raises RuntimeError unless conntrack, where there is one, calls nearly all flows assured."""
-        if self._ground.contender.past:
+        """Raises RuntimeError unless conntrack, where a proxy leaves all flows to it, calls nearly all assured."""
+        if self.ground.contender.name not in (IPTABLES, NFTABLES):
             return
-        found = self._ground.node.namespace.run("conntrack", "-L", "-p", "udp").count("[ASSURED]")
+        found = self.ground.node.namespace.run("conntrack", "-L", "-p", "udp").count("[ASSURED]")
         if found < 0.99 * flows:
-            raise RuntimeError(f"{self._ground.contender.words}: only {found} of {flows} flows are assured")
+            raise RuntimeError(f"{self.ground.contender.words}: only {found} of {flows} flows are assured")
 
     def check_room(self) -> None:
         """Raises RuntimeError if conntrack was full."""
-        most = int(self._ground.node.namespace.run("sysctl", "-n", "net.netfilter.nf_conntrack_max"))
-        if (found := int(self._ground.node.namespace.run("conntrack", "-C"))) > 0.95 * most:
-            raise RuntimeError(f"{self._ground.contender.words}: {found} flows, conntrack has room for {most}")
+        most = int(self.ground.node.namespace.run("sysctl", "-n", "net.netfilter.nf_conntrack_max"))
+        if (found := int(self.ground.node.namespace.run("conntrack", "-C"))) > 0.95 * most:
+            raise RuntimeError(f"{self.ground.contender.words}: {found} flows, conntrack has room for {most}")
 
     def _count(self, echo: int) -> int:
         assert self._sink.stdin is not None
@@ -132,36 +156,45 @@ def _mac(namespace: Namespace) -> str:
     return words[words.index("link/ether") + 1]
 
 
-def run(quick: bool) -> Result:
-    rounds, seconds = (5, 0.2) if quick else (9, 0.6)
+def run(asked: Asked) -> Result:
+    """Measure it; the limits only in a whole run."""
+    rounds, seconds = asked.rounds or (5 if asked.quick else 11), asked.seconds or (0.3 if asked.quick else 0.6)
+    # By program and by what is added to the kind: who takes part.
+    parts = {
+        ("sink", ""): [*USUAL, *(name for name in asked.beside if name != XDP)],
+        ("sink_xdp", BY_XDP): [NONE, NFTABLES, XDP, *(() if asked.quick else LIMITS)],
+    }
     speeds = speed(1)
-    samples: Samples = {kind: {} for kind in KINDS}
+    samples: Samples = {}
     grounds = Field()
     try:
-        with ExitStack() as stack:
-            ways = {ground.contender.name: Way(ground, stack) for ground in grounds.grounds(NAMES)}
-            for kind, flows in KINDS.items():
-                if flows:
-                    _establish(list(ways.values()), flows)
-                for _, order in turns(rounds, grounds.grounds(list(ways))):
-                    for ground in order:
-                        name = ground.contender.name
-                        samples[kind].setdefault(name, []).append(_once(ways[name], flows, seconds))
-                say(f"udp: {kind}: " + ", ".join(f"{name} {of[-1] / 1e3:.0f}" for name, of in samples[kind].items()))
-                speeds += speed(1)
+        for (end, added), names in parts.items():
+            with ExitStack() as stack:
+                ways = {each.contender.name: Way(each, stack, end=end) for each in grounds.grounds(names)}
+                for kind, flows in KINDS.items():
+                    of: dict[str, list[float]] = samples.setdefault(kind + added, {})
+                    if flows:
+                        establish(list(ways.values()), flows)
+                    for _, order in turns(rounds, grounds.grounds(list(ways))):
+                        for ground in order:
+                            name = ground.contender.name
+                            of.setdefault(name, []).append(_once(ways[name], flows, seconds))
+                    last = (f"{name} {rates[-1] / 1e3:.0f}" for name, rates in of.items())
+                    say(f"udp: {kind}{added}: " + ", ".join(last))
+                    speeds += speed(1)
     finally:
         grounds.close()
     return Result(
         figure="udp",
         title="UDP, 64 bytes, from outside to a pod, one CPU",
-        quick=quick,
+        quick=asked.quick,
         machine=machine(speeds),
         rows=list(table(samples)),
         samples={**samples, "speed_seconds": speeds},
     )
 
 
-def _establish(ways: Sequence[Way], flows: int) -> None:
+def establish(ways: Sequence[Way], flows: int) -> None:
     """Traffic both ways, twice: conntrack calls a flow assured that goes on after ASSURED_SECONDS."""
     for pause in (ASSURED_SECONDS, 0):
         for way in ways:
@@ -186,6 +219,7 @@ def _once(way: Way, flows: int, seconds: float) -> float:
 
 
 def table(samples: Samples, pairs: Sequence[tuple[str, str]] = tuple(PAIRS)) -> Iterator[Row]:
-    """Contenders beside each other; the goals are those of XDP."""
+    """Contenders beside each other; goals are beside kube-proxy nftables."""
     for kind, of in samples.items():
-        yield from rows({kind: of}, "UDP, 64 bytes", "packets/s", pairs, {("xdp", NFTABLES): GOALS[kind]})
+        goals = {(ours, NFTABLES): goal for ours, goal in GOALS.get(kind, {}).items()}
+        yield from rows({kind: of}, "UDP, 64 bytes", "packets/s", pairs, goals)
