@@ -85,6 +85,8 @@ def build(recipe: Path, folder: Path) -> Stage:
             subprocess.run(["cp", "-a", "--reflink=auto", base(words[0]), stage.root], check=True)
         elif stage is None:
             raise RecipeError(f"{instruction} before the first FROM")
+        elif instruction == "ARG":
+            print("  left out: here the packages are those of this machine's mirror", flush=True)
         elif instruction == "WORKDIR":
             stage.directory = rest
             inside(stage, rest).mkdir(parents=True, exist_ok=True)
@@ -105,8 +107,8 @@ def build(recipe: Path, folder: Path) -> Stage:
 
 
 def base(image: str) -> Path:
-    """The root of ``debian:SUITE-slim``; made if it is not in the cache."""
-    found = re.fullmatch(r"debian:([a-z]+)-slim", image)
+    """The root of ``debian:SUITE-slim``, whatever its digest; made if it is not in the cache."""
+    found = re.fullmatch(r"debian:([a-z]+)-slim(@sha256:[0-9a-f]{64})?", image)
     if not found:
         raise RecipeError(f"FROM {image}: only debian:SUITE-slim can be made here")
     suite = found.group(1)

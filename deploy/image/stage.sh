@@ -14,9 +14,16 @@ packages() {
     wanted=$(awk -v section="^# -- $1" '/^# --/ { on = ($0 ~ section) } on && /^[a-z0-9]/' "$list")
     [ -n "$wanted" ] || { echo "$list has no section '$1'" >&2; exit 1; }
     export DEBIAN_FRONTEND=noninteractive
-    apt-get -q update
+    local options=()
+    if [ -n "${ARCHIVE:-}" ]; then
+        sed -i "s#^URIs: .*/\\(debian\\(-security\\)\\?\\)/\\?\$#URIs: $ARCHIVE/\\1/$SNAPSHOT#" \
+            /etc/apt/sources.list.d/debian.sources
+        # Its indexes are of that day, and valid no longer; their signatures are checked all the same.
+        options=(-o Acquire::Check-Valid-Until=false)
+    fi
+    apt-get -q "${options[@]}" update
     # shellcheck disable=SC2086  # one word per package is meant
-    apt-get -q -y install --no-install-recommends $wanted
+    apt-get -q -y "${options[@]}" install --no-install-recommends $wanted
     rm -rf /var/lib/apt/lists/* /var/cache/apt/archives/*.deb
 }
 
