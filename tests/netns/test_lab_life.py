@@ -94,8 +94,9 @@ def test_client_ports_are_used_again_at_once(living: Lab, who: str, ending: str,
     answered, again = namespace.call(_reuse_ports, target.address.of(family), 80, first, 50, 2000, ending == "rst")
     assert (answered, again // 3) == (2000, 0), again
     counted = moved(before, reasons(node))
-    # Each SYN opens a flow of its own, also where the former connection of its ports is still known.
-    assert counted.get("new_flow_fast", 0) + counted.get("new_flow_netfilter", 0) >= 2000, counted
+    # A SYN opens a flow of its own, although the former connection of its ports is still known. Where that one's end
+    # is in doubt, as after a FIN that came before data, it goes on to the same endpoint: few do.
+    assert counted.get("new_flow_fast", 0) + counted.get("new_flow_netfilter", 0) >= 1980, counted
     assert counted["new_flow_fast"] > 1000, counted
 
 
