@@ -62,8 +62,8 @@ struct bpf_ct_opts___pep {
 
 #define CT_OPTS_SIZE 12		/* accepted everywhere; 16 (zone) only since 6.11 */
 #define CURRENT_NETNS (-1)
+#define IPS_SEEN_REPLY_ (1UL << 1)
 #define IPS_DST_NAT_ (1UL << 5)
-#define TCP_STATE_SYN_SENT 1
 #define TCP_STATE_ESTABLISHED 3
 #define TCP_STATE_TIME_WAIT 7
 #define TCP_INDEX_RST 4		/* enum tcp_bit_set */
@@ -165,7 +165,8 @@ static __always_inline bool has_ended(const struct nf_conn___pep *ct, const stru
 /*
  * Must this entry make room for a new one?  REASON_UNSPECIFIED: no, the flow lives.
  *  - UDP whose endpoint is gone heals with this packet;
- *  - a flow from before the service had endpoints was never translated.
+ *  - a flow from before the service had endpoints was never translated, nor one that the kernel picked up midstream.
+ *    Where the other side has answered, there is such a connection.
  * TCP that has ended is the kernel's to replace.
  */
 static __always_inline enum reason must_go(const struct nf_conn___pep *ct, const struct packet *p,
@@ -176,8 +177,8 @@ static __always_inline enum reason must_go(const struct nf_conn___pep *ct, const
 	if (!any_endpoints || has_ended(ct, p))
 		return REASON_UNSPECIFIED;
 	if (p->protocol == TCP)
-		return ct->proto.tcp.state == TCP_STATE_SYN_SENT && !(ct->status & IPS_DST_NAT_) ?
-			       UNTRANSLATED_FLOW_REPLACED : REASON_UNSPECIFIED;
+		return !(ct->status & (IPS_DST_NAT_ | IPS_SEEN_REPLY_)) ? UNTRANSLATED_FLOW_REPLACED :
+									  REASON_UNSPECIFIED;
 	if (!(ct->status & IPS_DST_NAT_))
 		return UNTRANSLATED_FLOW_REPLACED;
 	return endpoint_serves(ct, service, p->ipv6) ? REASON_UNSPECIFIED : STALE_UDP_REPLACED;

@@ -23,6 +23,7 @@
 #define PRIORITY_BACKEND 0xEB000000
 #define PRIORITY_MASQUERADE 0xED000000	/* a backend, and a source address of the node's */
 #define PRIORITY_REJECT 0xEC000001
+#define PRIORITY_MIDSTREAM 0xEC000002	/* no connection may begin with this packet */
 #define BACKEND_ID_MASK 0x00FFFFFF
 
 /* ---- reading --------------------------------------------------------------------- */

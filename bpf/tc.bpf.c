@@ -166,7 +166,18 @@ static __always_inline bool is_decided(const struct __sk_buff *skb)
 {
 	__u32 tag = skb->priority & ~BACKEND_ID_MASK;
 
-	return tag == PRIORITY_BACKEND || tag == PRIORITY_MASQUERADE || skb->priority == PRIORITY_REJECT;
+	return tag == PRIORITY_BACKEND || tag == PRIORITY_MASQUERADE || skb->priority == PRIORITY_REJECT ||
+	       skb->priority == PRIORITY_MIDSTREAM;
+}
+
+/*
+ * TCP for a frontend, of a connection that the table does not know, and no SYN.  The kernel may have the connection.
+ * If it has not, it would pick it up, untranslated, and the next SYN from the same port would belong to it: as with an
+ * ACK that comes after the reset which ended a young flow.
+ */
+static __always_inline bool is_midstream(const struct packet *p)
+{
+	return p->protocol == TCP && !p->opens && is_hinted(&p->destination, p->destination_port, p->ipv6);
 }
 
 static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridge_port)
@@ -207,6 +218,8 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 		verdict = send_by_table(skb, &p, skb->ifindex);
 		if (verdict != NOT_SENT && verdict != NOT_KNOWN && verdict != NOT_CONFIRMED)
 			return verdict;
+		if (verdict == NOT_KNOWN && is_midstream(&p) && find_frontend(&p, &f))
+			skb->priority = PRIORITY_MIDSTREAM;
 	}
 	if ((p.opens || bridge_port) && find_frontend(&p, &f)) {
 		if (!p.opens)

@@ -43,6 +43,10 @@ class End:
         """OSError, TimeoutError if nobody answers."""
         self.namespace.call(_connect, self.name, address, port, own_port)
 
+    def resume(self, address: str, port: int, own_port: int) -> None:
+        """As if there had been a connection before: nothing is sent yet."""
+        self.namespace.call(_resume, self.name, address, port, own_port)
+
     def say(self, data: bytes) -> None:
         """The kernel has it; nobody waits for it to arrive."""
         self.namespace.call(_say, self.name, data)
@@ -99,6 +103,16 @@ def _connect(name: str, address: str, port: int, own_port: int) -> None:
     made.bind(("", own_port))
     made.settimeout(_PATIENCE)
     made.connect((address, port))
+    _keep(name, made)
+
+
+def _resume(name: str, address: str, port: int, own_port: int) -> None:
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.IPPROTO_TCP, _REPAIR, 1)
+    made.bind(("", own_port))
+    made.connect((address, port))
+    made.setsockopt(socket.IPPROTO_TCP, _REPAIR, 0)
     _keep(name, made)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -105,6 +106,49 @@ def test_the_ports_of_a_connection_that_was_reset(moving: Moving, by: str, forgo
     client, server, _ = moving.begin(family, own_port)
     converse(client, server, 10)
     client.reset()
+
+
+def entry(moving: Moving, own_port: int, family: int, *more: str) -> None:
+    """One that conntrack has of this port of the client's, whatever led to it."""
+    tuples = ["-s", moving.world.client.address.of(family), "-d", ADDRESS.of(family)]
+    tuples += ["--sport", str(own_port), "--dport", str(PORT)]
+    moving.world.node.namespace.run("conntrack", "-I", "-p", "tcp", *tuples, "-t", "120", *more)
+
+
+def without_permit(moving: Moving, family: int) -> None:
+    """The pair has no permit: the next connection is asked of conntrack."""
+    time.sleep(1.1)
+    before = moving.world.count("slow_no_permit")
+    client, server, _ = moving.begin(family)
+    assert moving.world.count("slow_no_permit") > before
+    client.reset()
+    with pytest.raises(ConnectionResetError):
+        server.hear(1)
+    server.reset()
+    time.sleep(1.1)
+
+
+def test_an_entry_that_was_picked_up_midstream(moving: Moving, family: int) -> None:
+    """The kernel made it of a packet that came after the end of a connection: nobody translates it."""
+    own_port = next(_own_ports)
+    without_permit(moving, family)
+    reply = ["-r", ADDRESS.of(family), "-q", moving.world.client.address.of(family)]
+    reply += ["--reply-port-src", str(PORT), "--reply-port-dst", str(own_port)]
+    entry(moving, own_port, family, *reply, "--state", "ESTABLISHED")
+    client, server, _ = moving.begin(family, own_port)
+    converse(client, server, 10)
+    client.reset()
+
+
+def test_a_packet_of_a_connection_that_is_not_known(moving: Moving, family: int) -> None:
+    """It is answered with a reset, and the kernel keeps nothing of it that the next connection would meet."""
+    own_port = next(_own_ports)
+    client = End(moving.world.client.namespace)
+    client.resume(ADDRESS.of(family), PORT, own_port)
+    with pytest.raises(ConnectionResetError):
+        client.say(b"still there?")
+        client.hear(1)
+    assert moving.conntrack(own_port, family) == []
 
 
 def test_a_reset_after_more_bytes_than_sequence_numbers_can_tell(moving: Moving, family: int) -> None:

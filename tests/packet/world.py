@@ -52,6 +52,7 @@ FAST_EVERYWHERE = os.environ.get("PEP_FAST_PATH") == "1"
 NODE_MAC = "02:00:00:00:00:02"
 MARK = 0x4000
 PRIORITY_BACKEND, PRIORITY_MASQUERADE, PRIORITY_REJECT = 0xEB000000, 0xED000000, 0xEC000001
+PRIORITY_MIDSTREAM = 0xEC000002
 PROTOCOLS = {"tcp": 6, "udp": 17, "sctp": 132}
 ADDRESSES: dict[str, tuple[str, str]] = {
     "client": ("192.0.2.9", "2001:db8::9"),
@@ -166,6 +167,7 @@ class World:
         if values["xdp"]:
             values["fast_path"] = 1
         self.xdp: Program | None = None
+        self.has_flow_table = bool(values["fast_path"])
         asked = {**self.settings, **settings}
         # The tests that do not ask for the fast path do not ask why a flow did not take it.
         self._unasked = {"SLOW_NO_PERMIT", "STACK_NO_AGENT"} if not asked.get("fast_path") else set()

@@ -2,7 +2,8 @@
 """What our one nftables table holds, as text: chains, rules, maps, sets. Pure; ``nft.Table`` puts it into the kernel.
 
 A program hands a decision over in the packet itself, in ``skb->priority``: 0xEB000000 | backend id; 0xED000000 |
-backend id, which is the same and masquerade; or 0xEC000001, reject. The table carries it out:
+backend id, which is the same and masquerade; 0xEC000001, reject; or 0xEC000002, no connection begins with this packet.
+The table carries it out:
 
 =================  ===========================  ==========================================================
 chain              hook                         what it does
@@ -11,7 +12,8 @@ reject_forwarded   prerouting, nat, -110        rejects what is not for this nod
                                                 forward hook, because the kernel resets the priority when it
                                                 forwards; after conntrack (-200), before anybody's NAT
 reject_local       input, nat, -110             rejects what is for an address of this node
-translate          prerouting, nat, -105        sets the masquerade bit of the mark where the tag says so, which is
+translate          prerouting, nat, -105        resets what conntrack would pick up in the middle of a connection;
+                                                sets the masquerade bit of the mark where the tag says so, which is
                                                 after others' mangle chains (-150) may have restored a mark;
                                                 translates to the backend that the program chose, before
                                                 others' rules (-100), a kube-proxy's that is still there, say
@@ -51,6 +53,7 @@ from pyebpf_proxy.datapath.netfilter.nfnetlink import Chain, Shape
 BACKEND_TAG = 0xEB000000
 MASQUERADE_TAG = 0xED000000
 REJECT_CLASS = "ec00:0001"
+MIDSTREAM_CLASS = "ec00:0002"
 #: What the first packet of a new flow leaves with.
 PROVEN = "ee00:0001"
 MAPS = {"backends4": "ipv4_addr", "backends6": "ipv6_addr"}
@@ -130,6 +133,8 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     found = [
         ("reject_forwarded", f"{_REJECT} fib daddr type != local {_PORT_UNREACHABLE}"),
         ("reject_local", f"{_REJECT} {_PORT_UNREACHABLE}"),
+        # A NAT chain sees new connections alone: this one would be picked up in its middle.
+        ("translate", f"meta priority {MIDSTREAM_CLASS} reject with tcp reset"),
         ("translate", f"{masquerades} meta mark set meta mark or {mark:#x} {one_tag}"),
         ("translate", f"meta nfproto ipv4 {_TRANSPORTS} dnat ip to meta priority map @backends4"),
         ("translate", f"meta nfproto ipv6 {_TRANSPORTS} dnat ip6 to meta priority map @backends6"),
