@@ -87,7 +87,7 @@ def filled(services: int, fast: bool, devices: dict[str, int], xdp: bool = False
         _attach(found.loaded.xdp, devices)
         for device, index in devices.items():
             here = bytes.fromhex(mac(device).replace(":", ""))
-            value = btf.struct("xdp_device").pack(mac=here, opens=1, returns=_ANY_FRAMES, takes=_ANY_FRAMES)
+            value = btf.struct("xdp_device").pack(mac=here, starts_flow=1, returns=_ANY_FRAMES, takes=_ANY_FRAMES)
             maps["xdp_devices"].update(_u32(index), value)
     return found
 

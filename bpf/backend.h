@@ -23,7 +23,7 @@ struct remembered {
 };
 
 /* Position + 1 of the endpoint that session affinity asks for; 0: any. */
-static __always_inline __u32 affinity_position(const struct packet *p, const struct entitlement *e,
+static __always_inline __u32 affinity_position(const struct packet *p, const struct endpoint_selection *e,
 					       struct remembered *r)
 {
 	r->key.service = e->service;
@@ -65,14 +65,14 @@ static __always_inline void remember_affinity(struct remembered *r, const struct
 }
 
 /* With frames of their own: the schedulers need all of the stack that is left. */
-static __noinline __u32 scheduler_affinity(const struct packet *p, const struct entitlement *e)
+static __noinline __u32 scheduler_affinity(const struct packet *p, const struct endpoint_selection *e)
 {
 	struct remembered r = {};
 
 	return affinity_position(p, e, &r);
 }
 
-static __noinline int remember_scheduled(const struct packet *p, const struct entitlement *e, const struct backend *b,
+static __noinline int remember_scheduled(const struct packet *p, const struct endpoint_selection *e, const struct backend *b,
 					 __u32 position)
 {
 	struct remembered r = { .key.service = e->service, .next.last_used = coarse_now() };
@@ -87,7 +87,7 @@ static __noinline int remember_scheduled(const struct packet *p, const struct en
  * Not static, so that the verifier reads it once, for any packet, and not again for every way that leads here:
  * of the sockets' programs with a scheduler that was nine tenths of its work.
  */
-__noinline int choose_by_scheduler(const struct packet *p, const struct entitlement *e, struct backend *b)
+__noinline int choose_by_scheduler(const struct packet *p, const struct endpoint_selection *e, struct backend *b)
 {
 	enum scheduler scheduler = settings.scheduler;
 	__u32 position = 0;
@@ -109,7 +109,7 @@ __noinline int choose_by_scheduler(const struct packet *p, const struct entitlem
 	return 1;
 }
 
-__noinline int choose_at_random(const struct packet *p, const struct entitlement *e, struct backend *b)
+__noinline int choose_at_random(const struct packet *p, const struct endpoint_selection *e, struct backend *b)
 {
 	struct remembered r = {};
 	__u32 position = 0;
@@ -134,7 +134,7 @@ __noinline int choose_at_random(const struct packet *p, const struct entitlement
  * is gone already.  A verdict to serve has come before, so the list is not empty.
  * Where no scheduler is set, what is read to know that is all that remains of them.
  */
-static __always_inline int choose_backend(const struct packet *p, const struct entitlement *e, struct backend *b)
+static __always_inline int choose_backend(const struct packet *p, const struct endpoint_selection *e, struct backend *b)
 {
 	if (settings.scheduler != AT_RANDOM)
 		return choose_by_scheduler(p, e, b);

@@ -57,7 +57,7 @@ static __always_inline bool is_for_bridge(struct __sk_buff *skb, const struct no
 }
 
 /* 1: the frame was given the bridge's address. */
-static __noinline int lift_bridged_reply(struct __sk_buff *skb, const struct packet *p)
+static __noinline int redirect_reply_to_bridge(struct __sk_buff *skb, const struct packet *p)
 {
 	struct node_device *port;
 	struct fragments key = {};
@@ -69,19 +69,19 @@ static __noinline int lift_bridged_reply(struct __sk_buff *skb, const struct pac
 	if (!port || is_for_bridge(skb, port) ||
 	    !is_translated_reply(skb, p) || !lift(skb, port))
 		return 0;
-	count(BRIDGED_REPLY_LIFTED);
+	count(BRIDGED_REPLY_REDIRECTED);
 	if (is_fragment(skb, &key))
-		bpf_map_update_elem(&lifted_fragments, &key, &lifted, BPF_ANY);
+		bpf_map_update_elem(&bridged_fragments, &key, &lifted, BPF_ANY);
 	return 1;
 }
 
 /* A packet without ports: if its first fragment was lifted it goes the same way, to be put together there. */
-static __noinline int lift_later_fragment(struct __sk_buff *skb)
+static __noinline int redirect_fragment_to_bridge(struct __sk_buff *skb)
 {
 	struct node_device *port;
 	struct fragments key = {};
 
-	if (!is_fragment(skb, &key) || !bpf_map_lookup_elem(&lifted_fragments, &key))
+	if (!is_fragment(skb, &key) || !bpf_map_lookup_elem(&bridged_fragments, &key))
 		return 0;
 	port = port_of_bridge(skb->ifindex);
 	return port && lift(skb, port);

@@ -47,7 +47,7 @@ const volatile enum reason reason_count SEC(".rodata") = REASON_COUNT;
 static __always_inline void count(enum reason reason)
 {
 	__u32 key = reason;
-	__u64 *value = bpf_map_lookup_elem(&reasons, &key);
+	__u64 *value = bpf_map_lookup_elem(&counters, &key);
 
 	if (value)
 		*value += 1;

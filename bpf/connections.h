@@ -125,7 +125,7 @@ static long compare_load(__u32 i, struct scan *s)
 	return !here;	/* nobody can have less */
 }
 
-static __always_inline void scan_list(struct scan *s, enum scheduler scheduler, const struct entitlement *e)
+static __always_inline void scan_list(struct scan *s, enum scheduler scheduler, const struct endpoint_selection *e)
 {
 	__u32 i;
 
@@ -144,7 +144,7 @@ static __always_inline void scan_list(struct scan *s, enum scheduler scheduler, 
 			break;
 }
 
-static __noinline __u32 least_loaded(enum scheduler scheduler, const struct entitlement *e)
+static __noinline __u32 least_loaded(enum scheduler scheduler, const struct endpoint_selection *e)
 {
 	struct scan s = {};
 
@@ -152,7 +152,7 @@ static __noinline __u32 least_loaded(enum scheduler scheduler, const struct enti
 	return s.position;
 }
 
-static __always_inline void locality_key(const struct packet *p, const struct entitlement *e, struct affinity_key *key)
+static __always_inline void locality_key(const struct packet *p, const struct endpoint_selection *e, struct affinity_key *key)
 {
 	key->service = e->service;
 	__builtin_memcpy(key->client, &p->destination, 16);
@@ -161,7 +161,7 @@ static __always_inline void locality_key(const struct packet *p, const struct en
 #define OVERLOADED (1U << 31)
 
 /* Position + 1 of the endpoint that had this address last, with OVERLOADED if it is; 0: none. */
-static __noinline __u32 former_position(const struct packet *p, const struct entitlement *e)
+static __noinline __u32 former_position(const struct packet *p, const struct endpoint_selection *e)
 {
 	struct affinity_key key = {};
 	struct affinity *last;
@@ -180,7 +180,7 @@ static __noinline __u32 former_position(const struct packet *p, const struct ent
 }
 
 /* `position`, of former_position(), stays if none is idle. */
-static __noinline __u32 next_locality(const struct packet *p, const struct entitlement *e, __u32 position)
+static __noinline __u32 next_locality(const struct packet *p, const struct endpoint_selection *e, __u32 position)
 {
 	struct affinity next = {};
 	struct affinity_key key = {};
@@ -201,7 +201,7 @@ static __noinline __u32 next_locality(const struct packet *p, const struct entit
  * lblc: what went to an address goes where it went before, unless that one is overloaded.  Two functions, so that the
  * search of the list and the scan of it do not add up on the stack.
  */
-static __always_inline __u32 least_loaded_with_locality(const struct packet *p, const struct entitlement *e)
+static __always_inline __u32 least_loaded_with_locality(const struct packet *p, const struct endpoint_selection *e)
 {
 	__u32 position = former_position(p, e);
 
@@ -222,7 +222,7 @@ static __noinline int begin_set(const struct affinity_key *key, __u32 id)
  * lblcr: the same with a set of endpoints for each address, which grows when all
  * of it is overloaded.  Sets are changed in place; two CPUs at once may lose a change.
  */
-static __noinline __u32 least_loaded_of_set(const struct packet *p, const struct entitlement *e)
+static __noinline __u32 least_loaded_of_set(const struct packet *p, const struct endpoint_selection *e)
 {
 	struct affinity_key key = {};
 	struct server_set *set;

@@ -179,7 +179,7 @@ struct {
 	__uint(max_entries, 1 << SIGHTING_BITS);
 	__type(key, __u32);
 	__type(value, __u64);
-} sightings SEC(".maps");
+} flow_packet_counts SEC(".maps");
 
 /* ---- what ingress hands over to the observer ------------------------------ */
 

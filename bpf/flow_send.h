@@ -96,7 +96,7 @@ static __noinline int rewrite(struct context *ctx, const struct packet *p, const
 
 static __always_inline bool is_new_connection(const struct packet *p)
 {
-	return p->protocol == TCP && p->opens;
+	return p->protocol == TCP && p->starts_flow;
 }
 
 /* The flow ends with this packet, or begins anew. */
@@ -201,14 +201,14 @@ __noinline int may_keep_endpoint(const struct packet *p, const struct flow_rewri
 {
 	union address endpoint = {};
 	enum reason reason = REASON_UNSPECIFIED;
-	struct entitlement e = {};
+	struct endpoint_selection e = {};
 	struct frontend f = {};
-	struct table *table;
+	struct service_config *table;
 	__u32 table_id;
 
 	if (!p || !a || !find_frontend(p, &f))
 		return 0;
-	table = table_in_force(f.service, &table_id);
+	table = active_config(f.service, &table_id);
 	if (!table || decide(p, &f, table, table_id, a->device_in, &e, &reason) != VERDICT_SERVE)
 		return 0;
 	/* Not `backends`, which holds a backend for some time after it has left.  A search of the list is too deep. */
@@ -287,7 +287,7 @@ static __noinline int send_young(struct context *ctx, const struct packet *p, st
 /* A packet of a flow that the kernel knows, too. */
 static __noinline int send_kernels(struct context *ctx, const struct packet *p, struct flow *known)
 {
-	struct fast_path *word = fast_path_word();
+	struct fast_path *word = fast_path_state();
 	const struct flow_rewrite *a;
 	enum reason reason;
 	struct flow *other;
@@ -365,7 +365,7 @@ static __noinline int send_by_table(struct context *ctx, const struct packet *p,
 		forget_flow((const struct flow_key *)p, a, false, true);
 		return NOT_KNOWN;
 	}
-	word = fast_path_word();
+	word = fast_path_state();
 	if (!word)
 		return NOT_SENT;
 	if (p->protocol == UDP && known->generation != *(volatile __u32 *)&word->generation) {

@@ -48,7 +48,7 @@ static __always_inline bool comes_from_endpoint(const struct packet *p)
 	       is_endpoint(&p->source, p->source_port, p->protocol, p->ipv6, 0);
 }
 
-static __always_inline struct fast_path *fast_path_word(void)
+static __always_inline struct fast_path *fast_path_state(void)
 {
 	__u32 zero = 0;
 
@@ -147,19 +147,19 @@ static __always_inline struct flow *other_direction(const struct flow_rewrite *a
 	return bpf_map_lookup_elem(&flows, &key);
 }
 
-/* ---- sightings ------------------------------------------------------------------- */
+/* ---- flow_packet_counts ------------------------------------------------------------------- */
 
-static __always_inline __u64 *sighting_of(__u32 tag)
+static __always_inline __u64 *flow_packet_count_of(__u32 tag)
 {
 	__u32 number = tag * 0x9e3779b1U >> (32 - SIGHTING_BITS);
 
-	return bpf_map_lookup_elem(&sightings, &number);
+	return bpf_map_lookup_elem(&flow_packet_counts, &number);
 }
 
 #define SIGHTING_SECONDS(s) ((__u32)(s) >> 8)
 #define SIGHTING_COUNT(s) ((__u32)(s) & 0xff)
 
-static __always_inline __u64 sighting(__u32 tag, __u32 seconds, __u32 count)
+static __always_inline __u64 flow_packet_count(__u32 tag, __u32 seconds, __u32 count)
 {
 	return (__u64)tag << 32 | (seconds & 0xffffff) << 8 | count;
 }

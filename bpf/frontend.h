@@ -104,17 +104,17 @@ static __always_inline bool find_frontend(const struct packet *p, struct fronten
 }
 
 /* The version of a service that is in force; NULL while it is being taken away. */
-static __always_inline struct table *table_in_force(__u32 id, __u32 *table_id)
+static __always_inline struct service_config *active_config(__u32 id, __u32 *table_id)
 {
 	struct service *service = bpf_map_lookup_elem(&services, &id);
-	struct table *table;
+	struct service_config *table;
 
 	if (!service)
 		return NULL;
 	*table_id = *(volatile __u32 *)&service->table;
 	if (!*table_id)
 		return NULL;
-	table = bpf_map_lookup_elem(&tables, table_id);
+	table = bpf_map_lookup_elem(&service_configs, table_id);
 	if (!table)
 		count(TABLE_MISSING);
 	return table;

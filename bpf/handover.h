@@ -43,7 +43,7 @@ static __always_inline struct handover *hand_over(struct __sk_buff *skb, const s
 }
 
 /* A backend was chosen, and netfilter carries it out. */
-static __noinline int hand_over_open(struct __sk_buff *skb, const struct packet *p, const struct entitlement *e,
+static __noinline int hand_over_open(struct __sk_buff *skb, const struct packet *p, const struct endpoint_selection *e,
 				     const struct backend *b, __u32 ip_device)
 {
 	struct handover *h;
@@ -83,7 +83,7 @@ static __noinline int hand_over_reply(struct __sk_buff *skb, const struct packet
 	if (!p || p->fragment || p->protocol == SCTP)
 		return 0;
 	tag = tag_of(p);
-	seen = sighting_of(tag);
+	seen = flow_packet_count_of(tag);
 	seconds = bpf_ktime_get_coarse_ns() / NANOSECONDS & 0xffffff;
 	if (seen && *seen >> 32 == tag)
 		count = SIGHTING_COUNT(*seen);
@@ -91,7 +91,7 @@ static __noinline int hand_over_reply(struct __sk_buff *skb, const struct packet
 	if (seen && !first) {
 		if (count >= 3 && SIGHTING_SECONDS(*seen) == seconds)
 			return 0;
-		*seen = sighting(tag, seconds, count < 3 ? count + 1 : 3);
+		*seen = flow_packet_count(tag, seconds, count < 3 ? count + 1 : 3);
 		/* TCP that has sent one packet may end with it. */
 		if (p->protocol == TCP && !count)
 			return 0;

@@ -35,7 +35,7 @@ struct {
 	__uint(max_entries, REASON_COUNT);
 	__type(key, __u32);
 	__type(value, __u64);
-} reasons SEC(".maps");
+} counters SEC(".maps");
 
 /* The newest packet, or socket call, that was refused or dropped for each reason. */
 struct refused {
@@ -62,7 +62,7 @@ struct {
 #define REFUSED_PERIOD 4
 #define REFUSED_PERIODS 16
 
-struct refused_lately {
+struct recent_refusals {
 	__u32 period[REFUSED_PERIODS];	/* seconds of bpf_ktime_get_boot_ns() / REFUSED_PERIOD */
 	__u32 count[REFUSED_PERIODS];	/* within that one */
 };
@@ -71,8 +71,8 @@ struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, REASON_COUNT);
 	__type(key, __u32);
-	__type(value, struct refused_lately);
-} refused_lately SEC(".maps");
+	__type(value, struct recent_refusals);
+} recent_refusals SEC(".maps");
 
 /* The same by service; 0: no service's. Those that were refused nothing for longest are forgotten. */
 struct refusal_key {

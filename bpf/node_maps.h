@@ -69,6 +69,6 @@ struct {
 	__uint(max_entries, 1024);
 	__type(key, struct fragments);
 	__type(value, __u32);
-} lifted_fragments SEC(".maps");
+} bridged_fragments SEC(".maps");
 
 #endif

@@ -103,7 +103,7 @@ static __always_inline void change_link(struct flow_rewrite *a, const struct lin
 /* 1: the table knows the flow, and what it says holds. A flow that netfilter translates in another way is forgotten. */
 static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
 {
-	struct fast_path *word = fast_path_word();
+	struct fast_path *word = fast_path_state();
 	struct flow_key key;
 	struct link l = {};
 	struct flow *f;
@@ -137,7 +137,7 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 /* The draft's key, translation and links are set; neither direction is there yet. */
 static __always_inline void enter_kernel_flow(struct flow_draft *d, __u64 now, bool reply_confirmed)
 {
-	struct fast_path *word = fast_path_word();
+	struct fast_path *word = fast_path_state();
 	union address address = {};
 
 	if (!word || is_over_quota(d->there.rewrite.device_in))
@@ -168,17 +168,17 @@ static __always_inline bool was_seen_lately(const struct permit_key *key, __u64 
 
 	/* Two keys in one map of hashes: the other kind begins with an address. */
 	tag = tag_of(key) * 0x85ebca6bU | 1;
-	seen = sighting_of(tag);
+	seen = flow_packet_count_of(tag);
 	if (!seen)
 		return true;
 	lately = *seen >> 32 == tag && seconds - SIGHTING_SECONDS(*seen) <= 1;
-	*seen = sighting(tag, seconds, 1);
+	*seen = flow_packet_count(tag, seconds, 1);
 	return lately;
 }
 
 static __noinline int grant_permit(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
 {
-	struct fast_path *word = fast_path_word();
+	struct fast_path *word = fast_path_state();
 	struct flow_draft *d = flow_draft();
 	union address client = {}, endpoint = {};
 	struct permit *known;
@@ -322,7 +322,7 @@ static __noinline int enter_by_reply(struct __sk_buff *skb, const struct packet 
 }
 
 /* False: no service's flow, the source is as it was. */
-static __always_inline bool learn_way_back(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
+static __always_inline bool learn_return_path(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
 					   __u64 now)
 {
 	bool masqueraded;
@@ -338,7 +338,7 @@ static __always_inline bool learn_way_back(struct __sk_buff *skb, const struct p
 static __always_inline void observe_reply(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
 					  __u64 now)
 {
-	if (!learn_way_back(skb, p, h, now))
+	if (!learn_return_path(skb, p, h, now))
 		return;
 	if (h->learn && !confirm(skb, p, h, now))
 		enter_by_reply(skb, p, h, now);
@@ -379,7 +379,7 @@ static __always_inline int observe(struct __sk_buff *skb)
 	case HANDOVER_CONFIRM:
 		/* The first answer may find an entry already, and is one that a permit waits for. */
 		if (confirm(skb, &p, h, now))
-			learn_way_back(skb, &p, h, now);
+			learn_return_path(skb, &p, h, now);
 		break;
 	}
 	return TC_ACT_UNSPEC;

@@ -24,7 +24,7 @@ struct packet {
 	enum protocol protocol;
 	bool ipv6;
 	__u8 same[2];		/* zero */
-	bool opens;		/* may be the first packet of a flow: TCP SYN, SCTP INIT, any UDP */
+	bool starts_flow;		/* may be the first packet of a flow: TCP SYN, SCTP INIT, any UDP */
 	bool fragment;		/* the first one; others have no ports */
 	bool options;		/* IPv4 options, IPv6 extension headers */
 	__u8 hops;		/* TTL, hop limit */
@@ -37,7 +37,7 @@ struct packet {
 	__u32 acknowledged;	/* TCP: the next byte that the sender expects, host order; 0 without ACK */
 } __attribute__((aligned(8)));
 
-_Static_assert(offsetof(struct packet, opens) == sizeof(struct flow_key), "the key of a flow begins the packet");
+_Static_assert(offsetof(struct packet, starts_flow) == sizeof(struct flow_key), "the key of a flow begins the packet");
 _Static_assert(offsetof(struct packet, source_port) == offsetof(struct flow_key, source_port), "its ports");
 _Static_assert(offsetof(struct packet, ipv6) == offsetof(struct flow_key, ipv6), "its family");
 

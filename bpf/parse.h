@@ -30,7 +30,7 @@ static __always_inline bool parse_transport(struct context *ctx, __u32 offset, s
 			return false;
 		p->source_port = bpf_ntohs(ports[0]);
 		p->destination_port = bpf_ntohs(ports[1]);
-		p->opens = true;
+		p->starts_flow = true;
 		p->headers += 8;
 		return true;
 	}
@@ -40,13 +40,13 @@ static __always_inline bool parse_transport(struct context *ctx, __u32 offset, s
 	p->source_port = bpf_ntohs(t->source_port);
 	p->destination_port = bpf_ntohs(t->destination_port);
 	if (p->protocol == TCP) {
-		p->opens = (t->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
+		p->starts_flow = (t->tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST | TCP_FIN)) == TCP_SYN;
 		p->tcp_flags = t->tcp_flags;
 		p->sequence = bpf_ntohl(t->sequence);
 		p->acknowledged = t->tcp_flags & TCP_ACK ? bpf_ntohl(t->acknowledged) : 0;
 		p->headers += t->sctp_chunk >> 4 << 2;
 	} else {
-		p->opens = t->sctp_chunk == SCTP_INIT;
+		p->starts_flow = t->sctp_chunk == SCTP_INIT;
 	}
 	return true;
 }

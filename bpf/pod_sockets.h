@@ -9,11 +9,11 @@
 #define POD_SOURCE_SECONDS 60
 
 /* A socket: its first packet will tell tc whose it is, and what was chosen. */
-static __noinline int leave_to_tc(__u64 cookie, __u64 netns, __u32 service, __u32 backend)
+static __noinline int defer_to_tc(__u64 cookie, __u64 netns, __u32 service, __u32 backend)
 {
-	struct left_socket left = { .netns = netns, .service = service, .backend = backend };
+	struct deferred_socket left = { .netns = netns, .service = service, .backend = backend };
 
-	bpf_map_update_elem(&left_sockets, &cookie, &left, BPF_ANY);
+	bpf_map_update_elem(&deferred_sockets, &cookie, &left, BPF_ANY);
 	return 0;
 }
 

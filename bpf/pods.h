@@ -160,19 +160,19 @@ static __noinline int is_stale(struct __sk_buff *skb, struct packet *p, struct f
 }
 
 /* tc: true, and `b` filled, if this flow's endpoint was chosen when its socket connected. */
-static __noinline int take_over(struct __sk_buff *skb, const struct packet *p, const struct entitlement *e,
+static __noinline int take_over(struct __sk_buff *skb, const struct packet *p, const struct endpoint_selection *e,
 				struct backend *b)
 {
 	__u64 cookie = bpf_get_socket_cookie(skb);
-	struct left_socket *found, left;
+	struct deferred_socket *found, left;
 
 	if (!cookie)
 		return 0;
-	found = bpf_map_lookup_elem(&left_sockets, &cookie);
+	found = bpf_map_lookup_elem(&deferred_sockets, &cookie);
 	if (!found)
 		return 0;
 	left = *found;
-	bpf_map_delete_elem(&left_sockets, &cookie);
+	bpf_map_delete_elem(&deferred_sockets, &cookie);
 	learn_pod(left.netns, skb, p);
 	if (!left.backend || left.service != e->service || !position_in_list(e, p->ipv6, left.backend, 0))
 		return 0;

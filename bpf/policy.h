@@ -16,7 +16,7 @@ enum verdict {
 };
 
 /* Which endpoints a packet is entitled to, and how it looks to them. */
-struct entitlement {
+struct endpoint_selection {
 	__u32 service;
 	__u32 first_slot;
 	__u32 count;
@@ -71,7 +71,7 @@ static __always_inline bool in_source_ranges(const struct packet *p, __u32 table
 }
 
 static __always_inline bool source_allowed(const struct packet *p, const struct frontend *f,
-					   const struct table *table, __u32 table_id)
+					   const struct service_config *table, __u32 table_id)
 {
 	struct frontend *own;
 
@@ -83,14 +83,14 @@ static __always_inline bool source_allowed(const struct packet *p, const struct 
 	return own && own->service == f->service && own->kind == LOAD_BALANCER;
 }
 
-static __always_inline void entitle_cluster(const struct table *table, struct entitlement *e, bool masquerade)
+static __always_inline void select_cluster(const struct service_config *table, struct endpoint_selection *e, bool masquerade)
 {
 	e->first_slot = table->first_slot;
 	e->count = table->cluster_count;
 	e->masquerade = masquerade;
 }
 
-static __always_inline void entitle_local(const struct table *table, struct entitlement *e, bool masquerade)
+static __always_inline void select_local(const struct service_config *table, struct endpoint_selection *e, bool masquerade)
 {
 	e->first_slot = table->first_slot + table->cluster_count;
 	e->count = table->local_count;
@@ -103,7 +103,7 @@ static __always_inline void entitle_local(const struct table *table, struct enti
  * the node itself sends to an externalIP or VIP elsewhere is not refused, since
  * nothing looks at it on the way out.
  */
-static __always_inline enum verdict refuse_unserved(const struct table *table, enum reason *reason)
+static __always_inline enum verdict refuse_unserved(const struct service_config *table, enum reason *reason)
 {
 	if (!table->any_endpoints) {
 		*reason = REJECT_NO_ENDPOINTS;
@@ -123,42 +123,42 @@ static __always_inline bool leaves_unfiltered(const struct packet *p, const stru
 }
 
 /* The row of a ClusterIP. True: it is for endpoints of this node only. */
-static __always_inline bool entitle_cluster_ip(const struct packet *p, const struct table *table, bool pod,
-					       struct entitlement *e)
+static __always_inline bool select_for_cluster_ip(const struct packet *p, const struct service_config *table, bool pod,
+					       struct endpoint_selection *e)
 {
 	bool masquerade = settings.masquerade_all || (has_detector(p->ipv6) && !pod);
 
 	if (table->internal_local)
-		entitle_local(table, e, masquerade);
+		select_local(table, e, masquerade);
 	else
-		entitle_cluster(table, e, masquerade);
+		select_cluster(table, e, masquerade);
 	return table->internal_local;
 }
 
 /* The rows of externalIPs, load balancers' addresses and NodePorts. True: as above. */
-static __always_inline bool entitle_outside_address(const struct packet *p, const struct table *table, __u32 device,
-						    bool pod, struct entitlement *e)
+static __always_inline bool select_for_external_address(const struct packet *p, const struct service_config *table, __u32 device,
+						    bool pod, struct endpoint_selection *e)
 {
 	if (!table->external_local) {
-		entitle_cluster(table, e, true);
+		select_cluster(table, e, true);
 	} else if (pod) {
-		entitle_cluster(table, e, false);
+		select_cluster(table, e, false);
 	} else if (!device || is_node_address(&p->source, p->ipv6)) {
-		entitle_cluster(table, e, true);
+		select_cluster(table, e, true);
 	} else {
-		entitle_local(table, e, false);
+		select_local(table, e, false);
 		return true;
 	}
 	return false;
 }
 
 /*
- * One row of the table: VERDICT_SERVE fills the entitlement, anything else sets
+ * One row of the table: VERDICT_SERVE fills the endpoint_selection, anything else sets
  * the reason.  `device`: where the packet came in; 0 for a socket of the node.
  */
 static __always_inline enum verdict decide(const struct packet *p, const struct frontend *f,
-					   const struct table *table, __u32 table_id, __u32 device,
-					   struct entitlement *e, enum reason *reason)
+					   const struct service_config *table, __u32 table_id, __u32 device,
+					   struct endpoint_selection *e, enum reason *reason)
 {
 	bool local_only;
 	bool pod;
@@ -185,9 +185,9 @@ static __always_inline enum verdict decide(const struct packet *p, const struct 
 	e->affinity_seconds = table->affinity_seconds;
 	pod = is_pod_source(p, device);
 	if (f->kind == CLUSTER_IP)
-		local_only = entitle_cluster_ip(p, table, pod, e);
+		local_only = select_for_cluster_ip(p, table, pod, e);
 	else
-		local_only = entitle_outside_address(p, table, device, pod, e);
+		local_only = select_for_external_address(p, table, device, pod, e);
 	if (e->count)
 		return VERDICT_SERVE;
 	*reason = local_only ? DROP_NO_LOCAL_ENDPOINTS : REJECT_NO_ENDPOINTS;

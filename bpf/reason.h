@@ -18,7 +18,7 @@ enum reason {
 	STALE_UDP_REPLACED,
 	UNTRANSLATED_FLOW_REPLACED,
 	/* bridge */
-	BRIDGED_REPLY_LIFTED,
+	BRIDGED_REPLY_REDIRECTED,
 	/* refused */
 	REJECT_NO_ENDPOINTS,
 	REJECT_NO_ENDPOINTS_SOCKET,
@@ -32,7 +32,7 @@ enum reason {
 	DROP_AWAITING_PROMOTION,
 	/* counted, then passed */
 	TABLE_MISSING,
-	SOCKET_PEER_FULL,
+	SOCKET_REVNAT_FULL,
 	/* the flow table: sent by it; a kernel flow entered, confirmed, found changed, taken out */
 	FLOW_HIT,
 	FLOW_LEARNED,

@@ -10,7 +10,7 @@ static __noinline int count_refusal(__u32 service, enum reason reason)
 {
 	__u32 period = bpf_ktime_get_boot_ns() / (REFUSED_PERIOD * NANOSECONDS);
 	struct refusal_key key = { .service = service, .reason = reason };
-	struct refused_lately *lately = bpf_map_lookup_elem(&refused_lately, &key.reason);
+	struct recent_refusals *lately = bpf_map_lookup_elem(&recent_refusals, &key.reason);
 	__u32 i = period % REFUSED_PERIODS;
 	__u64 first = 1, *count;
 

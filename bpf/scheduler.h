@@ -26,7 +26,7 @@ static __always_inline __u64 hash_of(const union address *a)
 	return mixed(mixed((__u64)a->words[0] << 32 | a->words[1]) + ((__u64)a->words[2] << 32 | a->words[3]));
 }
 
-static __always_inline __u32 position_of(__u64 hash, const struct entitlement *e)
+static __always_inline __u32 position_of(__u64 hash, const struct endpoint_selection *e)
 {
 	return ((hash >> 32) * e->count) >> 32;
 }
@@ -34,10 +34,10 @@ static __always_inline __u32 position_of(__u64 hash, const struct entitlement *e
 /* ---- rr ----------------------------------------------------------------------- */
 
 /* A list is known by its first slot. Two CPUs never get the same turn. */
-static __always_inline __u32 next_in_turn(const struct entitlement *e)
+static __always_inline __u32 next_in_turn(const struct endpoint_selection *e)
 {
 	__u32 list = e->first_slot;
-	__u32 *turn = bpf_map_lookup_elem(&turns, &list);
+	__u32 *turn = bpf_map_lookup_elem(&rr_cursor, &list);
 
 	return turn ? __sync_fetch_and_add(turn, 1) % e->count : 0;
 }
@@ -74,7 +74,7 @@ static long compare_rank(__u32 i, struct contest *c)
  * an address and a port, as with kube-proxy's mh-port.  A socket that connects
  * has no port yet: it will get any.
  */
-static __always_inline __u32 highest_ranked(const struct packet *p, const struct entitlement *e)
+static __always_inline __u32 highest_ranked(const struct packet *p, const struct endpoint_selection *e)
 {
 	struct contest c = { .first_slot = e->first_slot, .count = e->count, .ipv6 = p->ipv6 };
 	__u32 port = p->source_port ? p->source_port : bpf_get_prandom_u32() & 0xffff;
@@ -94,7 +94,7 @@ static __always_inline __u32 highest_ranked(const struct packet *p, const struct
 /* ---- all ------------------------------------------------------------------------ */
 
 static __always_inline __u32 scheduled_position(enum scheduler scheduler, const struct packet *p,
-						const struct entitlement *e)
+						const struct endpoint_selection *e)
 {
 	switch (scheduler) {
 	case ROUND_ROBIN:

@@ -9,7 +9,7 @@ struct {
 	__uint(max_entries, 524288);	/* as slots */
 	__type(key, __u32);
 	__type(value, __u32);
-} turns SEC(".maps");
+} rr_cursor SEC(".maps");
 
 /*
  * How many connections each backend has: what the control plane has counted,

@@ -8,10 +8,10 @@
 /* What each main function says of itself. ---------------------------------------------- */
 
 /* A packet whose choice was handed to netfilter. */
-static __always_inline void note_handover(struct context *ctx, const struct packet *p, const struct entitlement *e,
+static __always_inline void note_handover(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 					  const struct backend *b);
 /* True, and `b` filled: somebody has chosen for this packet already. */
-static __always_inline bool chosen_before(struct context *ctx, const struct packet *p, const struct entitlement *e,
+static __always_inline bool chosen_before(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 					  struct backend *b);
 
 /*
@@ -25,7 +25,7 @@ static __always_inline bool goes_to_loopback(const struct packet *p)
 }
 
 /* `e`, `b`: as in decided(). */
-static __always_inline int drop_flow(struct context *ctx, const struct packet *p, const struct entitlement *e,
+static __always_inline int drop_flow(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 				     const struct backend *b, enum reason reason)
 {
 	remember_refused(p, receiving_device(ctx), e ? e->service : 0, reason);
@@ -39,7 +39,7 @@ static __always_inline int drop_packet(struct context *ctx, const struct packet 
 }
 
 /* The first packet of a young flow, whose entries open_young() has made. */
-static __always_inline int send_first(struct context *ctx, const struct packet *p, const struct entitlement *e,
+static __always_inline int send_first(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 				      const struct backend *b)
 {
 	struct flow_draft *d = flow_draft();
@@ -53,7 +53,7 @@ static __always_inline int send_first(struct context *ctx, const struct packet *
 	return rewrite_and_send(ctx, p, &d->there.rewrite);
 }
 
-static __always_inline int record_dry_run(const struct entitlement *e, const struct backend *b)
+static __always_inline int record_dry_run(const struct endpoint_selection *e, const struct backend *b)
 {
 	__u32 key = 0;
 	struct dry_result *result = bpf_map_lookup_elem(&dry_results, &key);
@@ -71,11 +71,11 @@ static __always_inline int record_dry_run(const struct entitlement *e, const str
  * for this.  `known`: the flow table has the flow, and says that it is the kernel's.  `fast`: it may be opened there.
  */
 static __always_inline int open_flow(struct context *ctx, struct packet *p, const struct frontend *f,
-				     const struct table *table, __u32 table_id, struct place *asked, bool known,
+				     const struct service_config *table, __u32 table_id, struct place *asked, bool known,
 				     bool fast)
 {
 	enum reason reason = REASON_UNSPECIFIED;
-	struct entitlement e = { .service = f->service };
+	struct endpoint_selection e = { .service = f->service };
 	struct backend b = {};
 
 	if (asked)

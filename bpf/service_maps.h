@@ -101,7 +101,7 @@ struct {
 } services SEC(".maps");
 
 /* One version of one service. Never changed once services[] names it; removed after a grace period. */
-struct table {
+struct service_config {
 	__u32 service;
 	__u32 first_slot;	/* the cluster list, then the local list */
 	__u32 cluster_count;
@@ -119,8 +119,8 @@ struct {
 	__uint(map_flags, BPF_F_NO_PREALLOC);
 	__uint(max_entries, 131072);
 	__type(key, __u32);
-	__type(value, struct table);
-} tables SEC(".maps");
+	__type(value, struct service_config);
+} service_configs SEC(".maps");
 
 /* Identity of a service id, for people and for adoption after a restart. The programs never read it. */
 struct service_name {

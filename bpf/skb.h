@@ -96,13 +96,13 @@ static __always_inline void set_choice(struct context *ctx, __u32 backend, bool 
 }
 
 static __always_inline void hand_to_netfilter(struct context *ctx, const struct packet *p,
-					      const struct entitlement *e, const struct backend *b)
+					      const struct endpoint_selection *e, const struct backend *b)
 {
 	set_choice(ctx, b->id, e->masquerade);
 	decided(ctx, p, e, b, NEW_FLOW_NETFILTER);
 }
 
-static __always_inline void reject(struct context *ctx, const struct packet *p, const struct entitlement *e)
+static __always_inline void reject(struct context *ctx, const struct packet *p, const struct endpoint_selection *e)
 {
 	ctx->priority = PRIORITY_REJECT;
 	remember_refused(p, receiving_device(ctx), e->service, REJECT_NO_ENDPOINTS);

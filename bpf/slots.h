@@ -104,7 +104,7 @@ static __always_inline __u64 comes_before(struct rank a, struct rank b)
  * many steps as its length has bits, however long that is; and one that is not in it is known not to be.  Position + 1.
  * Not static: the verifier reads it once, for any list.
  */
-__noinline int search_list(const struct entitlement *e, bool ipv6, __u32 wanted_id)
+__noinline int search_list(const struct endpoint_selection *e, bool ipv6, __u32 wanted_id)
 {
 	struct rank wanted, here;
 	__u32 low = 0, high, middle, after, id;
@@ -133,14 +133,14 @@ __noinline int search_list(const struct entitlement *e, bool ipv6, __u32 wanted_
 }
 
 /* Position + 1 of a backend in the list that the packet is entitled to; 0: not in it. */
-static __always_inline __u32 position_in_list(const struct entitlement *e, bool ipv6, __u32 backend, __u32 hint)
+static __always_inline __u32 position_in_list(const struct endpoint_selection *e, bool ipv6, __u32 backend, __u32 hint)
 {
 	if (hint < e->count && slot_at(e->first_slot + hint) == backend)
 		return hint + 1;
 	return search_list(e, ipv6, backend);
 }
 
-static __always_inline __u32 random_position(const struct entitlement *e)
+static __always_inline __u32 random_position(const struct endpoint_selection *e)
 {
 	return ((__u64)bpf_get_prandom_u32() * e->count) >> 32;
 }

@@ -113,7 +113,7 @@ static __noinline int mark_for_message(struct bpf_sock_addr *ctx, bool masquerad
 {
 	struct socket_flow_key key = { .cookie = bpf_get_socket_cookie(ctx) };
 	struct bpf_sock *sk = ctx->sk;
-	struct socket_talks *all;
+	struct socket_translations *all;
 	__u32 mark;
 
 	if (!settings.mark_datagrams || !sk)
@@ -121,11 +121,11 @@ static __noinline int mark_for_message(struct bpf_sock_addr *ctx, bool masquerad
 	mark = FIELD(sk->mark);
 	if (!(mark & settings.masquerade_mark) == !masquerade)
 		return 0;
-	all = talks_of(sk, masquerade ? BPF_SK_STORAGE_GET_F_CREATE : 0);
+	all = translations_of(sk, masquerade ? BPF_SK_STORAGE_GET_F_CREATE : 0);
 	if (masquerade && all)
 		all->marked = 1;
 	else if (masquerade)
-		share_talk(&key, 0);
+		share_translation(&key, 0);
 	else if (all && all->marked)
 		all->marked = 0;
 	else if (bpf_map_delete_elem(&socket_flows, &key))
@@ -134,7 +134,7 @@ static __noinline int mark_for_message(struct bpf_sock_addr *ctx, bool masquerad
 	return bpf_setsockopt(ctx, SOL_SOCKET_, SO_MARK_, &mark, sizeof(mark));
 }
 
-static __always_inline void hide_source(struct bpf_sock_addr *ctx, bool datagram, int verdict)
+static __always_inline void request_masquerade(struct bpf_sock_addr *ctx, bool datagram, int verdict)
 {
 	if (datagram)
 		mark_for_message(ctx, verdict == ALLOW_MASQUERADED);
@@ -157,7 +157,7 @@ static __always_inline int outgoing4(struct bpf_sock_addr *ctx, bool datagram)
 	verdict = translate_for(ctx, &p, datagram, &b);
 	if (verdict == REFUSE)
 		return REFUSE;
-	hide_source(ctx, datagram, verdict);
+	request_masquerade(ctx, datagram, verdict);
 	if (b.id) {
 		ctx->user_ip4 = b.address.v4;
 		ctx->user_port = bpf_htons(b.port);
@@ -191,7 +191,7 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 	verdict = translate_for(ctx, &p, datagram, &b);
 	if (verdict == REFUSE)
 		return REFUSE;
-	hide_source(ctx, datagram, verdict);
+	request_masquerade(ctx, datagram, verdict);
 	if (!b.id)
 		return ALLOW;
 	if (mapped) {

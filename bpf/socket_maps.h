@@ -13,7 +13,7 @@
  */
 
 /* A connected socket. No frontend: port 0. */
-struct connected_peer {
+struct connected_revnat_value {
 	struct bpf_spin_lock lock;
 	__u16 port;
 	__u16 asked_port;
@@ -28,13 +28,13 @@ struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, int);
-	__type(value, struct connected_peer);
-} connected_peers SEC(".maps");
+	__type(value, struct connected_revnat_value);
+} connected_revnat SEC(".maps");
 
 #define SOCKET_PEERS 4
 
 /* An endpoint that an unconnected UDP socket talks to. */
-struct socket_talk {
+struct socket_translation {
 	__u64 last_used;	/* bpf_ktime_get_ns(); 0: free */
 	__u32 service;
 	__u32 backend;		/* 0: tc chooses it */
@@ -49,20 +49,20 @@ struct socket_talk {
 	__u8 zero[2];
 };
 
-struct socket_talks {
+struct socket_translations {
 	struct bpf_spin_lock lock;
 	__u32 marked;		/* the socket has the masquerade bit from us (sock.bpf.c) */
-	struct socket_talk talks[SOCKET_PEERS];
+	struct socket_translation talks[SOCKET_PEERS];
 };
 
 struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, int);
-	__type(value, struct socket_talks);
-} socket_talks SEC(".maps");
+	__type(value, struct socket_translations);
+} socket_translations SEC(".maps");
 
-struct socket_peer4_key {
+struct socket_revnat4_key {
 	__u64 cookie;
 	__u8 address[4];	/* the backend the socket talks to */
 	__u16 port;
@@ -70,7 +70,7 @@ struct socket_peer4_key {
 	__u8 zero;
 };
 
-struct socket_peer6_key {
+struct socket_revnat6_key {
 	__u64 cookie;
 	__u8 address[16];
 	__u16 port;
@@ -79,14 +79,14 @@ struct socket_peer6_key {
 };
 
 /* What the application believes it talks to. */
-struct socket_peer4 {
+struct socket_revnat4_value {
 	__u8 address[4];
 	__u16 port;
 	__u8 moved;	/* tc has found another endpoint for the socket since (pods.h) */
 	__u8 zero;
 };
 
-struct socket_peer6 {
+struct socket_revnat6_value {
 	__u8 address[16];
 	__u16 port;
 	__u8 moved;	/* tc has found another endpoint for the socket since (pods.h) */
@@ -96,16 +96,16 @@ struct socket_peer6 {
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 16384);
-	__type(key, struct socket_peer4_key);
-	__type(value, struct socket_peer4);
-} socket_peers4 SEC(".maps");
+	__type(key, struct socket_revnat4_key);
+	__type(value, struct socket_revnat4_value);
+} socket_revnat4 SEC(".maps");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 16384);
-	__type(key, struct socket_peer6_key);
-	__type(value, struct socket_peer6);
-} socket_peers6 SEC(".maps");
+	__type(key, struct socket_revnat6_key);
+	__type(value, struct socket_revnat6_value);
+} socket_revnat6 SEC(".maps");
 
 /*
  * Which backend an unconnected UDP socket uses for a service, as conntrack would remember it.  Service 0: the socket
@@ -153,7 +153,7 @@ struct {
 } pod_sources SEC(".maps");
 
 /* A socket that was left to tc: whose it is, and what was chosen for it, if anything. Key: its cookie. */
-struct left_socket {
+struct deferred_socket {
 	__u64 netns;
 	__u32 service;
 	__u32 backend;		/* 0: tc chooses */
@@ -163,8 +163,8 @@ struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 4096);
 	__type(key, __u64);
-	__type(value, struct left_socket);
-} left_sockets SEC(".maps");
+	__type(value, struct deferred_socket);
+} deferred_sockets SEC(".maps");
 
 /* socketLBExclude: pods with these addresses are always left to tc. */
 struct excluded_pods_key {

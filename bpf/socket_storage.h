@@ -26,14 +26,14 @@ static __always_inline bool uses_storage(struct bpf_sock *sk)
 	return settings.pod_sockets && abilities.socket_storage && sk;
 }
 
-static __always_inline struct connected_peer *connected_peer_of(struct bpf_sock *sk, __u64 flags)
+static __always_inline struct connected_revnat_value *connected_revnat_of(struct bpf_sock *sk, __u64 flags)
 {
-	return uses_storage(sk) ? bpf_sk_storage_get(&connected_peers, sk, NULL, flags) : NULL;
+	return uses_storage(sk) ? bpf_sk_storage_get(&connected_revnat, sk, NULL, flags) : NULL;
 }
 
-static __always_inline struct socket_talks *talks_of(struct bpf_sock *sk, __u64 flags)
+static __always_inline struct socket_translations *translations_of(struct bpf_sock *sk, __u64 flags)
 {
-	return uses_storage(sk) ? bpf_sk_storage_get(&socket_talks, sk, NULL, flags) : NULL;
+	return uses_storage(sk) ? bpf_sk_storage_get(&socket_translations, sk, NULL, flags) : NULL;
 }
 
 /* ---- from an endpoint to what was asked for ---------------------------------- */
@@ -44,8 +44,8 @@ static __always_inline struct socket_talks *talks_of(struct bpf_sock *sk, __u64 
  */
 static __always_inline __u8 *stored_peer(struct bpf_sock *sk, const struct place *at, bool ipv6, struct place *asked)
 {
-	struct connected_peer *peer = connected_peer_of(sk, 0);
-	struct socket_talks *all;
+	struct connected_revnat_value *peer = connected_revnat_of(sk, 0);
+	struct socket_translations *all;
 	__u64 newest = 0;
 	__u32 found = 0;
 	__u8 *moved = NULL;
@@ -62,12 +62,12 @@ static __always_inline __u8 *stored_peer(struct bpf_sock *sk, const struct place
 		if (moved)
 			return moved;
 	}
-	all = talks_of(sk, 0);
+	all = translations_of(sk, 0);
 	if (!all)
 		return NULL;
 	bpf_spin_lock(&all->lock);
 	for (i = 0; i < SOCKET_PEERS; i++) {
-		struct socket_talk *t = &all->talks[i];
+		struct socket_translation *t = &all->talks[i];
 
 		/* An endpoint of two services: it is asked for by that which was used last. */
 		if (t->backend && t->last_used > newest && t->port == at->port && t->ipv6 == ipv6 &&
@@ -77,7 +77,7 @@ static __always_inline __u8 *stored_peer(struct bpf_sock *sk, const struct place
 		}
 	}
 	if (found) {
-		struct socket_talk *t = &all->talks[(found - 1) % SOCKET_PEERS];
+		struct socket_translation *t = &all->talks[(found - 1) % SOCKET_PEERS];
 
 		__builtin_memcpy(&asked->address, t->asked, 16);
 		asked->port = t->asked_port;
@@ -91,22 +91,22 @@ static __always_inline __u8 *shared_peer(__u64 cookie, const struct place *at, e
 					 struct place *asked)
 {
 	if (ipv6) {
-		struct socket_peer6_key key = { .cookie = cookie, .port = at->port, .protocol = protocol };
-		struct socket_peer6 *peer;
+		struct socket_revnat6_key key = { .cookie = cookie, .port = at->port, .protocol = protocol };
+		struct socket_revnat6_value *peer;
 
 		__builtin_memcpy(key.address, &at->address, 16);
-		peer = bpf_map_lookup_elem(&socket_peers6, &key);
+		peer = bpf_map_lookup_elem(&socket_revnat6, &key);
 		if (!peer)
 			return NULL;
 		__builtin_memcpy(&asked->address, peer->address, 16);
 		asked->port = peer->port;
 		return &peer->moved;
 	} else {
-		struct socket_peer4_key key = { .cookie = cookie, .port = at->port, .protocol = protocol };
-		struct socket_peer4 *peer;
+		struct socket_revnat4_key key = { .cookie = cookie, .port = at->port, .protocol = protocol };
+		struct socket_revnat4_value *peer;
 
 		__builtin_memcpy(key.address, &at->address, 4);
-		peer = bpf_map_lookup_elem(&socket_peers4, &key);
+		peer = bpf_map_lookup_elem(&socket_revnat4, &key);
 		if (!peer)
 			return NULL;
 		__builtin_memcpy(&asked->address, peer->address, 4);

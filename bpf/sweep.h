@@ -116,7 +116,7 @@ static __always_inline int sweep(void)
 {
 	__u32 zero = 0;
 	struct sweep_result *result = bpf_map_lookup_elem(&sweep_results, &zero);
-	struct fast_path *word = fast_path_word();
+	struct fast_path *word = fast_path_state();
 	struct sweep s = {};
 
 	if (!result || !word)

@@ -51,7 +51,7 @@ static __always_inline int leave_young(struct __sk_buff *skb, const struct packe
 }
 
 /* True, and `b` filled, if XDP has chosen this packet's endpoint and left the rest to tc. */
-static __noinline int take_over_from_xdp(const struct packet *p, const struct entitlement *e, struct backend *b)
+static __noinline int take_over_from_xdp(const struct packet *p, const struct endpoint_selection *e, struct backend *b)
 {
 	struct xdp_choice *found, choice;
 
@@ -67,13 +67,13 @@ static __noinline int take_over_from_xdp(const struct packet *p, const struct en
 	return load_backend(choice.backend, p->ipv6, b);
 }
 
-static __always_inline bool chosen_before(struct __sk_buff *skb, const struct packet *p, const struct entitlement *e,
+static __always_inline bool chosen_before(struct __sk_buff *skb, const struct packet *p, const struct endpoint_selection *e,
 					  struct backend *b)
 {
 	return (settings.pod_sockets && take_over(skb, p, e, b)) || (settings.xdp && take_over_from_xdp(p, e, b));
 }
 
-static __always_inline void note_handover(struct __sk_buff *skb, const struct packet *p, const struct entitlement *e,
+static __always_inline void note_handover(struct __sk_buff *skb, const struct packet *p, const struct endpoint_selection *e,
 					  const struct backend *b)
 {
 	hand_over_open(skb, p, e, b, ip_device(skb));
@@ -83,11 +83,11 @@ static __always_inline void note_handover(struct __sk_buff *skb, const struct pa
 static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const struct frontend *f,
 				 struct place *asked, bool known, bool fast)
 {
-	struct table *table;
+	struct service_config *table;
 	bool gone = false;
 	__u32 table_id;
 
-	table = table_in_force(f->service, &table_id);
+	table = active_config(f->service, &table_id);
 	if (!table)
 		return TC_ACT_UNSPEC;
 	/* SCTP entries can't be looked up from here; what opens a flow there is an INIT. */
@@ -143,11 +143,11 @@ static __always_inline bool is_syn_ack(const struct packet *p)
 static __always_inline int leave(struct __sk_buff *skb, const struct packet *p, bool bridge_port, bool fast,
 				 int verdict)
 {
-	if (fast && p->opens && verdict == NOT_KNOWN && clashes_with_young(skb, p)) {
+	if (fast && p->starts_flow && verdict == NOT_KNOWN && clashes_with_young(skb, p)) {
 		count(DROP_AWAITING_PROMOTION);
 		return DROPPED;
 	}
-	if (bridge_port && lift_bridged_reply(skb, p))
+	if (bridge_port && redirect_reply_to_bridge(skb, p))
 		return TC_ACT_UNSPEC;
 	if (!fast)
 		return TC_ACT_UNSPEC;
@@ -177,7 +177,7 @@ static __always_inline bool is_decided(const struct __sk_buff *skb)
  */
 static __always_inline bool is_midstream(const struct packet *p)
 {
-	return p->protocol == TCP && !p->opens && is_hinted(&p->destination, p->destination_port, p->ipv6);
+	return p->protocol == TCP && !p->starts_flow && is_hinted(&p->destination, p->destination_port, p->ipv6);
 }
 
 static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridge_port)
@@ -207,7 +207,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 			promote_by_error(skb);
 		}
 		if (bridge_port)
-			lift_later_fragment(skb);
+			redirect_fragment_to_bridge(skb);
 		return TC_ACT_UNSPEC;
 	}
 	/* What is sent from here has an Ethernet header; a frame for another host is only seen. */
@@ -221,8 +221,8 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 		if (verdict == NOT_KNOWN && is_midstream(&p) && find_frontend(&p, &f))
 			skb->priority = PRIORITY_MIDSTREAM;
 	}
-	if ((p.opens || bridge_port) && find_frontend(&p, &f)) {
-		if (!p.opens)
+	if ((p.starts_flow || bridge_port) && find_frontend(&p, &f)) {
+		if (!p.starts_flow)
 			return leave(skb, &p, false, fast, verdict);
 	} else if (settings.pod_sockets && p.protocol == UDP && is_stale(skb, &p, &f, &asked)) {
 		stale = true;

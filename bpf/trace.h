@@ -60,7 +60,7 @@ static __noinline int is_wanted(const struct tracing *t, const struct decision *
 	return has_address(t, event) && has_port(t, event) && has_service(t, event);
 }
 
-static __noinline int tell(struct context *ctx, const struct packet *p, const struct entitlement *e,
+static __noinline int tell(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 			   const struct backend *b, enum reason reason)
 {
 	struct decision event = { .when = bpf_ktime_get_boot_ns(), .reason = reason, .hook = HOOK };
@@ -103,7 +103,7 @@ static __noinline int tell(struct context *ctx, const struct packet *p, const st
 }
 
 /* `e` and `b` may be NULL: not known yet, or nothing was chosen. */
-static __always_inline void decided(struct context *ctx, const struct packet *p, const struct entitlement *e,
+static __always_inline void decided(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 				    const struct backend *b, enum reason reason)
 {
 	struct tracing *t;

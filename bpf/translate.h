@@ -9,7 +9,7 @@
 #define PEP_TRANSLATE_H
 
 #include "pod_sockets.h"
-#include "socket_talks.h"
+#include "socket_translations.h"
 #include "trace.h"
 
 #define ALLOW 1
@@ -39,12 +39,12 @@ static __noinline int find_own_frontend(const struct packet *p, struct frontend 
 }
 
 /* An unconnected UDP socket keeps its endpoint as long as it keeps sending and the endpoint serves. */
-static __noinline int recall(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct entitlement *e,
+static __noinline int recall(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct endpoint_selection *e,
 			     bool ipv6, struct backend *b)
 {
 	struct affinity last = {};
 
-	if (!last_talk(ctx, key, &last) || !last.backend)
+	if (!last_translation(ctx, key, &last) || !last.backend)
 		return 0;
 	if (bpf_ktime_get_ns() - last.last_used > SOCKET_FLOW_SECONDS * NANOSECONDS)
 		return 0;
@@ -55,7 +55,7 @@ static __noinline int recall(struct bpf_sock_addr *ctx, const struct socket_flow
  * As the application would see it: refused at once, or as if every packet were
  * lost; a datagram that netfilter drops on its way out is not permitted.
  */
-static __always_inline int refuse(struct context *ctx, const struct packet *p, const struct entitlement *e,
+static __always_inline int refuse(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 				  enum reason reason)
 {
 	int error = p->protocol == UDP ? -EPERM_ : -ETIMEDOUT_;
@@ -94,7 +94,7 @@ static __always_inline void likely_source(struct packet *p)
 }
 
 /* False: the list changed so fast that there is nobody left in it. */
-static __always_inline bool find_backend(struct bpf_sock_addr *ctx, const struct packet *p, const struct entitlement *e,
+static __always_inline bool find_backend(struct bpf_sock_addr *ctx, const struct packet *p, const struct endpoint_selection *e,
 					 const struct socket_flow_key *key, bool datagram, struct backend *b)
 {
 	if (datagram && recall(ctx, key, e, p->ipv6, b))
@@ -110,8 +110,8 @@ static __always_inline bool settle(struct bpf_sock_addr *ctx, const struct packe
 	bool first = true;
 
 	if (datagram) {
-		first = !last_talk(ctx, key, &last) || last.backend != b->id;
-		note_talk(ctx, key, p, b);
+		first = !last_translation(ctx, key, &last) || last.backend != b->id;
+		note_translation(ctx, key, p, b);
 	} else {
 		/* The agent ends UDP sockets of the node whose endpoint is gone; pods' are served by tc (is_stale). */
 		note_connected(ctx, p, b, own && p->protocol == UDP);
@@ -129,9 +129,9 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 {
 	struct socket_flow_key key = { .cookie = bpf_get_socket_cookie(ctx) };
 	enum reason reason = REASON_UNSPECIFIED;
-	struct entitlement e = {};
+	struct endpoint_selection e = {};
 	struct frontend f = {};
-	struct table *table;
+	struct service_config *table;
 	__u32 table_id;
 	bool bound;
 
@@ -145,7 +145,7 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 	/* A cache of this node listens at the ClusterIP itself, as NodeLocal DNSCache does. */
 	if (f.kind == CLUSTER_IP && node_address(&p->destination, p->ipv6))
 		return ALLOW;
-	table = table_in_force(f.service, &table_id);
+	table = active_config(f.service, &table_id);
 	if (!table)
 		return ALLOW;
 	e.service = f.service;
@@ -172,35 +172,35 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 }
 
 /* How a message of an unconnected socket goes on that began to talk to this service before. */
-enum talk {
-	TALK_NEW,
-	TALK_TRANSLATED,
-	TALK_LEFT,	/* by tc: conntrack has its endpoint */
+enum socket_flow {
+	SOCKET_FLOW_NEW,
+	SOCKET_FLOW_TRANSLATED,
+	SOCKET_FLOW_DEFERRED,	/* by tc: conntrack has its endpoint */
 };
 
-static __noinline int talk_before(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct packet *p)
+static __noinline int earlier_translation(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct packet *p)
 {
 	struct backend none = {};
 	struct affinity last = {};
 
-	if (!last_talk(ctx, key, &last))
-		return TALK_NEW;
+	if (!last_translation(ctx, key, &last))
+		return SOCKET_FLOW_NEW;
 	if (last.backend)
-		return TALK_TRANSLATED;
+		return SOCKET_FLOW_TRANSLATED;
 	if (bpf_ktime_get_ns() - last.last_used > LEFT_FLOW_SECONDS * NANOSECONDS)
-		return TALK_NEW;
-	note_talk(ctx, key, p, &none);
-	return TALK_LEFT;
+		return SOCKET_FLOW_NEW;
+	note_translation(ctx, key, p, &none);
+	return SOCKET_FLOW_DEFERRED;
 }
 
 /* tc serves this socket, by the backend `b` if one was chosen. */
 static __always_inline int leave(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, __u64 netns,
 			    const struct packet *p, bool datagram, struct backend *b)
 {
-	leave_to_tc(key->cookie, netns, key->service, b->id);
+	defer_to_tc(key->cookie, netns, key->service, b->id);
 	b->id = 0;
 	if (datagram)
-		note_talk(ctx, key, p, b);
+		note_translation(ctx, key, p, b);
 	return ALLOW;
 }
 
@@ -210,10 +210,10 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	struct socket_flow_key key = { .cookie = bpf_get_socket_cookie(ctx) };
 	__u64 netns = bpf_get_netns_cookie(ctx);
 	enum reason reason = REASON_UNSPECIFIED;
-	struct entitlement e = {};
-	int talk = TALK_NEW;
+	struct endpoint_selection e = {};
+	int talk = SOCKET_FLOW_NEW;
 	struct frontend f;
-	struct table *table;
+	struct service_config *table;
 	__u32 table_id;
 	__u32 device = 0;
 
@@ -223,8 +223,8 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	key.service = f.service;
 	key.kind = f.kind;
 	if (datagram)
-		talk = talk_before(ctx, &key, p);
-	if (talk == TALK_LEFT)
+		talk = earlier_translation(ctx, &key, p);
+	if (talk == SOCKET_FLOW_DEFERRED)
 		return ALLOW;
 	switch (pod_standing(netns, p, &device)) {
 	case POD_LEFT:
@@ -233,7 +233,7 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 		break;
 	case POD_STALE:
 		/* It must not change its endpoint. */
-		if (talk == TALK_TRANSLATED)
+		if (talk == SOCKET_FLOW_TRANSLATED)
 			break;
 		fallthrough;
 	default:
@@ -241,7 +241,7 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	}
 	if (!leaves_unchanged(netns, p->ipv6))
 		return ALLOW;
-	table = table_in_force(f.service, &table_id);
+	table = active_config(f.service, &table_id);
 	if (!table || decide(p, &f, table, table_id, device, &e, &reason) != VERDICT_SERVE || e.masquerade)
 		return ALLOW;
 	if (!find_backend(ctx, p, &e, &key, datagram, b)) {

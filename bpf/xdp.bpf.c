@@ -9,7 +9,7 @@
 
 static __always_inline bool chosen_before(struct xdp_md *ctx __attribute__((unused)),
 					  const struct packet *p __attribute__((unused)),
-					  const struct entitlement *e __attribute__((unused)),
+					  const struct endpoint_selection *e __attribute__((unused)),
 					  struct backend *b __attribute__((unused)))
 {
 	return false;
@@ -18,7 +18,7 @@ static __always_inline bool chosen_before(struct xdp_md *ctx __attribute__((unus
 /* tc hands the packet over: XDP has no memory that egress could find. */
 static __always_inline void note_handover(struct xdp_md *ctx __attribute__((unused)),
 					  const struct packet *p __attribute__((unused)),
-					  const struct entitlement *e __attribute__((unused)),
+					  const struct endpoint_selection *e __attribute__((unused)),
 					  const struct backend *b __attribute__((unused)))
 {
 }
@@ -43,10 +43,10 @@ static __always_inline struct xdp_device *device_of_node(struct xdp_md *ctx)
 
 static __always_inline int serve(struct xdp_md *ctx, struct packet *p, const struct frontend *f)
 {
-	struct table *table;
+	struct service_config *table;
 	__u32 table_id;
 
-	table = table_in_force(f->service, &table_id);
+	table = active_config(f->service, &table_id);
 	if (!table)
 		return XDP_PASS;
 	return open_flow(ctx, p, f, table, table_id, NULL, false, settings.fast_path);
@@ -71,10 +71,10 @@ static __always_inline int ingress(struct xdp_md *ctx)
 	}
 	if (goes_to_loopback(&p))
 		return device_of_node(ctx) ? drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION) : XDP_PASS;
-	if (!p.opens || !find_frontend(&p, &f))
+	if (!p.starts_flow || !find_frontend(&p, &f))
 		return XDP_PASS;
 	device = device_of_node(ctx);
-	if (!device || !device->opens)
+	if (!device || !device->starts_flow)
 		return XDP_PASS;
 	return serve(ctx, &p, &f);
 }

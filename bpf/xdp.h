@@ -64,7 +64,7 @@ static __always_inline bool is_plain(struct context *ctx __attribute__((unused))
 
 /* The affinity is written, the turn is taken: tc must not choose another time. */
 static __always_inline void hand_to_netfilter(struct context *ctx __attribute__((unused)), const struct packet *p,
-					      const struct entitlement *e, const struct backend *b)
+					      const struct endpoint_selection *e, const struct backend *b)
 {
 	struct xdp_choice choice = { .service = e->service, .backend = b->id };
 
@@ -74,7 +74,7 @@ static __always_inline void hand_to_netfilter(struct context *ctx __attribute__(
 /* Nothing has been consumed: tc decides the same. */
 static __always_inline void reject(struct context *ctx __attribute__((unused)),
 				   const struct packet *p __attribute__((unused)),
-				   const struct entitlement *e __attribute__((unused)))
+				   const struct endpoint_selection *e __attribute__((unused)))
 {
 }
 

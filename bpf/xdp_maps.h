@@ -8,7 +8,7 @@
 /* Every device that a program is on, or that frames may be redirected to (key: ifindex). */
 struct xdp_device {
 	__u8 mac[6];		/* frames for this address are the node's */
-	__u8 opens;		/* new flows may be opened here */
+	__u8 starts_flow;		/* new flows may be opened here */
 	enum xdp_frames returns;	/* XDP_TX, of what came in there */
 	enum xdp_frames takes;	/* XDP_REDIRECT */
 	__u8 zero[3];

@@ -261,7 +261,7 @@ __noinline int is_proven(const struct packet *p, enum reason reason)
 
 	if (!settings.fast_path || !p || p->protocol != UDP || reason != SLOW_NO_PERMIT)
 		return 0;
-	word = fast_path_word();
+	word = fast_path_state();
 	d = flow_draft();
 	now = bpf_ktime_get_coarse_ns();
 	if (!word || !d || d->permit.generation != *(volatile __u32 *)&word->permit_generation)
@@ -274,10 +274,10 @@ __noinline int is_proven(const struct packet *p, enum reason reason)
  * Opens the flow in the table, if its pair has a permit.  REASON_UNSPECIFIED: `d->there.rewrite` is to be carried out.
  * Not static, so that the verifier reads it once.
  */
-static __noinline int open_young(struct context *ctx, const struct packet *p, const struct entitlement *e,
+static __noinline int open_young(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 				 const struct backend *b)
 {
-	struct fast_path *word = fast_path_word();
+	struct fast_path *word = fast_path_state();
 	struct flow_draft *d = flow_draft();
 	struct flow_rewrite *there, *reply;
 	struct permit *permit;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pyebpf-proxy: Kubernetes Services carried by BPF, in the place of kube-proxy."""
+"""pyebpf-proxy: eBPF replacement for kube-proxy."""
 
 from __future__ import annotations
 

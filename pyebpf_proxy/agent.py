@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 from pyebpf_proxy import __version__, node_checks
+from pyebpf_proxy.cluster_connection import ClusterConnection
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.config.shown import Shown
 from pyebpf_proxy.config_watch import ConfigWatch
@@ -19,7 +20,6 @@ from pyebpf_proxy.kube.events import About
 from pyebpf_proxy.kube.source import Source
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
-from pyebpf_proxy.outside import Outside
 from pyebpf_proxy.proxy import Proxy
 from pyebpf_proxy.run_directory import RunDirectory
 from pyebpf_proxy.servers.health import Health
@@ -33,7 +33,7 @@ from pyebpf_proxy.services.shares import Limits
 _log = Logger("agent")
 
 
-def run(settings: Effective, outside: Outside, shown: Shown, watch: ConfigWatch | None = None) -> None:
+def run(settings: Effective, cluster: ClusterConnection, shown: Shown, watch: ConfigWatch | None = None) -> None:
     """Be the agent until SIGTERM or SIGINT; FatalError or DatapathError if that is impossible.
 
     ``shown``: what the servers show of the configuration.
@@ -44,9 +44,9 @@ def run(settings: Effective, outside: Outside, shown: Shown, watch: ConfigWatch 
     directory.acquire()
 
     def warn_node(reason: str, note: str) -> None:
-        if outside.events is not None:
+        if cluster.events is not None:
             node = About("Node", "", settings.node_name)
-            outside.events.event(node, "Warning", reason, "StartKubeProxy", note)
+            cluster.events.event(node, "Warning", reason, "StartKubeProxy", note)
 
     datapath = Datapath(settings, warn_node)
     sysctls.adjust_oom_score(settings.kernel.oom_score_adj)
@@ -59,7 +59,7 @@ def run(settings: Effective, outside: Outside, shown: Shown, watch: ConfigWatch 
             scheduler=settings.scheduler,
             directory=settings.directory,
         )
-        asyncio.run(_serve(settings, outside, datapath, shown, watch))
+        asyncio.run(_serve(settings, cluster, datapath, shown, watch))
     finally:
         # A start that came to nothing takes its folder away; an instance that serves keeps it.
         directory.release(remove=not datapath.present())
@@ -107,29 +107,29 @@ def _checks(settings: Effective) -> Callable[[NodeFacts], None]:
 
 
 async def _serve(
-    settings: Effective, outside: Outside, datapath: Datapath, shown: Shown, watch: ConfigWatch | None
+    settings: Effective, cluster: ClusterConnection, datapath: Datapath, shown: Shown, watch: ConfigWatch | None
 ) -> None:
     planner = _planner(settings)
     numbers = DatapathNumbers(datapath.reasons, datapath.fill, datapath.xdp_devices, datapath.view)
     local = Local(settings.directory, planner.pods, datapath.refusals, datapath.view)
-    servers = Servers(settings, shown, planner, numbers, datapath.addresses, outside.events, outside.metrics, local)
+    servers = Servers(settings, shown, planner, numbers, datapath.addresses, cluster.events, cluster.metrics, local)
     observer = servers.observer
     datapath.on_cleaned = lambda cleaned: observer.reconciled(cleaned.family, cleaned.seconds, cleaned.flows)
     guards = [servers.guard, *([watch.wait] if watch is not None else [])]
     servers.start()
-    if outside.events is not None:
-        outside.events.event(About("Node", "", settings.node_name), "Normal", "Starting", "StartKubeProxy", "")
+    if cluster.events is not None:
+        cluster.events.event(About("Node", "", settings.node_name), "Normal", "Starting", "StartKubeProxy", "")
     try:
         proxy = Proxy(
             settings,
-            outside.source,
+            cluster.source,
             planner,
             datapath,
             observer,
             _facts(planner),
             _checks(settings),
             guards,
-            events=outside.events,
+            events=cluster.events,
         )
         await proxy.run()
     finally:

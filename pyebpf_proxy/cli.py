@@ -14,10 +14,10 @@ from pyebpf_proxy import KUBERNETES_VERSION, __version__
 from pyebpf_proxy.config.flags import Flags, UsageError, parse, usage
 
 if TYPE_CHECKING:
+    from pyebpf_proxy.cluster_connection import ClusterConnection
     from pyebpf_proxy.config.datapath_model import DatapathConfiguration
     from pyebpf_proxy.config.effective import Effective
     from pyebpf_proxy.config.model import KubeProxyConfiguration
-    from pyebpf_proxy.outside import Outside
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -180,9 +180,9 @@ def _settings(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
     return settings
 
 
-def _outside(settings: Effective) -> Outside:
+def _cluster(settings: Effective) -> ClusterConnection:
+    from pyebpf_proxy.cluster_connection import ClusterConnection
     from pyebpf_proxy.errors import FatalError
-    from pyebpf_proxy.outside import Outside
 
     if settings.manifests is None:
         from pyebpf_proxy.kube.api.connect import api_server
@@ -191,7 +191,7 @@ def _outside(settings: Effective) -> Outside:
         metrics = ClientMetrics()
         source = api_server(settings.api, settings.node_name, metrics, service_cidrs=settings.nft_mode)
         source.start()  # the slow imports are still to come
-        return Outside(source, source.events, metrics.families)
+        return ClusterConnection(source, source.events, metrics.families)
     from pyebpf_proxy.kube.manifests import ManifestSource
     from pyebpf_proxy.log import Logger
     from pyebpf_proxy.servers.source_metrics import SourceMetrics
@@ -200,7 +200,9 @@ def _outside(settings: Effective) -> Outside:
         what = "is not a folder" if settings.manifests.exists() else "does not exist"
         raise FatalError(f"the manifests folder {settings.manifests} {what}; give an existing one with --manifests")
     told = SourceMetrics()
-    return Outside(ManifestSource(settings.manifests, Logger("manifests").error, critic=told), metrics=told.families)
+    return ClusterConnection(
+        ManifestSource(settings.manifests, Logger("manifests").error, critic=told), metrics=told.families
+    )
 
 
 def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) -> None:
@@ -209,11 +211,11 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
     watch = None
     # First what may be wrong with the command line, then the slow imports.
     with without_cycle_search():
-        outside = _outside(settings)
+        cluster = _cluster(settings)
         from pyebpf_proxy.agent import prepare, run
 
         if flags.values.get("init-only"):
-            prepare(settings, outside.source)
+            prepare(settings, cluster.source)
             return
         if flags.config or flags.datapath_config:
             from pathlib import Path
@@ -224,7 +226,7 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
         from pyebpf_proxy.config.shown import shown
 
         seen = shown(config, flags)
-    run(settings, outside, seen, watch)
+    run(settings, cluster, seen, watch)
 
 
 def _cleanup(settings: Effective, keep_kube_proxy: bool) -> None:

@@ -10,7 +10,7 @@ from pyebpf_proxy.config.families import Stated
 from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.node_facts import NodeFacts
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 
 _log = Logger("config")
 
@@ -21,14 +21,14 @@ def check(stated: Stated, facts: NodeFacts, proc: Path = Path("/proc")) -> None:
     pod_cidrs = list(facts.node_cidrs.values())
     _warn(families.node_ports(stated, facts.node_ips, pod_cidrs))
     dual_stack = has_ipv6(proc)
-    if primary == Family.IPV6 and not dual_stack:
+    if primary == IPFamily.IPV6 and not dual_stack:
         raise FatalError('no support for primary IP family "IPv6"')
     finding = families.wrong_families(stated, primary, dual_stack=dual_stack, pod_cidrs=pod_cidrs)
     if finding.fatal:
         raise FatalError(f"{families.INCORRECT}: {finding}")
     _warn(finding)
     stack = "dual-stack" if dual_stack else "single-stack"
-    _log.info(f"running in {stack} mode", primary="IPv4" if primary == Family.IPV4 else "IPv6")
+    _log.info(f"running in {stack} mode", primary="IPv4" if primary == IPFamily.IPV4 else "IPv6")
 
 
 def has_ipv6(proc: Path = Path("/proc")) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pyebpf_proxy.config.addresses import Network
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,12 +14,12 @@ class NodeFacts:
     """Packed addresses, network order."""
 
     #: Addresses of this Node, at most one of each family (spec/configuration §5.3).
-    node_ips: dict[Family, bytes] = field(default_factory=dict)
+    node_ips: dict[IPFamily, bytes] = field(default_factory=dict)
     #: The pod CIDRs of every Node.
     pod_cidrs: frozenset[Network] = frozenset()
     #: The addresses of every Node.
     node_addresses: frozenset[bytes] = frozenset()
     #: The first pod CIDR of each family of this Node: who counts as a pod in mode NodeCIDR (spec/service-semantics §6).
-    node_cidrs: dict[Family, Network] = field(default_factory=dict)
+    node_cidrs: dict[IPFamily, Network] = field(default_factory=dict)
     #: What the ServiceCIDR objects say: in nftables mode, addresses in them that are no Service's (§9).
     service_cidrs: frozenset[Network] = frozenset()

@@ -135,8 +135,8 @@ Where the kernel does not let socket programs look at a network namespace, that 
 
 ## What a reviewer must check
 
-* `Maps` has every map of bpf/maps.h but counters and hints, whose sizes follow from what is in them, and `turns`, which
-  is as large as `slots`; defaults are those of the header (a test compares).
+* `Maps` has every map of bpf/maps.h but counters and hints, whose sizes follow from what is in them, and `rr_cursor`,
+  which is as large as `slots`; defaults are those of the header (a test compares).
 * No room reads the document: it ends in `Effective` (config/effective.py).
 * A map that the programs write to is in `WRITTEN_BY_PROGRAMS` of resize.py, or its newest entries are lost when its
   size changes.

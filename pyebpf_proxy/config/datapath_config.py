@@ -20,6 +20,15 @@ from pyebpf_proxy.config.loader import ConfigError
 from pyebpf_proxy.config.validation import in_one_line
 from pyebpf_proxy.config.yaml_text import Number
 
+#: Fields that have another name since, as they were written; they mean the same.
+RENAMED = {
+    "maps.tables": "serviceConfigs",
+    "maps.liftedFragments": "bridgedFragments",
+    "maps.socketPeers4": "socketRevnat4",
+    "maps.socketPeers6": "socketRevnat6",
+    "maps.leftSockets": "deferredSockets",
+}
+
 _SHOWN = 60
 _MAX_ERRORS = 100
 #: Beyond any number that a field takes; longer ones are not even read.
@@ -82,6 +91,7 @@ def _plain(model: type[BaseModel], fields: list[tuple[str, Any]], path: str, err
     seen = set()
     for key, value in fields:
         shown = f"{path}.{key}" if path else key
+        key = RENAMED.get(shown, key)
         if key not in known:
             near = difflib.get_close_matches(key, known, 1, 0.7)
             errors.append(f"{_cut(shown)}: unknown field{f', is {near[0]} meant?' if near else ''}")

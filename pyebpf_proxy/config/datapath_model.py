@@ -89,7 +89,7 @@ class Maps(_Section):
     service_names: Annotated[
         int, _checked(_NAMES), _size("Names of the service ports: as many as services.", _NAMES)
     ] = 65536
-    tables: Annotated[
+    service_configs: Annotated[
         int, _checked(_WIDE), _size("Versions of service ports: up to two for each while they change.", _WIDE)
     ] = 131072
     slots: Annotated[
@@ -116,13 +116,13 @@ class Maps(_Section):
     node_addresses4: Annotated[int, _checked(_NODE), _size("IPv4 addresses of the node.", _NODE)] = 4096
     node_addresses6: Annotated[int, _checked(_NODE), _size("IPv6 addresses of the node.", _NODE)] = 4096
     devices: Annotated[int, _checked(_NODE), _size("Network devices of the node.", _NODE)] = 4096
-    lifted_fragments: Annotated[
+    bridged_fragments: Annotated[
         int, _checked(_FRAGMENTS), _size("Fragmented replies between ports of a bridge." + _OLDEST_GO, _FRAGMENTS)
     ] = 1024
-    socket_peers4: Annotated[
+    socket_revnat4: Annotated[
         int, _checked(_PEERS4), _size("Sockets of the node that talk to a Service over IPv4." + _OLDEST_GO, _PEERS4)
     ] = 16384
-    socket_peers6: Annotated[
+    socket_revnat6: Annotated[
         int, _checked(_PEERS6), _size("Sockets of the node that talk to a Service over IPv6." + _OLDEST_GO, _PEERS6)
     ] = 16384
     socket_flows: Annotated[
@@ -131,7 +131,7 @@ class Maps(_Section):
     pod_sources: Annotated[int, _checked(_PODS), _size(_ALL + "Pods of the node, by family." + _OLDEST_GO, _PODS)] = (
         4096
     )
-    left_sockets: Annotated[
+    deferred_sockets: Annotated[
         int, _checked(_LEFT), _size(_ALL + "Sockets of pods whose first packet is awaited." + _OLDEST_GO, _LEFT)
     ] = 4096
     excluded_pods: Annotated[int, _checked(_EXCLUDED), _size(_ALL + "Ranges of socketLBExclude.", _EXCLUDED)] = 1024

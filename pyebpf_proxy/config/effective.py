@@ -17,7 +17,7 @@ from pyebpf_proxy.config.flags import Flags
 from pyebpf_proxy.config.kernel import KernelSettings, kernel_settings, localhost_node_ports
 from pyebpf_proxy.config.loader import ConfigError
 from pyebpf_proxy.config.model import KubeProxyConfiguration
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 
 Scheduler = Literal["rr", "wrr", "sh", "dh", "mh", "lc", "wlc", "sed", "nq", "lblc", "lblcr"]
 SocketLB = Literal["node", "all", "off"]
@@ -51,7 +51,7 @@ class Effective:
     #: Which external IPs are refused all the same (``externalIPs`` of our own document).
     external_ip_check: Literal["checked", "strict", "unchecked"]
     #: First CIDR of each family of ``clusterCIDR``: who counts as a pod in mode ClusterCIDR.
-    pod_cidrs: dict[Family, Network]
+    pod_cidrs: dict[IPFamily, Network]
     detect_local_mode: DetectLocalMode
     bridge_interface: str
     interface_name_prefix: str
@@ -184,11 +184,11 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
     )
 
 
-def cluster_cidrs(text: str) -> dict[Family, Network]:
+def cluster_cidrs(text: str) -> dict[IPFamily, Network]:
     """The first network of each family of a ``clusterCIDR``."""
-    found: dict[Family, Network] = {}
+    found: dict[IPFamily, Network] = {}
     for part in text.split(","):
         network = addresses.parse_cidr(part)
         if network is not None:
-            found.setdefault(Family(network.version), network)
+            found.setdefault(IPFamily(network.version), network)
     return found

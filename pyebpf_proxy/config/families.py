@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pyebpf_proxy.config import addresses
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.services.addresses import format_address
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 
 INCOMPLETE = "Kube-proxy configuration may be incomplete or incorrect"
 INCORRECT = "kube-proxy configuration is incorrect"
@@ -43,17 +43,17 @@ class Finding(NamedTuple):
         return self.texts[0] if len(self.texts) == 1 else f"[{', '.join(self.texts)}]"
 
 
-def primary_family(node_ips: Mapping[Family, bytes]) -> Family:
+def primary_family(node_ips: Mapping[IPFamily, bytes]) -> IPFamily:
     """The family of the first of the Node's addresses; IPv4 where none is known."""
-    return next(iter(node_ips), Family.IPV4)
+    return next(iter(node_ips), IPFamily.IPV4)
 
 
-def node_port_cidrs(words: tuple[str, ...], node_ips: Mapping[Family, bytes]) -> list[str]:
+def node_port_cidrs(words: tuple[str, ...], node_ips: Mapping[IPFamily, bytes]) -> list[str]:
     """``nodePortAddresses`` with the Node's addresses in the place of the word ``primary``."""
     if words != (PRIMARY,):
         return list(words)
     found = []
-    for family, length in ((Family.IPV4, 32), (Family.IPV6, 128)):
+    for family, length in ((IPFamily.IPV4, 32), (IPFamily.IPV6, 128)):
         packed = node_ips.get(family)
         address = addresses.parse_ip(format_address(packed)) if packed is not None else None
         if address is not None and not address.is_loopback:
@@ -61,7 +61,7 @@ def node_port_cidrs(words: tuple[str, ...], node_ips: Mapping[Family, bytes]) ->
     return found
 
 
-def node_ports(stated: Stated, node_ips: Mapping[Family, bytes], pod_cidrs: Iterable[Network]) -> Finding:
+def node_ports(stated: Stated, node_ips: Mapping[IPFamily, bytes], pod_cidrs: Iterable[Network]) -> Finding:
     """Whether NodePorts are open on more addresses than was meant. Never fatal."""
     primary = primary_family(node_ips)
     here, other = _name(primary), _name(_other(primary))
@@ -69,7 +69,7 @@ def node_ports(stated: Stated, node_ips: Mapping[Family, bytes], pod_cidrs: Iter
     of_primary = [cidr for cidr in cidrs if _family(cidr) == primary]
     pods = [str(cidr) for cidr in pod_cidrs]
     lists = (stated.cluster_cidrs, cidrs, stated.exclude_cidrs, pods)
-    dual_stack = any({_family(text) for text in texts} == {Family.IPV4, Family.IPV6} for texts in lists)
+    dual_stack = any({_family(text) for text in texts} == {IPFamily.IPV4, IPFamily.IPV6} for texts in lists)
     if not cidrs:
         return Finding(
             [
@@ -94,7 +94,7 @@ def node_ports(stated: Stated, node_ips: Mapping[Family, bytes], pod_cidrs: Iter
     return Finding([])
 
 
-def wrong_families(stated: Stated, primary: Family, *, dual_stack: bool, pod_cidrs: Collection[Network]) -> Finding:
+def wrong_families(stated: Stated, primary: IPFamily, *, dual_stack: bool, pod_cidrs: Collection[Network]) -> Finding:
     """What is of the other family only. ``dual_stack``: the kernel has both; ``pod_cidrs``: of this Node."""
     wrong = _other(primary)
     cluster = f"cluster is {_name(primary)}-{'primary' if dual_stack else 'only'} but"
@@ -108,7 +108,7 @@ def wrong_families(stated: Stated, primary: Family, *, dual_stack: bool, pod_cid
         texts.append(f"{cluster} node.spec.podCIDRs {only}")
         fatal |= stated.detect_local_mode == "NodeCIDR"
     vip = addresses.parse_ip(stated.source_vip)
-    if vip is not None and Family(vip.version) == wrong:
+    if vip is not None and IPFamily(vip.version) == wrong:
         texts.append(f"{cluster} winkernel.sourceVip is {_name(wrong)}")
     if not dual_stack:
         if _all(stated.exclude_cidrs, wrong):
@@ -116,23 +116,23 @@ def wrong_families(stated: Stated, primary: Family, *, dual_stack: bool, pod_cid
         for field, text in (("healthz", stated.healthz_address), ("metrics", stated.metrics_address)):
             parts = addresses.split_host_port(text)
             ip = addresses.parse_ip(parts[0]) if parts else None
-            if ip is not None and Family(ip.version) == wrong and not ip.is_unspecified:
+            if ip is not None and IPFamily(ip.version) == wrong and not ip.is_unspecified:
                 texts.append(f"{cluster} {field}BindAddress is {_name(wrong)}")
     return Finding(texts, fatal)
 
 
-def _all(cidrs: Collection[str], family: Family) -> bool:
+def _all(cidrs: Collection[str], family: IPFamily) -> bool:
     return bool(cidrs) and all(_family(cidr) == family for cidr in cidrs)
 
 
-def _family(cidr: str) -> Family | None:
+def _family(cidr: str) -> IPFamily | None:
     network = addresses.parse_cidr(cidr)
-    return None if network is None else Family(network.version)
+    return None if network is None else IPFamily(network.version)
 
 
-def _other(family: Family) -> Family:
-    return Family.IPV6 if family == Family.IPV4 else Family.IPV4
+def _other(family: IPFamily) -> IPFamily:
+    return IPFamily.IPV6 if family == IPFamily.IPV4 else IPFamily.IPV4
 
 
-def _name(family: Family) -> str:
-    return "IPv4" if family == Family.IPV4 else "IPv6"
+def _name(family: IPFamily) -> str:
+    return "IPv4" if family == IPFamily.IPV4 else "IPv6"

@@ -46,10 +46,10 @@ _MIN_SYNC = "Changes are gathered for this long between two syncs; 0: each is wr
 _JSON_ALPHA = "Accepted with the gate LoggingAlphaOptions; no effect."
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
-    "What to run": (
+    "General": (
         Flag("config", "string", "", "Configuration file (KubeProxyConfiguration). With it, all flags of fields are ignored but those of logging and --hostname-override."),
         Flag("write-config-to", "string", "", "Write the configuration in force to this file, and exit."),
-        _switch("cleanup", "Take away everything of ours and what kube-proxy left behind, and exit."),
+        _switch("cleanup", "Remove all pyebpf-proxy state and what kube-proxy left behind, and exit."),
         _switch("init-only", "Do what of a start needs the most rights (mounts, nft table, node settings), and exit."),
         Flag("version", "version[=true]", "false", "Print the version, and exit; raw: all of it; vX.Y.Z…: report this one.", read.version, "", "true"),
         _switch("help", "Print this text, and exit.", "", "", "h"),

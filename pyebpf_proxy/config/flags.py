@@ -198,7 +198,7 @@ def usage(commands: Mapping[str, str]) -> str:
     import textwrap
 
     lines = [
-        "Carries Kubernetes Services with BPF, in the place of kube-proxy.",
+        "eBPF replacement for kube-proxy.",
         "",
         "Usage:",
         "  pyebpf-proxy [flags]",

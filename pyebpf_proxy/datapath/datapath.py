@@ -21,7 +21,7 @@ from pyebpf_proxy.datapath.connections.drain import drain, pin_programs
 from pyebpf_proxy.datapath.connections.liberal import make_liberal
 from pyebpf_proxy.datapath.connections.promotion import Promoter, promoter
 from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup, peers_in
-from pyebpf_proxy.datapath.kube_proxy.beside import Beside
+from pyebpf_proxy.datapath.kube_proxy.monitor import KubeProxyMonitor
 from pyebpf_proxy.datapath.loader import grace
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import LAYOUT_VERSION, LEAST_CONNECTIONS, Loaded, fast_path_is_built, load
@@ -44,7 +44,7 @@ from pyebpf_proxy.datapath.settings import (
     xdp_config,
 )
 from pyebpf_proxy.datapath.tables import excluded_pods
-from pyebpf_proxy.datapath.tables.former import Former
+from pyebpf_proxy.datapath.tables.other_layouts import OtherLayouts
 from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.datapath.view import flow_table, view
 from pyebpf_proxy.errors import DatapathError
@@ -92,7 +92,7 @@ class Datapath:
         self._parts: _Parts | None = None
         self._counters: tuple[Mapping[str, bytes], Map] | None = None
         self._behaviour = Behaviour(effective.masquerade_mark, refuse_unknown=effective.nft_mode)
-        self._beside = Beside(effective.ipvs_exclude_cidrs)
+        self._beside = KubeProxyMonitor(effective.ipvs_exclude_cidrs)
         #: Told of every clean-up of stale UDP flows, in the loop's thread.
         self.on_cleaned: Callable[[Cleaned], None] = lambda cleaned: None
 
@@ -192,7 +192,7 @@ class Datapath:
         self._stack.callback(loaded.close)
         for name, (old, new) in loaded.resized.items():
             _log.info("a map has another size", map=name, old=old, new=new)
-        self._counters = _counters(loaded), loaded.maps["reasons"]
+        self._counters = _counters(loaded), loaded.maps["counters"]
         self._behaviour = beside_fast_path(self._behaviour, loaded.settings.fast_path)
         table.ensure(self._behaviour)
         self._say(loaded)
@@ -222,7 +222,7 @@ class Datapath:
         if effective.socket_lb == "off":
             # Before the socket programs of a former run are detached.
             self._serve_host(parts, host_rules)
-        former = Former(pins, loaded, writer)
+        former = OtherLayouts(pins, loaded, writer)
         former.take_over()
         former.drain()
         # The maps are complete: what is attached from here on finds everything.

@@ -21,7 +21,7 @@ from pyebpf_proxy.datapath.node.plan import NodeConfig, accepted_networks
 from pyebpf_proxy.datapath.node.xdp import XdpConfig
 from pyebpf_proxy.datapath.preflight import SO_NETNS_COOKIE
 from pyebpf_proxy.node_facts import NodeFacts
-from pyebpf_proxy.services.model import Family, Protocol
+from pyebpf_proxy.services.model import IPFamily, Protocol
 
 # enum detector of bpf/settings.h
 DETECT_NOTHING, DETECT_CIDR, DETECT_DEVICE = range(3)
@@ -49,8 +49,8 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
     ports = snat_ports(local_ports())
     by_device = effective.detect_local_mode in ("BridgeInterface", "InterfaceNamePrefix")
     cidrs = detector_cidrs(effective, facts)
-    cidr4, mask4 = _packed(cidrs, Family.IPV4)
-    cidr6, mask6 = _packed(cidrs, Family.IPV6)
+    cidr4, mask4 = _packed(cidrs, IPFamily.IPV4)
+    cidr6, mask6 = _packed(cidrs, IPFamily.IPV6)
     return Settings(
         netns_cookie=netns_cookie(),
         masquerade_mark=effective.masquerade_mark,
@@ -65,10 +65,10 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         pod_mask4=mask4,
         pod_cidr6=cidr6,
         pod_mask6=mask6,
-        node_address4=facts.node_ips.get(Family.IPV4, bytes(4)),
-        node_address6=facts.node_ips.get(Family.IPV6, bytes(16)),
-        detector4=_detector(by_device, cidrs, Family.IPV4),
-        detector6=_detector(by_device, cidrs, Family.IPV6),
+        node_address4=facts.node_ips.get(IPFamily.IPV4, bytes(4)),
+        node_address6=facts.node_ips.get(IPFamily.IPV6, bytes(16)),
+        detector4=_detector(by_device, cidrs, IPFamily.IPV4),
+        detector6=_detector(by_device, cidrs, IPFamily.IPV6),
         nft_mode=effective.nft_mode,
         localhost_node_ports=effective.localhost_node_ports,
         scheduler=SCHEDULERS[effective.scheduler] if effective.scheduler else 0,
@@ -78,7 +78,7 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
     )
 
 
-def detector_cidrs(effective: Effective, facts: NodeFacts) -> Mapping[Family, Network]:
+def detector_cidrs(effective: Effective, facts: NodeFacts) -> Mapping[IPFamily, Network]:
     """Sources that count as local pods' (spec/service-semantics §6); a family without one has no detector."""
     if effective.detect_local_mode == "NodeCIDR":
         return facts.node_cidrs
@@ -103,12 +103,12 @@ def host_traffic(effective: Effective, facts: NodeFacts) -> HostTraffic:
     cidrs = detector_cidrs(effective, facts)
     by_device = effective.detect_local_mode in ("BridgeInterface", "InterfaceNamePrefix")
     config = node_config(effective, facts)
-    accepted = {family: accepted_networks(family, config) for family in Family}
+    accepted = {family: accepted_networks(family, config) for family in IPFamily}
     return HostTraffic(
         masquerade_mark=effective.masquerade_mark,
         nft_mode=effective.nft_mode,
         masquerade_all=effective.masquerade_all,
-        detectors=dict.fromkeys(Family) if by_device else dict(cidrs),
+        detectors=dict.fromkeys(IPFamily) if by_device else dict(cidrs),
         node_ports={family: networks for family, networks in accepted.items() if networks is not None},
         localhost_node_ports=effective.localhost_node_ports,
         protocols=frozenset(Protocol) if effective.socket_lb == "off" else frozenset({Protocol.SCTP}),
@@ -176,15 +176,15 @@ def netns_cookie() -> int:
     return cookie
 
 
-def _packed(cidrs: Mapping[Family, Network], family: Family) -> tuple[bytes, bytes]:
+def _packed(cidrs: Mapping[IPFamily, Network], family: IPFamily) -> tuple[bytes, bytes]:
     network = cidrs.get(family)
     if network is None:
-        size = 4 if family is Family.IPV4 else 16
+        size = 4 if family is IPFamily.IPV4 else 16
         return bytes(size), bytes(size)
     return network.network_address.packed, network.netmask.packed
 
 
-def _detector(by_device: bool, cidrs: Mapping[Family, Network], family: Family) -> int:
+def _detector(by_device: bool, cidrs: Mapping[IPFamily, Network], family: IPFamily) -> int:
     if by_device:
         return DETECT_DEVICE
     return DETECT_CIDR if family in cidrs else DETECT_NOTHING

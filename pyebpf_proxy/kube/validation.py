@@ -16,7 +16,7 @@ import msgspec
 from ..printable import printable_json
 from ..services import pods
 from ..services.addresses import family_of, parse_address, parse_prefix, unusable_reason
-from ..services.model import Family
+from ..services.model import IPFamily
 from .objects import EndpointSlice, Node, Service, ServiceCIDR
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -24,7 +24,7 @@ _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-
 _NAMES = re.compile(rf"(?:(?:{_SUBDOMAIN.pattern})?/)*(?:{_SUBDOMAIN.pattern})?")
 _PROTOCOLS = ("TCP", "UDP", "SCTP")
 _POLICIES = (None, "", "Cluster", "Local")
-_FAMILY_NAMES = {"IPv4": Family.IPV4, "IPv6": Family.IPV6}
+_FAMILY_NAMES = {"IPv4": IPFamily.IPV4, "IPv6": IPFamily.IPV6}
 
 
 class Finding(NamedTuple):

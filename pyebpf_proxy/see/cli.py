@@ -182,7 +182,7 @@ def _shell(parser: argparse.ArgumentParser) -> None:
 COMMANDS = {
     "status": Command(
         "is it right? paths, devices, programs, agent, how full everything is, and what to do about what is not right",
-        "pyebpf-proxy status              # status 0: nothing to warn of",
+        "pyebpf-proxy status              # status 0: no warnings",
         _status,
     ),
     "services": Command(

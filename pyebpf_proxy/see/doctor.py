@@ -20,7 +20,7 @@ from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.see import facts, model
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT
 from pyebpf_proxy.see.doctor_fast_path import findings as _fast_path
-from pyebpf_proxy.see.text import Cell, Colour, Paper, paper, table, wrapped
+from pyebpf_proxy.see.text import Cell, Colour, Terminal, table, terminal, wrapped
 
 _PROC = Path("/proc/sys")
 _FILES_LEAST, _WATCHES_LEAST = 1024, 16
@@ -277,14 +277,14 @@ def _limits() -> Found:
 _COLOURS: dict[str, Colour] = {"good": "green", "warning": "yellow", "bad": "red"}
 
 
-def text(findings: list[model.Finding], sheet: Paper) -> list[str]:
+def text(findings: list[model.Finding], terminal: Terminal) -> list[str]:
     """A table; then, for what is not good, what to do."""
     rows: list[list[Cell | str]] = [[each.what, Cell(each.state, _COLOURS[each.state]), each.text] for each in findings]
-    lines = table(sheet, ["WHAT", "STATE", "FOUND"], rows)
+    lines = table(terminal, ["WHAT", "STATE", "FOUND"], rows)
     for each in findings:
         if each.state != "good":
-            lines += wrapped(sheet, f"{each.what}: {each.text}", colour=_COLOURS[each.state])
-            lines += wrapped(sheet, each.remedy, indent="  ")
+            lines += wrapped(terminal, f"{each.what}: {each.text}", colour=_COLOURS[each.state])
+            lines += wrapped(terminal, each.remedy, indent="  ")
     return lines
 
 
@@ -293,5 +293,5 @@ def run(arguments: argparse.Namespace) -> int:
     from pyebpf_proxy.see.output import show
 
     found = list(examine(arguments.directory))
-    show(arguments, model.Findings(findings=found), text(found, paper()), (each.what for each in found))
+    show(arguments, model.Findings(findings=found), text(found, terminal()), (each.what for each in found))
     return RIGHT if all(each.state == "good" for each in found) else NOT_RIGHT

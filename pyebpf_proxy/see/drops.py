@@ -11,7 +11,7 @@ from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT
 from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.reasons import MEANINGS, is_refusal
-from pyebpf_proxy.see.text import Cell, Paper, ago, paper, table, wrapped
+from pyebpf_proxy.see.text import Cell, Terminal, ago, table, terminal, wrapped
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import Protocol
 
@@ -70,10 +70,10 @@ def _newest(maps: Pinned) -> Iterator[tuple[int, tuple[int, bytes, bytes, int, i
 
 def _lately(maps: Pinned) -> dict[int, int] | None:
     """How many came within the last minute, by reason; None: maps of an agent that does not count that."""
-    if "refused_lately" not in maps.names:
+    if "recent_refusals" not in maps.names:
         return None
-    opened = maps.map("refused_lately")
-    layout = maps.packer("refused_lately", "period", "count")
+    opened = maps.map("recent_refusals")
+    layout = maps.packer("recent_refusals", "period", "count")
     now = int(time.clock_gettime(time.CLOCK_BOOTTIME)) // PERIOD
     found: dict[int, int] = {}
     for reason in range(opened.max_entries):
@@ -86,8 +86,8 @@ def _lately(maps: Pinned) -> dict[int, int] | None:
 
 def whose(drops: Sequence[model.Drop], maps: Pinned) -> None:
     """Say which service port each newest packet was for."""
+    from pyebpf_proxy.see.partial_maps import Asked, PartialMaps
     from pyebpf_proxy.see.services import name_text
-    from pyebpf_proxy.see.some import Asked, Some
     from pyebpf_proxy.see.state import read_names
     from pyebpf_proxy.services.addresses import parse_address
 
@@ -97,14 +97,14 @@ def whose(drops: Sequence[model.Drop], maps: Pinned) -> None:
             continue
         address, _, port = drop.destination.rpartition(":")
         number = asked.service(parse_address(address.strip("[]")) or b"", int(port), Protocol[drop.protocol])
-        names, _ = read_names(Some(maps, {number: 0}))
+        names, _ = read_names(PartialMaps(maps, {number: 0}))
         drop.service = name_text(names[number]) if number in names else ""
 
 
-def text(drops: Sequence[model.Drop], sheet: Paper) -> list[str]:
+def text(drops: Sequence[model.Drop], terminal: Terminal) -> list[str]:
     """A table of the newest packets, then what the reasons mean."""
     if not drops:
-        return wrapped(sheet, "nothing was refused or dropped since the maps were made")
+        return wrapped(terminal, "nothing was refused or dropped since the maps were made")
     rows: list[list[Cell | str]] = [
         [
             Cell(drop.reason, "red" if _is_recent(drop) else ""),
@@ -117,11 +117,11 @@ def text(drops: Sequence[model.Drop], sheet: Paper) -> list[str]:
         ]
         for drop in drops
     ]
-    lines = table(sheet, ["REASON", "COUNT", "LAST MINUTE", "NEWEST", "PACKET", "SERVICE", "FROM"], rows)
+    lines = table(terminal, ["REASON", "COUNT", "LAST MINUTE", "NEWEST", "PACKET", "SERVICE", "FROM"], rows)
     lines.append("")
     for drop in drops:
-        lines += wrapped(sheet, f"{drop.reason}: {drop.meaning}")
-        lines += wrapped(sheet, drop.remedy, indent="  ", colour="dim") if drop.remedy else []
+        lines += wrapped(terminal, f"{drop.reason}: {drop.meaning}")
+        lines += wrapped(terminal, drop.remedy, indent="  ", colour="dim") if drop.remedy else []
     return lines
 
 
@@ -151,5 +151,5 @@ def run(arguments: argparse.Namespace) -> int:
     with Pinned(arguments.directory) as maps:
         found = read(maps)
         whose(found, maps)
-    show(arguments, model.Drops(drops=found), text(found, paper()), (drop.reason for drop in found))
+    show(arguments, model.Drops(drops=found), text(found, terminal()), (drop.reason for drop in found))
     return NOT_RIGHT if recent(found) else RIGHT

@@ -30,17 +30,27 @@ _SMALL = 64
 _PRIVATE = {
     "affinities": _SMALL,
     "affinity_counts": _SMALL,
-    "lifted_fragments": _SMALL,
+    "bridged_fragments": _SMALL,
     "choices": _SMALL,
     "localities": _SMALL,
     "locality_sets": _SMALL,
-    "socket_peers4": _SMALL,
-    "socket_peers6": _SMALL,
+    "socket_revnat4": _SMALL,
+    "socket_revnat6": _SMALL,
     "socket_flows": _SMALL,
     "xdp_choices": _SMALL,
 }
 _OWN = frozenset(
-    (*_PRIVATE, "reasons", "last_refused", "refused_lately", "refusals", "turns", "dry_results", "tracing", "decisions")
+    (
+        *_PRIVATE,
+        "counters",
+        "last_refused",
+        "recent_refusals",
+        "refusals",
+        "rr_cursor",
+        "dry_results",
+        "tracing",
+        "decisions",
+    )
 )
 
 
@@ -113,7 +123,7 @@ def _load(maps: Pinned, object_name: str, program: str, settings: Mapping[str, A
     shared = {name: maps.map(name) for name in wanted - without - _OWN if name in maps.names}
     sizes = {name: size for name, size in _PRIVATE.items() if name in wanted}
     if "slots" in shared:
-        sizes["turns"] = shared["slots"].max_entries
+        sizes["rr_cursor"] = shared["slots"].max_entries
     opened = Object.open(
         path, rodata={"settings": packed}, max_entries=sizes, reuse=shared, programs={program}, without=without
     )
@@ -125,7 +135,7 @@ def _load(maps: Pinned, object_name: str, program: str, settings: Mapping[str, A
 
 
 def _counted(loaded: Object) -> list[str]:
-    counter = loaded.maps["reasons"]
+    counter = loaded.maps["counters"]
     return [
         name.lower()
         for name, number in loaded.btf.enum("reason").items()

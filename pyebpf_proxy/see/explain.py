@@ -16,12 +16,12 @@ from pyebpf_proxy.see import dryrun, facts, local, model, pods, programs, routes
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError, near
 from pyebpf_proxy.see.decide import Decision, Packet, World, decide
 from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.partial_maps import reached
 from pyebpf_proxy.see.paths import Paths
 from pyebpf_proxy.see.programs import Programs, device_name
 from pyebpf_proxy.see.services import name_text, service_view
-from pyebpf_proxy.see.some import reached
 from pyebpf_proxy.see.state import Backend
-from pyebpf_proxy.see.text import ago, paper
+from pyebpf_proxy.see.text import ago, terminal
 from pyebpf_proxy.services.addresses import format_address, format_address_port, parse_address
 from pyebpf_proxy.services.model import Protocol
 
@@ -366,6 +366,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.device,
         lambda service_ports: maybe_wanted(arguments, service_ports),
     )
-    show(arguments, view, text(view, paper()), (each.address for each in view.endpoints))
+    show(arguments, view, text(view, terminal()), (each.address for each in view.endpoints))
     wrong = view.verdict in ("refused", "dropped") or view.disagreements
     return NOT_RIGHT if wrong else RIGHT

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.text import Cell, Paper, table, wrapped
+from pyebpf_proxy.see.text import Cell, Terminal, table, wrapped
 
 _VERDICTS = {
     "served": ("green", "goes to one of these endpoints"),
@@ -14,35 +14,35 @@ _VERDICTS = {
 }
 
 
-def text(view: model.Explanation, sheet: Paper) -> list[str]:
+def text(view: model.Explanation, terminal: Terminal) -> list[str]:
     """The answer for people."""
     where = f"from {view.device}" if view.device else "from a process of this node"
     colour, verdict = _VERDICTS[view.verdict]
-    lines = wrapped(sheet, f"{view.source} > {view.destination} {view.protocol}, {where}", colour="bold")
+    lines = wrapped(terminal, f"{view.source} > {view.destination} {view.protocol}, {where}", colour="bold")
     for number, step in enumerate(view.steps, 1):
-        lines += wrapped(sheet, f"{number}. {step}", indent="  ")
-    lines += wrapped(sheet, f"It {verdict}" + (f" ({view.reason})" if view.reason else "") + ".", colour=colour)  # type: ignore[arg-type]
+        lines += wrapped(terminal, f"{number}. {step}", indent="  ")
+    lines += wrapped(terminal, f"It {verdict}" + (f" ({view.reason})" if view.reason else "") + ".", colour=colour)  # type: ignore[arg-type]
     if view.endpoints:
-        head = ["ENDPOINT", "POD", "NODE", "PATH", "MASQUERADED AS", "WAY OUT"]
-        lines += ["", *table(sheet, head, list(map(_row, view.endpoints)))]
+        head = ["ENDPOINT", "POD", "NODE", "PATH", "MASQUERADED AS", "EGRESS"]
+        lines += ["", *table(terminal, head, list(map(_row, view.endpoints)))]
         for why, addresses in _whys(view).items():
-            lines += wrapped(sheet, f"{', '.join(addresses)}{why}")
+            lines += wrapped(terminal, f"{', '.join(addresses)}{why}")
     if view.left_out:
         rows: list[list[Cell | str]] = [
             [e.address, e.pod, "here" if e.local else "elsewhere", e.left_out] for e in view.left_out
         ]
-        lines += ["", *table(sheet, ["LEFT OUT", "POD", "NODE", "WHY"], rows)]
+        lines += ["", *table(terminal, ["LEFT OUT", "POD", "NODE", "WHY"], rows)]
     lines.append("")
     if not view.program.ran:
-        return lines + wrapped(sheet, f"Not run: {view.program.why}.", colour="yellow")
+        return lines + wrapped(terminal, f"Not run: {view.program.why}.", colour="yellow")
     if view.xdp is not None:
-        lines += wrapped(sheet, f"{_ran_text('XDP program', view.xdp, view)}.")
+        lines += wrapped(terminal, f"{_ran_text('XDP program', view.xdp, view)}.")
     ran = _ran_text("program" if view.xdp is None else "tc program", view.program, view)
     if not view.disagreements:
-        return lines + wrapped(sheet, f"{ran}. It agrees.")
-    lines += wrapped(sheet, f"{ran}.")
+        return lines + wrapped(terminal, f"{ran}. It agrees.")
+    lines += wrapped(terminal, f"{ran}.")
     for each in view.disagreements:
-        lines += wrapped(sheet, f"disagreement: {each}", colour="red")
+        lines += wrapped(terminal, f"disagreement: {each}", colour="red")
     return lines
 
 

@@ -16,7 +16,7 @@ from pyebpf_proxy.see.answers import RIGHT, QuestionError, SeeError
 from pyebpf_proxy.see.filters import means, split
 from pyebpf_proxy.see.names import suggested
 from pyebpf_proxy.see.state import State
-from pyebpf_proxy.see.text import Cell, Paper, duration, paper, table
+from pyebpf_proxy.see.text import Cell, Terminal, duration, table, terminal
 from pyebpf_proxy.services.addresses import format_address, format_address_port, parse_address
 from pyebpf_proxy.services.model import Protocol
 
@@ -272,7 +272,7 @@ def _check(fields: tuple[str, ...], value: str) -> Filter:
     return lambda flow: any(means(value, text) for field in fields for text in _FIELDS[field](flow) if text)
 
 
-def text(flows: list[model.FlowView], sheet: Paper, filtered: bool = False) -> list[str]:
+def text(flows: list[model.FlowView], terminal: Terminal, filtered: bool = False) -> list[str]:
     """A table. ``filtered``: there may be others."""
 
     def named(address: str, name: str) -> str:
@@ -293,7 +293,7 @@ def text(flows: list[model.FlowView], sheet: Paper, filtered: bool = False) -> l
         for flow in flows
     ]
     head = ["SERVICE", "PROTO", "CLIENT", "ENDPOINT", "MASQUERADED AS", "STATE", "AGE", "BYTES", "PATH"]
-    return table(sheet, head, rows) or ["no service flows" + (" that fit" if filtered else "")]
+    return table(terminal, head, rows) or ["no service flows" + (" that fit" if filtered else "")]
 
 
 def _age(flow: model.FlowView) -> str:
@@ -310,7 +310,7 @@ def run(arguments: argparse.Namespace) -> int:
     show(
         arguments,
         model.Flows(flows=found),
-        text(found, paper(), bool(arguments.filter)),
+        text(found, terminal(), bool(arguments.filter)),
         (flow.client for flow in found),
     )
     return RIGHT

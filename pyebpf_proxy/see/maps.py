@@ -122,7 +122,7 @@ class Pinned:
     def counts(self) -> dict[str, int]:
         """The counters of every reason (lower case), all CPUs together."""
         found = {}
-        opened = self.map("reasons")
+        opened = self.map("counters")
         names = {number: name.lower() for name, number in self.enum("reason").items()}
         for number in range(opened.max_entries):
             values = opened.lookup_cpus(U32.pack(number))
@@ -140,7 +140,7 @@ class Pinned:
 U32 = Struct("=I")
 #: Values of maps: if they have the size that these structs have, the maps are of this version.
 _STRUCTS = {
-    "tables": "table",
+    "service_configs": "service_config",
     "backends4": "backend4",
     "frontends4": "frontend",
     "flows": "flow",

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.board import Sample
 from pyebpf_proxy.see.meter import Amount, Place
+from pyebpf_proxy.see.service_counters import Sample
 from pyebpf_proxy.see.services import name_text
 from pyebpf_proxy.see.state import Backend, Service
 from pyebpf_proxy.see.top_arguments import Order

@@ -13,7 +13,7 @@ from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.output import show
-from pyebpf_proxy.see.text import paper
+from pyebpf_proxy.see.text import terminal
 
 if TYPE_CHECKING:
     from pyebpf_proxy.see.wanted import Wanted
@@ -64,7 +64,7 @@ def services(arguments: argparse.Namespace) -> int:
         if arguments.name:
             endpoints = (endpoint for view in answer.services for endpoint in view.endpoints)
             pods.tell(endpoints, pods.known_to(arguments.directory, wanted))
-        lines = services_text.services_text(answer, paper(), arguments.name is not None)
+        lines = services_text.services_text(answer, terminal(), arguments.name is not None)
     if arguments.diff and not answer.services and not answer.problems:
         lines = ["the kernel has what is wanted"]
     show(arguments, answer, lines, (view.name for view in answer.services))
@@ -78,7 +78,7 @@ def backends(arguments: argparse.Namespace) -> int:
         found = state.read(maps)
     answer = made.backends(found, made.chosen(found, arguments.name, arguments.namespace))
     pods.tell(answer.backends, pods.known_to(arguments.directory, None))
-    show(arguments, answer, services_text.backends_text(answer, paper()), (view.address for view in answer.backends))
+    show(arguments, answer, services_text.backends_text(answer, terminal()), (view.address for view in answer.backends))
     return RIGHT
 
 
@@ -88,5 +88,7 @@ def frontends(arguments: argparse.Namespace) -> int:
         found = state.read(maps)
     names = made.chosen(found, arguments.name, arguments.namespace)
     answer = made.frontends(found, names, arguments.address)
-    show(arguments, answer, services_text.frontends_text(answer, paper()), (view.address for view in answer.frontends))
+    show(
+        arguments, answer, services_text.frontends_text(answer, terminal()), (view.address for view in answer.frontends)
+    )
     return RIGHT

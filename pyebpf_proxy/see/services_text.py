@@ -4,23 +4,23 @@
 from __future__ import annotations
 
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.text import Cell, Paper, duration, fields, table, wrapped
+from pyebpf_proxy.see.text import Cell, Terminal, duration, fields, table, wrapped
 
 
-def services_text(answer: model.Services, paper: Paper, details: bool) -> list[str]:
+def services_text(answer: model.Services, terminal: Terminal, details: bool) -> list[str]:
     """A table, or with ``details`` everything of each."""
     lines: list[str] = []
     if details:
         for view in answer.services:
-            lines += [*([""] if lines else []), *_details(view, paper)]
+            lines += [*([""] if lines else []), *_details(view, terminal)]
     else:
         head = ["NAME", "PROTO", "CLUSTER-IP", "OTHER ADDRESSES", "NODEPORT", "ENDPOINTS", "POLICY", "AFFINITY"]
-        lines += table(paper, head, [_row(view) for view in answer.services])
+        lines += table(terminal, head, [_row(view) for view in answer.services])
     for view in answer.services if not details else ():
         for text in view.differences:
-            lines += wrapped(paper, f"{view.name} {view.protocol} IPv{view.family}: {text}", colour="yellow")
+            lines += wrapped(terminal, f"{view.name} {view.protocol} IPv{view.family}: {text}", colour="yellow")
     for problem in answer.problems:
-        lines += wrapped(paper, f"warning: {problem}", colour="red")
+        lines += wrapped(terminal, f"warning: {problem}", colour="red")
     return lines or ["no services"]
 
 
@@ -59,9 +59,9 @@ def _policy(view: model.ServiceView) -> str:
     return ", ".join(parts)
 
 
-def _details(view: model.ServiceView, paper: Paper) -> list[str]:
+def _details(view: model.ServiceView, terminal: Terminal) -> list[str]:
     title = f"{view.name}  {view.protocol}  IPv{view.family}"
-    lines = [paper.paint(title, "bold")]
+    lines = [terminal.paint(title, "bold")]
     pairs: list[tuple[str, str | Cell]] = [(each.kind, _place(each)) for each in view.frontends]
     pairs += [
         ("policies", f"internal {view.internal_traffic_policy}, external {view.external_traffic_policy}"),
@@ -72,11 +72,11 @@ def _details(view: model.ServiceView, paper: Paper) -> list[str]:
         ),
         ("in the kernel", f"service {view.id}, table {view.table}" if view.id else "no"),
     ]
-    lines += fields(paper, pairs)
+    lines += fields(terminal, pairs)
     lines += [f"  difference: {text}" for text in view.differences]
     if not view.endpoints:
-        return [*lines, "  " + paper.paint("no endpoints: refused (port unreachable)", "red")]
-    inner = Paper(max(paper.width - 2, 10), paper.colour)
+        return [*lines, "  " + terminal.paint("no endpoints: refused (port unreachable)", "red")]
+    inner = Terminal(max(terminal.width - 2, 10), terminal.colour)
     rows: list[list[Cell | str]] = [
         [
             each.address,
@@ -100,17 +100,17 @@ def _used_for(view: model.ServiceView, endpoint: model.EndpointView) -> str:
     return "traffic with policy Cluster" if "Local" in policies else "all traffic"
 
 
-def backends_text(answer: model.Backends, paper: Paper) -> list[str]:
+def backends_text(answer: model.Backends, terminal: Terminal) -> list[str]:
     """A table."""
     rows: list[list[Cell | str]] = [
         [str(v.id), v.address, v.pod, v.protocol, v.service, "here" if v.local else "elsewhere"]
         for v in answer.backends
     ]
     head = ["ID", "ENDPOINT", "POD", "PROTO", "SERVICE", "NODE"]
-    return table(paper, head, rows) if rows else ["no endpoints"]
+    return table(terminal, head, rows) if rows else ["no endpoints"]
 
 
-def frontends_text(answer: model.Frontends, paper: Paper) -> list[str]:
+def frontends_text(answer: model.Frontends, terminal: Terminal) -> list[str]:
     """A table."""
     rows: list[list[Cell | str]] = [[_place(v), v.protocol, v.kind, v.service] for v in answer.frontends]
-    return table(paper, ["ADDRESS", "PROTO", "KIND", "SERVICE"], rows) if rows else ["no addresses"]
+    return table(terminal, ["ADDRESS", "PROTO", "KIND", "SERVICE"], rows) if rows else ["no addresses"]

@@ -18,9 +18,9 @@ from pyebpf_proxy.cycles import without_cycle_search
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import (
     Endpoint,
-    Family,
     Frontend,
     FrontendKind,
+    IPFamily,
     Protocol,
     ServicePort,
     ServicePortName,
@@ -30,7 +30,7 @@ from pyebpf_proxy.services.model import (
 _ATTEMPTS = 3
 # Enums by a dictionary: calling the class for every row is a fifth of the time.
 _PROTOCOLS = {member.value: member for member in Protocol}
-_FAMILIES = {member.value: member for member in Family}
+_FAMILIES = {member.value: member for member in IPFamily}
 _KINDS = {member.value: member for member in FrontendKind}
 _WORD = 0xFFFFFFFF
 
@@ -49,7 +49,7 @@ class Backend(msgspec.Struct, frozen=True, gc=False):
     """One endpoint of one service port, as the programs have it."""
 
     id: int
-    family: Family
+    family: IPFamily
     address: bytes
     port: int
     protocol: Protocol
@@ -173,7 +173,7 @@ class _Reading:
             *("internal_local", "external_local", "source_ranges", "vip_source_allowed"),
         )
         tables: dict[int, tuple[int, ...]] = {}
-        for (number,), values in self.maps.rows("tables", u32, row):
+        for (number,), values in self.maps.rows("service_configs", u32, row):
             tables[number] = values
         for number, table in in_force.items():
             found, name = tables.get(table), names.get(number)
@@ -201,7 +201,7 @@ class _Reading:
 
     def _backends(self) -> None:
         u32 = Struct("=I")
-        for family in Family:
+        for family in IPFamily:
             layout = self.maps.packer(f"backend{family.value}", "address", "port", "protocol", "service", "local")
             for (number,), (address, port, protocol, service, local) in self.maps.rows(
                 f"backends{family.value}", u32, layout
@@ -218,7 +218,7 @@ class _Reading:
 
     def _frontends(self) -> None:
         value = self.maps.packer("frontend", "service", "kind")
-        for family in Family:
+        for family in IPFamily:
             key = self.maps.packer(f"frontend{family.value}_key", "address", "port", "protocol")
             for (address, port, protocol), (number, kind) in self.maps.rows(f"frontends{family.value}", key, value):
                 what = _KINDS[kind]
@@ -229,7 +229,7 @@ class _Reading:
 
     def _serving(self) -> None:
         value = self.maps.packer("endpoint", "backends")
-        for family in Family:
+        for family in IPFamily:
             key = self.maps.packer(f"endpoint{family.value}_key", "service", "address", "port", "protocol")
             for (number, address, port, _), _ in self.maps.rows(f"endpoints{family.value}", key, value):
                 service = self.state.services.get(number) if number else None
@@ -241,7 +241,7 @@ class _Reading:
         if not tables:
             return
         value = Struct("=I")
-        for family in Family:
+        for family in IPFamily:
             key = self.maps.packer(f"source_range{family.value}_key", "prefix_length", "table", "address")
             for (length, table, address), _ in self.maps.rows(f"source_ranges{family.value}", key, value):
                 if table in tables:

@@ -16,7 +16,7 @@ from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, listed
 from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.programs import Programs
-from pyebpf_proxy.see.text import Cell, Paper, ago, fields, paper, table, wrapped
+from pyebpf_proxy.see.text import Cell, Terminal, ago, fields, table, terminal, wrapped
 
 _FULL = 0.9
 #: Flows that are looked at for the source ports in use: more would take longer than the answer may.
@@ -24,7 +24,16 @@ _MOST_FLOWS = 5000
 _SOCKET_PROGRAMS = 8
 #: Maps that fill up with services; those that the programs write make room by themselves.
 _FILLED = (
-    *("frontends4", "frontends6", "tables", "service_names", "backends4", "backends6", "endpoints4", "endpoints6"),
+    *(
+        "frontends4",
+        "frontends6",
+        "service_configs",
+        "service_names",
+        "backends4",
+        "backends6",
+        "endpoints4",
+        "endpoints6",
+    ),
     *("source_ranges4", "source_ranges6", "node_addresses4", "node_addresses6"),
 )
 _FEATURES = {
@@ -239,14 +248,14 @@ def _fill_remedy(name: str) -> str:
 # ---- text -------------------------------------------------------------------------------------------------------
 
 
-def text(status: model.Status, sheet: Paper) -> list[str]:
+def text(status: model.Status, terminal: Terminal) -> list[str]:
     """The page; warnings first."""
     lines: list[str] = []
     for trouble in status.warnings:
-        lines += wrapped(sheet, f"warning: {trouble.what}", colour="red")
-        lines += wrapped(sheet, trouble.remedy, indent="  ")
+        lines += wrapped(terminal, f"warning: {trouble.what}", colour="red")
+        lines += wrapped(terminal, trouble.remedy, indent="  ")
     if not status.warnings:
-        lines.append(sheet.paint("right: nothing to warn of", "green"))
+        lines.append(terminal.paint("OK: no warnings", "green"))
     lines.append("")
     pairs: list[tuple[str, str | Cell]] = [
         ("version", f"{status.version}, kernel {status.kernel}"),
@@ -265,13 +274,13 @@ def text(status: model.Status, sheet: Paper) -> list[str]:
         pairs.append(("new flows", fast_path.slow_text(status.fast_path)))
     if status.conntrack is not None:
         pairs.append(("conntrack", _fill_text(status.conntrack)))
-    lines += fields(sheet, pairs, indent="")
+    lines += fields(terminal, pairs, indent="")
     used = [fill for fill in status.maps if fill.used]
-    lines += ["", *table(sheet, ["MAP", "USED", "ROOM", ""], [_fill_row(fill) for fill in used])]
+    lines += ["", *table(terminal, ["MAP", "USED", "ROOM", ""], [_fill_row(fill) for fill in used])]
     if status.source_ports:
         lines += [
             "",
-            *table(sheet, ["BUSIEST ENDPOINTS", "USED", "ROOM", ""], list(map(_fill_row, status.source_ports))),
+            *table(terminal, ["BUSIEST ENDPOINTS", "USED", "ROOM", ""], list(map(_fill_row, status.source_ports))),
         ]
     if status.drops:
         rows: list[list[str | Cell]] = [
@@ -283,7 +292,7 @@ def text(status: model.Status, sheet: Paper) -> list[str]:
             ]
             for drop in status.drops
         ]
-        lines += ["", *table(sheet, ["REFUSED OR DROPPED", "COUNT", "LAST MINUTE", "NEWEST"], rows)]
+        lines += ["", *table(terminal, ["REFUSED OR DROPPED", "COUNT", "LAST MINUTE", "NEWEST"], rows)]
     return lines
 
 
@@ -322,7 +331,7 @@ def _agent_text(agent: model.AgentView) -> Cell:
     if agent.synced_seconds_ago is not None:
         parts.append(f"synced {ago(agent.synced_seconds_ago)}")
     if agent.delivered_seconds_ago is not None:
-        parts.append(f"source spoke {ago(agent.delivered_seconds_ago)}")
+        parts.append(f"last update {ago(agent.delivered_seconds_ago)}")
     return Cell(", ".join(parts))
 
 
@@ -340,5 +349,5 @@ def run(arguments: argparse.Namespace) -> int:
     from pyebpf_proxy.see.output import show
 
     status = read(arguments.directory)
-    show(arguments, status, text(status, paper()), (trouble.what for trouble in status.warnings))
+    show(arguments, status, text(status, terminal()), (trouble.what for trouble in status.warnings))
     return NOT_RIGHT if status.warnings else RIGHT

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables for people: as wide as the terminal, never less than the whole truth.
+"""Tables for people: as wide as the is_terminal, never less than the whole truth.
 
 Cells that do not fit are broken over lines between words, not cut: an address must be there to be copied. Where columns
-would get too narrow for that, each row becomes a block of lines. What does not go to a terminal is never broken.
+would get too narrow for that, each row becomes a block of lines. What does not go to a is_terminal is never broken.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Cell(NamedTuple):
     colour: Colour = ""
 
 
-class Paper(NamedTuple):
+class Terminal(NamedTuple):
     """Where text goes: how wide it is, and whether it shows colours."""
 
     width: int = UNLIMITED
@@ -42,16 +42,16 @@ class Paper(NamedTuple):
         return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self.colour and colour and text else text
 
 
-def paper() -> Paper:
-    """What stdout is. COLUMNS is obeyed everywhere, NO_COLOR on a terminal."""
-    terminal = sys.stdout.isatty()
+def terminal() -> Terminal:
+    """What stdout is. COLUMNS is obeyed everywhere, NO_COLOR on a is_terminal."""
+    is_terminal = sys.stdout.isatty()
     given = os.environ.get("COLUMNS", "")
-    width = shutil.get_terminal_size().columns if terminal or given.isdigit() else UNLIMITED
-    colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return Paper(max(width, 20), colour)
+    width = shutil.get_terminal_size().columns if is_terminal or given.isdigit() else UNLIMITED
+    colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Terminal(max(width, 20), colour)
 
 
-def table(paper: Paper, head: Sequence[str], rows: Sequence[Sequence[Cell | str]]) -> list[str]:
+def table(terminal: Terminal, head: Sequence[str], rows: Sequence[Sequence[Cell | str]]) -> list[str]:
     """Lines of a table; a column in which nothing stands is left out."""
     cells = [[_clean(cell) for cell in row] for row in rows]
     if not rows:
@@ -61,45 +61,45 @@ def table(paper: Paper, head: Sequence[str], rows: Sequence[Sequence[Cell | str]
     cells = [[row[i] for i in used] for row in cells]
     natural = [max([len(title), *(len(row[i].text) for row in cells)]) for i, title in enumerate(head)]
     widths: list[int] | None = natural
-    if sum(natural) + _GAP * (len(natural) - 1) > paper.width:
+    if sum(natural) + _GAP * (len(natural) - 1) > terminal.width:
         words = ((title, *(word for row in cells for word in row[i].text.split())) for i, title in enumerate(head))
-        widths = _widths(natural, [max(map(len, each)) for each in words], paper.width)
+        widths = _widths(natural, [max(map(len, each)) for each in words], terminal.width)
     if widths is None:
-        return _blocks(paper, head, cells)
-    lines = _row(paper, [Cell(title, "bold") for title in head], widths)
+        return _blocks(terminal, head, cells)
+    lines = _row(terminal, [Cell(title, "bold") for title in head], widths)
     for row in cells:
-        lines += _row(paper, row, widths)
+        lines += _row(terminal, row, widths)
     return lines
 
 
-def wrapped(paper: Paper, text: str, indent: str = "", colour: Colour = "") -> list[str]:
+def wrapped(terminal: Terminal, text: str, indent: str = "", colour: Colour = "") -> list[str]:
     """A sentence over as many lines as it takes, broken between words where that is possible."""
-    room = max(paper.width - len(indent), 10)
-    return [indent + paper.paint(part, colour) for part in _broken(printable(text), room)]
+    room = max(terminal.width - len(indent), 10)
+    return [indent + terminal.paint(part, colour) for part in _broken(printable(text), room)]
 
 
-def fields(paper: Paper, pairs: Sequence[tuple[str, str | Cell]], indent: str = "  ") -> list[str]:
+def fields(terminal: Terminal, pairs: Sequence[tuple[str, str | Cell]], indent: str = "  ") -> list[str]:
     """``name  value`` lines, values under each other."""
     shown = [(printable(name), _clean(value)) for name, value in pairs]
     margin = max((len(name) for name, _ in shown), default=0) + _GAP + len(indent)
     longest = max((len(word) for _, value in shown for word in value.text.split()), default=0)
-    if paper.width - margin < longest:
+    if terminal.width - margin < longest:
         margin = len(indent) + 2
     lines = []
     for name, value in shown:
         title = f"{indent}{name}"
-        parts = _broken(value.text, max(paper.width - margin, 10))
+        parts = _broken(value.text, max(terminal.width - margin, 10))
         if len(title) + 1 > margin:
-            lines += wrapped(paper, name, indent)
+            lines += wrapped(terminal, name, indent)
             title = ""
         for part in parts:
-            lines.append((title.ljust(margin) + paper.paint(part, value.colour)).rstrip())
+            lines.append((title.ljust(margin) + terminal.paint(part, value.colour)).rstrip())
             title = ""
     return lines
 
 
 def safe(line: str) -> str:
-    """A line that was put together elsewhere: nothing in it but text and our own colours gets to a terminal."""
+    """A line that was put together elsewhere: nothing in it but text and our own colours gets to a is_terminal."""
     return "".join(part if _COLOUR.fullmatch(part) else printable(part) for part in _COLOUR.split(line))
 
 
@@ -136,7 +136,7 @@ def _widths(natural: list[int], least: list[int], width: int) -> list[int] | Non
     return widths
 
 
-def _row(paper: Paper, row: Sequence[Cell], widths: Sequence[int]) -> list[str]:
+def _row(terminal: Terminal, row: Sequence[Cell], widths: Sequence[int]) -> list[str]:
     parts = [_broken(cell.text, width) for cell, width in zip(row, widths, strict=True)]
     lines = []
     for i in range(max(map(len, parts))):
@@ -145,19 +145,19 @@ def _row(paper: Paper, row: Sequence[Cell], widths: Sequence[int]) -> list[str]:
         for part, cell, width in zip(parts, row, widths, strict=True):
             text = part[i] if i < len(part) else ""
             if text:
-                line += " " * at + paper.paint(text, cell.colour)
+                line += " " * at + terminal.paint(text, cell.colour)
                 at = 0
             at += width - len(text) + _GAP
         lines.append(line)
     return lines
 
 
-def _blocks(paper: Paper, head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
+def _blocks(terminal: Terminal, head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
     lines: list[str] = []
     for row in rows:
         first, *rest = zip(head, row, strict=True)
-        lines += wrapped(paper, first[1].text, colour=first[1].colour or "bold")
-        lines += fields(paper, [(title.lower(), cell) for title, cell in rest if cell.text])
+        lines += wrapped(terminal, first[1].text, colour=first[1].colour or "bold")
+        lines += fields(terminal, [(title.lower(), cell) for title, cell in rest if cell.text])
     return lines
 
 

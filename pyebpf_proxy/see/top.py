@@ -18,13 +18,13 @@ from pyebpf_proxy.printable import printable, printable_json
 from pyebpf_proxy.see import local, model, services
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import RIGHT, SeeError
-from pyebpf_proxy.see.board import Board
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.meter import Amount, Meter, Place
 from pyebpf_proxy.see.pods import Pods, tell
 from pyebpf_proxy.see.rates import ordered, short, top
+from pyebpf_proxy.see.service_counters import ServiceCounters
 from pyebpf_proxy.see.state import State
-from pyebpf_proxy.see.text import Cell, Paper, paper, safe, table, wrapped
+from pyebpf_proxy.see.text import Cell, Terminal, safe, table, terminal, wrapped
 from pyebpf_proxy.see.top_arguments import Order
 
 #: Packets a second that are looked at one by one. Of more, one in two, four, … is looked at.
@@ -38,7 +38,7 @@ class Watch:
     def __init__(self, arguments: argparse.Namespace, maps: Pinned, stack: ExitStack) -> None:
         self._arguments = arguments
         self.notes: list[str] = []
-        self._board = Board(maps)
+        self._board = ServiceCounters(maps)
         if not arguments.light:
             try:
                 self._board.meter = stack.enter_context(Meter(maps, len(self._board.backends)))
@@ -115,15 +115,15 @@ def notes(found: model.Top) -> list[str]:
     return every
 
 
-def text(found: model.Top, order: Order, backends: int, sheet: Paper) -> list[str]:
+def text(found: model.Top, order: Order, backends: int, terminal: Terminal) -> list[str]:
     """One interval for what is no terminal."""
     rows: list[list[Cell | str]] = []
     for view in ordered(found.services, order):
         rows.append([view.name, view.protocol, *_rates(view), short(view.drops), ""])
         rows += [[f"  {place(each)}", "", *_rates(each), "", f"{each.share:.0%}"] for each in view.backends[:backends]]
-    lines = wrapped(sheet, head(found)) + [line for note in notes(found) for line in wrapped(sheet, note)]
+    lines = wrapped(terminal, head(found)) + [line for note in notes(found) for line in wrapped(terminal, note)]
     titles = ["SERVICE", "PROTO", "FLOWS/S", "PACKETS/S", "BYTES/S", "DROPS/S", "SHARE"]
-    lines += table(sheet, titles, rows)
+    lines += table(terminal, titles, rows)
     if found.at_rest:
         lines.append(f"{found.at_rest} service ports at rest")
     return lines
@@ -147,7 +147,7 @@ def show(arguments: argparse.Namespace, found: model.Top) -> None:
         names = (view.name for view in ordered(found.services, arguments.sort))
         print("".join(f"{printable(name)}\n" for name in dict.fromkeys(names)), end="", flush=True)
     else:
-        lines = text(found, arguments.sort, arguments.backends, paper())
+        lines = text(found, arguments.sort, arguments.backends, terminal())
         print("\n".join([*map(safe, lines), ""]), flush=True)
 
 

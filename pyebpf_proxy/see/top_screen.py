@@ -21,7 +21,7 @@ from rich.text import Text
 from pyebpf_proxy.printable import printable
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.rates import Part, ordered, short
-from pyebpf_proxy.see.text import Paper, wrapped
+from pyebpf_proxy.see.text import Terminal, wrapped
 from pyebpf_proxy.see.top import Watch, head, notes, place
 from pyebpf_proxy.see.top_arguments import Order
 
@@ -63,9 +63,9 @@ class Screen:
 
     def draw(self, found: model.Top, width: int, height: int) -> Group:
         """The picture, no wider and no higher than that."""
-        sheet = Paper(width)
-        parts: list[Text | Table] = [_line(line, "bold") for line in wrapped(sheet, head(found))]
-        said = [line for note in notes(found) for line in wrapped(sheet, note)]
+        terminal = Terminal(width)
+        parts: list[Text | Table] = [_line(line, "bold") for line in wrapped(terminal, head(found))]
+        said = [line for note in notes(found) for line in wrapped(terminal, note)]
         parts += [_line(line, "yellow") for line in said[: max(0, height // 3)]]
         room = max(0, height - len(parts) - 3)
         parts.append(self._table(found, width, room))

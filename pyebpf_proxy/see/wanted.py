@@ -16,7 +16,7 @@ from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.services import endpoints
-from pyebpf_proxy.services.endpoints import FALLBACK, LOCAL, READY, TERMINATING, Known
+from pyebpf_proxy.services.endpoints import FALLBACK, LOCAL, READY, TERMINATING, SliceEndpoint
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 from pyebpf_proxy.services.shares import Limits
@@ -65,12 +65,12 @@ class Wanted:
         """The pods with these addresses, ``namespace/name``."""
         return self._planner.pods(addresses)
 
-    def known(self, name: ServicePortName) -> list[Known]:
+    def known(self, name: ServicePortName) -> list[SliceEndpoint]:
         """Every endpoint of a service port that its slices name, whether it is used or not."""
         views = [v for v in self._views.get((name.namespace, name.name), []) if v.family is name.family]
         return endpoints.merge(views, (name.port, name.protocol))
 
-    def left_out(self, name: ServicePortName, used: set[tuple[bytes, int]]) -> list[tuple[Known, str]]:
+    def left_out(self, name: ServicePortName, used: set[tuple[bytes, int]]) -> list[tuple[SliceEndpoint, str]]:
         """The endpoints of the slices that are in no list, and why (spec/service-semantics §3)."""
         known = self.known(name)
         ready = any(entry.flags & READY for entry in known)
@@ -78,7 +78,7 @@ class Wanted:
         return [(entry, _why_left_out(entry, ready)) for entry in others]
 
 
-def _why_left_out(entry: Known, others_ready: bool) -> str:
+def _why_left_out(entry: SliceEndpoint, others_ready: bool) -> str:
     if entry.flags & READY:
         if entry.hints.zones or entry.hints.nodes:
             meant = entry.hints.nodes or entry.hints.zones or ()

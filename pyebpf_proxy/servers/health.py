@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pyebpf_proxy.servers.http import Request, Response
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 
-FAMILIES = {Family.IPV4: "IPv4", Family.IPV6: "IPv6"}
+FAMILIES = {IPFamily.IPV4: "IPv4", IPFamily.IPV6: "IPv6"}
 JSON_HEADERS = (("Content-Type", "application/json"), ("X-Content-Type-Options", "nosniff"))
 TEXT_HEADERS = (("Content-Type", "text/plain; charset=utf-8"), ("X-Content-Type-Options", "nosniff"))
 NOT_FOUND = Response(404, TEXT_HEADERS, b"404 page not found\n")
@@ -53,7 +53,7 @@ class Report(NamedTuple):
     """The health of the proxy at one moment; families that never finished a sync are not in ``families``."""
 
     now: Moment
-    families: dict[Family, FamilyHealth]
+    families: dict[IPFamily, FamilyHealth]
 
     @property
     def healthy(self) -> bool:
@@ -67,14 +67,14 @@ class Health:
     def __init__(self, timeout: float) -> None:
         """``timeout``: seconds after which a change that is not written means unhealthy: 2 × syncPeriod."""
         self._timeout = timeout
-        self._oldest: dict[Family, float] = {}
-        self._updated: dict[Family, Moment] = {}
+        self._oldest: dict[IPFamily, float] = {}
+        self._updated: dict[IPFamily, Moment] = {}
 
-    def queued(self, family: Family, now: Moment) -> None:
+    def queued(self, family: IPFamily, now: Moment) -> None:
         """A change came; starts the family's timer if none runs."""
         self._oldest.setdefault(family, now.monotonic)
 
-    def updated(self, family: Family, now: Moment) -> None:
+    def updated(self, family: IPFamily, now: Moment) -> None:
         """Everything asked for is written."""
         self._oldest.pop(family, None)
         self._updated[family] = now

@@ -13,14 +13,14 @@ from pyebpf_proxy.servers.health import JSON_HEADERS, Health, Moment
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.servers.server import BindError, Network, Open, Server
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 
 #: Connections at a time, of all health check node ports together.
 CONNECTIONS = 256
 
-Addresses = Mapping[Family, tuple[str, ...]]
+Addresses = Mapping[IPFamily, tuple[str, ...]]
 
-_EVERYWHERE = {Family.IPV4: "0.0.0.0", Family.IPV6: "::"}
+_EVERYWHERE = {IPFamily.IPV4: "0.0.0.0", IPFamily.IPV6: "::"}
 
 _log = Logger("servers")
 
@@ -35,7 +35,7 @@ def listen_addresses(configured: Iterable[str], node_ips: Iterable[bytes], local
         ips = [ipaddress.ip_address(packed) for packed in node_ips]
         texts = [f"{ip}/{ip.max_prefixlen}" for ip in ips if not (ip.is_loopback or ip.is_unspecified)]
     networks = [network for text in texts if (network := parse_cidr(text)) is not None]
-    found: dict[Family, tuple[str, ...]] = {}
+    found: dict[IPFamily, tuple[str, ...]] = {}
     for family, everywhere in _EVERYWHERE.items():
         mine = [network for network in networks if network.version == family]
         if not mine or any(network.prefixlen == 0 for network in mine):
@@ -106,7 +106,7 @@ class HealthCheckPorts:
         opened: list[Open] = []
         try:
             for address in addresses:
-                network: Network = "tcp4" if name.family is Family.IPV4 else "tcp6"
+                network: Network = "tcp4" if name.family is IPFamily.IPV4 else "tcp6"
                 opened.append(self._server.open(address, port, self._handler(name), self._pool, network))
         except BindError:
             self._close(opened)

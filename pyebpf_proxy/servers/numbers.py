@@ -23,7 +23,7 @@ NETPROG = (0.0, 0.25, 0.5, *map(float, (*range(1, 60), *range(60, 120, 5), *rang
 Labels = tuple[str, ...]
 
 
-class Family(Protocol):
+class MetricFamily(Protocol):
     """One metric with its samples."""
 
     name: str
@@ -144,10 +144,10 @@ class Registry:
     """All metrics, in the order of their names."""
 
     def __init__(self) -> None:
-        self._families: list[Family] = []
+        self._families: list[MetricFamily] = []
         self._others: list[Callable[[], Iterable[Metric]]] = []
 
-    def add(self, *families: Family) -> None:
+    def add(self, *families: MetricFamily) -> None:
         """Take metrics in; two of one name are a mistake."""
         self._families += families
         assert len(self.names) == len(set(self.names)), self.names

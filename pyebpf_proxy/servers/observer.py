@@ -14,7 +14,7 @@ from pyebpf_proxy.servers.health import FAMILIES, Health, Moment
 from pyebpf_proxy.servers.metrics import Metrics
 from pyebpf_proxy.services.endpoints import service_of
 from pyebpf_proxy.services.locality import NoLocal
-from pyebpf_proxy.services.model import Family, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import IPFamily, ServicePort, ServicePortName
 from pyebpf_proxy.services.nodes import is_eligible
 
 #: So many Services over a limit have a sample of their own.
@@ -23,7 +23,7 @@ MOST_OVER_LIMIT = 100
 _TRACKED = {"IPv4", "IPv6"}
 
 
-class Known(Protocol):
+class SyncedObjects(Protocol):
     """What is used of ``services.planner.Planner``: what the last sync has taken in."""
 
     def differs(self, namespace: str, name: str, service: Service | None) -> bool:
@@ -51,7 +51,7 @@ class Observer:
         self,
         metrics: Metrics,
         health: Health,
-        known: Known,
+        known: SyncedObjects,
         node_name: str,
         clock: Callable[[], Moment] = Moment.now,
         applied: Callable[[], None] = lambda: None,
@@ -134,7 +134,7 @@ class Observer:
         self._service_of_new.clear()
         self._applied()
 
-    def reconciled(self, family: Family, seconds: float, deleted: int) -> None:
+    def reconciled(self, family: IPFamily, seconds: float, deleted: int) -> None:
         """Stale flows of a family were looked for, and so many deleted."""
         self._metrics.reconciled.observe(FAMILIES[family], value=seconds)
         self._metrics.reconciler_deleted.add(FAMILIES[family], value=deleted)

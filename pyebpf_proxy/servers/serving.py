@@ -20,11 +20,11 @@ from pyebpf_proxy.servers.health_checks import Addresses, HealthCheckPorts, list
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.servers.local import Local, pages
 from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
-from pyebpf_proxy.servers.numbers import Family as Numbers
-from pyebpf_proxy.servers.observer import Known, Observer
+from pyebpf_proxy.servers.numbers import MetricFamily
+from pyebpf_proxy.servers.observer import Observer, SyncedObjects
 from pyebpf_proxy.servers.pages import Mux, metrics_pages
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 
 #: Connections at a time, of one server.
 CONNECTIONS = 128
@@ -34,14 +34,14 @@ EVENT_SECONDS = 2.0
 _log = Logger("servers")
 
 
-class Planner(Known, Protocol):
+class Planner(SyncedObjects, Protocol):
     """What is used of ``services.planner.Planner``."""
 
     @property
     def health_checks(self) -> Mapping[HealthCheckName, HealthCheck]:
         """Health check node ports, and what is to be answered there."""
 
-    node_ips: dict[Family, bytes]
+    node_ips: dict[IPFamily, bytes]
 
 
 class Servers:
@@ -55,7 +55,7 @@ class Servers:
         datapath: DatapathNumbers,
         addresses: Callable[[], Iterable[Address]],
         events: Recorder | None = None,
-        more: Iterable[Numbers] = (),
+        more: Iterable[MetricFamily] = (),
         local: Local | None = None,
     ) -> None:
         """``addresses``: every address of this node's devices. ``more``: other rooms' metrics.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from pyebpf_proxy.servers.numbers import Family, Gauge
+from pyebpf_proxy.servers.numbers import Gauge, MetricFamily
 
 
 class SourceMetrics:
@@ -21,7 +21,7 @@ class SourceMetrics:
         )
 
     @property
-    def families(self) -> Sequence[Family]:
+    def families(self) -> Sequence[MetricFamily]:
         """What a registry is to take in."""
         return (self._bad,)
 

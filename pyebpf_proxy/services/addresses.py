@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 
-from .model import Family, SourceRange
+from .model import IPFamily, SourceRange
 
-UNSPECIFIED = {Family.IPV4: bytes(4), Family.IPV6: bytes(16)}
+UNSPECIFIED = {IPFamily.IPV4: bytes(4), IPFamily.IPV6: bytes(16)}
 
 _LEADING_ZEROS = re.compile(r"(?<![0-9A-Fa-f:])0+(?=[0-9])")
 _MAPPED = bytes(10) + b"\xff\xff"
@@ -37,9 +37,9 @@ def parse_address(text: str) -> bytes | None:
     return packed[12:] if packed.startswith(_MAPPED) else packed
 
 
-def family_of(packed: bytes) -> Family:
+def family_of(packed: bytes) -> IPFamily:
     """The family of a packed address."""
-    return Family.IPV4 if len(packed) == 4 else Family.IPV6
+    return IPFamily.IPV4 if len(packed) == 4 else IPFamily.IPV6
 
 
 def format_address(packed: bytes) -> str:
@@ -106,7 +106,7 @@ def unusable_reason(packed: bytes, *, link_local: bool = False) -> str | None:
             return "the broadcast address"
         return None
     if first == 0:
-        if packed == UNSPECIFIED[Family.IPV6]:
+        if packed == UNSPECIFIED[IPFamily.IPV6]:
             return "an unspecified address"
         if packed == _LOOPBACK6:
             return "a loopback address"

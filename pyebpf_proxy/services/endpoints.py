@@ -17,7 +17,7 @@ import msgspec
 
 from . import pods
 from .addresses import format_address_port, parse_address, unusable_reason
-from .model import Endpoint, Family, Protocol
+from .model import Endpoint, IPFamily, Protocol
 
 if TYPE_CHECKING:
     from ..kube import objects
@@ -32,8 +32,8 @@ LOCAL = 8
 # A last resort: no endpoint is ready, but this one still serves while it terminates.
 FALLBACK = SERVING | TERMINATING
 
-_FAMILIES = {"IPv4": Family.IPV4, "IPv6": Family.IPV6}
-_ADDRESS = {Family.IPV4: Struct("4s"), Family.IPV6: Struct("16s")}
+_FAMILIES = {"IPv4": IPFamily.IPV4, "IPv6": IPFamily.IPV6}
+_ADDRESS = {IPFamily.IPV4: Struct("4s"), IPFamily.IPV6: Struct("16s")}
 _NO_CONDITIONS = READY | SERVING
 
 
@@ -56,7 +56,7 @@ class SliceView(msgspec.Struct, frozen=True, gc=False):
     of flags for each, and hints for each if any of them has some. Their pods' names, if any has one, by :mod:`pods`.
     """
 
-    family: Family
+    family: IPFamily
     ports: PortNumbers
     addresses: bytes
     flags: bytes
@@ -178,7 +178,7 @@ def _shared_hints(zones: tuple[str, ...], nodes: tuple[str, ...]) -> Hints:
     return Hints(frozenset(zones) or None, frozenset(nodes) or None)
 
 
-class Known(NamedTuple):
+class SliceEndpoint(NamedTuple):
     """One endpoint of a service port, and what its slice says of it."""
 
     endpoint: Endpoint
@@ -193,12 +193,12 @@ _KEPT_SLICES = 64
 
 @lru_cache(maxsize=_KEPT_SLICES)
 def _entries(
-    family: Family, number: int, addresses: bytes, flags: bytes, hints: tuple[Hints, ...]
-) -> dict[str, Known] | None:
+    family: IPFamily, number: int, addresses: bytes, flags: bytes, hints: tuple[Hints, ...]
+) -> dict[str, SliceEndpoint] | None:
     """What a slice says of one port number, by the text ``ip:port``, in that order; None if it says a text twice."""
     view = SliceView(family, {}, addresses, flags, hints)
     found = {
-        format_address_port(address, number): Known(Endpoint(address, number, flag & LOCAL != 0), flag, hint)
+        format_address_port(address, number): SliceEndpoint(Endpoint(address, number, flag & LOCAL != 0), flag, hint)
         for address, flag, hint in view.members()
     }
     return {text: found[text] for text in sorted(found)} if len(found) == len(flags) else None
@@ -214,7 +214,7 @@ def entries(protocol: Protocol) -> int:
     return 2 if protocol is Protocol.UDP else 1
 
 
-def merge(views: Sequence[SliceView], port: tuple[str, Protocol], most: int = MOST_ENDPOINTS) -> list[Known]:
+def merge(views: Sequence[SliceView], port: tuple[str, Protocol], most: int = MOST_ENDPOINTS) -> list[SliceEndpoint]:
     """The endpoints of one service port, each once, in the order of the text ``ip:port``.
 
     Of more than ``most`` the first, slice by slice: the others are not even read.
@@ -232,12 +232,12 @@ def merge(views: Sequence[SliceView], port: tuple[str, Protocol], most: int = MO
     return _merge(kept, port)
 
 
-def _merge(views: Sequence[SliceView], port: tuple[str, Protocol]) -> list[Known]:
+def _merge(views: Sequence[SliceView], port: tuple[str, Protocol]) -> list[SliceEndpoint]:
     """All of them."""
     numbers = [(view, number) for view in views for number in view.ports.get(port, ())]
     if len(numbers) > 1:
         # The usual case: no endpoint is in two of them.
-        found: dict[str, Known] = {}
+        found: dict[str, SliceEndpoint] = {}
         for view, number in numbers:
             entries = _entries(view.family, number, view.addresses, view.flags, view.hints)
             if entries is None:
@@ -249,8 +249,8 @@ def _merge(views: Sequence[SliceView], port: tuple[str, Protocol]) -> list[Known
     return _merge_duplicates(numbers)
 
 
-def _merge_duplicates(numbers: Iterable[tuple[SliceView, int]]) -> list[Known]:
-    found: dict[str, Known] = {}
+def _merge_duplicates(numbers: Iterable[tuple[SliceView, int]]) -> list[SliceEndpoint]:
+    found: dict[str, SliceEndpoint] = {}
     for view, number in numbers:
         for address, flags, hints in view.members():
             text = format_address_port(address, number)
@@ -258,11 +258,13 @@ def _merge_duplicates(numbers: Iterable[tuple[SliceView, int]]) -> list[Known]:
             # terminate kube-proxy keeps the first, though service-semantics §3 would have the later one.
             if flags & TERMINATING and text in found:
                 continue
-            found[text] = Known(Endpoint(address, number, flags & LOCAL != 0), flags, hints)
+            found[text] = SliceEndpoint(Endpoint(address, number, flags & LOCAL != 0), flags, hints)
     return [found[text] for text in sorted(found)]
 
 
-def choose_lists(known: Sequence[Known], topology: Topology, *, cluster: bool, local: bool, serving: bool) -> Lists:
+def choose_lists(
+    known: Sequence[SliceEndpoint], topology: Topology, *, cluster: bool, local: bool, serving: bool
+) -> Lists:
     """The lists of §3. ``cluster``, ``local``, ``serving``: which of them are asked for."""
     if not known:
         return NO_LISTS
@@ -284,7 +286,7 @@ def choose_lists(known: Sequence[Known], topology: Topology, *, cluster: bool, l
     return Lists(tuple(cluster_list), tuple(local_list), tuple(serving_list), any_endpoints)
 
 
-def _nearest(ready: list[Known], topology: Topology) -> list[Known]:
+def _nearest(ready: list[SliceEndpoint], topology: Topology) -> list[SliceEndpoint]:
     """The ready topology filter: by node hints, else by zone hints, else everything (§3)."""
     if not ready or (ready[0].hints.zones is None and ready[0].hints.nodes is None):
         return ready  # the usual case, without looking at the others: one endpoint without hints is enough

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from .addresses import UNSPECIFIED, contains, family_of, parse_address, parse_prefix, unusable_reason
-from .model import Family, Frontend, FrontendKind, Protocol, ServicePort, ServicePortName, SourceRange
+from .model import Frontend, FrontendKind, IPFamily, Protocol, ServicePort, ServicePortName, SourceRange
 from .shares import Denied, Need
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ MOST_PORTS = 1024
 MOST_EXTERNAL = 2048
 MOST_RANGES = 1024
 
-_FAMILIES = {"IPv4": Family.IPV4, "IPv6": Family.IPV6}
+_FAMILIES = {"IPv4": IPFamily.IPV4, "IPv6": IPFamily.IPV6}
 
 
 def is_served(service: objects.Service) -> bool:
@@ -41,7 +41,7 @@ def service_ports(
     namespace: str,
     name: str,
     service: objects.Service,
-    node_ips: Mapping[Family, bytes],
+    node_ips: Mapping[IPFamily, bytes],
     *,
     external_ips: bool = True,
     denied: Denied = Denied.NOTHING,
@@ -57,7 +57,7 @@ def service_ports(
         return ()
     # The last of two ports of one identity wins.
     found: dict[ServicePortName, ServicePort] = {}
-    for family in Family:
+    for family in IPFamily:
         cluster_ip = _cluster_ip(service.spec, family)
         if cluster_ip is not None:
             node_ip, externals = node_ips.get(family), (service.spec.external_ips or ()) if external_ips else ()
@@ -70,7 +70,7 @@ def _ports_of_family(
     namespace: str,
     name: str,
     service: objects.Service,
-    family: Family,
+    family: IPFamily,
     cluster_ip: bytes,
     node_ip: bytes | None,
     external_ips: Iterable[str],
@@ -121,7 +121,7 @@ def need(service: objects.Service, *, external_ips: bool = True) -> Need:
     vips = list(_vip_texts(service))
     texts = [*vips, *((spec.external_ips or ()) if external_ips else ())]
     ports, external, ranges = [], [], []
-    for family in Family:
+    for family in IPFamily:
         there = _cluster_ip(spec, family) is not None
         ports.append(number if there else 0)
         external.append(min(_count(texts, family), most) * number + node_ports if there else 0)
@@ -130,9 +130,9 @@ def need(service: objects.Service, *, external_ips: bool = True) -> Need:
     return Need((ports[0], ports[1]), (external[0], external[1]), (ranges[0], ranges[1]))
 
 
-def _count(texts: Iterable[str], family: Family) -> int:
+def _count(texts: Iterable[str], family: IPFamily) -> int:
     """How many of them look like addresses or ranges of a family."""
-    return sum((":" in text) == (family is Family.IPV6) for text in texts)
+    return sum((":" in text) == (family is IPFamily.IPV6) for text in texts)
 
 
 def reduced(port: ServicePort, denied: Denied) -> ServicePort | None:
@@ -161,7 +161,7 @@ def over_limits(service: objects.Service, *, external_ips: bool = True) -> tuple
     texts = sum(1 for _ in _vip_texts(service)) + len(externals)
     if texts <= most and len(spec.load_balancer_source_ranges or ()) <= MOST_RANGES:
         return tuple(found)
-    for family in Family:
+    for family in IPFamily:
         named = {*_usable(family, _vip_texts(service)), *_usable(family, externals)}
         if len(named) > most:
             what = f"{len(named)} IPv{family.value} addresses for {min(ports, MOST_PORTS)} ports are more than {most}"
@@ -182,7 +182,7 @@ def _is_within(address: bytes | None, ranges: Iterable[SourceRange]) -> bool:
     return address is not None and any(contains(prefix, address) for prefix in ranges)
 
 
-def _cluster_ip(spec: objects.ServiceSpec, family: Family) -> bytes | None:
+def _cluster_ip(spec: objects.ServiceSpec, family: IPFamily) -> bytes | None:
     texts: Iterable[str]
     if not spec.ip_families:
         texts = (spec.cluster_ip or "",)
@@ -203,7 +203,7 @@ def _vip_texts(service: objects.Service) -> Iterator[str]:
             yield ingress.ip
 
 
-def _usable(family: Family, texts: Iterable[str]) -> list[bytes]:
+def _usable(family: IPFamily, texts: Iterable[str]) -> list[bytes]:
     return [
         address
         for text in texts
@@ -213,13 +213,13 @@ def _usable(family: Family, texts: Iterable[str]) -> list[bytes]:
     ]
 
 
-def _source_ranges(spec: objects.ServiceSpec, family: Family) -> tuple[SourceRange, ...]:
+def _source_ranges(spec: objects.ServiceSpec, family: IPFamily) -> tuple[SourceRange, ...]:
     ranges = set(_ranges_of(spec, family, MOST_RANGES))
     # One that holds every address is no restriction.
     return () if any(prefix.prefix_length == 0 for prefix in ranges) else tuple(sorted(ranges))
 
 
-def _ranges_of(spec: objects.ServiceSpec, family: Family, most: int | None) -> Iterator[SourceRange]:
+def _ranges_of(spec: objects.ServiceSpec, family: IPFamily, most: int | None) -> Iterator[SourceRange]:
     """The ranges of a family, as many as are asked for."""
     size = len(UNSPECIFIED[family])
     found = (

@@ -12,7 +12,7 @@ from typing import Literal
 
 from .addresses import UNSPECIFIED
 from .claims import Claim
-from .model import Family, Frontend, FrontendKind, Protocol, ServicePortName
+from .model import Frontend, FrontendKind, IPFamily, Protocol, ServicePortName
 from .nodes import Network
 
 #: checked: what is known to be another's is refused; strict: any address of a Node too; unchecked: nothing.
@@ -38,7 +38,7 @@ class Guard:
         self._nodes: Mapping[bytes, str] = {}
         self._kubelets: frozenset[tuple[bytes, int]] = frozenset()
         self._api_servers: frozenset[Place] = frozenset()
-        self._ranges: dict[Family, list[tuple[int, int, Network]]] = {family: [] for family in Family}
+        self._ranges: dict[IPFamily, list[tuple[int, int, Network]]] = {family: [] for family in IPFamily}
         #: Something is other than before: every address may have another answer.
         self.changed = False
 
@@ -60,10 +60,10 @@ class Guard:
     def set_service_cidrs(self, networks: Iterable[Network]) -> None:
         """What ClusterIPs are taken from."""
         self.changed = True
-        self._ranges = {family: [] for family in Family}
+        self._ranges = {family: [] for family in IPFamily}
         for network in sorted(networks, key=str):
             shift = network.max_prefixlen - network.prefixlen
-            self._ranges[Family(network.version)].append((shift, int(network.network_address) >> shift, network))
+            self._ranges[IPFamily(network.version)].append((shift, int(network.network_address) >> shift, network))
 
     def why_not(self, name: ServicePortName, frontend: Frontend) -> str:
         """What an address of a Service is that it shall not have, as a noun phrase; empty: it may have it.

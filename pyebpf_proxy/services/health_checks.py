@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .endpoints import LOCAL, READY, SliceView
-from .model import Family, ServicePort
+from .model import IPFamily, ServicePort
 
 if TYPE_CHECKING:
     from ..kube import objects
@@ -18,7 +18,7 @@ class HealthCheckName(NamedTuple):
 
     namespace: str
     name: str
-    family: Family
+    family: IPFamily
 
 
 class HealthCheck(NamedTuple):
@@ -42,7 +42,7 @@ class HealthChecks:
         changes: dict[HealthCheckName, HealthCheck | None] = {}
         for key, number, ports, slices in touched:
             families = {port.name.family for port in ports} if number else set()
-            for family in Family:
+            for family in IPFamily:
                 name = HealthCheckName(*key, family)
                 wanted = HealthCheck(number, _count(family, slices.values())) if family in families else None
                 if wanted != self.wanted.get(name):
@@ -59,7 +59,7 @@ def health_check_port(service: objects.Service) -> int:
     return service.spec.health_check_node_port or 0
 
 
-def _count(family: Family, views: Iterable[SliceView]) -> int:
+def _count(family: IPFamily, views: Iterable[SliceView]) -> int:
     both = LOCAL | READY
     return len(
         {

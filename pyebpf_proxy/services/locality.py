@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .model import Family, ServicePort, ServicePortName
+from .model import IPFamily, ServicePort, ServicePortName
 
 
 class NoLocal:
     """Their number, kept up to date by what changes."""
 
     def __init__(self) -> None:
-        self._internal: dict[Family, set[ServicePortName]] = {family: set() for family in Family}
-        self._external: dict[Family, set[ServicePortName]] = {family: set() for family in Family}
+        self._internal: dict[IPFamily, set[ServicePortName]] = {family: set() for family in IPFamily}
+        self._external: dict[IPFamily, set[ServicePortName]] = {family: set() for family in IPFamily}
 
     def update(self, delta: Mapping[ServicePortName, ServicePort | None]) -> None:
         """Take in what the service ports are now; None for one that is gone."""
@@ -28,6 +28,6 @@ class NoLocal:
                 else:
                     names.discard(name)
 
-    def counts(self, family: Family) -> dict[str, int]:
+    def counts(self, family: IPFamily) -> dict[str, int]:
         """By traffic policy: ``internal`` and ``external``."""
         return {"internal": len(self._internal[family]), "external": len(self._external[family])}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 
-class Family(enum.IntEnum):
+class IPFamily(enum.IntEnum):
     """IP family of a service port; every value in a plan belongs to exactly one."""
 
     IPV4 = 4
@@ -44,7 +44,7 @@ class ServicePortName(NamedTuple):
     name: str
     port: str
     protocol: Protocol
-    family: Family
+    family: IPFamily
 
     def __str__(self) -> str:
         port = f":{self.port}" if self.port else ""

@@ -8,7 +8,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, NamedTuple
 
 from .addresses import family_of, format_prefix, parse_address, parse_prefix
-from .model import Family
+from .model import IPFamily
 
 if TYPE_CHECKING:
     from ..kube import objects
@@ -28,7 +28,7 @@ class NodeView(NamedTuple):
     """
 
     zone: str
-    ips: dict[Family, bytes]
+    ips: dict[IPFamily, bytes]
     addresses: frozenset[bytes]
     pod_cidrs: tuple[Network, ...]
     kubelet_port: int = 0
@@ -37,7 +37,7 @@ class NodeView(NamedTuple):
 def view_node(node: objects.Node) -> NodeView:
     """Read a Node; what cannot be read is left out."""
     addresses = (node.status.addresses if node.status else None) or ()
-    ips: dict[Family, bytes] = {}
+    ips: dict[IPFamily, bytes] = {}
     all_addresses = set()
     for wanted in ("InternalIP", "ExternalIP"):
         for entry in addresses:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .addresses import format_address_port
 from .claims import FIELDS, Claim, claim_of
 from .losses import LINES, News, Said
-from .model import Family, Frontend, FrontendKind, ServicePort, ServicePortName
+from .model import Frontend, FrontendKind, IPFamily, ServicePort, ServicePortName
 
 Key = tuple[str, str]
 
@@ -37,7 +37,7 @@ class Overlaps:
     def __init__(self) -> None:
         self._owners: Mapping[bytes, str] = {}
         self._found: dict[Key, tuple[Overlap, ...]] = {}
-        self._by_port: dict[tuple[Family, Claim], set[ServicePortName]] = {}
+        self._by_port: dict[tuple[IPFamily, Claim], set[ServicePortName]] = {}
         self._touched: dict[Key, None] = {}
         self._news = News()
         #: How many there are now.
@@ -50,7 +50,7 @@ class Overlaps:
 
     def at(self, node_port: Claim) -> Iterable[ServicePortName]:
         """Service ports that name an address of a Node with the port and protocol of a NodePort."""
-        family = Family.IPV4 if len(node_port.address) == 4 else Family.IPV6
+        family = IPFamily.IPV4 if len(node_port.address) == 4 else IPFamily.IPV6
         return self._by_port.get((family, node_port._replace(address=b"")), ())
 
     def news(self) -> list[Said]:
@@ -97,5 +97,5 @@ class Overlaps:
             yield Said(*key, f"Service {key[0]}/{key[1]}: {more}")
 
 
-def _by_port(overlap: Overlap) -> tuple[Family, Claim]:
+def _by_port(overlap: Overlap) -> tuple[IPFamily, Claim]:
     return overlap.name.family, claim_of(overlap.name, overlap.frontend)._replace(address=b"")

@@ -20,7 +20,7 @@ from .disputes import Disputes
 from .guard import API_SERVER, Check
 from .health_checks import HealthCheck, HealthCheckName, HealthChecks, health_check_port
 from .losses import Loss, Said
-from .model import Family, Protocol, ServicePort, ServicePortName
+from .model import IPFamily, Protocol, ServicePort, ServicePortName
 from .nodes import NO_NODE, Network, NodeView, networks_of, view_node
 from .overlaps import Overlap, Overlaps
 from .shares import EndpointShares, Limits, Shares
@@ -87,7 +87,7 @@ class Planner:
         self._slices = Slices(settings.node_name)
         self._shares = Shares(settings.limits)
         self._endpoint_shares = {
-            family: EndpointShares(most) for family, most in zip(Family, settings.limits.endpoints, strict=True)
+            family: EndpointShares(most) for family, most in zip(IPFamily, settings.limits.endpoints, strict=True)
         }
         self._nodes: dict[str, NodeView] = {}
         # What every service port wants, and what of it others have.
@@ -97,8 +97,8 @@ class Planner:
         self._disputes = Disputes(settings.check, self._rank, self._wanted, self._overlaps)
 
         self._topology = endpoints.Topology(settings.node_name, "")
-        self.node_ips: dict[Family, bytes] = {}
-        self.node_cidrs: dict[Family, Network] = {}
+        self.node_ips: dict[IPFamily, bytes] = {}
+        self.node_cidrs: dict[IPFamily, Network] = {}
         self.pod_cidrs: frozenset[Network] = frozenset()
         self.node_addresses: frozenset[bytes] = frozenset()
         self._service_cidrs: dict[str, tuple[Network, ...]] = {}
@@ -271,7 +271,7 @@ class Planner:
         """Count what these Services have. All that get more or less than before."""
         for key in touched:
             views = self._slices.of(key).values()
-            numbers = dict.fromkeys(Family, 0)
+            numbers = dict.fromkeys(IPFamily, 0)
             for port in self._ports_of(key) if views else ():
                 of_family = [view for view in views if view.family is port.name.family]
                 number = endpoints.count(of_family, (port.name.port, port.name.protocol))
@@ -324,7 +324,7 @@ class Planner:
         node_ips = dict(own.ips)
         override = self._settings.node_ip
         if override is not None:
-            family = Family.IPV4 if len(override) == 4 else Family.IPV6
+            family = IPFamily.IPV4 if len(override) == 4 else IPFamily.IPV6
             node_ips.pop(family, None)
             node_ips = {family: override, **node_ips}
         topology = endpoints.Topology(self._settings.node_name, own.zone)
@@ -333,9 +333,9 @@ class Planner:
         if concerns_all:
             self._topology = topology
             self.node_ips = node_ips
-        node_cidrs: dict[Family, Network] = {}
+        node_cidrs: dict[IPFamily, Network] = {}
         for cidr in own.pod_cidrs:
-            node_cidrs.setdefault(Family(cidr.version), cidr)
+            node_cidrs.setdefault(IPFamily(cidr.version), cidr)
         if node_cidrs != self.node_cidrs:
             self.node_cidrs = node_cidrs
         pod_cidrs = frozenset(cidr for node in self._nodes.values() for cidr in node.pod_cidrs)
@@ -381,14 +381,14 @@ class Planner:
 
     def _fill_service(self, key: ServiceKey, before: Delta) -> None:
         """Give the ports of a Service their endpoints, as many as one Service may have."""
-        rooms = {family: self._endpoint_shares[family].room(key) for family in Family}
+        rooms = {family: self._endpoint_shares[family].room(key) for family in IPFamily}
         left = {family: 2 * endpoints.MOST_ENDPOINTS if room is None else room for family, room in rooms.items()}
-        room = dict.fromkeys(Family, endpoints.MOST_ENDPOINTS)
+        room = dict.fromkeys(IPFamily, endpoints.MOST_ENDPOINTS)
         views = self._slices.of(key)
         # By slice name, so that "the later one" of duplicates is the same whatever came first.
         ordered = [views[slice_name] for slice_name in sorted(views)]
-        by_family = {family: [view for view in ordered if view.family is family] for family in Family}
-        wanted = dict.fromkeys(Family, 0)
+        by_family = {family: [view for view in ordered if view.family is family] for family in IPFamily}
+        wanted = dict.fromkeys(IPFamily, 0)
         known = self._services.get(key)
         for template in known.ports if known is not None else ():
             name, family = template.name, template.name.family

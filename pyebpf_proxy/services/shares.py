@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .model import Family
+from .model import IPFamily
 
 Key = tuple[str, str]
 #: The key of a Service to what orders it: the smallest comes first.
@@ -48,7 +48,7 @@ class Limits(msgspec.Struct, frozen=True):
         """The limits that belong to maps of these sizes."""
 
         def both(*names: str) -> Pair:
-            four, six = (min(share(sizes[f"{name}{family.value}"]) for name in names) for family in Family)
+            four, six = (min(share(sizes[f"{name}{family.value}"]) for name in names) for family in IPFamily)
             return four, six
 
         return cls(
@@ -69,17 +69,17 @@ class Denied(enum.Flag):
     RANGES4 = enum.auto()
     RANGES6 = enum.auto()
 
-    def external(self, family: Family) -> bool:
+    def external(self, family: IPFamily) -> bool:
         """Whether only the ClusterIP of that family is served."""
         return bool(self & _EXTERNAL[family])
 
-    def ranges(self, family: Family) -> bool:
+    def ranges(self, family: IPFamily) -> bool:
         """Whether the load balancer's addresses of that family are not served: their sources could not be checked."""
         return bool(self & _RANGES[family])
 
 
-_EXTERNAL = {Family.IPV4: Denied.EXTERNAL4, Family.IPV6: Denied.EXTERNAL6}
-_RANGES = {Family.IPV4: Denied.RANGES4, Family.IPV6: Denied.RANGES6}
+_EXTERNAL = {IPFamily.IPV4: Denied.EXTERNAL4, IPFamily.IPV6: Denied.EXTERNAL6}
+_RANGES = {IPFamily.IPV4: Denied.RANGES4, IPFamily.IPV6: Denied.RANGES6}
 
 
 class Need(NamedTuple):
@@ -130,7 +130,7 @@ class Shares:
         older = f"older Services of namespace {key[0]} have the"
         if denied & Denied.PORTS:
             yield f"spec.ports: {older} {limits.ports} service ports that one namespace may have: it is not served"
-        for i, family in enumerate(Family):
+        for i, family in enumerate(IPFamily):
             which = f"IPv{family.value}"
             if denied.external(family):
                 most = limits.frontends[i]
@@ -176,7 +176,7 @@ class Shares:
             frontends[1] -= six
         for key in served:
             less = Denied.NOTHING
-            for i, family in enumerate(Family):
+            for i, family in enumerate(IPFamily):
                 if needs[key].external[i] > frontends[i]:
                     less |= _EXTERNAL[family]
                     continue

@@ -32,7 +32,7 @@ _PODS: Mapping[str, Callable[[model.Decision], tuple[str, ...]]] = {
 }
 
 
-class Known(NamedTuple):
+class FilterNames(NamedTuple):
     """What words may mean. ``services``: numbers by names; ``reasons``: numbers by names, in lower case."""
 
     services: Mapping[ServicePortName, int]
@@ -43,7 +43,7 @@ class Known(NamedTuple):
 class Filter:
     """All words must fit. ``wanted``: fields of struct tracing that make the programs leave out what cannot fit."""
 
-    def __init__(self, words: Collection[str], known: Known) -> None:
+    def __init__(self, words: Collection[str], known: FilterNames) -> None:
         self.wanted: dict[str, Any] = {"reasons": (1 << 64) - 1}
         self._checks: list[Check] = []
         self._services: set[tuple[str, str, str]] | None = None
@@ -75,7 +75,7 @@ class Filter:
             self.wanted["services"] = tuple(some) if len(some) <= SERVICES_MAX else ()
         return self.wanted
 
-    def _add(self, field: str, value: str, known: Known) -> None:
+    def _add(self, field: str, value: str, known: FilterNames) -> None:
         if not value:
             raise QuestionError(f"{field}= says nothing: give a value")
         if field == "service":
@@ -102,7 +102,7 @@ class Filter:
         else:
             self._checks.append(lambda d: value in (d.process, str(d.pid)))
 
-    def _service(self, value: str, known: Known) -> None:
+    def _service(self, value: str, known: FilterNames) -> None:
         ports = matching(value, known.services)
         exact = ":" in value
         found = {_port_of(name) if exact else (name.namespace, name.name, "") for name in ports}
@@ -141,7 +141,7 @@ class Filter:
         end = f":{int(value)}"
         self._checks.append(lambda d: any(place.endswith(end) for place in (d.source, d.destination, d.endpoint)))
 
-    def _reasons(self, field: str, value: str, known: Known) -> None:
+    def _reasons(self, field: str, value: str, known: FilterNames) -> None:
         if field == "path":
             if value not in PATHS:
                 raise QuestionError(f"there is no path {value}: {', '.join(PATHS)}")
@@ -165,13 +165,13 @@ def _protocol(value: str) -> Protocol:
         raise QuestionError(f"there is no protocol {value}: {listed(Protocol.__members__)}") from None
 
 
-def _reasons(value: str, known: Known) -> set[str]:
+def _reasons(value: str, known: FilterNames) -> set[str]:
     """The reasons of these names (``a,b``), or that begin with their words: ``drop`` is every drop."""
     wanted = [each for part in value.lower().split(",") if (each := part.rstrip("_*"))]
     return {name for name in known.reasons if any(name == each or name.startswith(each + "_") for each in wanted)}
 
 
-def _field_of(word: str, known: Known) -> str:
+def _field_of(word: str, known: FilterNames) -> str:
     """Which field a word without one means. QuestionError if it is nothing that is known."""
     if parse_address(word.strip("[]")) is not None or parse_address(word.rpartition(":")[0].strip("[]")) is not None:
         return "address"

@@ -10,14 +10,14 @@ import msgspec
 
 from pyebpf_proxy.printable import printable, printable_json
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.text import Colour, Paper
+from pyebpf_proxy.see.text import Colour, Terminal
 
 Line = model.Decision | model.KernelDrop | model.TcpState | model.Lost
 
 _COLOURS: dict[str, Colour] = {"refused": "red", "dropped": "red", "replaced": "dim"}
 
 
-def printed(line: Line, form: str, sheet: Paper) -> str:
+def printed(line: Line, form: str, terminal: Terminal) -> str:
     """As it was asked for: ``table``, ``json`` or ``name``; "" if there is nothing to say that way."""
     if form == "json":
         return printable_json(msgspec.json.encode(line).decode())
@@ -31,9 +31,9 @@ def printed(line: Line, form: str, sheet: Paper) -> str:
         text, colour = _kernel(line)
     text = printable(f"{_clock(line.time)} {text}")
     parts = [text]
-    if len(text) > sheet.width:
-        parts = textwrap.wrap(text, sheet.width, subsequent_indent="    ", break_on_hyphens=False)
-    return "\n".join(sheet.paint(part, colour) for part in parts)
+    if len(text) > terminal.width:
+        parts = textwrap.wrap(text, terminal.width, subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join(terminal.paint(part, colour) for part in parts)
 
 
 def _clock(utc: str) -> str:

@@ -15,10 +15,10 @@ from pyebpf_proxy.datapath.connections import ctnetlink
 from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink
 from pyebpf_proxy.see import local
 from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.partial_maps import Asked
 from pyebpf_proxy.see.pods import Pods
 from pyebpf_proxy.see.programs import device_name
 from pyebpf_proxy.see.services import name_text
-from pyebpf_proxy.see.some import Asked
 from pyebpf_proxy.see.state import read_names
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import ServicePortName

@@ -18,9 +18,9 @@ from pyebpf_proxy.see import model
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError
 from pyebpf_proxy.see.maps import Pinned
-from pyebpf_proxy.see.text import paper
+from pyebpf_proxy.see.text import terminal
 from pyebpf_proxy.trace import events
-from pyebpf_proxy.trace.filters import Filter, Known
+from pyebpf_proxy.trace.filters import Filter, FilterNames
 from pyebpf_proxy.trace.joins import Joins
 from pyebpf_proxy.trace.kernel import Kernel, MissingError, Said
 from pyebpf_proxy.trace.lines import Line, printed
@@ -51,7 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
         raise QuestionError(f"--buffer {parsed.buffer}: from 4 to 65536 KiB")
     seconds = _seconds(parsed.duration)
     with Pinned(parsed.directory) as maps, Lookup(maps, parsed.directory) as lookup:
-        known = Known(lookup.read(), _reasons(maps), {name: index for index, name in socket.if_nameindex()})
+        known = FilterNames(lookup.read(), _reasons(maps), {name: index for index, name in socket.if_nameindex()})
         chosen = Filter(parsed.filter, known)
         if chosen.names_pods and running_agent(parsed.directory) is None:
             raise SeeError("names of pods are the agent's to say, and none runs: give the address instead")
@@ -124,7 +124,7 @@ class _Trace:
         lookup: Lookup,
         chosen: Filter,
         session: Session,
-        known: Known,
+        known: FilterNames,
         kernel: Kernel | None,
     ) -> None:
         self._kernel = kernel
@@ -139,7 +139,7 @@ class _Trace:
         self._session = session
         self._layout = maps.packer("decision", *events.FIELDS)
         self._reasons = {number: name for name, number in known.reasons.items()}
-        self._sheet = paper()
+        self._sheet = terminal()
         self._lost_any = False
 
     def follow(self, seconds: float | None) -> int:

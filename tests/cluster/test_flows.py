@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.apiserver import ApiServer
-from tests.flows.beside import Beside
 from tests.flows.generated import scenarios
 from tests.flows.objects import PODS, End, Svc
 from tests.flows.reduce import as_code, reduce
 from tests.flows.scenarios import MODES, Scenario
+from tests.flows.side_by_side import SideBySide
 from tests.flows.world import new_world
 
 #: Set these to see a failure again, or to look longer (make parity). An object set is one step of a seed, in one mode.
@@ -28,16 +28,16 @@ REDUCE = float(os.environ.get("FLOW_REDUCE", "120"))
 
 
 @pytest.fixture(scope="module")
-def beside() -> Iterator[Beside]:
+def beside() -> Iterator[SideBySide]:
     with ApiServer() as server, new_world() as theirs, new_world() as ours:
-        pair = Beside(theirs, ours, server, WAY)
+        pair = SideBySide(theirs, ours, server, WAY)
         yield pair
         pair.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", range(SEEDS))
-def test_made_up_objects(mode: str, number: int, beside: Beside) -> None:
+def test_made_up_objects(mode: str, number: int, beside: SideBySide) -> None:
     seed = SEED + number
     print(f"FLOW_SEED={seed}, FLOW_STEPS={STEPS}, FLOW_WAY={WAY}, mode {mode}", flush=True)
     for step in scenarios(seed, mode, STEPS):
@@ -61,7 +61,7 @@ EVEN = Svc("even", 10, [[End(pod) for pod in PODS]])
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_endpoints_are_chosen_evenly(mode: str, beside: Beside) -> None:
+def test_endpoints_are_chosen_evenly(mode: str, beside: SideBySide) -> None:
     """A connection from outside, a datagram of a pod, a connection of the node itself: each 3 000 times."""
     scenario = Scenario("even", [EVEN], {"clusterCIDR": "10.244.0.0/16,fd00:10:244::/48"})
     assert not beside.differences(mode, scenario)

@@ -21,7 +21,7 @@ from tests.kernels.problem import KernelsError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "kernels"
-#: Beside Debian's essential packages.
+#: SideBySide Debian's essential packages.
 PACKAGES = (
     *("bpftool", "conntrack", "curl", "ethtool", "iperf3", "iproute2", "iptables", "iputils-ping", "jq", "kmod"),
     *("libbpf1", "nftables", "procps", "python3", "python3-nftables", "tcpdump", "util-linux"),

@@ -57,7 +57,7 @@ def reason_names() -> list[str]:
 
 def reasons(node: Node) -> dict[str, int]:
     """The counters of every reason on a node, summed over CPUs."""
-    dump = json.loads(node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin("reasons"))))
+    dump = json.loads(node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin("counters"))))
     names = reason_names()
     counts = {}
     for entry in dump:

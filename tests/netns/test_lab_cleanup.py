@@ -121,7 +121,7 @@ def cgroup_programs() -> set[int]:
 def our_cgroup_programs(before: set[int], node: Node) -> set[int]:
     """Those of ``node``: other agents may come and go meanwhile, but only ours has these maps."""
     maps = set()
-    for name in ("services", "socket_peers4", "socket_peers6"):  # every one of the eight uses at least one of these
+    for name in ("services", "socket_revnat4", "socket_revnat6"):  # every one of the eight uses at least one of these
         shown = node.namespace.run("bpftool", "-j", "map", "show", "pinned", str(node.agent.pin(name)))
         maps.add(json.loads(shown)["id"])
     programs = json.loads(node.namespace.run("bpftool", "-j", "prog", "show"))

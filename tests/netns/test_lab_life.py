@@ -255,7 +255,7 @@ def test_sigterm_leaves_everything_working(living: Lab) -> None:
 
 def test_restart_with_the_same_objects_changes_no_map(living: Lab) -> None:
     node = living.nodes[0]
-    names = ("frontends4", "frontends6", "service_names", "tables", "backends4", "backends6", "endpoints4")
+    names = ("frontends4", "frontends6", "service_names", "service_configs", "backends4", "backends6", "endpoints4")
     before = {name: _dump(node, name) for name in names}
     assert all(before.values())
     node.agent.signal(signal.SIGKILL)

@@ -29,8 +29,10 @@ LOOPBACK = Dual("127.0.0.1", "::1")
 STICKY = Kind("sticky", 21, sessionAffinity="ClientIP")
 WEB = Kind("web", 10)
 SMALL = {
-    **dict.fromkeys(("frontends4", "frontends6", "services", "serviceNames", "tables", "backends4", "backends6"), 512),
-    **dict.fromkeys(("affinities", "socketPeers4", "socketPeers6", "socketFlows"), 2048),
+    **dict.fromkeys(
+        ("frontends4", "frontends6", "services", "serviceNames", "serviceConfigs", "backends4", "backends6"), 512
+    ),
+    **dict.fromkeys(("affinities", "socketRevnat4", "socketRevnat6", "socketFlows"), 2048),
     "slots": 4096,
 }
 

@@ -25,7 +25,7 @@ PAGE = (ROOT / "docs" / "maps.md").read_text()
 HEADERS = "".join(path.read_text() for path in sorted((ROOT / "bpf").glob("*maps.h")))
 # Room for the programs to work in, pinned nowhere, rings of events, or what the kernel does not list: a queue, and
 # storage in sockets. Nobody reads it by hand.
-NOT_SHOWN = {"flow_drafts", "dry_results", "decisions", "promotions", "connected_peers", "socket_talks"}
+NOT_SHOWN = {"flow_drafts", "dry_results", "decisions", "promotions", "connected_revnat", "socket_translations"}
 WEB = Kind("web", 10, externalTrafficPolicy="Local")
 
 
@@ -121,5 +121,5 @@ def _text(address: list[int]) -> str:
 def test_the_commands_of_the_page_are_those_that_are_run() -> None:
     told = re.findall(r"^# (bpftool map lookup pinned \w+ key [\d ]+\d)", PAGE, re.MULTILINE)
     maps = [command.split()[4] for command in told]
-    assert maps == ["frontends4", "services", "tables", "slots", "backends4", "slots", "backends4"]
+    assert maps == ["frontends4", "services", "service_configs", "slots", "backends4", "slots", "backends4"]
     assert told[0].endswith("key 10 96 0 10 80 0 6 0")

@@ -60,13 +60,13 @@ def test_right(node: Node) -> None:
     assert len(found["socketPrograms"]) == 8
     assert found["servicePorts"] == 12
     fills = {each["name"]: each["used"] for each in found["maps"]}
-    assert (fills["tables"], fills["frontends4"], fills["services"]) == (12, 24, 12)
+    assert (fills["service_configs"], fills["frontends4"], fills["services"]) == (12, 24, 12)
     agent = found["agent"]
     assert agent["running"]
     assert agent["sourceComplete"]
     assert agent["version"] == found["version"] == __version__
     assert 0 <= agent["syncedSecondsAgo"] <= agent["seconds"] + 1
-    assert "right: nothing to warn of" in see(node, "status").stdout
+    assert "OK: no warnings" in see(node, "status").stdout
 
 
 def test_fits_40_columns(node: Node) -> None:

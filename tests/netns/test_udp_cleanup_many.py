@@ -13,14 +13,14 @@ from pyebpf_proxy.datapath.connections import ctnetlink
 from pyebpf_proxy.datapath.connections.create import Entry, create_now
 from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup
 from pyebpf_proxy.lab.namespace import Namespace
-from pyebpf_proxy.services.model import Family, Protocol
+from pyebpf_proxy.services.model import IPFamily, Protocol
 
 pytestmark = pytest.mark.needs_netns
 
 FLOWS = 10_000
 ADDRESSES = {
-    Family.IPV4: tuple(bytes([10, n, 0, 1]) for n in range(4)),
-    Family.IPV6: tuple(bytes([0xFD, n]) + bytes(13) + b"\1" for n in range(4)),
+    IPFamily.IPV4: tuple(bytes([10, n, 0, 1]) for n in range(4)),
+    IPFamily.IPV6: tuple(bytes([0xFD, n]) + bytes(13) + b"\1" for n in range(4)),
 }
 
 
@@ -41,11 +41,11 @@ class _Services:
     def __bool__(self) -> bool:
         return True
 
-    def is_stale(self, family: Family, destination: tuple[bytes, int], endpoint: tuple[bytes, int]) -> bool:
+    def is_stale(self, family: IPFamily, destination: tuple[bytes, int], endpoint: tuple[bytes, int]) -> bool:
         return destination == (self._frontend, 53) and endpoint != (self._serving, 5353)
 
 
-def _course(family: Family, stale_each: int) -> tuple[set[int], list[Cleaned], float, set[int]]:
+def _course(family: IPFamily, stale_each: int) -> tuple[set[int], list[Cleaned], float, set[int]]:
     """Clients' ports of the stale flows, what was done and how long it took, ports of the flows that are left."""
     client, frontend, gone, serving = ADDRESSES[family]
     stale = set(range(1024, 1024 + FLOWS, stale_each))
@@ -69,8 +69,8 @@ def _client_port(flow: ctnetlink.Flow) -> int:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("stale_each", [10, 1], ids=["a tenth", "all"])
-@pytest.mark.parametrize("family", list(Family), ids=lambda family: family.name)
-def test_exactly_the_stale_ones_and_soon(namespace: Namespace, family: Family, stale_each: int) -> None:
+@pytest.mark.parametrize("family", list(IPFamily), ids=lambda family: family.name)
+def test_exactly_the_stale_ones_and_soon(namespace: Namespace, family: IPFamily, stale_each: int) -> None:
     stale, done, seconds, left = namespace.call(_course, family, stale_each)
     print(f"{len(stale)} of {FLOWS} in {seconds * 1000:.0f} ms")
     assert left == set(range(1024, 1024 + FLOWS)) - stale

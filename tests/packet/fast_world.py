@@ -297,7 +297,7 @@ class Flow:
 
 
 def wipe_reasons(world: World) -> None:
-    reasons = world.object.maps["reasons"]
+    reasons = world.object.maps["counters"]
     for number in range(reasons.max_entries):
         key = number.to_bytes(4, "little")
         reasons.update(key, b"".join(bytes(len(v)) for v in reasons.lookup_cpus(key) or []))

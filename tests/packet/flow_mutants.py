@@ -9,7 +9,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (!known && !was_seen_lately(&d->permit_key, now))",
         "if (false)",
     ),
-    "flows: sightings for ever": ("observer.h", " && seconds - SIGHTING_SECONDS(*seen) <= 1", ""),
+    "flows: flow_packet_counts for ever": ("observer.h", " && seconds - SIGHTING_SECONDS(*seen) <= 1", ""),
     "flows: the tag loses bits": (
         "flow_table.h",
         "t = (t ^ t >> 32) * 0x9e3779b97f4a7c15ULL;",
@@ -146,8 +146,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "flows: untranslated replies learned": (
         "observer.h",
-        "if (!learn_way_back(skb, p, h, now))\n\t\treturn;",
-        "learn_way_back(skb, p, h, now);",
+        "if (!learn_return_path(skb, p, h, now))\n\t\treturn;",
+        "learn_return_path(skb, p, h, now);",
     ),
     "flows: changed translation": (
         "observer.h",

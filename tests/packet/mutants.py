@@ -112,7 +112,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "XDP: a choice is not handed over": ("xdp.h", "bpf_map_update_elem(&xdp_choices, p, &choice, BPF_ANY);", ""),
     "XDP: a choice is taken over twice": ("tc.bpf.c", "bpf_map_delete_elem(&xdp_choices, p);", ""),
     "XDP: other addresses' frames": ("xdp.bpf.c", "device && is_for(ctx, device->mac)", "device"),
-    "XDP: flows opened everywhere": ("xdp.bpf.c", "|| !device->opens", ""),
+    "XDP: flows opened everywhere": ("xdp.bpf.c", "|| !device->starts_flow", ""),
     "XDP: no guard of loopback": (
         "xdp.bpf.c",
         "device_of_node(ctx) ? drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION) :",

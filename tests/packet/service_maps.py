@@ -14,15 +14,17 @@ from pyebpf_proxy.datapath.loader.programs import Loaded
 
 SIZES = {
     **dict.fromkeys(("frontends4", "frontends6", "backends4", "backends6", "endpoints4", "endpoints6"), 512),
-    **dict.fromkeys(("service_names", "services", "tables", "source_ranges4", "source_ranges6", "affinities"), 256),
-    **dict.fromkeys(("socket_peers4", "socket_peers6", "socket_flows", "devices"), 64),
+    **dict.fromkeys(
+        ("service_names", "services", "service_configs", "source_ranges4", "source_ranges6", "affinities"), 256
+    ),
+    **dict.fromkeys(("socket_revnat4", "socket_revnat6", "socket_flows", "devices"), 64),
     **dict.fromkeys(("node_addresses4", "node_addresses6"), 64),
     "slots": 1024,
 }
 _KEYS = {"frontends": "frontend{}_key", "endpoints": "endpoint{}_key", "source_ranges": "source_range{}_key"}
 _VALUES = {
     "service_names": "service_name",
-    "tables": "table",
+    "service_configs": "service_config",
     "frontends": "frontend",
     "backends": "backend{}",
     "endpoints": "endpoint",
@@ -63,7 +65,7 @@ def text(value: bytes) -> str:
 
 def logical(loaded: Loaded, complete: bool = False) -> dict[str, Any]:
     """Service ports by name. ``complete``: nothing may be in any map that no service port in force needs."""
-    tables = rows(loaded, "tables")
+    tables = rows(loaded, "service_configs")
     names = rows(loaded, "service_names")
     words = loaded.maps["services"].dump()[1]
     in_force = {number for number in range(SIZES["services"]) if any(words[8 * number : 8 * number + 8])}

@@ -13,9 +13,9 @@ from pyebpf_proxy.datapath.tables import writer
 from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.services.model import (
     Endpoint,
-    Family,
     Frontend,
     FrontendKind,
+    IPFamily,
     Protocol,
     ServicePort,
     ServicePortName,
@@ -25,7 +25,7 @@ from pyebpf_proxy.services.model import (
 CLUSTER_IP = FrontendKind.CLUSTER_IP
 
 
-def name_of(name: str, family: Family = Family.IPV4, protocol: Protocol = Protocol.TCP) -> ServicePortName:
+def name_of(name: str, family: IPFamily = IPFamily.IPV4, protocol: Protocol = Protocol.TCP) -> ServicePortName:
     return ServicePortName("shop", name, "http", protocol, family)
 
 
@@ -55,7 +55,7 @@ def service(name: ServicePortName, addresses: tuple[str, ...], *items: str, **mo
 
 
 def slot_backends(loaded: Loaded, writer: Writer, name: ServicePortName) -> list[int]:
-    table = rows(loaded, "tables")[word(loaded, "services", writer.service_id(name))]
+    table = rows(loaded, "service_configs")[word(loaded, "services", writer.service_id(name))]
     count = table["cluster_count"] + table["local_count"]
     return [word(loaded, "slots", table["first_slot"] + i) for i in range(count)]
 
@@ -106,7 +106,7 @@ def watch(loaded: Loaded, watcher: Any) -> Writer:
 
 
 def first_plan() -> dict[ServicePortName, ServicePort]:
-    web, dns, six = name_of("web"), name_of("dns", protocol=Protocol.UDP), name_of("six", Family.IPV6)
+    web, dns, six = name_of("web"), name_of("dns", protocol=Protocol.UDP), name_of("six", IPFamily.IPV6)
     gone = name_of("gone", protocol=Protocol.UDP)
     return {
         web: service(web, ("10.96.0.1", "203.0.113.1"), "10.0.0.1:80 local", "10.0.0.2:80"),
@@ -120,7 +120,7 @@ def first_plan() -> dict[ServicePortName, ServicePort]:
 
 def second_plan() -> dict[ServicePortName, ServicePort]:
     """Endpoints and addresses added and removed, an address moved, a service port gone, another new."""
-    web, dns, six = name_of("web"), name_of("dns", protocol=Protocol.UDP), name_of("six", Family.IPV6)
+    web, dns, six = name_of("web"), name_of("dns", protocol=Protocol.UDP), name_of("six", IPFamily.IPV6)
     new = name_of("new")
     return {
         web: service(web, ("10.96.0.1",), "10.0.0.2:80", "10.0.0.3:80", "10.0.0.4:80 local", affinity_seconds=60),

@@ -39,7 +39,7 @@ def test_a_reply_of_a_service_flow_is_lifted(bridged: World, flags: str) -> None
     assert result.retval == GO_ON
     assert result.data[:6].hex(":") == BRIDGE_MAC
     assert result.data[6:] == bytes(frame)[6:]
-    assert bridged.reasons() == {"BRIDGED_REPLY_LIFTED": 1}
+    assert bridged.reasons() == {"BRIDGED_REPLY_REDIRECTED": 1}
 
 
 @pytest.mark.parametrize(("sport", "dport"), [(8080, 40001), (8081, 40000)], ids=["no such flow", "no endpoint's port"])

@@ -21,7 +21,7 @@ from pyebpf_proxy.datapath.connections.counts import Connections
 from pyebpf_proxy.datapath.connections.flows import Count, Route
 from pyebpf_proxy.datapath.loader.programs import LEAST_CONNECTIONS, SCHEDULERS, Loaded, Settings, load
 from pyebpf_proxy.datapath.tables.writer import Writer
-from pyebpf_proxy.services.model import Family, FrontendKind, Protocol
+from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -124,9 +124,9 @@ def test_there_is_room_for_every_backend_and_every_list(counting: Loaded) -> Non
 def test_packet_and_socket_programs_load_with_every_scheduler(bpf_objects: Path, number: int) -> None:
     """The verifier, and the 512 bytes of stack."""
     loaded = load(Settings(netns_cookie=1, scheduler=number), sizes=SIZES, objects=bpf_objects)
-    assert ("turns" in loaded.maps) == (number == SCHEDULERS["rr"])
+    assert ("rr_cursor" in loaded.maps) == (number == SCHEDULERS["rr"])
     if number == SCHEDULERS["rr"]:
-        assert loaded.maps["turns"].max_entries == SIZES["slots"]
+        assert loaded.maps["rr_cursor"].max_entries == SIZES["slots"]
     loaded.close()
 
 
@@ -137,7 +137,7 @@ def test_a_restart_adopts_the_counts_and_another_scheduler_takes_them_away(bpf_o
         return load(Settings(1, scheduler=scheduler), pin_dir=pins, sizes=SIZES, objects=bpf_objects)
 
     key, value = (5).to_bytes(4, sys.byteorder), (77).to_bytes(4, sys.byteorder)
-    for number, (scheduler, name) in enumerate(((LEAST_CONNECTIONS, "choices"), (SCHEDULERS["rr"], "turns"))):
+    for number, (scheduler, name) in enumerate(((LEAST_CONNECTIONS, "choices"), (SCHEDULERS["rr"], "rr_cursor"))):
         first = start(scheduler)
         assert first.maps[name].lookup(key) in (None, bytes(4)), number
         first.maps[name].update(key, value)
@@ -147,7 +147,7 @@ def test_a_restart_adopts_the_counts_and_another_scheduler_takes_them_away(bpf_o
         again.close()
     assert not (pins / "choices").exists()
     start(0).close()
-    assert not {"turns", "connections", "choices"} & {pin.name for pin in pins.iterdir()}
+    assert not {"rr_cursor", "connections", "choices"} & {pin.name for pin in pins.iterdir()}
     fresh = start(LEAST_CONNECTIONS)
     assert fresh.maps["choices"].lookup(key) is None
     fresh.close()
@@ -211,7 +211,7 @@ def test_counts_reach_the_backends_of_the_service_that_was_asked(namespace: None
 def test_ipv6_nodeports_are_found(namespace: None, counting: Loaded) -> None:
     wipe(counting)
     writer = Writer(counting)
-    name = name_of("web", Family.IPV6, Protocol.TCP)
+    name = name_of("web", IPFamily.IPV6, Protocol.TCP)
     writer.apply(
         {name: service(name, (), f"[{POD6}]:8080", frontends=(frontend("::", 30080, FrontendKind.NODE_PORT),))}
     )

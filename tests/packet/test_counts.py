@@ -74,7 +74,7 @@ def test_refusals_are_counted_by_service_and_time(hooks: World) -> None:
     }
     assert found == {(3, reason): 2, (4, reason): 1}
     total = 0
-    for value in hooks.object.maps["refused_lately"].lookup_cpus(reason.to_bytes(4, sys.byteorder)) or ():
+    for value in hooks.object.maps["recent_refusals"].lookup_cpus(reason.to_bytes(4, sys.byteorder)) or ():
         words = struct.unpack("=32I", value)
         for period, count in zip(words[:16], words[16:], strict=True):
             assert not count or begun // 4 <= period <= ended // 4
@@ -85,7 +85,7 @@ def test_refusals_are_counted_by_service_and_time(hooks: World) -> None:
 def test_a_period_that_is_over_is_not_counted_on(world: World) -> None:
     world.service([])
     reason = world.object.btf.enum("reason")["REJECT_NO_ENDPOINTS"].to_bytes(4, sys.byteorder)
-    lately = world.object.maps["refused_lately"]
+    lately = world.object.maps["recent_refusals"]
     cpus = len(lately.lookup_cpus(reason) or ())
     # A minute and more ago, in every place.
     lately.update(reason, struct.pack("=32I", *[1] * 16, *[7] * 16) * cpus)

@@ -18,21 +18,21 @@ from service_plans import name_of, service
 from pyebpf_proxy.datapath.loader.libbpf import SkBuff
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.datapath.tables.writer import Writer
-from pyebpf_proxy.services.model import Family, ServicePort
+from pyebpf_proxy.services.model import IPFamily, ServicePort
 
 pytestmark = pytest.mark.needs_bpf
 
 ENDPOINTS = 5000
 CLIENTS = 300
 SIZES = {"slots": 65536, **dict.fromkeys(("backends4", "backends6", "endpoints4", "endpoints6"), 16384)}
-NETWORK = {Family.IPV4: "10.1.0.0", Family.IPV6: "fd00:10:1::"}
-VIP = {Family.IPV4: "10.96.0.1", Family.IPV6: "fd00:10:96::1"}
-SOURCE = {Family.IPV4: "10.200.0.0", Family.IPV6: "fd00:10:200::"}
+NETWORK = {IPFamily.IPV4: "10.1.0.0", IPFamily.IPV6: "fd00:10:1::"}
+VIP = {IPFamily.IPV4: "10.96.0.1", IPFamily.IPV6: "fd00:10:96::1"}
+SOURCE = {IPFamily.IPV4: "10.200.0.0", IPFamily.IPV6: "fd00:10:200::"}
 
 
-@pytest.fixture(params=list(Family), ids=lambda family: family.name)
-def family(request: pytest.FixtureRequest) -> Family:
-    found: Family = request.param
+@pytest.fixture(params=list(IPFamily), ids=lambda family: family.name)
+def family(request: pytest.FixtureRequest) -> IPFamily:
+    found: IPFamily = request.param
     return found
 
 
@@ -43,18 +43,20 @@ def many(bpf_objects: Path) -> Iterator[Loaded]:
     loaded.close()
 
 
-def plan(family: Family, numbers: range | list[int]) -> ServicePort:
+def plan(family: IPFamily, numbers: range | list[int]) -> ServicePort:
     """Endpoints by their places after NETWORK, four of each address, in the order of their text, as in plans."""
     base = ip_address(NETWORK[family])
     places = [(base + number // 4, 80 + number % 4) for number in numbers]
-    texts = sorted(f"{address}:{port}" if family is Family.IPV4 else f"[{address}]:{port}" for address, port in places)
+    texts = sorted(
+        f"{address}:{port}" if family is IPFamily.IPV4 else f"[{address}]:{port}" for address, port in places
+    )
     return service(name_of("web", family), (VIP[family],), *texts, affinity_seconds=3600)
 
 
-def frames(family: Family, first: int) -> list[bytes]:
+def frames(family: IPFamily, first: int) -> list[bytes]:
     """First packets of so many clients."""
     base = ip_address(SOURCE[family])
-    layer = IP if family is Family.IPV4 else IPv6
+    layer = IP if family is IPFamily.IPV4 else IPv6
     link = Ether(src="02:00:00:00:00:01", dst="00:00:00:00:00:00")
     return [
         bytes(link / layer(src=str(base + first + number), dst=VIP[family]) / TCP(sport=1000, dport=80, flags="S"))
@@ -71,7 +73,7 @@ def run(loaded: Loaded, packets: list[bytes]) -> tuple[list[int], float]:
     return tags, median(result.duration for result in results)
 
 
-def test_affinity_holds_when_one_endpoint_comes_before_all_others(many: Loaded, family: Family) -> None:
+def test_affinity_holds_when_one_endpoint_comes_before_all_others(many: Loaded, family: IPFamily) -> None:
     writer = Writer(many)
     assert not writer.apply({name_of("web", family): plan(family, range(1, ENDPOINTS + 1))})
     clients = frames(family, 0)
@@ -85,7 +87,7 @@ def test_affinity_holds_when_one_endpoint_comes_before_all_others(many: Loaded, 
     assert moved < new + 4000, (moved, new)
 
 
-def test_who_was_bound_to_an_endpoint_that_is_gone_costs_no_walk(many: Loaded, family: Family) -> None:
+def test_who_was_bound_to_an_endpoint_that_is_gone_costs_no_walk(many: Loaded, family: IPFamily) -> None:
     writer = Writer(many)
     writer.apply({name_of("web", family): plan(family, range(ENDPOINTS))})
     clients = frames(family, 0)
@@ -100,13 +102,15 @@ def test_who_was_bound_to_an_endpoint_that_is_gone_costs_no_walk(many: Loaded, f
     assert took < new + 4000, (took, new)
 
 
-def test_an_adopted_list_in_another_order_is_written_anew(many: Loaded, family: Family) -> None:
+def test_an_adopted_list_in_another_order_is_written_anew(many: Loaded, family: IPFamily) -> None:
     """As agents wrote it that had the order of the text."""
     name = name_of("web", family)
     wanted = plan(family, range(1, 201))
     Writer(many).apply({name: wanted})
     words = many.maps["slots"]
-    table = next(many.tc.btf.struct("table").unpack(value) for _, value in many.maps["tables"].items())
+    table = next(
+        many.tc.btf.struct("service_config").unpack(value) for _, value in many.maps["service_configs"].items()
+    )
     first, count = int(table["first_slot"]), int(table["cluster_count"])
     keys = [number.to_bytes(4, sys.byteorder) for number in range(first, first + count)]
     right = [words.lookup(key) for key in keys]
@@ -115,7 +119,7 @@ def test_an_adopted_list_in_another_order_is_written_anew(many: Loaded, family: 
     writer = Writer(many)
     writer.apply({name: wanted})
     table = max(
-        (many.tc.btf.struct("table").unpack(value) for _, value in many.maps["tables"].items()),
+        (many.tc.btf.struct("service_config").unpack(value) for _, value in many.maps["service_configs"].items()),
         key=lambda row: int(row["first_slot"]),
     )
     found = [
@@ -125,6 +129,6 @@ def test_an_adopted_list_in_another_order_is_written_anew(many: Loaded, family: 
     assert [value and value[:4] for value in found] == [value and value[:4] for value in right]
     assert writer[name] == wanted
     # The next start finds nothing to do.
-    before = dict(many.maps["tables"].items()).keys()
+    before = dict(many.maps["service_configs"].items()).keys()
     Writer(many).apply({name: wanted})
-    assert dict(many.maps["tables"].items()).keys() == before
+    assert dict(many.maps["service_configs"].items()).keys() == before

@@ -29,7 +29,7 @@ from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.services.model import (
     Endpoint,
-    Family,
+    IPFamily,
     Protocol,
     ServicePort,
     ServicePortName,
@@ -106,8 +106,8 @@ def test_killed_at_any_operation_the_next_start_repairs_it(loaded: Loaded) -> No
 NAMES = [
     name_of("a"),
     name_of("b", protocol=Protocol.UDP),
-    name_of("c", Family.IPV6),
-    name_of("d", Family.IPV6, Protocol.UDP),
+    name_of("c", IPFamily.IPV6),
+    name_of("d", IPFamily.IPV6, Protocol.UDP),
     name_of("e"),
 ]
 
@@ -121,7 +121,7 @@ def plans(draw: st.DrawFn) -> dict[ServicePortName, ServicePort]:
     owners = draw(st.lists(st.sampled_from(NAMES), min_size=8, max_size=8))
     result = {}
     for name in draw(st.lists(st.sampled_from(NAMES), unique=True)):
-        four = name.family is Family.IPV4
+        four = name.family is IPFamily.IPV4
         pool = {i: Endpoint(ip_address(f"10.0.0.{i}" if four else f"fd00::{i}").packed, 80, i > 3) for i in range(1, 6)}
         cluster, serving = draw(some_endpoints), draw(some_endpoints)
         mine = range(4) if four else range(4, 8)
@@ -212,7 +212,7 @@ def damage(loaded: Loaded, name: str, change: Callable[[bytes], bytes | None], k
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("tables", None),
+        ("service_configs", None),
         ("backends4", None),
         ("backends6", None),
         ("endpoints4", None),
@@ -225,9 +225,9 @@ def damage(loaded: Loaded, name: str, change: Callable[[bytes], bytes | None], k
         ("frontends4", lambda value: value[:4] + b"\x09" + value[5:]),
         ("endpoints4", lambda value: b"\x63" + value[1:]),
         ("backends4", lambda value: value[:8] + b"\x63" + value[9:]),
-        ("tables", lambda value: value[:4] + b"\xff\xff\xff\x00" + value[8:]),
-        ("tables", lambda value: value[:4] + b"\x00\x00\x00\x00" + value[8:]),
-        ("tables", lambda value: value[:8] + b"\xff\xff\x00\x00" + value[12:]),
+        ("service_configs", lambda value: value[:4] + b"\xff\xff\xff\x00" + value[8:]),
+        ("service_configs", lambda value: value[:4] + b"\x00\x00\x00\x00" + value[8:]),
+        ("service_configs", lambda value: value[:8] + b"\xff\xff\x00\x00" + value[12:]),
     ],
 )
 def test_maps_that_somebody_damaged(

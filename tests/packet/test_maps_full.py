@@ -86,7 +86,7 @@ def test_s2_the_last_places_are_for_cluster_ips(loaded: Loaded, writer: Writer) 
 @pytest.mark.parametrize(
     ("table", "plans", "text"),
     [
-        ("tables", {}, "map tables is full"),
+        ("service_configs", {}, "map service_configs is full"),
         (
             "slots",
             {"cluster": 600, "local": True},
@@ -98,9 +98,9 @@ def test_s2_the_last_places_are_for_cluster_ips(loaded: Loaded, writer: Writer) 
     ],
 )
 def test_every_map_can_be_full(loaded: Loaded, writer: Writer, table: str, plans: dict[str, int], text: str) -> None:
-    if table == "tables":
+    if table == "service_configs":
         # Tables are as many as services here, so the old versions that are not yet collected fill them.
-        names = [name_of(f"s{i}") for i in range(SIZES["tables"] - 1)]
+        names = [name_of(f"s{i}") for i in range(SIZES["service_configs"] - 1)]
         assert writer.apply({n: service(n, ()) for n in names}) == []
         (problem,) = writer.apply({name_of("one-more"): service(name_of("one-more"), ())})
         assert problem.text == "map services is full (256 entries)"
@@ -126,7 +126,9 @@ def test_every_map_can_be_full(loaded: Loaded, writer: Writer, table: str, plans
     assert list(logical(loaded, complete=True)) == ["shop/other:http/TCP/IPv4"]
 
 
-@pytest.mark.parametrize("full", ["backends4", "endpoints4", "tables", "source_ranges4", "frontends4", "service_names"])
+@pytest.mark.parametrize(
+    "full", ["backends4", "endpoints4", "service_configs", "source_ranges4", "frontends4", "service_names"]
+)
 def test_a_map_that_the_kernel_calls_full(loaded: Loaded, writer: Writer, full: str) -> None:
     """Somebody else's entries: the writer learns of them only from the kernel."""
     web, dns = name_of("web"), name_of("dns", protocol=Protocol.UDP)

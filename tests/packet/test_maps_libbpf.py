@@ -20,7 +20,7 @@ from pyebpf_proxy.errors import FatalError
 pytestmark = pytest.mark.needs_bpf
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SIZES = {"tables": 300, "reasons": 40, "slots": 1000}
+SIZES = {"service_configs": 300, "counters": 40, "slots": 1000}
 
 
 def u32(number: int) -> bytes:
@@ -61,7 +61,7 @@ def build(folder: Path, name: str, source: str) -> Path:
 
 
 def test_single_entries(opened: Object) -> None:
-    table = opened.maps["tables"]
+    table = opened.maps["service_configs"]
     value = bytes(range(table.value_size))
     assert table.lookup(u32(7)) is None
     assert table.delete(u32(7)) is False
@@ -73,10 +73,10 @@ def test_single_entries(opened: Object) -> None:
 
 
 def test_sizes_are_looked_at_before_the_kernel_reads_memory(opened: Object) -> None:
-    table = opened.maps["tables"]
-    with pytest.raises(ValueError, match="map tables: key of 3 bytes instead of 4"):
+    table = opened.maps["service_configs"]
+    with pytest.raises(ValueError, match="map service_configs: key of 3 bytes instead of 4"):
         table.lookup(bytes(3))
-    with pytest.raises(ValueError, match="map tables: value of 3 bytes instead of"):
+    with pytest.raises(ValueError, match="map service_configs: value of 3 bytes instead of"):
         table.update(u32(1), bytes(3))
     with pytest.raises(ValueError, match="do not match"):
         table.update_batch(u32(1) + u32(2), bytes(table.value_size))
@@ -85,7 +85,7 @@ def test_sizes_are_looked_at_before_the_kernel_reads_memory(opened: Object) -> N
 
 
 def test_batches(opened: Object) -> None:
-    table = opened.maps["tables"]
+    table = opened.maps["service_configs"]
     numbers = range(1, 201)
     table.update_batch(b"".join(map(u32, numbers)), b"".join(u32(n) + bytes(table.value_size - 4) for n in numbers))
     assert {key: value[:4] for key, value in table.items()} == {u32(n): u32(n) for n in numbers}
@@ -98,11 +98,11 @@ def test_batches(opened: Object) -> None:
 
 
 def test_a_full_map_says_how_far_it_came(opened: Object) -> None:
-    table = opened.maps["tables"]
+    table = opened.maps["service_configs"]
     with pytest.raises(BpfError) as caught:
         table.update_batch(b"".join(map(u32, range(400))), bytes(400 * table.value_size))
     assert (caught.value.errno, caught.value.done) == (errno.E2BIG, 300)
-    assert str(caught.value) == "write 400 entries to map tables: Argument list too long (E2BIG)"
+    assert str(caught.value) == "write 400 entries to map service_configs: Argument list too long (E2BIG)"
     table.delete_batch(table.dump()[0])
 
 
@@ -118,7 +118,7 @@ def test_a_dump_of_more_than_one_batch(opened: Object) -> None:
 
 
 def test_a_dump_in_batches_smaller_than_a_bucket(opened: Object, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = opened.maps["tables"]
+    table = opened.maps["service_configs"]
     table.update_batch(b"".join(map(u32, range(300))), bytes(300 * table.value_size))
     monkeypatch.setattr(_map, "_BATCH", 1)
     assert {key for key, _ in table.items()} == {u32(n) for n in range(300)}
@@ -136,7 +136,7 @@ def test_prefixes(opened: Object) -> None:
 
 
 def test_per_cpu_counters(opened: Object) -> None:
-    counters = opened.maps["reasons"]
+    counters = opened.maps["counters"]
     cpus = _libbpf.possible_cpus()
     counters.update(u32(3), b"".join(n.to_bytes(8, sys.byteorder) for n in range(cpus)))
     assert counters.lookup_cpus(u32(3)) == [n.to_bytes(8, sys.byteorder) for n in range(cpus)]
@@ -150,8 +150,8 @@ def test_memory_mapped(opened: Object) -> None:
     words[999] = 0x0102030405060708
     assert slots.lookup(u32(999)) == (0x0102030405060708).to_bytes(8, sys.byteorder)
     words[999] = 0
-    with pytest.raises(BpfError, match="mmap map tables: "):
-        opened.maps["tables"].mmap()
+    with pytest.raises(BpfError, match="mmap map service_configs: "):
+        opened.maps["service_configs"].mmap()
 
 
 # ---- programs -----------------------------------------------------------------------------------------------
@@ -264,15 +264,15 @@ def test_no_object_and_no_libbpf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_pinned_maps_are_shared_and_outlive_the_process(bpf_objects: Path, bpffs: Path) -> None:
     pins = bpffs / "instance" / "maps"
     loaded = load(Settings(netns_cookie=1), pin_dir=pins, sizes=SIZES, objects=bpf_objects)
-    value = bytes(loaded.maps["tables"].value_size)
-    loaded.maps["tables"].update(u32(5), value)
+    value = bytes(loaded.maps["service_configs"].value_size)
+    loaded.maps["service_configs"].update(u32(5), value)
     assert not any("." in pin.name for pin in pins.iterdir()), "constants are not pinned"
     loaded.close()
     again = load(Settings(netns_cookie=1), pin_dir=pins, sizes=SIZES, objects=bpf_objects)
-    assert again.maps["tables"].lookup(u32(5)) == value
+    assert again.maps["service_configs"].lookup(u32(5)) == value
     again.close()
-    pinned = Map.open_pinned(pins / "tables")
-    assert (pinned.name, pinned.key_size, pinned.max_entries) == ("tables", 4, 300)
+    pinned = Map.open_pinned(pins / "service_configs")
+    assert (pinned.name, pinned.key_size, pinned.max_entries) == ("service_configs", 4, 300)
     assert pinned.lookup(u32(5)) == value
     pinned.close()
     with pytest.raises(BpfError, match=r"open pinned map .*/nothing: No such file or directory \(ENOENT\)"):
@@ -282,12 +282,13 @@ def test_pinned_maps_are_shared_and_outlive_the_process(bpf_objects: Path, bpffs
 def test_a_pin_of_another_kind_is_named(bpf_objects: Path, bpffs: Path) -> None:
     pins = bpffs / "maps"
     load(Settings(netns_cookie=1), pin_dir=pins, sizes=SIZES, objects=bpf_objects).close()
-    (pins / "slots").rename(pins / "tables")
+    (pins / "slots").rename(pins / "service_configs")
     before = sorted(bpffs.rglob("*"))
     with pytest.raises(BpfError) as caught:
         load(Settings(netns_cookie=1), pin_dir=pins, sizes=SIZES, objects=bpf_objects)
-    assert f"pinned map tables ({pins}/tables) is not the one needed: type 2 instead of 1, value_size 8" in str(
-        caught.value
+    assert (
+        f"pinned map service_configs ({pins}/service_configs) is not the one needed: type 2 instead of 1, value_size 8"
+        in str(caught.value)
     )
     assert sorted(bpffs.rglob("*")) == before
 

@@ -27,7 +27,7 @@ from pyebpf_proxy.errors import FatalError
 pytestmark = pytest.mark.needs_bpf
 
 #: The LRU maps keep places ready for each CPU: small ones would lose entries by themselves.
-ROOM = SIZES | dict.fromkeys(("affinities", "socket_peers4", "socket_peers6", "socket_flows"), 1024)
+ROOM = SIZES | dict.fromkeys(("affinities", "socket_revnat4", "socket_revnat6", "socket_flows"), 1024)
 
 
 @pytest.fixture
@@ -73,14 +73,16 @@ def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Pat
     # Of a service that is no more: of one without affinity it would be forgotten.
     gone = client(1, service=99)
     loaded.maps["affinities"].update(gone, affinity(loaded.tc.btf, 1, 77))
-    loaded.maps["reasons"].update(u32(3), bytes(range(1, 9)) * (len(loaded.maps["reasons"].lookup(u32(3)) or b"") // 8))
-    counted = loaded.maps["reasons"].lookup(u32(3))
+    loaded.maps["counters"].update(
+        u32(3), bytes(range(1, 9)) * (len(loaded.maps["counters"].lookup(u32(3)) or b"") // 8)
+    )
+    counted = loaded.maps["counters"].lookup(u32(3))
     adopted = Writer(loaded)
     number, backends = adopted.service_id(web), slot_backends(loaded, adopted, web)
     del adopted
     loaded.close()
     larger = {name: size * 2 for name, size in ROOM.items()}
-    for sizes in (larger, ROOM, ROOM | {"slots": 512, "tables": 4096}):
+    for sizes in (larger, ROOM, ROOM | {"slots": 512, "service_configs": 4096}):
         before = {name: size for name, (_, size) in pinned(pins).items()}
         loaded = start(pins, sizes, bpf_objects)
         changed = {name: (before[name], size) for name, size in sizes.items() if before[name] != size}
@@ -92,7 +94,7 @@ def test_everything_is_there_in_maps_of_other_sizes(bpf_objects: Path, pins: Pat
         assert {name: size for name, (_, size) in pinned(pins).items()}.items() >= sizes.items()
         assert logical(loaded, complete=True) == expected
         assert loaded.maps["affinities"].lookup(gone) == affinity(loaded.tc.btf, 1, 77)
-        assert loaded.maps["reasons"].lookup(u32(3)) == counted
+        assert loaded.maps["counters"].lookup(u32(3)) == counted
         writer = Writer(loaded)
         assert (writer.service_id(web), slot_backends(loaded, writer, web)) == (number, backends)
         assert writer.apply(first_plan()) == []
@@ -107,18 +109,18 @@ def test_what_does_not_fit_is_named_and_nothing_changes(bpf_objects: Path, pins:
     loaded = start(pins, ROOM, bpf_objects)
     for number in range(200):
         loaded.maps["frontends4"].update(bytes((10, 0, 0, number, 80, 0, 6, 0)), bytes(8))
-        loaded.maps["socket_peers4"].update(u32(number) + bytes(12), bytes(8))
+        loaded.maps["socket_revnat4"].update(u32(number) + bytes(12), bytes(8))
     loaded.maps["services"].update(u32(99), u32(1) + bytes(4))
     loaded.close()
     before = pinned(pins)
     for name, size, what in (
         ("frontends4", 100, "has 200 entries"),
         ("services", 99, "uses 100 of its 256 places"),
-        ("socket_peers4", 100, "has 200 entries"),
+        ("socket_revnat4", 100, "has 200 entries"),
     ):
         words = f"^map {name} cannot get the size {size}: it {what}; give it a larger one"
         with pytest.raises(FatalError, match=words):
-            start(pins, ROOM | {"tables": 999, name: size}, bpf_objects)
+            start(pins, ROOM | {"service_configs": 999, name: size}, bpf_objects)
         assert pinned(pins) == before
         assert beside(pins) == []
 
@@ -135,8 +137,8 @@ def test_slots_that_no_table_in_force_names_need_no_place(bpf_objects: Path, pin
 def test_clients_that_are_bound_to_nothing_any_more_need_no_place(bpf_objects: Path, pins: Path) -> None:
     loaded = start(pins, ROOM | {"affinities": 4096}, bpf_objects)
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    row = loaded.tc.btf.struct("table").pack(service=1, affinity_seconds=60)
-    loaded.maps["tables"].update(u32(1), row)
+    row = loaded.tc.btf.struct("service_config").pack(service=1, affinity_seconds=60)
+    loaded.maps["service_configs"].update(u32(1), row)
     for number in range(1500):
         last_used = now if number < 20 else now - 61_000_000_000
         loaded.maps["affinities"].update(client(number), affinity(loaded.tc.btf, number, last_used))
@@ -265,13 +267,13 @@ def test_the_sizes_of_the_model_are_those_of_the_header(bpf_objects: Path) -> No
     for name in ("tc.bpf.o", "sock.bpf.o"):
         with Object.open(bpf_objects / name) as opened:
             sizes |= opened.sizes
-    fixed = {"refused_lately", "refusals", "reasons", "last_refused", "dry_results", "node_port_hints", "turns"}
+    fixed = {"recent_refusals", "refusals", "counters", "last_refused", "dry_results", "node_port_hints", "rr_cursor"}
     fixed |= {"affinity_counts"}
     fixed |= {"address_hints", "fast_path", "tracing", "decisions", "xdp_devices", "xdp_choices"} | STORAGE_MAPS
     # The fast path's: `flows` by fastPathEntries.
-    fixed |= {"flows", "flow_drafts", "flow_fragments", "sightings", "promotions", "young_counts", "permits"}
+    fixed |= {"flows", "flow_drafts", "flow_fragments", "flow_packet_counts", "promotions", "young_counts", "permits"}
     fixed |= {"handovers", "sweep_results", "recent_flows", "recent_next"}
-    assert sizes["turns"] == sizes["slots"]
+    assert sizes["rr_cursor"] == sizes["slots"]
     assert sizes["affinity_counts"] == sizes["services"]
     assert Maps().model_dump() == {n: size for n, size in sizes.items() if n not in fixed}
 

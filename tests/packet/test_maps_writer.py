@@ -27,8 +27,8 @@ from pyebpf_proxy.datapath.loader import grace
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.services.model import (
-    Family,
     FrontendKind,
+    IPFamily,
     Protocol,
     ServicePort,
     ServicePortName,
@@ -78,7 +78,7 @@ def test_everything_of_a_service_port_is_in_the_maps(loaded: Loaded, writer: Wri
 
 
 def test_ipv6_and_udp(loaded: Loaded, writer: Writer) -> None:
-    dns = name_of("dns", Family.IPV6, Protocol.UDP)
+    dns = name_of("dns", IPFamily.IPV6, Protocol.UDP)
     serving = endpoints("[fd00::1]:53", "[fd00::9]:53")
     writer.apply({dns: service(dns, ("fd00:96::a",), "[fd00::1]:53", serving=serving)})
     entry = logical(loaded, complete=True)["shop/dns:http/UDP/IPv6"]
@@ -149,15 +149,15 @@ def test_the_old_version_stays_whole_until_it_is_collected(loaded: Loaded, write
     web = name_of("web")
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.1:80", "10.0.0.2:80")})
     old_id = word(loaded, "services", writer.service_id(web))
-    old = rows(loaded, "tables")[old_id]
+    old = rows(loaded, "service_configs")[old_id]
     writer.apply({web: service(web, ("10.96.0.1",), "10.0.0.3:80")})
     # A program that fetched the old table's number just before the flip goes on with it.
-    assert rows(loaded, "tables")[old_id] == old
+    assert rows(loaded, "service_configs")[old_id] == old
     backends = rows(loaded, "backends4")
     seen = [backends[word(loaded, "slots", old["first_slot"] + i)]["address"][3] for i in range(2)]
     assert seen == [1, 2]
     writer.collect()
-    assert old_id not in rows(loaded, "tables")
+    assert old_id not in rows(loaded, "service_configs")
     logical(loaded, complete=True)
 
 
@@ -170,7 +170,9 @@ def test_nothing_is_taken_away_before_the_grace_period(loaded: Loaded, monkeypat
     monkeypatch.setattr(grace, "wait", lambda: steps.append("grace"))
     writer.collect()
     assert steps[0] == "grace"
-    assert {"tables", "backends4", "backends6", "endpoints4", "source_ranges6", "service_names"} <= set(steps[1:])
+    assert {"service_configs", "backends4", "backends6", "endpoints4", "source_ranges6", "service_names"} <= set(
+        steps[1:]
+    )
 
 
 def test_collecting_while_changes_go_on(loaded: Loaded, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +243,7 @@ def test_two_service_ports_with_one_endpoint(loaded: Loaded, writer: Writer) -> 
 
 
 def test_a_removed_service_port_leaves_nothing(loaded: Loaded, writer: Writer) -> None:
-    names = [name_of("web"), name_of("dns", Family.IPV6, Protocol.UDP)]
+    names = [name_of("web"), name_of("dns", IPFamily.IPV6, Protocol.UDP)]
     plans = {
         names[0]: service(names[0], ("10.96.0.1",), "10.0.0.1:80", source_ranges=(SourceRange(bytes(4), 0),)),
         names[1]: service(names[1], ("fd00:96::1",), "[fd00::1]:53", serving=endpoints("[fd00::1]:53")),
@@ -389,7 +391,7 @@ def test_whether_vips_may_be_sources(loaded: Loaded, writer: Writer) -> None:
         adopted.apply(plan(allowed))
         assert written() is allowed
         adopted.collect()
-    tables = rows(loaded, "tables")
+    tables = rows(loaded, "service_configs")
     Writer(loaded).apply(plan(True))
-    assert rows(loaded, "tables") == tables
+    assert rows(loaded, "service_configs") == tables
     logical(loaded, complete=True)

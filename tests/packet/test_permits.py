@@ -61,12 +61,12 @@ def test_from_the_second_new_flow_on(fast: World, protocol: str) -> None:
 def test_sightings_are_of_the_last_second(fast: World) -> None:
     first, second = pair(fast)
     first.open_slowly()
-    sightings = fast.object.maps["sightings"]
-    for key, value in list(sightings.items()):
+    flow_packet_counts = fast.object.maps["flow_packet_counts"]
+    for key, value in list(flow_packet_counts.items()):
         number = int.from_bytes(value, "little")
         if number:
             # Three seconds ago: the time is above the count's eight bits.
-            sightings.update(key, (number - (3 << 8)).to_bytes(8, "little"))
+            flow_packet_counts.update(key, (number - (3 << 8)).to_bytes(8, "little"))
     second.open_slowly()
     assert permits(fast) == []
 

@@ -308,7 +308,7 @@ def test_lblcr_tries_with_one_less_after_a_day(node: World) -> None:
 def test_other_modes_have_none_of_it(node: World) -> None:
     """The maps are not there, so the verifier has seen no way to them."""
     node.load(scheduler=0)
-    assert not {"turns", "connections", "choices", "localities", "locality_sets"} & node.object.maps.keys()
+    assert not {"rr_cursor", "connections", "choices", "localities", "locality_sets"} & node.object.maps.keys()
     node.load(scheduler=SCHEDULERS["rr"])
-    assert "turns" in node.object.maps
+    assert "rr_cursor" in node.object.maps
     assert "connections" not in node.object.maps

@@ -134,7 +134,7 @@ def test_what_is_not_for_xdp_goes_up_untouched(before: World, name: str) -> None
 
 def test_where_no_flows_may_be_opened_they_are_left_to_tc(before: World) -> None:
     before.service(["remote"])
-    before.xdp_device("nic", opens=0)
+    before.xdp_device("nic", starts_flow=0)
     assert before.run_xdp(before.tcp("client", "vip", 80)).retval == XDP_PASS
     assert not choices(before)
 

@@ -88,7 +88,7 @@ def test_xdp_opens_young_flows(fast: World, protocol: str) -> None:
 def test_where_no_flows_may_be_opened_tc_does(fast: World) -> None:
     flow = Flow(fast)
     flow.permit()
-    fast.xdp_device("pods", opens=0)
+    fast.xdp_device("pods", starts_flow=0)
     assert through(flow, frame=flow.frame(flags="S")).retval == XDP_PASS
     assert flow.entries() == []
     flow.open_young()

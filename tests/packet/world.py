@@ -80,24 +80,34 @@ KINDS = {
     "node_port": FrontendKind.NODE_PORT,
 }
 SIZES = dict.fromkeys(
-    ("frontends4", "frontends6", "backends4", "backends6", "endpoints4", "endpoints6", "tables", "affinities"), 128
+    ("frontends4", "frontends6", "backends4", "backends6", "endpoints4", "endpoints6", "service_configs", "affinities"),
+    128,
 ) | {
     "services": 64,
     "slots": 64,
-    "turns": 64,
+    "rr_cursor": 64,
     "affinity_counts": 64,
     "connections": 64,
     "choices": 64,
-    "socket_peers4": 64,
-    "socket_peers6": 64,
+    "socket_revnat4": 64,
+    "socket_revnat6": 64,
     "socket_flows": 64,
     "flows": 256,
     "permits": 256,
     "promotions": 64,
 }
-ARRAYS = {"services", "slots", "node_port_hints", "address_hints", "turns", "fast_path", "sightings", "sweep_results"}
+ARRAYS = {
+    "services",
+    "slots",
+    "node_port_hints",
+    "address_hints",
+    "rr_cursor",
+    "fast_path",
+    "flow_packet_counts",
+    "sweep_results",
+}
 ARRAYS |= {"affinity_counts"}
-PER_CPU = {"reasons", "last_refused", "refused_lately", "flow_drafts", "tracing", "handovers", "dry_results"}
+PER_CPU = {"counters", "last_refused", "recent_refusals", "flow_drafts", "tracing", "handovers", "dry_results"}
 PER_CPU |= {"recent_flows", "recent_next"}
 _libc = ctypes.CDLL(None, use_errno=True)
 #: The system call's number, and that of its command (include/uapi/linux/bpf.h).
@@ -228,7 +238,13 @@ class World:
 
     def xdp_device(self, name: str, **changes: Any) -> None:
         """What the control plane says of a device that carries XDP, with these changes."""
-        values = {"mac": bytes.fromhex(NODE_MAC.replace(":", "")), "opens": 1, "returns": 2, "takes": 2, **changes}
+        values = {
+            "mac": bytes.fromhex(NODE_MAC.replace(":", "")),
+            "starts_flow": 1,
+            "returns": 2,
+            "takes": 2,
+            **changes,
+        }
         value = self.object.btf.struct("xdp_device").pack(**values)
         self.object.maps["xdp_devices"].update(_u32(self.devices[name]), value)
 
@@ -333,9 +349,9 @@ class World:
         table_id = self._next_id
         self._next_id += 1
         values = {"any_endpoints": int(bool(cluster or local)), "source_ranges": int(bool(ranges)), **table}
-        maps["tables"].update(
+        maps["service_configs"].update(
             _u32(table_id),
-            btf.struct("table").pack(
+            btf.struct("service_config").pack(
                 service=service,
                 first_slot=first,
                 cluster_count=len(cluster),
@@ -425,7 +441,7 @@ class World:
     def reasons(self) -> Counter[str]:
         found: Counter[str] = Counter()
         for name, number in self.object.btf.enum("reason").items():
-            values = self.object.maps["reasons"].lookup_cpus(_u32(number))
+            values = self.object.maps["counters"].lookup_cpus(_u32(number))
             total = sum(int.from_bytes(v, "little") for v in values or [])
             if total and name not in self._unasked:
                 found[name] = total

@@ -12,7 +12,7 @@ from pyebpf_proxy.kube.objects import EndpointSlice, Node, Service, ServiceCIDR
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services import endpoints
 from pyebpf_proxy.services.addresses import format_address_port
-from pyebpf_proxy.services.model import Family, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
 
 NODE = "node-1"
 
@@ -56,7 +56,7 @@ def gone(change: Change) -> Change:
 
 
 def name_of(name: str, port: str = "", protocol: Protocol = Protocol.TCP) -> ServicePortName:
-    return ServicePortName("default", name, port, protocol, Family.IPV4)
+    return ServicePortName("default", name, port, protocol, IPFamily.IPV4)
 
 
 def cluster(port: ServicePort | None) -> list[str]:

@@ -12,7 +12,7 @@ from pyebpf_proxy import node_checks
 from pyebpf_proxy.config.families import Stated, node_port_cidrs, node_ports, wrong_families
 from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.node_facts import NodeFacts
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 
 UNSET = (
     "nodePortAddresses is unset; NodePort connections will be accepted on all local IPs."
@@ -28,9 +28,9 @@ OTHER = (
 )
 
 
-def ips(*texts: str) -> dict[Family, bytes]:
+def ips(*texts: str) -> dict[IPFamily, bytes]:
     found = [ip_address(text) for text in texts]
-    return {Family(ip.version): ip.packed for ip in found}
+    return {IPFamily(ip.version): ip.packed for ip in found}
 
 
 V4, V6 = ips("192.0.2.1"), ips("2001:db8::1")
@@ -50,7 +50,7 @@ BOTH, SIX_FIRST = ips("192.0.2.1", "2001:db8::1"), ips("2001:db8::1", "192.0.2.1
         (("10.0.0.0/8", "fd00::/8"), V4, ["10.0.0.0/8", "fd00::/8"]),
     ],
 )
-def test_the_word_primary(words: tuple[str, ...], node_ips: dict[Family, bytes], expected: list[str]) -> None:
+def test_the_word_primary(words: tuple[str, ...], node_ips: dict[IPFamily, bytes], expected: list[str]) -> None:
     assert node_port_cidrs(words, node_ips) == expected
 
 
@@ -88,7 +88,7 @@ def test_the_word_primary(words: tuple[str, ...], node_ips: dict[Family, bytes],
     ],
 )
 def test_where_node_ports_are_open(
-    stated: Stated, node_ips: dict[Family, bytes], pods: list[str], expected: str
+    stated: Stated, node_ips: dict[IPFamily, bytes], pods: list[str], expected: str
 ) -> None:
     finding = node_ports(stated, node_ips, [ip_network(text) for text in pods])
     assert ", ".join(finding.texts) == expected
@@ -156,7 +156,7 @@ def test_the_other_family_only(
     stated: Stated, primary: int, dual: bool, pods: list[str], expected: str, fatal: bool
 ) -> None:
     cidrs = [ip_network(text) for text in pods]
-    finding = wrong_families(stated, Family(primary), dual_stack=dual, pod_cidrs=cidrs)
+    finding = wrong_families(stated, IPFamily(primary), dual_stack=dual, pod_cidrs=cidrs)
     assert (str(finding) if finding.texts else "") == expected
     assert finding.fatal == fatal
 
@@ -192,7 +192,7 @@ def test_a_primary_family_that_the_kernel_has_not(tmp_path: Path) -> None:
 
 
 def test_warnings_are_said_and_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    facts = NodeFacts(node_ips=V4, node_cidrs={Family.IPV6: ip_network("fd00::/64")})
+    facts = NodeFacts(node_ips=V4, node_cidrs={IPFamily.IPV6: ip_network("fd00::/64")})
     node_checks.check(Stated(), facts, kernel(tmp_path, "there"))
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     said = [str(vars(record)["fields"]["error"]) for record in warnings]

@@ -16,7 +16,7 @@ from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.effective import Effective, effective
 from pyebpf_proxy.config.loader import ConfigError
 from pyebpf_proxy.config.model import KubeProxyConfiguration
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 
 HEADER = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
 KUBEADM = """
@@ -85,8 +85,8 @@ def test_the_file_that_kubeadm_writes_is_taken_without_a_warning(read) -> None:
     assert loaded.warnings == []
     assert loaded.config.client_connection.kubeconfig == "/var/lib/kube-proxy/kubeconfig.conf"
     assert settings(loaded.config).pod_cidrs == {
-        Family.IPV4: ipaddress.ip_network("10.244.0.0/16"),
-        Family.IPV6: ipaddress.ip_network("fd00:10:244::/56"),
+        IPFamily.IPV4: ipaddress.ip_network("10.244.0.0/16"),
+        IPFamily.IPV6: ipaddress.ip_network("fd00:10:244::/56"),
     }
 
 

@@ -15,7 +15,7 @@ import pytest
 from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.tables.layouts import Layouts
-from pyebpf_proxy.services.model import Family, FrontendKind, Protocol, ServicePortName
+from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePortName
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def test_a_packer_leaves_out_what_is_not_named(btf: Btf) -> None:
 def test_names_that_are_not_there(btf: Btf) -> None:
     with pytest.raises(StaleObjectError, match="no struct nonsense"):
         btf.struct("nonsense")
-    with pytest.raises(StaleObjectError, match="struct table has no field nonsense"):
-        btf.struct("table").packer("nonsense")
+    with pytest.raises(StaleObjectError, match="struct service_config has no field nonsense"):
+        btf.struct("service_config").packer("nonsense")
     with pytest.raises(StaleObjectError, match="no enum nonsense"):
         btf.enum("nonsense")
     with pytest.raises(StaleObjectError, match="no variable nonsense"):
@@ -103,9 +103,9 @@ def test_every_struct_is_as_bpftool_reads_it(btf: Btf, bpf_objects: Path) -> Non
 def test_names_of_service_ports_there_and_back(btf: Btf) -> None:
     layouts = Layouts(btf)
     for name in (
-        ServicePortName("default", "kubernetes", "", Protocol.TCP, Family.IPV4),
-        ServicePortName("n" * 63, "s" * 63, "p" * 63, Protocol.SCTP, Family.IPV6),
+        ServicePortName("default", "kubernetes", "", Protocol.TCP, IPFamily.IPV4),
+        ServicePortName("n" * 63, "s" * 63, "p" * 63, Protocol.SCTP, IPFamily.IPV6),
     ):
         assert layouts.unpack_name(layouts.pack_name(name)) == name
     with pytest.raises(ValueError, match="longer than 63 bytes"):
-        layouts.pack_name(ServicePortName("default", "s" * 64, "", Protocol.TCP, Family.IPV4))
+        layouts.pack_name(ServicePortName("default", "s" * 64, "", Protocol.TCP, IPFamily.IPV4))

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from pyebpf_proxy.datapath.netfilter.cluster_addresses import ClusterAddresses
 from pyebpf_proxy.datapath.netfilter.nft_rules import port_key
-from pyebpf_proxy.services.model import Family, Frontend, FrontendKind, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import Frontend, FrontendKind, IPFamily, Protocol, ServicePort, ServicePortName
 
 NOTHING: tuple[set[bytes], ...] = (set(), set(), set(), set())
 A, B = bytes([10, 96, 0, 1]), bytes([10, 96, 0, 2])
 
 
 def name(number: int) -> ServicePortName:
-    return ServicePortName("ns", f"svc{number}", "", Protocol.TCP, Family.IPV4)
+    return ServicePortName("ns", f"svc{number}", "", Protocol.TCP, IPFamily.IPV4)
 
 
 def port(number: int, address: bytes | None) -> ServicePort:
@@ -35,7 +35,7 @@ def test_an_address_is_known_as_long_as_one_port_has_it() -> None:
 
 def test_ports_are_told_apart_by_number_and_protocol() -> None:
     known = ClusterAddresses()
-    udp = ServicePortName("ns", "svc1", "", Protocol.UDP, Family.IPV4)
+    udp = ServicePortName("ns", "svc1", "", Protocol.UDP, IPFamily.IPV4)
     known.apply({name(1): port(1, A)})
     other = ServicePort(name(2), (Frontend(FrontendKind.CLUSTER_IP, A, 81),))
     datagrams = ServicePort(udp, (Frontend(FrontendKind.CLUSTER_IP, A, 80),))

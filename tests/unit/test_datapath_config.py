@@ -76,7 +76,8 @@ GOOD: list[tuple[str, str, Any]] = [
     ("xdpDevices: auto", "xdp_devices", ["*"]),
     ("xdpMode: generic", "xdp_mode", "generic"),
     ("maps: {services: 256}", "maps", Maps(services=256)),
-    ("maps: {serviceNames: 4194304, socketPeers6: 1024}", "maps", Maps(service_names=4194304, socket_peers6=1024)),
+    ("maps: {tables: 300, socketPeers4: 2048}", "maps", Maps(service_configs=300, socket_revnat4=2048)),
+    ("maps: {serviceNames: 4194304, socketRevnat6: 1024}", "maps", Maps(service_names=4194304, socket_revnat6=1024)),
     ("maps: {}", "maps", Maps()),
     ("maps:", "maps", Maps()),
 ]

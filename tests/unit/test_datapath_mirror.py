@@ -20,18 +20,18 @@ from pyebpf_proxy.datapath.tables.mirror import Mirror
 from pyebpf_proxy.datapath.tables.writer import MAPS
 from pyebpf_proxy.services.model import (
     Endpoint,
-    Family,
     Frontend,
     FrontendKind,
+    IPFamily,
     Protocol,
     ServicePort,
     ServicePortName,
     SourceRange,
 )
 
-WEB = ServicePortName("shop", "web", "http", Protocol.TCP, Family.IPV4)
-OTHER = ServicePortName("shop", "other", "", Protocol.TCP, Family.IPV4)
-DNS = ServicePortName("kube-system", "dns", "dns", Protocol.UDP, Family.IPV6)
+WEB = ServicePortName("shop", "web", "http", Protocol.TCP, IPFamily.IPV4)
+OTHER = ServicePortName("shop", "other", "", Protocol.TCP, IPFamily.IPV4)
+DNS = ServicePortName("kube-system", "dns", "dns", Protocol.UDP, IPFamily.IPV6)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,11 @@ def written(btf: Btf, change: Change | None) -> str:
             return fields(f"{table[:-2]}{family}_key", raw)
         return str(int.from_bytes(raw, sys.byteorder))
 
-    values = {"service_names": "service_name", "tables": "table", f"backends{family}": f"backend{family}"}
+    values = {
+        "service_names": "service_name",
+        "service_configs": "service_config",
+        f"backends{family}": f"backend{family}",
+    }
     values[f"endpoints{family}"] = "endpoint"
     for table in MAPS:
         if table not in change.puts:
@@ -147,7 +151,7 @@ def test_a_new_service_port(btf: Btf, mirror: Mirror) -> None:
         endpoints4 address=10.0.0.1 port=8080 protocol=6 -> backends=1
         endpoints4 address=172.16.0.1 port=8080 protocol=6 -> backends=1
         source_ranges4 prefix_length=56 table=1 address=192.0.2.0
-        tables 1 -> service=1 cluster_count=2 local_count=1 any_endpoints=1 external_local=1 source_ranges=1
+        service_configs 1 -> service=1 cluster_count=2 local_count=1 any_endpoints=1 external_local=1 source_ranges=1
         slots from 0: 1 2 1
         flip to 1
         frontend address=10.96.0.1 port=80 protocol=6 -> service=1 kind=1
@@ -163,7 +167,7 @@ def test_an_endpoint_replaced(btf: Btf, mirror: Mirror) -> None:
         """
         backends4 3 -> address=10.0.0.3 port=80 protocol=6 service=1
         endpoints4 address=10.0.0.3 port=80 protocol=6 -> backends=1
-        tables 2 -> service=1 first_slot=2 cluster_count=2 any_endpoints=1
+        service_configs 2 -> service=1 first_slot=2 cluster_count=2 any_endpoints=1
         slots from 2: 2 3
         flip to 2
         later: backends 1
@@ -225,7 +229,7 @@ def test_removal(btf: Btf, mirror: Mirror) -> None:
     )
     garbage = commit(mirror, change)
     assert (garbage.tables, garbage.slots, garbage.services) == ([1], [(0, 1)], [1])
-    mirror.discount_endpoints(garbage.backends[Family.IPV4], Family.IPV4)
+    mirror.discount_endpoints(garbage.backends[IPFamily.IPV4], IPFamily.IPV4)
     mirror.freed(garbage)
     assert not any(mirror.used.values())
     assert mirror.slot_ranges.available == 16
@@ -267,7 +271,7 @@ def test_a_change_that_was_refused_leaves_no_trace(mirror: Mirror) -> None:
     assert change is not None
     garbage = Garbage()
     mirror.revert(change, garbage)
-    mirror.discount_endpoints(garbage.backends[Family.IPV4], Family.IPV4)
+    mirror.discount_endpoints(garbage.backends[IPFamily.IPV4], IPFamily.IPV4)
     mirror.freed(garbage)
     after = dict(mirror.used), dict(mirror.owners), dict(mirror.endpoint_counts), mirror.slot_ranges.available
     assert after == before
@@ -280,13 +284,13 @@ def test_the_work_does_not_grow_with_the_table(btf: Btf) -> None:
         room = dict.fromkeys((*MAPS, "services"), 65536) | {"slots": 65536}
         mirror = Mirror(Layouts(btf), room)
         for i in range(services):
-            name = ServicePortName("shop", f"s{i}", "", Protocol.TCP, Family.IPV4)
+            name = ServicePortName("shop", f"s{i}", "", Protocol.TCP, IPFamily.IPV4)
             address = f"10.{i >> 8}.{i & 255}"
             commit(
                 mirror,
                 mirror.plan(name, plan(name, [f"10.96.0.1:{1 + i}"], [f"{address}.1:80", f"{address}.2:80"]), set()),
             )
-        name = ServicePortName("shop", "s1", "", Protocol.TCP, Family.IPV4)
+        name = ServicePortName("shop", "s1", "", Protocol.TCP, IPFamily.IPV4)
         wanted = plan(name, ["10.96.0.1:2"], ["10.0.1.1:80", "10.0.1.3:80"])
         count = 0
 
@@ -298,7 +302,7 @@ def test_the_work_does_not_grow_with_the_table(btf: Btf) -> None:
         sys.setprofile(count_one)
         try:
             garbage = commit(mirror, mirror.plan(name, wanted, mirror.released_by(name, wanted)))
-            mirror.discount_endpoints(garbage.backends[Family.IPV4], Family.IPV4)
+            mirror.discount_endpoints(garbage.backends[IPFamily.IPV4], IPFamily.IPV4)
             mirror.freed(garbage)
         finally:
             sys.setprofile(None)

@@ -8,9 +8,9 @@ import pytest
 from pyebpf_proxy.datapath.connections.udp_services import UdpServices
 from pyebpf_proxy.services.model import (
     Endpoint,
-    Family,
     Frontend,
     FrontendKind,
+    IPFamily,
     Protocol,
     ServicePort,
     ServicePortName,
@@ -23,7 +23,7 @@ POD_A, POD_B = (bytes([10, 0, 0, 1]), 5353), (bytes([10, 0, 0, 2]), 5353)
 
 
 def dns(*serving: tuple[bytes, int], protocol: Protocol = Protocol.UDP, number: int = 0) -> ServicePort:
-    name = ServicePortName("ns", f"dns{number}", "", protocol, Family.IPV4)
+    name = ServicePortName("ns", f"dns{number}", "", protocol, IPFamily.IPV4)
     frontends = (
         Frontend(FrontendKind.CLUSTER_IP, VIP, 53 + number),
         Frontend(FrontendKind.EXTERNAL_IP, EXTERNAL, 53 + number),
@@ -41,23 +41,23 @@ def known(*ports: ServicePort) -> UdpServices:
 @pytest.mark.parametrize("destination", [(VIP, 53), (EXTERNAL, 53), (NODE, 30053)])
 def test_a_flow_is_stale_when_others_serve_and_its_endpoint_does_not(destination: tuple[bytes, int]) -> None:
     services = known(dns(POD_A))
-    assert not services.is_stale(Family.IPV4, destination, POD_A)
-    assert services.is_stale(Family.IPV4, destination, POD_B)
+    assert not services.is_stale(IPFamily.IPV4, destination, POD_A)
+    assert services.is_stale(IPFamily.IPV4, destination, POD_B)
     # Never translated: the service address itself is what answers.
-    assert services.is_stale(Family.IPV4, destination, destination)
+    assert services.is_stale(IPFamily.IPV4, destination, destination)
     # The port counts too.
-    assert services.is_stale(Family.IPV4, destination, (POD_A[0], 5354))
+    assert services.is_stale(IPFamily.IPV4, destination, (POD_A[0], 5354))
 
 
 @pytest.mark.parametrize(
     "destination", [(VIP, 54), (NODE, 53), (NODE, 30054)], ids=["other port", "other address", "no NodePort"]
 )
 def test_flows_to_what_is_no_service_port_are_left_alone(destination: tuple[bytes, int]) -> None:
-    assert not known(dns(POD_A)).is_stale(Family.IPV4, destination, POD_B)
+    assert not known(dns(POD_A)).is_stale(IPFamily.IPV4, destination, POD_B)
 
 
 def test_without_a_serving_endpoint_flows_stay() -> None:
-    assert not known(dns()).is_stale(Family.IPV4, (VIP, 53), POD_B)
+    assert not known(dns()).is_stale(IPFamily.IPV4, (VIP, 53), POD_B)
 
 
 def test_only_udp_counts() -> None:
@@ -65,7 +65,7 @@ def test_only_udp_counts() -> None:
     tcp = dns(POD_A, protocol=Protocol.TCP)
     assert not services.apply({tcp.name: tcp})
     assert not services
-    assert not services.is_stale(Family.IPV4, (VIP, 53), POD_B)
+    assert not services.is_stale(IPFamily.IPV4, (VIP, 53), POD_B)
 
 
 def test_what_counts_as_a_change() -> None:
@@ -81,15 +81,15 @@ def test_what_counts_as_a_change() -> None:
 def test_a_deleted_service_leaves_its_flows() -> None:
     services = known(dns(POD_A))
     services.apply({dns().name: None})
-    assert not services.is_stale(Family.IPV4, (VIP, 53), POD_B)
-    assert not services.is_stale(Family.IPV4, (NODE, 30053), POD_B)
+    assert not services.is_stale(IPFamily.IPV4, (VIP, 53), POD_B)
+    assert not services.is_stale(IPFamily.IPV4, (NODE, 30053), POD_B)
 
 
 def test_an_address_that_moves_from_one_service_to_another_in_one_change() -> None:
     old, new = dns(POD_A), dns(POD_B)
-    moved = ServicePort(ServicePortName("ns", "a", "", Protocol.UDP, Family.IPV4), new.frontends, serving=new.serving)
+    moved = ServicePort(ServicePortName("ns", "a", "", Protocol.UDP, IPFamily.IPV4), new.frontends, serving=new.serving)
     for order in ([(moved.name, moved), (old.name, None)], [(old.name, None), (moved.name, moved)]):
         services = known(old)
         services.apply(dict(order))
-        assert services.is_stale(Family.IPV4, (VIP, 53), POD_A)
-        assert not services.is_stale(Family.IPV4, (NODE, 30053), POD_B)
+        assert services.is_stale(IPFamily.IPV4, (VIP, 53), POD_A)
+        assert not services.is_stale(IPFamily.IPV4, (NODE, 30053), POD_B)

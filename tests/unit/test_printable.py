@@ -17,7 +17,7 @@ from pyebpf_proxy.kube.validation import quote
 from pyebpf_proxy.printable import printable, printable_json
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.output import show
-from pyebpf_proxy.see.text import Cell, Paper, fields, safe, table, wrapped
+from pyebpf_proxy.see.text import Cell, Terminal, fields, safe, table, wrapped
 from pyebpf_proxy.services import pods
 from pyebpf_proxy.trace import events
 from pyebpf_proxy.trace.lines import printed
@@ -76,12 +76,12 @@ def test_the_text_of_an_exception_is_lines_of_text(capsys: pytest.CaptureFixture
 
 
 def test_tables_and_sentences_show_escapes() -> None:
-    sheet = Paper(60, colour=True)
+    terminal = Terminal(60, colour=True)
     lines = [
-        *table(sheet, ["POD", "STATE"], [[Cell(EVIL, "red"), EVIL]]),
-        *fields(sheet, [("pod", EVIL), (EVIL, Cell(EVIL, "green"))]),
-        *wrapped(sheet, EVIL),
-        sheet.paint(EVIL, "bold"),
+        *table(terminal, ["POD", "STATE"], [[Cell(EVIL, "red"), EVIL]]),
+        *fields(terminal, [("pod", EVIL), (EVIL, Cell(EVIL, "green"))]),
+        *wrapped(terminal, EVIL),
+        terminal.paint(EVIL, "bold"),
     ]
     assert lines
     for line in lines:
@@ -90,7 +90,7 @@ def test_tables_and_sentences_show_escapes() -> None:
 
 
 def test_what_was_put_together_elsewhere_keeps_our_colours_only(capsys: pytest.CaptureFixture[str]) -> None:
-    line = Paper(80, colour=True).paint("good", "green") + EVIL
+    line = Terminal(80, colour=True).paint("good", "green") + EVIL
     assert safe(line) == f"\x1b[32mgood\x1b[0m{SHOWN}"
 
 
@@ -120,9 +120,9 @@ def test_the_name_of_a_process_in_trace_is_text() -> None:
         device="", process=event.command, pid=7, hook="socket", source_name=EVIL,
     )  # fmt: skip
     for form in ("table", "json"):
-        line = printed(decision, form, Paper(1000, colour=False))
+        line = printed(decision, form, Terminal(1000, colour=False))
         assert not CONTROL.search(line), line
-    assert r"x\x1b[2J\n\x9b1m[7]" in printed(decision, "table", Paper(1000))
+    assert r"x\x1b[2J\n\x9b1m[7]" in printed(decision, "table", Terminal(1000))
 
 
 def a_slice(*names: str | None) -> dict[str, object]:

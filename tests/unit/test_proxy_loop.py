@@ -21,11 +21,11 @@ from pyebpf_proxy.kube.source import Batch, Change
 from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.proxy import Delta, Proxy
 from pyebpf_proxy.services.losses import Said
-from pyebpf_proxy.services.model import Family, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
 
 
 def name(text: str) -> ServicePortName:
-    return ServicePortName("ns", text, "", Protocol.TCP, Family.IPV4)
+    return ServicePortName("ns", text, "", Protocol.TCP, IPFamily.IPV4)
 
 
 def change(text: str, gone: bool = False) -> Change:
@@ -304,7 +304,7 @@ def test_other_nodes_reach_the_data_plane_before_the_changes_that_came_with_them
 @pytest.mark.parametrize("known", [True, False])
 def test_a_node_whose_addresses_are_not_known_is_said(world: World, known: bool, caplog) -> None:
     if known:
-        world.facts = NodeFacts(node_ips={Family.IPV4: b"\n\0\0\1"})
+        world.facts = NodeFacts(node_ips={IPFamily.IPV4: b"\n\0\0\1"})
 
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))

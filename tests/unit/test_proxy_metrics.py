@@ -27,7 +27,7 @@ from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
 from pyebpf_proxy.servers.numbers import NETPROG, Registry, text
 from pyebpf_proxy.servers.observer import Observer
 from pyebpf_proxy.servers.standard import add_build
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
 REASONS = {
@@ -303,8 +303,8 @@ def test_counters_of_every_kubernetes_program_have_their_names_in_their_headers(
 
 
 def test_the_reconciler(world: World) -> None:
-    world.observer.reconciled(Family.IPV4, 0.003, 2)
-    world.observer.reconciled(Family.IPV4, 0.001, 0)
+    world.observer.reconciled(IPFamily.IPV4, 0.003, 2)
+    world.observer.reconciled(IPFamily.IPV4, 0.001, 0)
     name = f"{K}conntrack_reconciler_"
     assert world[f"{name}deleted_entries_total", "IPv4"] == 2
     assert world[f"{name}sync_duration_seconds_count", "IPv4"] == 2

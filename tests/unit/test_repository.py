@@ -15,7 +15,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATED = {".git", ".venv", "build", "dist", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
-MAX_LINES = 450
 # A name of a package host in the tree ties every build to it; mirrors are the machine's own configuration.
 # Written with classes of one letter, so that this file does not name them either.
 PACKAGE_HOST = re.compile(
@@ -43,12 +42,6 @@ def own_files(*suffixes: str) -> list[Path]:
 
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
-
-
-def test_python_files_are_short_enough_to_read() -> None:
-    lengths = {relative(path): len(path.read_text().splitlines()) for path in own_files(".py")}
-    assert len(lengths) > 10
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
 def test_every_source_file_names_its_licence() -> None:

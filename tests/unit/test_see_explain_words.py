@@ -10,10 +10,10 @@ from pyebpf_proxy.see.explain import disagreements
 from pyebpf_proxy.see.explain_text import text
 from pyebpf_proxy.see.model import ChoiceView, Explanation, ProgramView
 from pyebpf_proxy.see.state import Backend
-from pyebpf_proxy.see.text import Paper
-from pyebpf_proxy.services.model import Family, Protocol
+from pyebpf_proxy.see.text import Terminal
+from pyebpf_proxy.services.model import IPFamily, Protocol
 
-BACKEND = Backend(7, Family.IPV4, b"\x0a\xf4\x01\x0a", 8080, Protocol.TCP, 1, True)
+BACKEND = Backend(7, IPFamily.IPV4, b"\x0a\xf4\x01\x0a", 8080, Protocol.TCP, 1, True)
 
 
 def answer(verdict: str = "served", reason: str = "", **program: object) -> Explanation:
@@ -75,5 +75,5 @@ def test_another_reason_is_said() -> None:
     (said,) = disagreements(view, Decision(verdict="dropped", reason="drop_source_range"), view.program)
     assert said == "by the rules the reason is drop_source_range, the program counted drop_conntrack_full"
     view.disagreements = [said]
-    assert f"disagreement: {said}" in text(view, Paper())
-    assert not any("It agrees" in line for line in text(view, Paper()))
+    assert f"disagreement: {said}" in text(view, Terminal())
+    assert not any("It agrees" in line for line in text(view, Terminal()))

@@ -9,15 +9,15 @@ import pytest
 
 from pyebpf_proxy.see.answers import QuestionError
 from pyebpf_proxy.see.names import matching
-from pyebpf_proxy.see.text import Cell, Paper, duration, fields, table, wrapped
-from pyebpf_proxy.services.model import Family, Protocol, ServicePortName
+from pyebpf_proxy.see.text import Cell, Terminal, duration, fields, table, wrapped
+from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePortName
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def name(text: str, port: str = "http") -> ServicePortName:
     namespace, _, service = text.partition("/")
-    return ServicePortName(namespace, service, port, Protocol.TCP, Family.IPV4)
+    return ServicePortName(namespace, service, port, Protocol.TCP, IPFamily.IPV4)
 
 
 NAMES = [
@@ -77,7 +77,7 @@ ROWS = [
 @pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 200])
 @pytest.mark.parametrize("colour", [False, True])
 def test_a_table_fits_and_loses_nothing(width: int, colour: bool) -> None:
-    lines = table(Paper(width, colour), HEAD, ROWS)
+    lines = table(Terminal(width, colour), HEAD, ROWS)
     shown = [ESCAPE.sub("", line) for line in lines]
     assert max(map(len, shown)) <= width
     if width >= 30:  # an address may be as long
@@ -92,7 +92,7 @@ def _text(cell: str | Cell) -> str:
 
 
 def test_a_wide_table_is_one_line_a_row() -> None:
-    assert table(Paper(), HEAD, ROWS) == [
+    assert table(Terminal(), HEAD, ROWS) == [
         "NAME              ADDRESS                   WHY",
         "default/web:http  [fd00:10:244:1::10]:8080  is wanted, and not in the kernel",
         "shop/cart:http    10.96.0.1:80",
@@ -100,7 +100,7 @@ def test_a_wide_table_is_one_line_a_row() -> None:
 
 
 def test_a_narrow_table_is_blocks() -> None:
-    assert table(Paper(36), HEAD, ROWS) == [
+    assert table(Terminal(36), HEAD, ROWS) == [
         "default/web:http",
         "  address  [fd00:10:244:1::10]:8080",
         "  why      is wanted, and not in the",
@@ -112,10 +112,10 @@ def test_a_narrow_table_is_blocks() -> None:
 
 def test_sentences_and_fields_fit() -> None:
     text = "the masquerade bit 0x4000 is set by somebody else: give this one another with masqueradeBit"
-    assert all(len(line) <= 40 for line in wrapped(Paper(40), text, indent="    "))
-    assert " ".join(line.strip() for line in wrapped(Paper(40), text, indent="    ")) == text
-    assert fields(Paper(20), [("a name of many words", "yes")]) == ["  a name of many", "  words", "    yes"]
-    assert fields(Paper(), [("path", "direct"), ("kernel", "6.18")]) == ["  path    direct", "  kernel  6.18"]
+    assert all(len(line) <= 40 for line in wrapped(Terminal(40), text, indent="    "))
+    assert " ".join(line.strip() for line in wrapped(Terminal(40), text, indent="    ")) == text
+    assert fields(Terminal(20), [("a name of many words", "yes")]) == ["  a name of many", "  words", "    yes"]
+    assert fields(Terminal(), [("path", "direct"), ("kernel", "6.18")]) == ["  path    direct", "  kernel  6.18"]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(10800, "3h"), (90, "90s"), (86400, "1d"), (60, "1m"), (0, "0s")])

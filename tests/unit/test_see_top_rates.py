@@ -9,22 +9,22 @@ import pytest
 from rich.console import Console
 
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.board import Sample
 from pyebpf_proxy.see.meter import Amount, Place
 from pyebpf_proxy.see.rates import ordered, short, top
+from pyebpf_proxy.see.service_counters import Sample
 from pyebpf_proxy.see.state import Backend, Service
 from pyebpf_proxy.see.top import MOST_PACKETS, one_in
 from pyebpf_proxy.see.top_screen import Screen
-from pyebpf_proxy.services.model import Family, Protocol, ServicePortName
+from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePortName
 
 
 def service(number: int, name: str, backends: tuple[int, ...]) -> Service:
-    full = ServicePortName("default", name, "http", Protocol.TCP, Family.IPV4)
+    full = ServicePortName("default", name, "http", Protocol.TCP, IPFamily.IPV4)
     return Service(number, full, number, 0, 0, True, False, False, False, False, cluster=backends)
 
 
 def backend(number: int, of: int) -> Backend:
-    return Backend(number, Family.IPV4, bytes([10, 0, 0, number]), 8080, Protocol.TCP, of, number == 1)
+    return Backend(number, IPFamily.IPV4, bytes([10, 0, 0, number]), 8080, Protocol.TCP, of, number == 1)
 
 
 SERVICES = {1: service(1, "web", (1, 2)), 2: service(2, "other", (3,)), 3: service(3, "quiet", (4,))}

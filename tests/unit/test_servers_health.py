@@ -10,10 +10,10 @@ import pytest
 from pyebpf_proxy.kube.objects import Node, NodeSpec, ObjectMeta, Taint
 from pyebpf_proxy.servers.health import Health, HealthPages, Moment
 from pyebpf_proxy.servers.http import Request
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 from pyebpf_proxy.services.nodes import is_eligible
 
-V4, V6 = Family.IPV4, Family.IPV6
+V4, V6 = IPFamily.IPV4, IPFamily.IPV6
 #: 2026-11-21T05:38:20Z
 EPOCH = 1795239500
 TIMEOUT = 60.0
@@ -55,10 +55,10 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("what", "happened", "when", "healthy"), TABLE, ids=[row[0] for row in TABLE])
-def test_health(what: str, happened: list[tuple[str, float]], when: float, healthy: dict[Family, bool]) -> None:
+def test_health(what: str, happened: list[tuple[str, float]], when: float, healthy: dict[IPFamily, bool]) -> None:
     health = Health(TIMEOUT)
     for event, moment in happened:
-        family = Family(int(event[1]))
+        family = IPFamily(int(event[1]))
         (health.queued if event[0] == "q" else health.updated)(family, at(moment))
     report = health.report(at(when))
     assert {family: its.healthy for family, its in report.families.items()} == healthy

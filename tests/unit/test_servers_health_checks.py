@@ -16,11 +16,11 @@ from pyebpf_proxy.servers.health import Health, Moment
 from pyebpf_proxy.servers.health_checks import HealthCheckPorts, listen_addresses
 from pyebpf_proxy.servers.server import Server
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 from tests.ports import free_port
 from tests.unit.http_client import answers, get, until
 
-V4, V6 = Family.IPV4, Family.IPV6
+V4, V6 = IPFamily.IPV4, IPFamily.IPV6
 S4, S6 = HealthCheckName("ns", "s", V4), HealthCheckName("ns", "s", V6)
 T4 = HealthCheckName("ns", "t", V4)
 BODY = """{

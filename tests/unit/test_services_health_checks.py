@@ -17,11 +17,11 @@ from pyebpf_proxy.kube.objects import (
 )
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
-V4 = HealthCheckName("ns", "s", Family.IPV4)
-V6 = HealthCheckName("ns", "s", Family.IPV6)
+V4 = HealthCheckName("ns", "s", IPFamily.IPV4)
+V6 = HealthCheckName("ns", "s", IPFamily.IPV6)
 
 
 def service(gone: bool = False, families: tuple[str, ...] = ("IPv4",), **spec: object) -> Change:

@@ -15,7 +15,7 @@ from pyebpf_proxy.kube.objects import Node, Service
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services import endpoints
 from pyebpf_proxy.services.addresses import format_address, format_address_port
-from pyebpf_proxy.services.model import Endpoint, Family, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import Endpoint, IPFamily, Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 
 from .planned import NODE, cluster, endpoint_slice, frontends, gone, name_of, node, service, service_cidr
@@ -154,8 +154,8 @@ def test_facts_of_the_nodes(planner: Planner) -> None:
         "10.244.1.0/24", "10.245.1.0/24", "10.244.2.0/24", "fd00:1::/64",
     }  # fmt: skip
     assert {family: str(cidr) for family, cidr in planner.node_cidrs.items()} == {
-        Family.IPV4: "10.244.1.0/24",
-        Family.IPV6: "fd00:1::/64",
+        IPFamily.IPV4: "10.244.1.0/24",
+        IPFamily.IPV6: "fd00:1::/64",
     }
     before = planner.node_ips, planner.node_cidrs, planner.pod_cidrs, planner.node_addresses
     planner.update([node("node-2", internal_ip="192.0.2.2", pod_cidrs=["10.244.2.0/24"], zone="z")])

@@ -13,7 +13,7 @@ import pytest
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services import endpoints, frontends
 from pyebpf_proxy.services.losses import OVER_LIMIT
-from pyebpf_proxy.services.model import Family, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 from pyebpf_proxy.services.shares import Limits
 
@@ -143,7 +143,7 @@ def test_s2_endpoints_of_udp_count_twice(planner: Planner) -> None:
     addresses = [f"10.0.0.{number}" for number in range(1, 11)]
     named = [{"name": "p1", "port": 53, "protocol": "UDP"}]
     planner.update([udp, endpoint_slice("dns-1", "dns", *addresses, ports=named)._replace(namespace="tenant")])
-    port = planner.get(ServicePortName("tenant", "dns", "p1", Protocol.UDP, Family.IPV4))
+    port = planner.get(ServicePortName("tenant", "dns", "p1", Protocol.UDP, IPFamily.IPV4))
     assert port is not None
     assert len(port.cluster) == len(port.serving) == 7
 

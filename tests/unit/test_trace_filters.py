@@ -9,16 +9,16 @@ import pytest
 
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QuestionError
-from pyebpf_proxy.services.model import Family, Protocol, ServicePortName
-from pyebpf_proxy.trace.filters import FIELDS, Filter, Known
+from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePortName
+from pyebpf_proxy.trace.filters import FIELDS, Filter, FilterNames
 
 
-def name(service: str, port: str, family: Family = Family.IPV4) -> ServicePortName:
+def name(service: str, port: str, family: IPFamily = IPFamily.IPV4) -> ServicePortName:
     return ServicePortName("default", service, port, Protocol.TCP, family)
 
 
-KNOWN = Known(
-    {name("web", "http"): 1, name("web", "dns"): 2, name("web", "http", Family.IPV6): 3, name("shop", "http"): 4},
+KNOWN = FilterNames(
+    {name("web", "http"): 1, name("web", "dns"): 2, name("web", "http", IPFamily.IPV6): 3, name("shop", "http"): 4},
     {"new_flow_fast": 1, "new_flow_netfilter": 2, "drop_source_range": 3, "drop_rewrite_failed": 4, "stack_hops": 5},
     {"eth0": 2, "cni0": 3},
 )
@@ -106,7 +106,7 @@ def test_services_are_renumbered() -> None:
     assert chosen.renumber({name("web", "http"): 9, name("shop", "http"): 1})["services"] == (9,)
     # None at all must not mean any; more than there is room for are left to the reader.
     assert len(chosen.renumber({})["services"]) == 1
-    many = {name("web", "http", Family.IPV4)._replace(namespace=f"n{i}"): i for i in range(20)}
+    many = {name("web", "http", IPFamily.IPV4)._replace(namespace=f"n{i}"): i for i in range(20)}
     assert Filter(["n3/web"], KNOWN._replace(services=many)).wanted["services"] == (3,)
     ports = {name("web", f"p{i}"): i for i in range(1, 20)}
     assert Filter(["web"], KNOWN._replace(services=ports)).wanted["services"] == ()

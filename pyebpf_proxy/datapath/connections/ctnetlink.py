@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attribute, attributes
-from pyebpf_proxy.services.model import Family, Protocol
+from pyebpf_proxy.services.model import IPFamily, Protocol
 
 #: Messages by their numbers: NFNL_SUBSYS_CTNETLINK << 8, and IPCTNL_MSG_CT_*.
 GET, DELETE = 0x101, 0x102
@@ -27,13 +27,13 @@ PROTO_NUM, SRC_PORT, DST_PORT = 1, 2, 3
 _ID, _ZONE, _FILTER = 12, 18, 25
 _FILTER_PROTO_NUM = 1 << 3
 _SOURCE, _DESTINATION = {1, 3}, {2, 4}  # IPv4, IPv6
-_ADDRESS_FAMILY = {Family.IPV4: socket.AF_INET, Family.IPV6: socket.AF_INET6}
+_ADDRESS_FAMILY = {IPFamily.IPV4: socket.AF_INET, IPFamily.IPV6: socket.AF_INET6}
 
 
 class Flow(NamedTuple):
     """A tracked UDP flow. Addresses packed; ``replier`` is who answers: the endpoint, if the flow is translated."""
 
-    family: Family
+    family: IPFamily
     destination: bytes
     destination_port: int
     replier: bytes
@@ -53,7 +53,7 @@ class Tuple(NamedTuple):
     destination_port: bytes
 
 
-def udp_flows(family: Family) -> Iterator[Flow]:
+def udp_flows(family: IPFamily) -> Iterator[Flow]:
     """Every UDP flow of ``family`` that the kernel tracks in this network namespace.
 
     A dump that the kernel interrupts gives what came until then, as in kube-proxy (spec/service-semantics §10).
@@ -92,7 +92,7 @@ def reply_of(link: RawLink, protocol: int, source: tuple[bytes, int], destinatio
     ports = attribute(SRC_PORT, source[1].to_bytes(2, "big")) + attribute(DST_PORT, destination[1].to_bytes(2, "big"))
     key = attribute(TUPLE_IP, addresses, nested=True)
     key += attribute(TUPLE_PROTO, attribute(PROTO_NUM, bytes([protocol])) + ports, nested=True)
-    family = Family.IPV4 if four else Family.IPV6
+    family = IPFamily.IPV4 if four else IPFamily.IPV6
     try:
         message = link.get(GET, _header(family) + attribute(TUPLE_ORIG, key, nested=True))
     except OSError as error:
@@ -122,7 +122,7 @@ def read_tuple(message: bytes, begin: int, end: int) -> Tuple | None:
     return Tuple(fields[PROTO_NUM][0], source, destination, fields[SRC_PORT], fields[DST_PORT])
 
 
-def _header(family: Family) -> bytes:
+def _header(family: IPFamily) -> bytes:
     return struct.pack("=BBH", _ADDRESS_FAMILY[family], 0, 0)
 
 
@@ -132,7 +132,7 @@ def _only_udp() -> bytes:
     return attribute(TUPLE_ORIG, protocol, nested=True) + attribute(_FILTER, wanted, nested=True)
 
 
-def _flows(link: RawLink, family: Family, wanted: bytes) -> Iterator[Flow]:
+def _flows(link: RawLink, family: IPFamily, wanted: bytes) -> Iterator[Flow]:
     try:
         for message in link.dump(GET, _header(family) + wanted):
             flow = _flow(family, message)
@@ -144,7 +144,7 @@ def _flows(link: RawLink, family: Family, wanted: bytes) -> Iterator[Flow]:
             raise OSError(number, f"conntrack: UDP flows could not be listed: {os.strerror(number)}") from error
 
 
-def _flow(family: Family, message: bytes) -> Flow | None:
+def _flow(family: IPFamily, message: bytes) -> Flow | None:
     original = reply = None
     key = b""
     for kind, begin, end in attributes(message, FAMILY_HEADER, len(message)):

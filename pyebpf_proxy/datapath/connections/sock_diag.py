@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pyebpf_proxy.datapath.connections.rawlink import NETLINK_SOCK_DIAG, RawLink
-from pyebpf_proxy.services.model import Family, Protocol
+from pyebpf_proxy.services.model import IPFamily, Protocol
 
 # include/uapi/linux/sock_diag.h, inet_diag.h
 _BY_FAMILY, _DESTROY = 20, 21
 _ESTABLISHED, _ANY_STATE = 1 << 1, 0xFFFFFFFF
 _MAPPED = bytes(10) + b"\xff\xff"
-_ADDRESS_FAMILY = {Family.IPV4: socket.AF_INET, Family.IPV6: socket.AF_INET6}
+_ADDRESS_FAMILY = {IPFamily.IPV4: socket.AF_INET, IPFamily.IPV6: socket.AF_INET6}
 _REQUEST = struct.Struct("=BBBBI")
 #: Of struct inet_diag_msg, before the id: family, state, timer, retransmissions.
 _BEFORE_ID = 4
@@ -33,13 +33,13 @@ class Socket(NamedTuple):
     peer_port: int
     cookie: int
     #: Of the socket, which may be IPv6 while the peer is IPv4.
-    family: Family
+    family: IPFamily
     id: bytes
 
 
 def connected_udp() -> Iterator[Socket]:
     """Every connected UDP socket of this network namespace. OSError if the kernel refuses."""
-    for family in Family:
+    for family in IPFamily:
         with RawLink(NETLINK_SOCK_DIAG) as link:
             try:
                 for message in link.dump(_BY_FAMILY, _request(family, _ESTABLISHED, bytes(_ID_BYTES))):
@@ -61,14 +61,14 @@ def destroy(found: Socket) -> bool:
     return number == 0
 
 
-def _request(family: Family, states: int, identity: bytes) -> bytes:
+def _request(family: IPFamily, states: int, identity: bytes) -> bytes:
     return _REQUEST.pack(_ADDRESS_FAMILY[family], Protocol.UDP, 0, 0, states) + identity
 
 
-def _socket(family: Family, identity: bytes) -> Socket:
+def _socket(family: IPFamily, identity: bytes) -> Socket:
     _, port, _, peer = _ID.unpack_from(identity)
     (cookie,) = struct.unpack_from("=Q", identity, 40)
-    if family is Family.IPV4:
+    if family is IPFamily.IPV4:
         peer = peer[:4]
     elif peer.startswith(_MAPPED):
         peer = peer[12:]

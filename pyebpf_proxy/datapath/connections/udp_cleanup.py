@@ -18,7 +18,7 @@ from pyebpf_proxy.datapath.connections import ctnetlink, sock_diag
 from pyebpf_proxy.datapath.connections.udp_services import Place, UdpServices
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
-from pyebpf_proxy.services.model import Family, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
 
 #: From a socket's cookie and the endpoint that it is connected to: where its owner wanted to connect; None: just there.
 Peers = Callable[[int, Place], Place | None]
@@ -27,7 +27,7 @@ Peers = Callable[[int, Place], Place | None]
 class Cleaned(NamedTuple):
     """What one clean-up of a family did."""
 
-    family: Family
+    family: IPFamily
     seconds: float
     flows: int
     sockets: int
@@ -58,7 +58,7 @@ class UdpCleanup:
                 return []
         sockets = self._end_sockets()
         done = []
-        for family in Family:
+        for family in IPFamily:
             begin = time.monotonic()
             stale = list(filter(self._is_stale, ctnetlink.udp_flows(family)))
             flows = ctnetlink.delete(stale) if stale else 0
@@ -71,14 +71,14 @@ class UdpCleanup:
                 flow.family, (flow.destination, flow.destination_port), (flow.replier, flow.replier_port)
             )
 
-    def _end_sockets(self) -> dict[Family, int]:
-        ended = dict.fromkeys(Family, 0)
+    def _end_sockets(self) -> dict[IPFamily, int]:
+        ended = dict.fromkeys(IPFamily, 0)
         for found in list(sock_diag.connected_udp()):
             endpoint = found.peer, found.peer_port
             wanted = self._peers(found.cookie, endpoint)
             if wanted is None:
                 continue
-            family = Family.IPV4 if len(found.peer) == 4 else Family.IPV6
+            family = IPFamily.IPV4 if len(found.peer) == 4 else IPFamily.IPV6
             with self._lock:
                 stale = self._services.is_stale(family, wanted, endpoint)
             if stale and sock_diag.destroy(found):
@@ -87,10 +87,10 @@ class UdpCleanup:
 
 
 def peers_in(maps: Mapping[str, Map], btf: Btf) -> Peers:
-    """Reads the programs' memory of translated sockets (``socket_peers4``, ``socket_peers6``)."""
-    layouts = {4: btf.struct("socket_peer4_key"), 16: btf.struct("socket_peer6_key")}
-    values = {4: btf.struct("socket_peer4"), 16: btf.struct("socket_peer6")}
-    tables = {4: maps["socket_peers4"], 16: maps["socket_peers6"]}
+    """Reads the programs' memory of translated sockets (``socket_revnat4``, ``socket_revnat6``)."""
+    layouts = {4: btf.struct("socket_revnat4_key"), 16: btf.struct("socket_revnat6_key")}
+    values = {4: btf.struct("socket_revnat4_value"), 16: btf.struct("socket_revnat6_value")}
+    tables = {4: maps["socket_revnat4"], 16: maps["socket_revnat6"]}
 
     def look_up(cookie: int, endpoint: Place) -> Place | None:
         address, port = endpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pyebpf_proxy.services.model import Family, FrontendKind, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePort, ServicePortName
 
 #: Packed address and port.
 Place = tuple[bytes, int]
@@ -17,7 +17,7 @@ class UdpServices:
     def __init__(self) -> None:
         self._ports: dict[ServicePortName, ServicePort] = {}
         self._places: dict[Place, frozenset[Place]] = {}
-        self._node_ports: dict[tuple[Family, int], frozenset[Place]] = {}
+        self._node_ports: dict[tuple[IPFamily, int], frozenset[Place]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._ports)
@@ -41,7 +41,7 @@ class UdpServices:
             self._learn(plan)
         return touched
 
-    def is_stale(self, family: Family, destination: Place, endpoint: Place) -> bool:
+    def is_stale(self, family: IPFamily, destination: Place, endpoint: Place) -> bool:
         """Whether a flow to ``destination`` that ``endpoint`` answers should not go on.
 
         Not if no service port is reached there, or if it has no serving endpoint at all: such flows stay.

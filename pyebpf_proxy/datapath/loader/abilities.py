@@ -17,7 +17,7 @@ _SCHED_CLS, _CGROUP_SOCK_ADDR = 3, 18
 _SK_STORAGE_GET, _KTIME_GET_COARSE_NS, _LOOP, _SET_RETVAL = 107, 160, 181, 187
 _MAP_SK_STORAGE = 24
 #: Maps that are not made where sockets have no storage for programs.
-STORAGE_MAPS = frozenset({"connected_peers", "socket_talks"})
+STORAGE_MAPS = frozenset({"connected_revnat", "socket_translations"})
 
 
 class Abilities(NamedTuple):

@@ -3,7 +3,7 @@
 
 with Object.open(path, pin_dir=pins, rodata={"settings": packed}) as o:
     o.load()
-    o.maps["tables"].update(key, value)
+    o.maps["service_configs"].update(key, value)
     o.programs["tc_ethernet"].test_run(frame).retval
 """
 

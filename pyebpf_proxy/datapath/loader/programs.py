@@ -78,21 +78,21 @@ SCHEDULERS: Mapping[Scheduler, int] = {
 LEAST_CONNECTIONS = 5
 # Maps that only some schedulers use. The others' programs have no way to them, and they are not made.
 _SCHEDULER_MAPS = {
-    "turns": {1},
+    "rr_cursor": {1},
     "connections": {5, 6, 7, 8},
     "choices": {5, 6, 7, 8},
     "localities": {7},
     "locality_sets": {8},
 }
 # Maps that are made only where sockets of pods are translated.
-_POD_MAPS = {"pod_sources", "left_sockets", "excluded_pods", *STORAGE_MAPS}
+_POD_MAPS = {"pod_sources", "deferred_sockets", "excluded_pods", *STORAGE_MAPS}
 # Maps of XDP alone.
 _XDP_MAPS = {"xdp_devices", "xdp_choices"}
 # Only for programs that are run to see what they would do.
 _DRY_MAPS = {"dry_results"}
 # Maps and programs of the fast path alone.
 _FLOW_MAPS = {
-    *("flows", "fast_path", "flow_drafts", "sightings", "promotions", "young_counts", "permits", "handovers"),
+    *("flows", "fast_path", "flow_drafts", "flow_packet_counts", "promotions", "young_counts", "permits", "handovers"),
     *("sweep_results", "flow_fragments", "recent_flows", "recent_next"),
 }
 _FLOW_PROGRAMS = {"tc_egress", "sweep_flows", "promote_flow", "end_flow"}
@@ -323,7 +323,7 @@ def _with_schedulers(sizes: Mapping[str, int]) -> dict[str, int]:
     if "services" in sizes:
         wanted["affinity_counts"] = sizes["services"]
     if "slots" in sizes:
-        wanted["turns"] = sizes["slots"]
+        wanted["rr_cursor"] = sizes["slots"]
     if "backends4" in sizes and "backends6" in sizes:
         wanted["connections"] = wanted["choices"] = sizes["backends4"] + sizes["backends6"]
     return wanted

@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from pyebpf_proxy.services.model import Endpoint, Family, FrontendKind, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import Endpoint, FrontendKind, IPFamily, Protocol, ServicePort, ServicePortName
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 K = TypeVar("K")
@@ -39,12 +39,12 @@ V = TypeVar("V")
 #: The table's chains with a hook; in iptables mode both.
 OUTPUT, UNSERVED = "host_output", "host_unserved"
 #: Of versions that served only SCTP so.
-_OLDER = ("own_sctp", "sctp")
+_OLDER = ("host_sctp", "sctp")
 _OLDER_MAPS = tuple(f"sctp_{what}{number}" for what in ("services", "node_ports", "unserved") for number in (4, 6))
 _REJECT, _DROP = "host_reject", "host_drop"
-_IP = {Family.IPV4: "ip", Family.IPV6: "ip6"}
-_ADDRESS = {Family.IPV4: "ipv4_addr", Family.IPV6: "ipv6_addr"}
-_LOOPBACK = {Family.IPV4: "127.0.0.0/8", Family.IPV6: "::1"}
+_IP = {IPFamily.IPV4: "ip", IPFamily.IPV6: "ip6"}
+_ADDRESS = {IPFamily.IPV4: "ipv4_addr", IPFamily.IPV6: "ipv6_addr"}
+_LOOPBACK = {IPFamily.IPV4: "127.0.0.0/8", IPFamily.IPV6: "::1"}
 #: So many endpoints are chosen from by a rule each.
 _FEW = 16
 #: Of a chain's name; the kernel takes 255, and an endpoint's address comes behind it.
@@ -58,9 +58,9 @@ class HostTraffic(NamedTuple):
     nft_mode: bool = False
     masquerade_all: bool = False
     #: Families that have a detector; a range where it goes by one: nothing else is a pod for a packet of the node.
-    detectors: Mapping[Family, Network | None] = {}
+    detectors: Mapping[IPFamily, Network | None] = {}
     #: Networks whose addresses serve NodePorts; a family without an entry: all of its own.
-    node_ports: Mapping[Family, Sequence[Network]] = {}
+    node_ports: Mapping[IPFamily, Sequence[Network]] = {}
     localhost_node_ports: bool = False
     #: Those that nothing else serves.
     protocols: frozenset[Protocol] = frozenset({Protocol.SCTP})
@@ -194,7 +194,7 @@ class HostRules:
 
     @staticmethod
     def _maps() -> Iterator[tuple[str, str]]:
-        for family in Family:
+        for family in IPFamily:
             yield f"host_services{family.value}", f"type {_ADDRESS[family]} . inet_proto . inet_service : verdict ;"
             yield f"host_node_ports{family.value}", "type inet_proto . inet_service : verdict ;"
             yield f"host_unserved{family.value}", "type inet_proto . inet_service : verdict ;"
@@ -228,7 +228,7 @@ def _lookups(traffic: HostTraffic) -> Iterator[str]:
         yield f"{ip} daddr . meta l4proto . th dport vmap @host_services{family.value}"
     for family, ip in _IP.items():
         ports = f"meta l4proto . th dport vmap @host_node_ports{family.value}"
-        if family is Family.IPV4 and traffic.localhost_node_ports:
+        if family is IPFamily.IPV4 and traffic.localhost_node_ports:
             yield f"ip daddr {_LOOPBACK[family]} {ports}"
         networks = traffic.node_ports.get(family, ())
         everywhere = not networks or any(not network.prefixlen for network in networks)
@@ -238,7 +238,7 @@ def _lookups(traffic: HostTraffic) -> Iterator[str]:
 
 def _unserved() -> Iterator[str]:
     """What an own address that serves NodePorts has got is translated by now, or refused."""
-    for family in Family:
+    for family in IPFamily:
         new = f"meta nfproto ipv{family.value} ct state new ct status & dnat == 0"
         yield f"iif lo {new} meta l4proto . th dport vmap @host_unserved{family.value}"
 
@@ -346,7 +346,7 @@ def _mark(traffic: HostTraffic) -> str:
     return f"meta mark set meta mark or {traffic.masquerade_mark:#x}"
 
 
-def _unless_pod(family: Family, traffic: HostTraffic) -> str:
+def _unless_pod(family: IPFamily, traffic: HostTraffic) -> str:
     """A wide range of pods may hold the node's address (§5); no device detects what the node itself sends (§6)."""
     pods = traffic.detectors.get(family)
     return f"{_IP[family]} saddr != {pods} {_mark(traffic)}" if pods is not None else _mark(traffic)

@@ -19,14 +19,14 @@ translate          prerouting, nat, -105        resets what conntrack would pick
                                                 others' rules (-100), a kube-proxy's that is still there, say
 prove_new          postrouting, nat, 99         priority 0xEE000001 for the first packet of a translated flow: the
                                                 program at the device's egress sees that it was let through
-hide_source        postrouting, nat, 100        masquerades packets with the bit (spec/service-semantics §5.1)
+masquerading        postrouting, nat, 100        masquerades packets with the bit (spec/service-semantics §5.1)
 clear_mark         postrouting, filter, 101     clears that one bit, and a tag that nobody has taken: the kernel resets
                                                 the priority only when it forwards IPv4
 drop_invalid       forward, filter, 0           iptables mode: what conntrack calls INVALID, unless conntrack
                                                 is liberal (§5.1)
-own_datagrams      output, nat, -110            gives datagrams of the node the bit that their socket has (sock.bpf.c)
+host_datagrams      output, nat, -110            gives datagrams of the node the bit that their socket has (sock.bpf.c)
 unknown_forwarded  prerouting, nat, -90         nftables mode: cluster IPs at a port that nobody defined are
-unknown_own        output, nat, -90             rejected, other addresses of the ServiceCIDRs dropped (§9)
+unknown_host        output, nat, -90             rejected, other addresses of the ServiceCIDRs dropped (§9)
 =================  ===========================  ==========================================================
 
 Chains of type nat are asked by the kernel only for the first packet of a flow, and only until the flow has its NAT:
@@ -108,7 +108,7 @@ def chains(behaviour: Behaviour) -> dict[str, Chain]:
         "reject_forwarded": ("nat", "prerouting", -110),
         "reject_local": ("nat", "input", -110),
         "translate": ("nat", "prerouting", -105),
-        "hide_source": ("nat", "postrouting", 100),
+        "masquerading": ("nat", "postrouting", 100),
         "clear_mark": ("filter", "postrouting", 101),
     }
     if behaviour.prove_new:
@@ -116,10 +116,10 @@ def chains(behaviour: Behaviour) -> dict[str, Chain]:
     if behaviour.drop_invalid:
         found["drop_invalid"] = ("filter", "forward", 0)
     if behaviour.mark_datagrams:
-        found["own_datagrams"] = ("nat", "output", -110)
+        found["host_datagrams"] = ("nat", "output", -110)
     if behaviour.refuse_unknown:
         found["unknown_forwarded"] = ("nat", "prerouting", -90)
-        found["unknown_own"] = ("nat", "output", -90)
+        found["unknown_host"] = ("nat", "output", -90)
     return {name: Chain(*shape) for name, shape in found.items()}
 
 
@@ -141,9 +141,9 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     ]
     if behaviour.masquerade_ports is not None:
         low, high = behaviour.masquerade_ports
-        found.append(("hide_source", f"{marked} {_TRANSPORTS} masquerade to :{low}-{high} fully-random"))
+        found.append(("masquerading", f"{marked} {_TRANSPORTS} masquerade to :{low}-{high} fully-random"))
     found += [
-        ("hide_source", f"{marked} masquerade fully-random"),
+        ("masquerading", f"{marked} masquerade fully-random"),
         ("clear_mark", f"{marked} meta mark set meta mark and {~mark & 0xFFFFFFFF:#x}"),
         # 0xEB to 0xED, cheaply for the packets that have none of it.
         ("clear_mark", f"meta priority and f800:0000 == e800:0000 {_TAG} != ee00:0000 meta priority set 0:0"),
@@ -159,11 +159,11 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
         # The mark of a message is older than its socket's: it may have the bit from the message before.
         bare = f"socket mark and {mark:#x} == 0"
         found += [
-            ("own_datagrams", f"meta l4proto udp socket mark and {mark:#x} != 0 meta mark set meta mark or {mark:#x}"),
-            ("own_datagrams", f"meta l4proto udp {marked} {bare} meta mark set meta mark and {~mark & 0xFFFFFFFF:#x}"),
+            ("host_datagrams", f"meta l4proto udp socket mark and {mark:#x} != 0 meta mark set meta mark or {mark:#x}"),
+            ("host_datagrams", f"meta l4proto udp {marked} {bare} meta mark set meta mark and {~mark & 0xFFFFFFFF:#x}"),
         ]
     if behaviour.refuse_unknown:
-        for chain, not_ours in (("unknown_forwarded", "fib daddr type != local "), ("unknown_own", "")):
+        for chain, not_ours in (("unknown_forwarded", "fib daddr type != local "), ("unknown_host", "")):
             for family, number in (("ip", 4), ("ip6", 6)):
                 if chain == "unknown_forwarded":
                     known = f"{family} daddr . meta l4proto . th dport @cluster_ports{number}"

@@ -20,7 +20,15 @@ from pyebpf_proxy.datapath.tables.ids import Ids
 from pyebpf_proxy.datapath.tables.ranges import Ranges
 from pyebpf_proxy.datapath.tables.state import BACKEND_IDS, TABLE_IDS, State
 from pyebpf_proxy.services.addresses import format_address_port
-from pyebpf_proxy.services.model import Endpoint, Family, Frontend, Protocol, ServicePort, ServicePortName, SourceRange
+from pyebpf_proxy.services.model import (
+    Endpoint,
+    Frontend,
+    IPFamily,
+    Protocol,
+    ServicePort,
+    ServicePortName,
+    SourceRange,
+)
 
 
 class Repairs(NamedTuple):
@@ -36,7 +44,7 @@ class _Backend(msgspec.Struct, frozen=True, gc=False):
     endpoint: Endpoint
     protocol: int
     service: int
-    family: Family
+    family: IPFamily
 
 
 def _by_text(endpoints: list[Endpoint]) -> tuple[Endpoint, ...]:
@@ -115,7 +123,7 @@ class _Adoption:
         live: list[tuple[int, int]] = []
         other: list[tuple[int, int]] = []
         taken = []
-        for (number,), row, _ in self._rows("tables", self.layouts.u32, self.layouts.table):
+        for (number,), row, _ in self._rows("service_configs", self.layouts.u32, self.layouts.table):
             service, first, cluster, local = row[:4]
             taken.append(number)
             if service in names and self.in_force.get(service) == number:
@@ -127,7 +135,7 @@ class _Adoption:
             else:
                 self.garbage.tables.append(number)
                 other.append((first, cluster + local))
-        self.mirror.used["tables"] = len(taken)
+        self.mirror.used["service_configs"] = len(taken)
         self.table_ids = taken
         self.mirror.slot_ranges, fits = Ranges.without(self.mirror.room["slots"], live + other)
         for record, fit in zip(self.records.values(), fits, strict=False):
@@ -141,7 +149,7 @@ class _Adoption:
     def _source_ranges(self) -> None:
         tables = {record.table for record in self.records.values()}
         newest = 0
-        for family in Family:
+        for family in IPFamily:
             name = f"source_ranges{family.value}"
             rows = self._rows(name, self.layouts.source_range_key[family], self.layouts.u32)
             for (length, table, address), _, raw in rows:
@@ -156,7 +164,7 @@ class _Adoption:
 
     def _backends(self) -> None:
         mirror = self.mirror
-        for family in Family:
+        for family in IPFamily:
             name = f"backends{family.value}"
             rows = self._rows(name, self.layouts.u32, self.layouts.backend[family])
             for (number,), (address, port, protocol, service, local), _ in rows:
@@ -206,7 +214,7 @@ class _Adoption:
 
     def _endpoints(self) -> None:
         wanted = self.mirror.endpoint_counts
-        for family in Family:
+        for family in IPFamily:
             name = f"endpoints{family.value}"
             rows = self._rows(name, self.layouts.endpoint_key[family], self.layouts.endpoint)
             right = serving = 0
@@ -231,7 +239,7 @@ class _Adoption:
             self.mirror.used[name] = right + serving
 
     def _frontends(self, names: dict[int, ServicePortName]) -> None:
-        for family in Family:
+        for family in IPFamily:
             name = f"frontends{family.value}"
             rows = self._rows(name, self.layouts.frontend_key[family], self.layouts.frontend)
             for (_, _, protocol), (service, kind), raw in rows:

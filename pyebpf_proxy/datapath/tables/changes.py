@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pyebpf_proxy.services.model import Endpoint, Family, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import Endpoint, IPFamily, ServicePort, ServicePortName
 
 
 class NoRoomError(Exception):
@@ -79,9 +79,9 @@ class Garbage:
     #: Service ports whose affinity was switched off: what is remembered of their clients.
     affinities: list[int] = field(default_factory=list)
     # By family: keys one after the other; backends with the key of their service-0 endpoint entry.
-    source_ranges: dict[Family, list[bytes]] = field(default_factory=lambda: {f: [] for f in Family})
-    serving: dict[Family, list[bytes]] = field(default_factory=lambda: {f: [] for f in Family})
-    backends: dict[Family, list[tuple[int, bytes]]] = field(default_factory=lambda: {f: [] for f in Family})
+    source_ranges: dict[IPFamily, list[bytes]] = field(default_factory=lambda: {f: [] for f in IPFamily})
+    serving: dict[IPFamily, list[bytes]] = field(default_factory=lambda: {f: [] for f in IPFamily})
+    backends: dict[IPFamily, list[tuple[int, bytes]]] = field(default_factory=lambda: {f: [] for f in IPFamily})
 
     def __bool__(self) -> bool:
         lists = [self.tables, self.services, self.slots, self.affinities]
@@ -94,7 +94,7 @@ class Garbage:
         self.services += other.services
         self.slots += other.slots
         self.affinities += other.affinities
-        for family in Family:
+        for family in IPFamily:
             self.source_ranges[family] += other.source_ranges[family]
             self.serving[family] += other.serving[family]
             self.backends[family] += other.backends[family]

@@ -12,7 +12,7 @@ from struct import Struct
 
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 
 # bpf/hints.h
 _BITS = 20
@@ -52,7 +52,7 @@ class NodePortHints:
     def __init__(self, hints: Map, btf: Btf) -> None:
         self._words = hints.mmap().cast("Q")
         self._fields = {}
-        for family in Family:
+        for family in IPFamily:
             layout = btf.struct(f"frontend{family.value}_key")
             self._fields[layout.size] = layout.packer("address", "port")
 
@@ -89,7 +89,7 @@ class AddressHints:
         if len(self._words) != 1 << _BITS - 6:
             raise ValueError(f"map {hints.name} has {len(self._words)} words instead of {1 << _BITS - 6}")
         self._fields: dict[str, Struct] = {}
-        for family in Family:
+        for family in IPFamily:
             for name in ("frontend", "endpoint"):
                 layout = btf.struct(f"{name}{family.value}_key")
                 address, port = layout.fields["address"].offset, layout.fields["port"].offset

@@ -7,23 +7,23 @@ import sys
 from struct import Struct
 
 from pyebpf_proxy.datapath.loader.btf import Btf
-from pyebpf_proxy.services.model import Family, Frontend, FrontendKind, Protocol, ServicePortName
+from pyebpf_proxy.services.model import Frontend, FrontendKind, IPFamily, Protocol, ServicePortName
 
 #: Names longer than this are refused by Kubernetes too; one byte is left for the end of the C string.
 NAME_MAX = 63
 
 
 class Layouts:
-    """Everything the writer packs. Attributes ending in a family are dicts by Family."""
+    """Everything the writer packs. Attributes ending in a family are dicts by IPFamily."""
 
     def __init__(self, btf: Btf) -> None:
-        def each(pattern: str, *names: str) -> dict[Family, Struct]:
-            return {f: btf.struct(pattern.format(f.value)).packer(*names) for f in Family}
+        def each(pattern: str, *names: str) -> dict[IPFamily, Struct]:
+            return {f: btf.struct(pattern.format(f.value)).packer(*names) for f in IPFamily}
 
         self.u32 = Struct("=I")
         self.frontend_key = each("frontend{}_key", "address", "port", "protocol")
         self.frontend = btf.struct("frontend").packer("service", "kind")
-        self.table = btf.struct("table").packer(
+        self.table = btf.struct("service_config").packer(
             "service",
             "first_slot",
             "cluster_count",
@@ -58,12 +58,12 @@ class Layouts:
         """Raises ValueError for what is no name."""
         namespace, name, port, family, protocol = self.service_name.unpack(raw)
         texts = [part.rstrip(b"\0").decode() for part in (namespace, name, port)]
-        return ServicePortName(texts[0], texts[1], texts[2], Protocol(protocol), Family(family))
+        return ServicePortName(texts[0], texts[1], texts[2], Protocol(protocol), IPFamily(family))
 
     def pack_frontend(self, name: ServicePortName, frontend: Frontend) -> bytes:
         """The key of a frontend."""
         return self.frontend_key[name.family].pack(frontend.address, frontend.port, name.protocol)
 
-    def unpack_frontend(self, family: Family, key: bytes, kind: int) -> Frontend:
+    def unpack_frontend(self, family: IPFamily, key: bytes, kind: int) -> Frontend:
         address, port, _ = self.frontend_key[family].unpack(key)
         return Frontend(FrontendKind(kind), address, port)

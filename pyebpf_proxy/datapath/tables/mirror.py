@@ -112,7 +112,7 @@ class Mirror(State):
     ) -> None:
         family = name.family.value
         if table_changed:
-            self._check("tables", 1)
+            self._check("service_configs", 1)
             self._check(f"backends{family}", len(fresh_keys))
             self._check(f"source_ranges{family}", len(wanted.source_ranges))
             if len(fresh_keys) > self.backend_ids.available:
@@ -223,8 +223,8 @@ class Mirror(State):
             bool(wanted.source_ranges),
             wanted.vip_source_allowed,
         )
-        change.puts["tables"] = (self.layouts.u32.pack(new.table), row)
-        self.used["tables"] += 1
+        change.puts["service_configs"] = (self.layouts.u32.pack(new.table), row)
+        self.used["service_configs"] += 1
         if wanted.source_ranges:
             keys = self._range_keys(family, new)
             change.puts[f"source_ranges{family.value}"] = (b"".join(keys), self.layouts.u32.pack(1) * len(keys))

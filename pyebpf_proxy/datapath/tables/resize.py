@@ -31,14 +31,14 @@ _BPF_NOEXIST = 1
 _ARRAY, _PERCPU_ARRAY, _LRU_HASH = 2, 6, 9
 #: Maps that the programs write to while they run: what the old ones were told last is brought over.
 WRITTEN_BY_PROGRAMS = (
-    *("affinities", "socket_peers4", "socket_peers6", "socket_flows", "lifted_fragments"),
+    *("affinities", "socket_revnat4", "socket_revnat6", "socket_flows", "bridged_fragments"),
     *("choices", "localities", "locality_sets"),
-    *("pod_sources", "left_sockets"),
+    *("pod_sources", "deferred_sockets"),
 )
 #: Of these the values begin with the time of their newest use.
 _WITH_TIME = ("affinities", "socket_flows", "localities", "locality_sets", "pod_sources")
 #: Arrays of which what is beyond the new end may go: counters, and turns of lists that are no more.
-_MAY_BE_CUT = ("reasons", "last_refused", "refused_lately", "turns", "affinity_counts")
+_MAY_BE_CUT = ("counters", "last_refused", "recent_refusals", "rr_cursor", "affinity_counts")
 
 
 class Resize:
@@ -146,7 +146,7 @@ def _used(table: Map, rows: list[tuple[bytes, bytes]], maps: Mapping[str, Map], 
     in_force = maps["services"].dump()[1]
     words = [in_force[i : i + 4] for i in range(0, len(in_force), 8)]
     ends = [0]
-    for key, value in maps["tables"].items():
+    for key, value in maps["service_configs"].items():
         service, first, cluster, local = layouts.table.unpack(value)[:4]
         if service < len(words) and words[service] == key:
             ends.append(first + cluster + local)
@@ -159,7 +159,7 @@ def _bound(rows: list[tuple[bytes, bytes]], new: Map, maps: Mapping[str, Map], b
         return rows
     layouts = Layouts(btf)
     seconds: dict[bytes, int] = {}
-    for row in layouts.table.iter_unpack(maps["tables"].dump()[1]):
+    for row in layouts.table.iter_unpack(maps["service_configs"].dump()[1]):
         number = layouts.u32.pack(row[0])
         seconds[number] = max(seconds.get(number, 0), row[4])
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)

@@ -12,7 +12,7 @@ from pyebpf_proxy.datapath.tables.changes import Change, Garbage, Record
 from pyebpf_proxy.datapath.tables.ids import Ids
 from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.datapath.tables.ranges import Ranges
-from pyebpf_proxy.services.model import Endpoint, Family, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import Endpoint, IPFamily, Protocol, ServicePort, ServicePortName
 
 #: Ids of backends travel in 24 bits of skb->priority.
 BACKEND_IDS = 1 << 24
@@ -110,14 +110,14 @@ class State:
         kept = tuple(f for f in new.plan.frontends if self.layouts.pack_frontend(name, f) not in missing)
         new.plan = msgspec.structs.replace(new.plan, frontends=kept)
 
-    def frontend_deleted(self, key: bytes, family: Family) -> None:
+    def frontend_deleted(self, key: bytes, family: IPFamily) -> None:
         del self.owners[key]
         self.used[f"frontends{family.value}"] -= 1
 
     def freed(self, garbage: Garbage) -> None:
         """The garbage is out of the maps: its room, slots and ids may be used again."""
         used = self.used
-        used["tables"] -= len(garbage.tables)
+        used["service_configs"] -= len(garbage.tables)
         used["service_names"] -= len(garbage.services)
         self.table_ids.free(garbage.tables)
         self.service_ids.free(garbage.services)
@@ -125,14 +125,14 @@ class State:
             self.names.pop(number, None)
         for first, length in garbage.slots:
             self.slot_ranges.free(first, length)
-        for family in Family:
+        for family in IPFamily:
             used[f"source_ranges{family.value}"] -= len(garbage.source_ranges[family])
             used[f"endpoints{family.value}"] -= len(garbage.serving[family])
             used[f"backends{family.value}"] -= len(garbage.backends[family])
             ids = [number for number, _ in garbage.backends[family]]
             self.backend_ids.free(ids)
 
-    def discount_endpoints(self, backends: list[tuple[int, bytes]], family: Family) -> tuple[dict[bytes, int], int]:
+    def discount_endpoints(self, backends: list[tuple[int, bytes]], family: IPFamily) -> tuple[dict[bytes, int], int]:
         """Backends are gone: new counts of their service-0 endpoint entries (0: delete), and how many are 0."""
         counts = self.endpoint_counts
         changed: dict[bytes, int] = {}
@@ -148,7 +148,7 @@ class State:
     def targets(self, garbage: Garbage) -> dict[int, tuple[bytes, int]]:
         """Address and port of every backend that a packet may carry the id of: those in use, and garbage."""
         found = {n: (e.address, e.port) for record in self.records.values() for e, n in record.numbered()}
-        for family in Family:
+        for family in IPFamily:
             unpack = self.layouts.endpoint_key[family].unpack
             for number, key in garbage.backends[family]:
                 _, address, port, _ = unpack(key)
@@ -168,7 +168,7 @@ class State:
             if (address, port) == (endpoint, endpoint_port):
                 direct[protocol, address, port] = route
                 continue
-            key = self.layouts.frontend_key[Family.IPV4 if len(address) == 4 else Family.IPV6]
+            key = self.layouts.frontend_key[IPFamily.IPV4 if len(address) == 4 else IPFamily.IPV6]
             owner = self.owners.get(key.pack(address, port, protocol))
             if owner is None:
                 owner = self.owners.get(key.pack(bytes(len(address)), port, protocol))
@@ -211,7 +211,7 @@ class State:
         pack = self.layouts.endpoint_key[name.family].pack
         return sorted(pack(service, address, port, name.protocol) for address, port in self._serving_pairs(plan))
 
-    def _range_keys(self, family: Family, record: Record) -> list[bytes]:
+    def _range_keys(self, family: IPFamily, record: Record) -> list[bytes]:
         pack = self.layouts.source_range_key[family].pack
         # 32: the table's id is part of the prefix.
         return list(

@@ -32,11 +32,11 @@ from pyebpf_proxy.datapath.tables.changes import Change, Garbage, NoRoomError, P
 from pyebpf_proxy.datapath.tables.hints import Hints
 from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.datapath.tables.mirror import Mirror
-from pyebpf_proxy.services.model import Family, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import IPFamily, ServicePort, ServicePortName
 
 MAPS = (
     *("service_names", "backends4", "backends6", "endpoints4", "endpoints6", "source_ranges4", "source_ranges6"),
-    *("tables", "frontends4", "frontends6"),
+    *("service_configs", "frontends4", "frontends6"),
 )
 _BEFORE_FLIP = MAPS[:8]
 #: Service ports that empty maps get at once.
@@ -243,7 +243,7 @@ class Writer:
         for change in reverted:
             self._mirror.revert(change, self._garbage)
         done = [change for change in changes if change.failed is None]
-        by_family = [(family, [c for c in done if c.name.family is family]) for family in Family]
+        by_family = [(family, [c for c in done if c.name.family is family]) for family in IPFamily]
         for family, concerned in by_family:
             self._delete_frontends([c for c in concerned if c.table_changed], family)
         self._memory.changing(done)
@@ -334,7 +334,7 @@ class Writer:
                 start = ends[which]
         return failures
 
-    def _put_frontends(self, changes: list[Change], family: Family) -> None:
+    def _put_frontends(self, changes: list[Change], family: IPFamily) -> None:
         """Entries that the kernel refuses are missing from then on; the rest of the change stands."""
         name = f"frontends{family.value}"
         rows = [
@@ -346,7 +346,7 @@ class Writer:
             change.failed = _refusal(name, error)
             self._mirror.frontends_missing(change, [key for key, _ in change.frontend_puts[written:]])
 
-    def _delete_frontends(self, changes: list[Change], family: Family) -> None:
+    def _delete_frontends(self, changes: list[Change], family: IPFamily) -> None:
         mirror = self._mirror
         gone = [
             key
@@ -361,7 +361,7 @@ class Writer:
         for key in gone:
             mirror.frontend_deleted(key, family)
 
-    def _delete_serving(self, changes: list[Change], family: Family) -> None:
+    def _delete_serving(self, changes: list[Change], family: IPFamily) -> None:
         mirror = self._mirror
         serving = [key for change in changes for key in change.serving_deletes]
         if serving:
@@ -409,8 +409,8 @@ class Writer:
         u32 = self._layouts.u32.pack
         mirror = self._mirror
         self._memory.forget(garbage.affinities)
-        self._delete("tables", [u32(number) for number in garbage.tables])
-        for family in Family:
+        self._delete("service_configs", [u32(number) for number in garbage.tables])
+        for family in IPFamily:
             self._delete(f"source_ranges{family.value}", garbage.source_ranges[family])
             backends = garbage.backends[family]
             self._delete(f"backends{family.value}", [u32(number) for number, _ in backends])

@@ -18,9 +18,9 @@ from pyebpf_proxy.datapath.netfilter.nft import NftError, Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.services.model import (
     Endpoint,
-    Family,
     Frontend,
     FrontendKind,
+    IPFamily,
     Protocol,
     ServicePort,
     ServicePortName,
@@ -34,7 +34,7 @@ from .datagrams import MARK, SECONDS, af, packed
 pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 
 PORT = 36412
-NAME = ServicePortName("default", "amf", "s1ap", Protocol.SCTP, Family.IPV4)
+NAME = ServicePortName("default", "amf", "s1ap", Protocol.SCTP, IPFamily.IPV4)
 OTHER = NAME._replace(name="mme", port="")
 PODS = ipaddress.ip_network("10.2.0.0/16")
 ENDPOINTS = ("10.2.0.2", "10.2.0.3", "10.2.0.4")
@@ -60,12 +60,12 @@ RICH = msgspec.structs.replace(
     vip_source_allowed=True,
 )
 PLAIN6 = ServicePort(
-    NAME._replace(family=Family.IPV6),
+    NAME._replace(family=IPFamily.IPV6),
     (Frontend(FrontendKind.CLUSTER_IP, packed("fd96::9"), PORT),),
     cluster=(Endpoint(packed("fd02::2"), 3868, False),),
     any_endpoints=True,
 )
-NOTHING = HostRules(HostTraffic(MARK, detectors={Family.IPV4: PODS, Family.IPV6: None}, localhost_node_ports=True))
+NOTHING = HostRules(HostTraffic(MARK, detectors={IPFamily.IPV4: PODS, IPFamily.IPV6: None}, localhost_node_ports=True))
 
 
 def with_services(own: HostRules, *plans: ServicePort) -> HostRules:
@@ -306,7 +306,7 @@ table inet pyebpf-proxy {
     }
     map sctp_node_ports4 { type inet_service : verdict ; }
     set sctp4/default/amf/s1ap/10.2.0.2.3868 { type ipv4_addr ; flags dynamic,timeout ; }
-    chain own_sctp {
+    chain host_sctp {
         type nat hook output priority -100
         ip daddr . sctp dport vmap @sctp_services4
     }
@@ -321,10 +321,10 @@ def test_what_an_older_version_has_left_goes(some: bool, table: Table, shell: Sh
     wanted = with_services(NOTHING, RICH) if some else NOTHING
     shell(f"nft -f - <<'END'\n{OLDER}\nEND")
     table.ensure(Behaviour(MARK))
-    assert "own_sctp" in shell("nft list ruleset"), "it serves until the services are known"
+    assert "host_sctp" in shell("nft list ruleset"), "it serves until the services are known"
     table.set_host_rules(wanted)
     found = lines(shell)
-    assert not [line for line in found if "own_sctp" in line or ("sctp4/" in line and "host4/" not in line)]
+    assert not [line for line in found if "host_sctp" in line or ("sctp4/" in line and "host4/" not in line)]
     assert not [line for line in found if "sctp_" in line]
     table.remove()
     table.ensure(Behaviour(MARK))

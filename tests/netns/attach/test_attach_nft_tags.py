@@ -312,7 +312,7 @@ table inet pyebpf-proxy {
         meta nfproto ipv4 meta l4proto { tcp, udp, sctp } dnat ip to meta priority map @backends4
         meta nfproto ipv6 meta l4proto { tcp, udp, sctp } dnat ip6 to meta priority map @backends6
     }
-    chain hide_source {
+    chain masquerading {
         type nat hook postrouting priority 99
         meta mark and 0x4000 == 0x4000 masquerade fully-random
     }
@@ -332,7 +332,7 @@ def test_a_table_of_an_older_version_becomes_ours_in_one_step(family: int, route
     assert table._generation() == before + 1
     assert table.elements.keys() == {1, BACKEND}
     assert "gone" not in shell("nft list chains inet")
-    assert "priority srcnat; policy" in shell("nft list chain inet pyebpf-proxy hide_source")
+    assert "priority srcnat; policy" in shell("nft list chain inet pyebpf-proxy masquerading")
     fresh = shell("nft list table inet pyebpf-proxy")
     assert fresh.count("ee00:1") == 2
     decide(shell, MASQUERADED)

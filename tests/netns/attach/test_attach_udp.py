@@ -11,7 +11,7 @@ import pytest
 from pyebpf_proxy.datapath.connections import ctnetlink, sock_diag
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
-from pyebpf_proxy.services.model import Family
+from pyebpf_proxy.services.model import IPFamily
 
 from .conftest import Router, Shell
 from .datagrams import MARK, af, exchange, packed
@@ -36,14 +36,14 @@ def test_translated_flows_are_listed_and_deleted_one_by_one(
         inserted(shell, router, family, port)
     inserted(shell, router, other, 40003)
     exchange(router, family, "tcp", (router.SERVER[family], 8080))
-    flows = list(ctnetlink.udp_flows(Family(family)))
+    flows = list(ctnetlink.udp_flows(IPFamily(family)))
     assert len(flows) == 2
     assert {flow[:5] for flow in flows} == {
-        (Family(family), packed(router.VIP[family]), 53, packed(router.SERVER[family]), 5353)
+        (IPFamily(family), packed(router.VIP[family]), 53, packed(router.SERVER[family]), 5353)
     }
     assert ctnetlink.delete([flows[0], flows[0]]) == 1
-    assert list(ctnetlink.udp_flows(Family(family))) == flows[1:]
-    assert len(list(ctnetlink.udp_flows(Family(other)))) == 1
+    assert list(ctnetlink.udp_flows(IPFamily(family))) == flows[1:]
+    assert len(list(ctnetlink.udp_flows(IPFamily(other)))) == 1
     assert "tcp" in shell("conntrack -L 2>/dev/null")
 
 
@@ -51,11 +51,11 @@ def test_a_flow_that_has_another_endpoint_by_now_stays(family: int, router: Rout
     """Between the list and the deletion its next datagram came: the flow is the same, its entry is not."""
     table.ensure(Behaviour(MARK))
     inserted(shell, router, family, 40001)
-    listed = list(ctnetlink.udp_flows(Family(family)))
+    listed = list(ctnetlink.udp_flows(IPFamily(family)))
     shell("conntrack -D -p udp")
     inserted(shell, router, family, 40001, endpoint_port=5354)
     assert ctnetlink.delete(listed) == 0
-    assert [flow.replier_port for flow in ctnetlink.udp_flows(Family(family))] == [5354]
+    assert [flow.replier_port for flow in ctnetlink.udp_flows(IPFamily(family))] == [5354]
 
 
 def test_many_flows_come_in_many_messages(router: Router, table: Table, shell: Shell) -> None:
@@ -65,7 +65,7 @@ def test_many_flows_come_in_many_messages(router: Router, table: Table, shell: S
     with closing(sender):
         for port in range(1, 3001):
             sender.sendto(b"x", (router.TOWARDS_CLIENT[4], port))
-    ports = {flow.destination_port for flow in ctnetlink.udp_flows(Family.IPV4)}
+    ports = {flow.destination_port for flow in ctnetlink.udp_flows(IPFamily.IPV4)}
     assert ports == set(range(1, 3001))
 
 
@@ -76,11 +76,11 @@ def test_a_flow_in_another_zone_is_deleted_there(router: Router, table: Table, s
         f"conntrack -I -p udp -t 60 -s {router.CLIENT[4]} -d {router.VIP[4]} --sport 40001 --dport 53 --zone 7"
         f" --reply-src {router.VIP[4]} --reply-dst {router.CLIENT[4]} --reply-port-src 53 --reply-port-dst 40001"
     )
-    flows = list(ctnetlink.udp_flows(Family.IPV4))
+    flows = list(ctnetlink.udp_flows(IPFamily.IPV4))
     assert len(flows) == 2
     in_zone = next(flow for flow in flows if flow.replier_port == 53)
     assert ctnetlink.delete([in_zone]) == 1
-    assert [flow.replier_port for flow in ctnetlink.udp_flows(Family.IPV4)] == [5353]
+    assert [flow.replier_port for flow in ctnetlink.udp_flows(IPFamily.IPV4)] == [5353]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pyebpf_proxy.services.model import Protocol
 _SLOT = Struct("=II")
 
 
-class Some:
+class PartialMaps:
     """What :func:`state.read` asks of the maps, for a few services: looked up one by one. ``whole``: maps that are read
     all the same; of others, such as addresses and ranges, nothing is there.
     """
@@ -37,7 +37,7 @@ class Some:
         """Entries of these services."""
         if name in self._whole:
             return self._maps.rows(name, key, value)
-        if name == "tables":
+        if name == "service_configs":
             return self._tables_rows(value)
         if name == "service_names":
             return self._looked_up(name, self._tables, value)
@@ -45,7 +45,7 @@ class Some:
 
     def _tables_rows(self, value: Struct) -> Iterator[tuple[Row, Row]]:
         slots = self._maps.words("slots")
-        for row in self._looked_up("tables", self._tables.values(), value):
+        for row in self._looked_up("service_configs", self._tables.values(), value):
             _, first, cluster, local, *_ = row[1]
             self._ids |= {halves(word)[0] for word in slots[first : first + cluster + local]}
             yield row
@@ -64,7 +64,7 @@ def halves(word: int) -> tuple[int, int]:
     return first, second
 
 
-def reached(maps: Pinned, address: bytes, protocol: Protocol) -> Some:
+def reached(maps: Pinned, address: bytes, protocol: Protocol) -> PartialMaps:
     """The services that are reached at an address, and those with NodePorts; every frontend. SeeError."""
     family = 4 if len(address) == 4 else 6
     key = maps.packer(f"frontend{family}_key", "address", "port", "protocol")
@@ -75,7 +75,7 @@ def reached(maps: Pinned, address: bytes, protocol: Protocol) -> Some:
     whole = {"frontends4", "frontends6", "source_ranges4", "source_ranges6"}
     # Only of UDP is it kept who serves on.
     whole |= {"endpoints4", "endpoints6"} if protocol is Protocol.UDP else set()
-    return Some(maps, {number: halves(words[number])[0] for number in numbers if words[number]}, whole)
+    return PartialMaps(maps, {number: halves(words[number])[0] for number in numbers if words[number]}, whole)
 
 
 class Asked:

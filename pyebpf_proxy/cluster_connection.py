@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pyebpf_proxy.kube.events import Recorder
     from pyebpf_proxy.kube.source import Source
-    from pyebpf_proxy.servers.numbers import Family
+    from pyebpf_proxy.servers.numbers import MetricFamily
 
 
-class Outside(NamedTuple):
+class ClusterConnection(NamedTuple):
     """Nothing behind it can tell a folder of manifests from an API server."""
 
     source: Source
     #: Where Events go, if there is an API server.
     events: Recorder | None = None
     #: Metrics of the way there.
-    metrics: Sequence[Family] = ()
+    metrics: Sequence[MetricFamily] = ()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from pyebpf_proxy.see import state
 from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.meter import Amount, Meter, Place
-from pyebpf_proxy.see.some import Some, halves
+from pyebpf_proxy.see.partial_maps import PartialMaps, halves
 from pyebpf_proxy.see.state import Backend, Service
 
 _SLOT = struct.Struct("=II")
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
     amounts: dict[Place, Amount] | None
 
 
-class Board:
+class ServiceCounters:
     """The services in force, and what happened to them since the last :meth:`sample`. SeeError as of ``maps``."""
 
     def __init__(self, maps: Pinned, meter: Meter | None = None) -> None:
@@ -81,7 +81,7 @@ class Board:
 
     def _xdp_count(self) -> int:
         number = next((n for n, name in self._reasons.items() if name == "xdp_flow_hit"), None)
-        values = self._maps.map("reasons").lookup_cpus(U32.pack(number)) if number is not None else None
+        values = self._maps.map("counters").lookup_cpus(U32.pack(number)) if number is not None else None
         return sum(int.from_bytes(value, sys.byteorder) for value in values or ())
 
     def _refusals(self) -> Iterator[tuple[tuple[int, str], int]]:
@@ -103,7 +103,7 @@ class Board:
             for number in range(begin, min(begin + step, len(new)))
             if new[number] != old[number]
         ]
-        found = state.read(Some(self._maps, {number: halves(new[number])[0] for number in numbers}))
+        found = state.read(PartialMaps(self._maps, {number: halves(new[number])[0] for number in numbers}))
         self.backends.update(found.backends)
         for number in numbers:
             self.services.pop(number, None)

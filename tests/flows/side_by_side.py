@@ -15,7 +15,7 @@ from tests.flows.scenarios import Scenario
 from tests.flows.world import BRIEF, LONG, LOOKS, World, briefly, unlisted, with_evidence
 
 
-class Beside:
+class SideBySide:
     """Both are started by the first ``differences`` of a configuration, and again when it is another.
 
     ``way``: which of ``WAYS`` ours goes.

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _log = Logger("kube-proxy")
 
 
-class Beside:
+class KubeProxyMonitor:
     """The kube-proxy that was here before, or still is."""
 
     def __init__(self, exclude_cidrs: Sequence[Network]) -> None:

@@ -15,27 +15,27 @@
 /* ---- to maps that all sockets share ------------------------------------------- */
 
 /* Of `t`: both places. */
-static __noinline int share_peer(__u64 cookie, enum protocol protocol, const struct socket_talk *t)
+static __noinline int share_peer(__u64 cookie, enum protocol protocol, const struct socket_translation *t)
 {
 	long failed;
 
 	if (t->ipv6) {
-		struct socket_peer6_key key = { .cookie = cookie, .port = t->port, .protocol = protocol };
-		struct socket_peer6 peer = { .port = t->asked_port };
+		struct socket_revnat6_key key = { .cookie = cookie, .port = t->port, .protocol = protocol };
+		struct socket_revnat6_value peer = { .port = t->asked_port };
 
 		__builtin_memcpy(key.address, t->address, 16);
 		__builtin_memcpy(peer.address, t->asked, 16);
-		failed = bpf_map_update_elem(&socket_peers6, &key, &peer, BPF_ANY);
+		failed = bpf_map_update_elem(&socket_revnat6, &key, &peer, BPF_ANY);
 	} else {
-		struct socket_peer4_key key = { .cookie = cookie, .port = t->port, .protocol = protocol };
-		struct socket_peer4 peer = { .port = t->asked_port };
+		struct socket_revnat4_key key = { .cookie = cookie, .port = t->port, .protocol = protocol };
+		struct socket_revnat4_value peer = { .port = t->asked_port };
 
 		__builtin_memcpy(key.address, t->address, 4);
 		__builtin_memcpy(peer.address, t->asked, 4);
-		failed = bpf_map_update_elem(&socket_peers4, &key, &peer, BPF_ANY);
+		failed = bpf_map_update_elem(&socket_revnat4, &key, &peer, BPF_ANY);
 	}
 	if (failed)
-		count(SOCKET_PEER_FULL);
+		count(SOCKET_REVNAT_FULL);
 	return 0;
 }
 
@@ -48,7 +48,7 @@ static __always_inline struct bpf_sock *socket_of(struct bpf_sock_addr *ctx)
 	return sk;
 }
 
-static __noinline int share_talk(const struct socket_flow_key *key, __u32 backend)
+static __noinline int share_translation(const struct socket_flow_key *key, __u32 backend)
 {
 	struct socket_flow_key own = *key;
 	struct affinity value = { .last_used = bpf_ktime_get_ns(), .backend = backend };
@@ -63,7 +63,7 @@ static __noinline int share_talk(const struct socket_flow_key *key, __u32 backen
 	return 0;
 }
 
-static __always_inline void set_places(struct socket_talk *t, const struct packet *p, const struct backend *b)
+static __always_inline void set_places(struct socket_translation *t, const struct packet *p, const struct backend *b)
 {
 	__builtin_memcpy(t->address, &b->address, 16);
 	__builtin_memcpy(t->asked, &p->destination, 16);
@@ -74,7 +74,7 @@ static __always_inline void set_places(struct socket_talk *t, const struct packe
 
 static __noinline int share_places(__u64 cookie, const struct packet *p, const struct backend *b)
 {
-	struct socket_talk t = {};
+	struct socket_translation t = {};
 
 	set_places(&t, p, b);
 	return share_peer(cookie, p->protocol, &t);
@@ -85,11 +85,11 @@ static __noinline int share_places(__u64 cookie, const struct packet *p, const s
 /* `share`: the agent has to find it, too. */
 __noinline int note_connected(struct bpf_sock_addr *ctx, const struct packet *p, const struct backend *b, bool share)
 {
-	struct connected_peer *peer;
+	struct connected_revnat_value *peer;
 
 	if (!p || !b)
 		return 0;
-	peer = connected_peer_of(socket_of(ctx), BPF_SK_STORAGE_GET_F_CREATE);
+	peer = connected_revnat_of(socket_of(ctx), BPF_SK_STORAGE_GET_F_CREATE);
 	if (peer) {
 		bpf_spin_lock(&peer->lock);
 		__builtin_memcpy(peer->address, &b->address, 16);
@@ -108,20 +108,20 @@ __noinline int note_connected(struct bpf_sock_addr *ctx, const struct packet *p,
 /* ---- an unconnected UDP socket ------------------------------------------------- */
 
 /* What it used last for that service; false: nothing yet. */
-__noinline int last_talk(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, struct affinity *last)
+__noinline int last_translation(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, struct affinity *last)
 {
 	struct socket_flow_key own;
-	struct socket_talks *all;
+	struct socket_translations *all;
 	struct affinity *shared;
 	int i, found = 0;
 
 	if (!key || !last)
 		return 0;
-	all = talks_of(socket_of(ctx), 0);
+	all = translations_of(socket_of(ctx), 0);
 	if (all) {
 		bpf_spin_lock(&all->lock);
 		for (i = 0; i < SOCKET_PEERS; i++) {
-			struct socket_talk *t = &all->talks[i];
+			struct socket_translation *t = &all->talks[i];
 
 			if (t->service == key->service && t->kind == key->kind) {
 				last->last_used = t->last_used;
@@ -143,10 +143,10 @@ __noinline int last_talk(struct bpf_sock_addr *ctx, const struct socket_flow_key
 }
 
 /* Who has to make room for another goes where everybody is. */
-static __noinline int move_out(__u64 cookie, struct socket_talks *all, __u32 at)
+static __noinline int move_out(__u64 cookie, struct socket_translations *all, __u32 at)
 {
 	struct socket_flow_key key = { .cookie = cookie };
-	struct socket_talk was;
+	struct socket_translation was;
 
 	bpf_spin_lock(&all->lock);
 	was = all->talks[at % SOCKET_PEERS];
@@ -156,7 +156,7 @@ static __noinline int move_out(__u64 cookie, struct socket_talks *all, __u32 at)
 	if (was.kind) {
 		key.service = was.service;
 		key.kind = was.kind;
-		share_talk(&key, was.backend);
+		share_translation(&key, was.backend);
 	}
 	return was.backend ? share_peer(cookie, UDP, &was) : 0;
 }
@@ -165,7 +165,7 @@ static __noinline int move_out(__u64 cookie, struct socket_talks *all, __u32 at)
  * Which place the talk gets: the one that it, or an earlier one with this backend, has; else that of the longest
  * silent, + SOCKET_PEERS.
  */
-static __noinline int place_for(struct socket_talks *all, const struct socket_flow_key *key, __u32 backend)
+static __noinline int place_for(struct socket_translations *all, const struct socket_flow_key *key, __u32 backend)
 {
 	__u64 oldest = ~0ULL;
 	__u32 at = 0, again = 0;
@@ -173,7 +173,7 @@ static __noinline int place_for(struct socket_talks *all, const struct socket_fl
 
 	bpf_spin_lock(&all->lock);
 	for (i = 0; i < SOCKET_PEERS; i++) {
-		struct socket_talk *t = &all->talks[i];
+		struct socket_translation *t = &all->talks[i];
 
 		if (again)
 			continue;
@@ -193,20 +193,20 @@ static __noinline int place_for(struct socket_talks *all, const struct socket_fl
 }
 
 /* It uses this backend for that service from now on, or still; b->id 0: tc serves it. */
-__noinline int note_talk(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct packet *p,
+__noinline int note_translation(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct packet *p,
 			 const struct backend *b)
 {
 	__u64 now = bpf_ktime_get_ns();
-	struct socket_talks *all;
-	struct socket_talk *t;
+	struct socket_translations *all;
+	struct socket_translation *t;
 	__u32 at;
 	int i;
 
 	if (!key || !p || !b)
 		return 0;
-	all = talks_of(socket_of(ctx), BPF_SK_STORAGE_GET_F_CREATE);
+	all = translations_of(socket_of(ctx), BPF_SK_STORAGE_GET_F_CREATE);
 	if (!all) {
-		share_talk(key, b->id);
+		share_translation(key, b->id);
 		return b->id ? share_places(key->cookie, p, b) : 0;
 	}
 	at = place_for(all, key, b->id);

@@ -19,12 +19,12 @@ from pyebpf_proxy.datapath.node import cgroups
 from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.datapath.tables.resize import merge
 from pyebpf_proxy.datapath.tables.writer import Writer
-from pyebpf_proxy.services.model import Family, ServicePortName
+from pyebpf_proxy.services.model import IPFamily, ServicePortName
 
 _READ = ("affinities", "service_names", "backends4", "backends6")
 
 
-class Former:
+class OtherLayouts:
     """All other layouts beside ``pins``. Raises BpfError if the kernel refuses what should always work."""
 
     def __init__(self, pins: Path, loaded: Loaded, writer: Writer) -> None:
@@ -75,7 +75,7 @@ class Former:
             names[key] = layouts.unpack_name(value)
         endpoints = {
             layouts.u32.unpack(key)[0]: layouts.backend[family].unpack(value)[:2]
-            for family in Family
+            for family in IPFamily
             for key, value in old[f"backends{family.value}"].items()
         }
         rows = []
