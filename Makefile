@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make help` lists what there is. Everything fetched or built lies in .venv/, build/, dist/ and pyebpf_proxy/bpf/.
+# `make help` lists the targets. Everything fetched or built is in .venv/, build/, dist/ and pyebpf_proxy/bpf/.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,12 +13,12 @@ export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 export DEBIAN_FRONTEND := noninteractive
 
 PYTHON := .venv/bin/python
-# Root is needed for namespaces and BPF. Without root and without sudo the tests still run, and list what they skipped.
+# Namespaces and BPF need root. Without root and sudo the tests still run, and list what they skipped.
 SUDO := $(if $(filter 0,$(shell id -u)),,$(if $(shell command -v sudo),sudo env PATH="$(PATH)" PYEBPF_PROXY_STRICT="$(PYEBPF_PROXY_STRICT)" PYTHONDONTWRITEBYTECODE=1 PYTEST_ADDOPTS="-p no:cacheprovider"))
 
-# Tests wait more than they reckon. A run of some tests alone is quicker, and easier to follow, without workers.
+# Tests wait more than they compute. A run of a few tests is faster, and easier to follow, without workers.
 WORKERS = $(shell n=$$((2 * $$(nproc))); echo $$((n < 8 ? n : 8)))
-# An API server and kube-proxy do reckon.
+# An API server and kube-proxy need CPU time.
 test-cluster: WORKERS = $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PARALLEL = $(if $(ARGS),,-n $(WORKERS))
 
@@ -27,9 +27,9 @@ BTF := /sys/kernel/btf/vmlinux
 CLANG ?= clang
 LLVM_STRIP ?= llvm-strip
 BPFTOOL ?= bpftool
-# One folder per kernel build: the modification time of $(BTF) says nothing.
+# One directory per kernel build: the modification time of $(BTF) is meaningless.
 VMLINUX := build/vmlinux/$(shell uname -rv | tr -c 'A-Za-z0-9.\n' _)/vmlinux.h
-# asm/types.h is in the compiler's multiarch folder, where clang -target bpf does not look by itself.
+# asm/types.h is in the compiler's multiarch directory, which clang -target bpf does not search.
 MULTIARCH = $(shell gcc -print-multiarch 2>/dev/null || gcc -dumpmachine 2>/dev/null)
 BPF_ARCH := $(shell uname -m | sed -e 's/x86_64/x86/' -e 's/aarch64/arm64/' -e 's/ppc64le/powerpc/' -e 's/riscv64/riscv/' -e 's/s390x/s390/')
 BPF_CFLAGS = -O2 -g -target bpf -mcpu=v3 -std=gnu11 -Wall -Wextra -Werror -D__TARGET_ARCH_$(BPF_ARCH) \
@@ -42,21 +42,21 @@ BENCH_SOURCES := $(filter-out %.bpf.c,$(wildcard bench/*.c))
 BENCH_TOOLS := $(BENCH_SOURCES:bench/%.c=build/bench/%) $(patsubst bench/%.c,build/bench/%.o,$(wildcard bench/*.bpf.c))
 TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/changes/*.c))
 
-# $(call need,program,Debian package): one line that says what is missing and what to do.
+# $(call need,program,Debian package): one line with the missing program and the remedy.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
 .PHONY: help setup objects build wheel demo inspect screenshots test test-cluster test-kernels lab-test parity record lint bench bench-check profile image-root clean distclean
 
-help: ## list what there is
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  demo and test do setup first by themselves. make test ARGS='-k name' passes arguments to pytest."
+	@echo "  Targets such as demo and test run setup first. make test ARGS='-k name' passes arguments to pytest."
 
-setup: ## Debian packages (sudo where not root), .venv with pinned versions, BPF objects; quick when all is there
+setup: ## install Debian packages (by sudo if not root) and .venv with pinned versions, build BPF objects; fast if up to date
 	@tools/setup.sh packages
 	@tools/setup.sh venv
 	@$(MAKE) --no-print-directory build
 
-objects: $(BPF_OBJECTS) ## compile the BPF objects only
+objects: $(BPF_OBJECTS) ## compile only the BPF objects
 	@:
 
 build: $(BPF_OBJECTS) $(BENCH_TOOLS) $(TEST_TOOLS) ## compile the BPF objects for any kernel (CO-RE), and the load tools of bench/ and tests/
@@ -76,7 +76,7 @@ pyebpf_proxy/bpf/%.bpf.o: bpf/%.bpf.c $(VMLINUX) Makefile
 	@[ -r /usr/include/bpf/bpf_helpers.h ] || { echo "bpf/bpf_helpers.h is missing: run make setup, or apt-get install libbpf-dev" >&2; exit 1; }
 	@mkdir -p $(@D) build/bpf
 	@echo "  CLANG  $@"
-	@# Built aside and moved: whoever loads the object meanwhile sees the old or the new one. strip -g takes DWARF, leaves BTF.
+	@# Built aside and renamed: a concurrent load sees the old or the new object. strip -g removes DWARF, keeps BTF.
 	@temporary=build/bpf/$*.$$$$.o; trap 'rm -f "$$temporary" "$${temporary%.o}.d"' EXIT; \
 		$(CLANG) $(BPF_CFLAGS) -MMD -MP -MT $@ -MF "$${temporary%.o}.d" -c $< -o "$$temporary"; \
 		$(LLVM_STRIP) -g "$$temporary"; \
@@ -103,74 +103,75 @@ build/bench/%: bench/%.c Makefile
 build/tests/%: tests/changes/%.c Makefile
 	$(compile)
 
-wheel: setup ## a wheel with the built objects inside, in dist/
-	@# setuptools keeps what an earlier build copied; a wheel must hold what is here now.
+wheel: setup ## build a wheel with the BPF objects, in dist/
+	@# setuptools keeps files of earlier builds; the wheel must have the current ones.
 	@rm -rf build/lib build/bdist.* *.egg-info
 	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index --wheel-dir dist .
 	@rm -rf build/lib build/bdist.* *.egg-info
 	@ls -1 dist/*.whl
 
-demo: setup ## a two-node cluster in network namespaces, real requests, a table of what happened
+demo: setup ## run a two-node cluster in network namespaces, send real requests, print a table of the results
 	@$(SUDO) .venv/bin/pyebpf-proxy lab demo
 
-inspect: setup ## a cluster as for demo, and its maps read by bpftool alone: from a VIP to its backends (docs/maps.md)
+inspect: setup ## the demo cluster, its maps read with bpftool only: from a VIP to its backends (docs/maps.md)
 	@$(SUDO) .venv/bin/pyebpf-proxy lab inspect
 
-screenshots: setup ## docs/top.svg and docs/explain.svg anew, of the real commands in a lab with traffic
+screenshots: setup ## regenerate docs/top.svg and docs/explain.svg from the real commands in a lab with traffic
 	@$(SUDO) $(PYTHON) tools/screenshots.py
 
-test: setup ## every test: unit, packet, netns; what was skipped, and why, is listed at the end
+test: setup ## run all unit, packet and netns tests; skipped tests are listed at the end, with reasons
 	@$(SUDO) $(PYTHON) -m pytest $(PARALLEL) $(ARGS)
 
-image-root: ## what deploy/Dockerfile builds, as a folder, build/image/root: where no image can be pulled (root, debootstrap)
+image-root: ## build the image of deploy/Dockerfile as the directory build/image/root, without pulling images (root, debootstrap)
 	@$(SUDO) python3 deploy/image/root.py build/image
 
-test-cluster: setup ## beside the real Kubernetes programs; builds them first (Go 1.26) where the cache lacks them
+test-cluster: setup ## run tests against the real Kubernetes programs; builds them first (Go 1.26) if they are not cached
 	@tools/setup.sh packages tests/cluster/debian-packages.txt
 	@tests/cluster/build.sh
 	@tests/cluster/tools.sh
 	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(PARALLEL) $(ARGS)
 
-test-kernels: setup ## suites under stock Debian kernels in QEMU: KERNELS="6.1 6.12", or other series, or newest (docs/kernels.md)
+test-kernels: setup ## run test suites under stock Debian kernels in QEMU: KERNELS="6.1 6.12", other series, or newest (docs/kernels.md)
 	@tools/setup.sh packages tests/kernels/debian-packages.txt
 	@$(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE SUITES ACCEL QEMU LIMIT JOBS,$(if $($(name)),$(name)="$($(name))")) \
 		ARGS="$(ARGS)" $(PYTHON) -m tests.kernels $(KERNELS)
 
-lab-test: setup ## two machines by vagrant: requests, a restart and an upgrade under load; LAB_DRIVER, LAB_BOX, LAB_KERNEL (vagrant/README.md)
+lab-test: setup ## test two Vagrant machines: requests, restart and upgrade under load; LAB_DRIVER, LAB_BOX, LAB_KERNEL (vagrant/README.md)
 	@tools/setup.sh packages vagrant/debian-packages.txt
 	@$(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE LAB_DRIVER LAB_BOX LAB_KERNEL LAB_BOOT_TIMEOUT,$(if $($(name)),$(name)="$($(name))")) \
 		nice -n 10 $(PYTHON) -m tests.vagrant
 
-parity: setup ## 300 made-up object sets beside the real kube-proxy, another draw in every run (docs/parity.md)
+parity: setup ## compare 300 random object sets with the real kube-proxy, different in every run (docs/parity.md)
 	@tools/setup.sh packages tests/cluster/debian-packages.txt
 	@tests/cluster/build.sh
 	@$(SUDO) env FLOW_SEEDS=$(or $(FLOW_SEEDS),15) FLOW_STEPS=$(or $(FLOW_STEPS),10) \
 		$(foreach name,FLOW_SEED FLOW_WAY FLOW_REDUCE,$(if $($(name)),$(name)="$($(name))")) $(PYTHON) -m pytest -s tests/cluster/test_flows.py $(ARGS)
 
-record: setup ## ask the real kube-proxy every case and flow again, and write down what comes of it, for make test
+record: setup ## run all cases and flows with the real kube-proxy again, and record its results for make test
 	@tests/cluster/build.sh
 	@$(SUDO) $(PYTHON) -m tests.cluster.record
 	@$(SUDO) $(PYTHON) -m tests.cluster.record_flows
 
-lint: setup ## ruff, mypy --strict, C warnings as errors, shellcheck where installed
+lint: setup ## ruff, mypy --strict, C warnings as errors, shellcheck if installed
 	@# The C side was compiled by setup, with -Wall -Wextra -Werror.
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy --strict
+	.venv/bin/lint-imports --no-cache
 	@if command -v shellcheck >/dev/null; then \
 		set -x; shellcheck .ci/run vagrant/build-box $$(git ls-files '*.sh' 2>/dev/null || echo tools/*.sh); \
 	else echo "shellcheck is not installed: shell scripts were not checked"; fi
 
-bench: setup ## measure, each figure beside what it is compared with; results and plots in bench/results/; QUICK=1: shorter
+bench: setup ## run the benchmarks, each with its comparison; results and plots in bench/results/; QUICK=1: shorter
 	@$(SUDO) $(PYTHON) -m bench $(if $(QUICK),--quick) $(ARGS)
 
-profile: setup ## where the control plane's time goes, in clusters of several shapes; results in bench/profiles/; QUICK=1: shorter
+profile: setup ## profile the control plane with clusters of several shapes; results in bench/profiles/; QUICK=1: shorter
 	@$(SUDO) $(PYTHON) -m bench.profile $(if $(QUICK),--quick)
 
-bench-check: setup ## what a packet costs beside a base commit, in turns; fails if a row is 10 % worse. BASE=commit
+bench-check: setup ## compare the cost of a packet with a base commit, in turns; fails if a row is 10 % worse. BASE=commit
 	@$(SUDO) $(PYTHON) -m bench.check $(if $(BASE),--base $(BASE)) $(ARGS)
 
-clean: ## remove what was built and what tools cached
+clean: ## remove build results and caches of tools
 	@rm -rf build dist pyebpf_proxy/bpf *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -path ./.venv -prune -o -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +
 

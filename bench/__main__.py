@@ -40,7 +40,7 @@ Figure = Callable[[Asked], Result]
 
 
 def _plain(run: Callable[[bool], Result]) -> Figure:
-    """A figure that knows nothing of loads."""
+    """A figure without options for loads."""
     return lambda asked: run(asked.quick)
 
 
@@ -62,7 +62,7 @@ FIGURES: dict[str, Figure] = {
     "commands": _plain(commands.run),
     "cluster": _plain(cluster.run),
 }
-#: Rows of the goals' table by short names, and the figures that measure them: a quick run measures these alone.
+#: Short names for rows of the goals' table, and the figures that measure them: a quick run measures only these.
 ROWS = {
     "crr": ("connect",),
     "rr": ("exchange",),
@@ -74,9 +74,9 @@ ROWS = {
     "services": ("services",),
     "memory": ("memory",),
 }
-#: They use the same grounds (contenders.py), which stay from one to the next.
+#: They share their grounds (contenders.py), which are kept from one figure to the next.
 BESIDE = {"connect", "exchange", "stream", "latency", "dns", "services"}
-#: Takes longer than all others: only when it is named.
+#: Takes longer than all others: only if named.
 APART = {"cluster"}
 RESULTS = ROOT / "bench" / "results"
 QUICK_RESULTS = ROOT / "build" / "bench" / "results"
@@ -88,20 +88,26 @@ def main() -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"only the rows, few short rounds: results go to {relative(QUICK_RESULTS)}, the page stays as it is",
+        help=f"measure only the rows, in a few short rounds; write to {relative(QUICK_RESULTS)}, keep the page",
     )
     parser.add_argument("--rows", type=_rows, default=[], metavar="ROW,…", help=f"only these of {', '.join(ROWS)}")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of loads, instead of as many as they need")
-    parser.add_argument("--seconds", type=float, metavar="S", help="of each load")
+    parser.add_argument("--rounds", type=int, metavar="N", help="number of rounds of the loads (default: until steady)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="duration of each load")
     parser.add_argument("--ways", type=_of(WAYS), default=(), metavar="WAY,…", help=f"only these of {', '.join(WAYS)}")
     parser.add_argument("--families", type=_of(("4", "6")), default=(), metavar="4,6", help="only this family")
     parser.add_argument(
-        "--beside", type=_of(OPTIONAL), default=(), metavar="NAME,…", help=f"also these of {', '.join(OPTIONAL)}"
+        "--beside",
+        type=_of(OPTIONAL),
+        default=(),
+        metavar="NAME,…",
+        help=f"also measure these of {', '.join(OPTIONAL)}",
     )
-    parser.add_argument("--sizes", type=_sizes, default=(), metavar="N,…", help="cluster: only with so many services")
-    parser.add_argument("--rest", type=int, metavar="SECONDS", help="cluster: so long at rest")
-    parser.add_argument("--many", type=int, metavar="SECONDS", help="cluster: so long of many changes")
-    parser.add_argument("--report", action="store_true", help="measure nothing, draw and write from the kept results")
+    parser.add_argument(
+        "--sizes", type=_sizes, default=(), metavar="N,…", help="cluster: only these numbers of services"
+    )
+    parser.add_argument("--rest", type=int, metavar="SECONDS", help="cluster: duration of the idle measurement")
+    parser.add_argument("--many", type=int, metavar="SECONDS", help="cluster: duration of many changes")
+    parser.add_argument("--report", action="store_true", help="do not measure; draw and write the stored results")
     arguments = parser.parse_args()
     unknown = set(arguments.figures) - set(FIGURES)
     if unknown:
@@ -112,7 +118,7 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     if plan != cluster.planned(arguments.quick) and "cluster" not in arguments.figures:
-        parser.error("--sizes, --rest and --many are for the figure cluster, which is to be named")
+        parser.error("--sizes, --rest and --many require the figure cluster")
     asked = Asked(
         arguments.quick,
         arguments.rounds,
@@ -124,7 +130,7 @@ def main() -> int:
     measured = [] if arguments.report else arguments.figures + arguments.rows or _all(arguments.quick)
     if not arguments.report:
         if os.geteuid() != 0:
-            print("bench needs root: it loads programs and makes network namespaces", file=sys.stderr)
+            print("bench needs root: it loads programs and creates network namespaces", file=sys.stderr)
             return 1
         _measure(measured, asked, folder, FIGURES | {"cluster": _cluster(plan, folder)})
     kept = [load_result(path) for name in FIGURES if (path := folder / f"{name}.json").exists()]
@@ -140,7 +146,7 @@ def main() -> int:
 
 
 def _all(quick: bool) -> list[str]:
-    """What is measured when nothing is named."""
+    """The figures that are measured by default."""
     if quick:
         return [figure for figures in ROWS.values() for figure in figures]
     return [name for name in FIGURES if name not in APART]
@@ -152,7 +158,7 @@ def _rows(text: str) -> list[str]:
 
 
 def _of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
-    """Reads names with commas between them."""
+    """A parser of comma-separated names."""
 
     def read(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
@@ -167,11 +173,11 @@ def _sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"numbers with commas between them, not {text}") from None
+        raise argparse.ArgumentTypeError(f"comma-separated numbers, not {text}") from None
 
 
 def _cluster(plan: cluster.Plan, folder: Path) -> Figure:
-    """The figure cluster as it is asked for: kept after each size, beside what is kept of the others."""
+    """Measure the figure cluster with its options; saved after each size, together with saved results of others."""
     path = folder / "cluster.json"
 
     def run(asked: Asked) -> Result:
@@ -182,11 +188,11 @@ def _cluster(plan: cluster.Plan, folder: Path) -> Figure:
 
 
 def _measure(names: Sequence[str], asked: Asked, folder: Path, figures: Mapping[str, Figure]) -> None:
-    """One figure after the other; each is kept as soon as it is there."""
+    """Measure one figure after the other; each is saved when it is complete."""
     try:
         for name in names:
             if name not in BESIDE:
-                field().close()  # nobody idles beside what is measured alone
+                field().close()  # nothing else may run during this figure
             if name in APART and (missing := api_load.missing()):
                 say(f"{name} skipped: there is no {missing}")
                 continue
@@ -199,19 +205,19 @@ def _measure(names: Sequence[str], asked: Asked, folder: Path, figures: Mapping[
 
 
 def _drawn(result: Result, folder: Path, new: bool) -> bool:
-    """Draw it; of a version that kept other samples nothing can be drawn, nor told beside the others."""
+    """Draw the figure. Results of an older format cannot be drawn or compared."""
     try:
         draw(result, folder)
     except (KeyError, TypeError, AttributeError):
         if new:
             raise
-        say(f"{result.figure}: the results of {result.machine['date']} are of an older kind: measure it again")
+        say(f"{result.figure}: the results of {result.machine['date']} have an older format: measure it again")
         return False
     return True
 
 
 def _return_to_owner(folder: Path) -> None:
-    """Under sudo: the files belong to whoever asked."""
+    """Under sudo: give the files to the user who ran it."""
     owner = os.environ.get("SUDO_UID")
     if owner:
         for path in (folder, *folder.iterdir(), PAGE):

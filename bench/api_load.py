@@ -23,11 +23,11 @@ from tests.cluster.reference import cache, kube_proxy
 from . import workload
 from .measure import say
 
-#: Where the API server is seen from the nodes.
+#: The API server's address as seen from the nodes.
 ADDRESS = "192.0.2.1"
 TEAMS = 50
 CONNECTIONS = 8
-#: The API server ends a connection that nobody uses for some minutes; after so long we begin another one, seconds.
+#: Seconds after which an idle connection is replaced: the API server closes one after a few minutes.
 IDLE_SECONDS = 30.0
 ARGUMENTS = (
     "--bind-address=0.0.0.0",
@@ -36,7 +36,7 @@ ARGUMENTS = (
 )
 
 
-#: The kinds' folders in etcd.
+#: The kinds' prefixes in etcd.
 _REGISTRY = {
     "Namespace": "namespaces",
     "Node": "minions",
@@ -46,7 +46,7 @@ _REGISTRY = {
 
 
 def missing() -> str:
-    """What this figure needs and does not find, in words; empty when all is there."""
+    """A message about missing requirements of this figure; empty if all are present."""
     server = cache() / "go" / "kube-apiserver"
     files = [str(path) for path in (kube_proxy(), server) if not path.exists()]
     if files:
@@ -57,7 +57,7 @@ def missing() -> str:
 
 
 class Connection:
-    """One connection of an administrator, kept open. For one thread."""
+    """A persistent connection of an administrator, for one thread."""
 
     def __init__(self, server: ApiServer) -> None:
         context = ssl.create_default_context(cafile=str(server.ca))
@@ -65,10 +65,10 @@ class Connection:
         self._used = time.monotonic()
 
     def write(self, method: str, path: str, body: Any, content: str = "application/json") -> None:
-        """One request; RuntimeError if it is refused (what exists already is not)."""
+        """One request; RuntimeError if it is rejected (except "already exists")."""
         headers = {"Authorization": f"Bearer {ADMIN_TOKEN}", "Content-Type": content}
         if time.monotonic() - self._used > IDLE_SECONDS:
-            self._connection.close()  # the request opens it anew
+            self._connection.close()  # the request reopens it
         self._connection.request(method, path, json.dumps(body), headers)
         answer = self._connection.getresponse()
         text = answer.read()
@@ -81,7 +81,7 @@ class Connection:
 
 
 class Connections:
-    """A connection for each thread that asks for one."""
+    """One connection per thread."""
 
     def __init__(self, server: ApiServer) -> None:
         self._server = server
@@ -101,13 +101,13 @@ class Connections:
 
 
 def slice_path(number: int) -> str:
-    """The workload's slice of a service, at the API server."""
+    """The path of a service's slice at the API server."""
     metadata = workload.endpoint_slice(number)["metadata"]
     return f"/apis/discovery.k8s.io/v1/namespaces/{metadata['namespace']}/endpointslices/{metadata['name']}"
 
 
 def _entries(item: workload.Object) -> Iterator[tuple[str, workload.Object]]:
-    """An object as etcd holds it, by its key there; with a Service the address that the API server would allocate."""
+    """An object as stored in etcd, with its key; a Service also has the record of its allocated address."""
     metadata = item["metadata"]
     whole = {"uid": str(uuid.uuid5(uuid.NAMESPACE_OID, metadata["name"])), "creationTimestamp": "2026-01-01T00:00:00Z"}
     place = f"{metadata.get('namespace', '')}/{metadata['name']}".lstrip("/")
@@ -137,14 +137,14 @@ def _objects(services: int, endpoints: int) -> Iterator[workload.Object]:
 
 @contextmanager
 def loaded(services: int, endpoints: int = workload.ENDPOINTS) -> Iterator[ApiServer]:
-    """An API server with the workload in it. Written once, into etcd, whose data are then kept in the cache."""
+    """An API server with the workload. It is written once, directly into etcd, whose data are then cached."""
     items = list(_objects(services, endpoints))
     text = json.dumps([ARGUMENTS, items])
     kept = cache() / "bench" / f"etcd-{services}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not kept.exists():
         with ApiServer(ARGUMENTS) as server:
             say(f"writing {len(items)} objects into etcd, once: its data are kept in {kept.parent}")
-            # Through the API server it takes an hour on a busy machine: 3 ms and more of CPU time for each.
+            # Via the API server this takes an hour on a busy machine: 3 ms or more of CPU time for each object.
             server.put(dict(entry for item in items for entry in _entries(item)))
             _keep(server, kept)
     server = ApiServer(ARGUMENTS)

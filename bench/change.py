@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure 2: one EndpointSlice file changes, with agents that hold clusters of three sizes.
 
-The agents are real processes, each on a folder with one file per object, each in a lab of its own. They take turns: a
-change here, a change there, so that whatever else the machine does falls on all sizes alike.
+The agents are real processes, each with a directory with one file per object, each in a lab of its own. They take
+turns, so that other load of the machine affects all sizes equally.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .measure import Result, Row, machine, say, slowness, speed, summary
 from .rows import absolute, ratio
 
 SIZES = (100, 1_000, 10_000)
-#: One more service in every cluster, to change something large.
+#: One more service in every cluster, for changes of a large slice.
 LARGE = 65_000
 LARGE_ENDPOINTS = 1_000
 GOAL_MS = 10.0
-#: The agent removes what is old when nothing has happened for 0.2 s; that is part of a change's work.
+#: The agent removes old versions after 0.2 s without changes; that is part of the work of a change.
 SETTLE_SECONDS = 0.35
 DEADLINE_SECONDS = 10.0
 
@@ -54,7 +54,7 @@ class Cluster:
         self._turn = 0
 
     def start(self) -> float:
-        """Write the folder, start the agent, wait until it has programmed everything: seconds from its start."""
+        """Write the directory, start the agent, wait until everything is programmed: seconds from its start."""
         folder = self._lab.manifests
         for name, document in workload.everything(self.services):
             (folder / name).write_text(json.dumps(document))
@@ -75,15 +75,15 @@ class Cluster:
         return took
 
     def _slice(self, number: int, endpoints: int) -> workload.Object:
-        """The service's slice; in every turn its first endpoint is another."""
+        """The service's slice, with a different first endpoint in every turn."""
         document = workload.endpoint_slice(number, number * workload.ENDPOINTS, endpoints)
         document["endpoints"][0]["addresses"] = [workload.pod_ip(1_200_000 + self._turn)]
         return document
 
     def change(self, large: bool) -> Change:
-        """Change one slice by a rename into its place, as an editor would, and wait for the flip."""
+        """Replace one slice by a rename, as an editor would, and wait for the flip."""
         self._turn += 1
-        # All over the table: no two changes in a row near each other.
+        # Spread over the table: successive changes are not near each other.
         number = LARGE if large else self._turn * 7919 % self.services
         document = self._slice(number, LARGE_ENDPOINTS if large else workload.ENDPOINTS)
         path = self._lab.manifests / workload.slice_file(number)
@@ -94,7 +94,7 @@ class Cluster:
         cpu = self._cpu_ns()
         begin = time.monotonic_ns()
         os.rename(temporary, path)
-        # Not a busy loop: the agent may need this CPU. The kernel wakes us about 60 µs later than asked.
+        # Not a busy loop: the agent may need this CPU. The kernel wakes this process about 60 µs late.
         while self._words[service] == before:
             time.sleep(0.00005)
             if time.monotonic_ns() - begin > DEADLINE_SECONDS * 1e9:
@@ -104,14 +104,14 @@ class Cluster:
         return Change(latency / 1e6, (self._cpu_ns() - cpu) / 1e6)
 
     def _cpu_ns(self) -> int:
-        """What all threads of the agent have used, by the scheduler's own count in nanoseconds."""
+        """CPU time of all threads of the agent, by the scheduler's count in nanoseconds."""
         process = self._agent.process
         assert process is not None
         tasks = Path(f"/proc/{process.pid}/task")
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir())
 
     def idle_cpu(self, seconds: float) -> float:
-        """CPU milliseconds per second of an agent that has nothing to do."""
+        """CPU milliseconds per second of an idle agent."""
         before = self._cpu_ns()
         time.sleep(seconds)
         return (self._cpu_ns() - before) / 1e6 / seconds
@@ -191,7 +191,7 @@ def _rows(latency: dict[str, dict[int, list[float]]], cpu: dict[str, dict[int, l
                 cpu[kind][largest],
                 f"{smallest} services",
                 cpu[kind][smallest],
-                # A hundred times the table: work that grew with it would be far outside; caches are not.
+                # The table is 100 times larger: work that grew with it would be far outside, cache effects are not.
                 most=2.0 if judged else None,
                 judged_unit="times",
                 goal="does not grow with the table" if judged else "",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make bench-check``: does a packet cost more than at the base commit? Both are built, and measured in turns.
 
-BASE names the base; by default it is where this branch left ``main``, or the commit before this one. Exit status 1 if a
-row of ``bench/packet.py`` is worse.
+BASE is the base commit; the default is the merge base with ``main``, or the previous commit. Exit status 1 if a row of
+``bench/packet.py`` is worse.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import NamedTuple
 from .measure import ROOT, say
 from .plots import significant
 
-#: What makes a row worse: so many times the base's nanoseconds, and so many more of them.
+#: A row is worse if it takes this many times the base's nanoseconds, and this many more nanoseconds.
 WORSE = 1.10
 WORSE_NS = 2.0
-#: How often both are loaded anew: where a program and its maps come to lie makes a difference of up to a fifth.
+#: Number of times that both are loaded again: the memory layout of program and maps changes results by up to a fifth.
 LOADS = 5
 FOLDER = ROOT / "build" / "bench" / "base"
 
@@ -41,10 +41,10 @@ class Verdict(NamedTuple):
 
 
 def judge(what: str, base: Sequence[float], ours: Sequence[float]) -> Verdict:
-    """Rounds beside each other.
+    """Compare the rounds of both.
 
-    Worse is what takes WORSE times as long in the median of the rounds, WORSE_NS more, and longer at all in three of
-    four rounds: a run takes whole nanoseconds, and the machine has bad moments.
+    A row is worse if it takes WORSE times as long in the median of the rounds, WORSE_NS more, and longer in three of
+    four rounds: a run is rounded to nanoseconds, and the machine has disturbances.
     """
     pairs = list(zip(base, ours, strict=True))
     ratio = statistics.median(b / max(a, 1.0) for a, b in pairs)
@@ -61,7 +61,7 @@ def compare(base: Sequence[Mapping[str, float]], ours: Sequence[Mapping[str, flo
 
 
 class Side:
-    """One of the two trees, and its process that measures."""
+    """One of the two trees, with its measuring process."""
 
     def __init__(self, tree: Path, stack: ExitStack) -> None:
         command = [sys.executable, "-m", "bench.packet"]
@@ -84,7 +84,7 @@ class Side:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit("the measurement ended; what it said is above")
+            raise SystemExit("the measurement failed; its output is above")
         return line
 
     def _close(self) -> None:
@@ -99,18 +99,18 @@ def base_commit(wanted: str) -> str:
         found = _git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", check=False) if name else ""
         if found and (wanted or found != _git("rev-parse", "HEAD") or _git("status", "--porcelain")):
             return found
-    raise SystemExit(f"there is no commit {wanted or 'before this one'} to compare with: BASE=commit names one")
+    raise SystemExit(f"there is no commit {wanted or 'before this one'} to compare with: set BASE=commit")
 
 
 def build(commit: str) -> Path:
-    """The commit's tree, built; kept for the next time."""
+    """The commit's tree, built; cached for the next run."""
     tree = FOLDER / commit[:12]
     if not (tree / "built").exists():
         tree.mkdir(parents=True, exist_ok=True)
         archive = subprocess.run(_command("archive", commit), check=True, stdout=subprocess.PIPE).stdout
         subprocess.run(["tar", "-x", "-C", str(tree)], input=archive, check=True)
         if not (tree / "bench" / "packet_world.py").exists():
-            raise SystemExit(f"{commit[:12]} has no measurement of this kind: choose a later BASE")
+            raise SystemExit(f"{commit[:12]} lacks this measurement: choose a later BASE")
         subprocess.run(["make", "--no-print-directory", "-C", str(tree), "build"], check=True)
         (tree / "built").touch()
     return tree
@@ -125,7 +125,7 @@ def main() -> int:
         print("bench-check needs root: it loads programs and makes network namespaces", file=sys.stderr)
         return 1
     commit = base_commit(arguments.base)
-    say(f"beside {commit[:12]}, {arguments.rounds} rounds")
+    say(f"comparing with {commit[:12]}, {arguments.rounds} rounds")
     found: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
     trees = (build(commit), ROOT)
     for _ in range(LOADS):
@@ -145,7 +145,7 @@ def main() -> int:
 
 
 def _command(*arguments: str) -> list[str]:
-    # Under sudo the checkout belongs to somebody else.
+    # Under sudo the checkout belongs to another user.
     return ["git", "-c", "safe.directory=*", "-C", str(ROOT), *arguments]
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure 5: with a real API server, beside the real kube-proxy: start, one change, many changes, memory, at rest.
+"""Figure 5: start, one change, many changes, memory, idle; with a real API server, compared with the real kube-proxy.
 
-Each process has the machine to itself (with the API server): they take turns, one new node each, round by round.
+Only one process runs at a time (with the API server): they take turns, each on a new node, round by round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .proxies import IPTABLES, NFTABLES, OURS, WORDS
 
 KINDS = (OURS, NFTABLES, IPTABLES)
 PER_SECOND = 100
-#: Between two changes: what a process does after one must not fall into the next.
+#: Pause between two changes: the work after one must not overlap with the next.
 SETTLE_SECONDS = 0.35
 CHANGE_SECONDS = 120.0
 _PATCH = "application/json-patch+json"
@@ -41,7 +41,7 @@ class Size(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How much is measured. At rest, and many changes: once, at the size that is judged."""
+    """The extent of the measurement. Idle and many changes: once, at the size with the goals."""
 
     sizes: tuple[Size, ...]
     rate_seconds: int
@@ -66,9 +66,9 @@ QUICK = Plan((Size(1_000, 10, 1, {OURS: 20, NFTABLES: 10, IPTABLES: 5}),), 10, {
 def planned(
     quick: bool, sizes: Sequence[int] = (), rest_seconds: int | None = None, many_seconds: int | None = None
 ) -> Plan:
-    """The plan with what was asked for: only these sizes, so long at rest (ours), so long of many changes.
+    """The plan with the options: only these sizes, durations of idle and of many changes.
 
-    Raises ValueError for a size that is in no plan.
+    Raises ValueError for an unknown size.
     """
     plan = QUICK if quick else FULL
     there = {size.services: size for size in FULL.sizes} | {size.services: size for size in plan.sizes}
@@ -85,7 +85,7 @@ def planned(
 
 
 class Bench:
-    """One size: an API server with its objects, and what is measured against it."""
+    """One size: an API server with its objects, and the measurements against it."""
 
     def __init__(self, connections: Connections, services: int) -> None:
         self._connections = connections
@@ -94,7 +94,7 @@ class Bench:
         self._lock = threading.Lock()
 
     def next_change(self, watch: Flips) -> tuple[str, str]:
-        """Announce a change nobody made yet, of a service far from the last one's: the slice's path, the address."""
+        """Announce a new change of a service far from the last one: the slice's path, the address."""
         with self._lock:
             self._turn += 1
             turn = self._turn
@@ -104,12 +104,12 @@ class Bench:
         return slice_path(number), address
 
     def write(self, path: str, address: str) -> None:
-        """Write it to the API server; returns when that has answered."""
+        """Write it to the API server; returns after the answer."""
         body = [{"op": "replace", "path": "/endpoints/0/addresses/0", "value": address}]
         self._connections.mine().write("PATCH", path, body, _PATCH)
 
     def one_by_one(self, watch: Flips, times: int) -> list[dict[str, float]]:
-        """Milliseconds until a change is in force: since it was sent, since the API server has answered."""
+        """Milliseconds until a change is in force: since it was sent, since the API server answered."""
         found = []
         for turn in range(times + 1):
             path, address = self.next_change(watch)
@@ -123,7 +123,7 @@ class Bench:
         return found
 
     def many(self, watch: Flips, seconds: int) -> list[dict[str, float | None]]:
-        """PER_SECOND changes a second, whatever becomes of them: when each was sent, and how long it took."""
+        """PER_SECOND changes per second, independent of their completion: the time each was sent, and its duration."""
         begin = time.time() + 0.1
         found: list[dict[str, float | None]] = []
         addresses: dict[float | None, str] = {}
@@ -153,12 +153,12 @@ class Bench:
 def run(
     quick: bool, plan: Plan | None = None, kept: Result | None = None, keep: Callable[[Result], object] = bool
 ) -> Result:
-    """The figure. ``keep`` gets what there is after each size.
+    """The figure. ``keep`` receives the result so far after each size.
 
-    ``kept``: an earlier result; its runs of other sizes stay if they are of this commit and machine.
+    ``kept``: an earlier result; its runs of other sizes are kept if they have the same commit and machine.
     """
     plan = plan or planned(quick)
-    # As an installed package has it; a checkout may be run by somebody who keeps no bytecode.
+    # As in an installed package; a checkout may be without bytecode.
     compileall.compile_dir(ROOT / "pyebpf_proxy", quiet=1)
     speeds = speed()
     runs, others = other_runs(kept, plan, machine(speeds))
@@ -184,7 +184,7 @@ def run(
 
 
 def other_runs(kept: Result | None, plan: Plan, here: dict[str, Any]) -> tuple[list[dict[str, Any]], list[float]]:
-    """Runs of sizes that are not measured now, and the speed that was measured along with them."""
+    """Runs of sizes that are not measured now, with the machine speed measured at their time."""
     if kept is None:
         return [], []
     measured = {size.services for size in plan.sizes}
@@ -192,7 +192,7 @@ def other_runs(kept: Result | None, plan: Plan, here: dict[str, Any]) -> tuple[l
     alike = all(kept.machine[what] == here[what] for what in ("commit", "kernel", "processor", "cpus"))
     if runs and not alike:
         sizes = ", ".join(str(each) for each in sorted({run["services"] for run in runs}))
-        say(f"cluster: {sizes} services: the kept runs are of another commit or machine, and go")
+        say(f"cluster: {sizes} services: the kept runs are of another commit or machine: removed")
     return (runs, list(kept.samples["speed_seconds"])) if alike and runs else ([], [])
 
 
@@ -209,7 +209,7 @@ def _result(quick: bool, runs: list[dict[str, Any]], speeds: list[float]) -> Res
 
 
 def _measure(bench: Bench, node: Node, plan: Plan, size: Size, last: bool) -> dict[str, Any]:
-    """One process from its start on. What is measured once comes in the last round."""
+    """One process from its start. Measurements that are done once come in the last round."""
     found: dict[str, Any] = {"kind": node.kind, "services": node.services, "start_seconds": node.start_seconds}
     found["load_average"] = round(os.getloadavg()[0], 2)
     watch = flips(node)
@@ -222,7 +222,7 @@ def _measure(bench: Bench, node: Node, plan: Plan, size: Size, last: bool) -> di
             time.sleep(seconds)
             found["idle_percent"] = 100 * (node.proxy.cpu_seconds() - before) / (time.monotonic() - begin)
             found["idle_seconds"] = seconds
-            # Each to another service: of two changes of one, the first may never be seen.
+            # Each to another service: of two changes of one service, the first may never be seen.
             if node.kind != IPTABLES and node.services >= plan.rate_seconds * PER_SECOND:
                 before = node.proxy.cpu_seconds()
                 found["many"] = bench.many(watch, plan.rate_seconds)

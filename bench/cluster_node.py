@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node for one process, our agent or kube-proxy: a network namespace joined to the API server's by a pair of links.
+"""A node for one process, the agent or kube-proxy: a network namespace with a veth pair to the API server's.
 
-Each process gets a new node, so that none finds rules or maps of another.
+Each process gets a new node, so that it finds no rules or maps of another process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _numbers = itertools.count()
 
 @contextmanager
 def in_namespace(name: str) -> Iterator[None]:
-    """This thread, and what it starts, in a new network namespace."""
+    """Move this thread, and the processes that it starts, to a new network namespace."""
     here = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     namespace = Namespace(name)
     namespace.create()
@@ -46,7 +46,7 @@ def in_namespace(name: str) -> Iterator[None]:
 
 
 class Node:
-    """``with Node(OURS, server) as node``: it runs and has programmed everything; ``start_seconds`` says how soon."""
+    """``with Node(OURS, server) as node``: it runs and has programmed everything, after ``start_seconds``."""
 
     def __init__(self, kind: str, server: ApiServer, services: int) -> None:
         self.kind = kind
@@ -69,7 +69,7 @@ class Node:
                     f"link set {self._link} up",
                 ]
             )
-            # At once: the kernel takes its time to remove what is in a namespace without a name.
+            # Removed explicitly: the kernel removes links of an unnamed namespace only after a delay.
             stack.callback(batch, [f"link del {self._link}"])
             self.namespace.ip(
                 f"address add {NODE_ADDRESS}/24 dev eth0", "link set eth0 up", f"route add default via {ADDRESS}"
@@ -79,7 +79,7 @@ class Node:
             self.proxy = Proxy(self.kind, self.namespace, self.folder)
             stack.callback(self.proxy.stop)
             self.start_seconds = self.proxy.start(self._kubeconfig(), NODE, workload.POD_CIDR)
-            if self.kind != OURS:  # flips.Words reads our maps
+            if self.kind != OURS:  # flips.Words reads the agent's maps
                 self.proxy.check(self.services)
             self._left = stack.pop_all()
         return self

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the cluster figure: from what was measured to rows with goals."""
+"""The table of the cluster figure: from samples to rows with goals."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .rows import absolute, ratio
 
 Run = dict[str, Any]
 CHANGE_MS, MEMORY_MIB, IDLE_PERCENT = 20.0, 150.0, 0.5
-#: Of the first and the last seconds of many changes: more than this is a queue that grows.
+#: Ratio of the last to the first seconds of many changes above which the queue is growing.
 GROWTH = 1.5
-#: The size that the goals are for; where it is missing, the largest.
+#: The size of the goals; if it is missing, the largest.
 JUDGED = 10_000
 
 
 def judged(sizes: Sequence[int]) -> int:
-    """The size that the goals are for."""
+    """The size of the goals."""
     return JUDGED if JUDGED in sizes else max(sizes)
 
 
 def rounds_in_words(runs: Sequence[Run]) -> str:
-    """How many rounds were measured: of our runs, for each size."""
+    """The number of measured rounds of pyebpf-proxy, for each size."""
     counted = Counter(run["services"] for run in runs if run["kind"] == OURS)
     words = [f"{rounds} with {services}" for services, rounds in sorted(counted.items())]
     return f"rounds: {', '.join(words)} services"
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent of all do not exceed."""
+    """The percentile: the smallest value that is not exceeded by that percentage of all."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
@@ -85,7 +85,7 @@ def _changes(of: dict[str, list[Run]], size: int, slow: float, judged: bool) -> 
 
 
 def _flat(runs: Sequence[Run], few: int, many: int) -> Row:
-    """One change among many services beside one among few: ours does not grow."""
+    """One change among many services compared with one among few: it must not grow for pyebpf-proxy."""
     of = {
         size: [
             statistics.median(each["since_sent_ms"] for each in run["changes"])
@@ -110,7 +110,7 @@ def _many(of: dict[str, list[Run]], size: int) -> list[Row]:
 
 
 def _trend(run: Run, since: str, size: int) -> Row:
-    """The last seconds of many changes beside the first ones."""
+    """The last seconds of many changes compared with the first ones."""
     took = [(each["sent"], _latency(each, since)) for each in run["many"]]
     edge = max(sent for sent, _ in took) / 6
     seen = [(sent, ms) for sent, ms in took if ms is not None]
@@ -177,7 +177,7 @@ def _beside(
     goal: str = "",
     limit: float = 0.0,
 ) -> Row:
-    """Ours beside one of kube-proxy's modes, round by round."""
+    """pyebpf-proxy compared with one of kube-proxy's modes, round by round."""
     ours, theirs = [value(run) for run in of[OURS]], [value(run) for run in of[other]]
     return ratio(what, unit, ours, WORDS[other], theirs, most=limit if goal else None, goal=goal)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: how long the commands take that a person on call types, on a node with 10 000 services.
+"""Figure: duration of the inspection commands on a node with 10 000 services.
 
-Whole commands, as a shell starts them, in the node's network namespace, beside its agent: by the clock, and in
-processor time. Beside them ``--version``, which reads nothing: the start of the interpreter.
+Whole commands, as started by a shell, in the node's network namespace with its agent: wall-clock time and CPU time.
+For comparison ``--version``, which reads nothing: the start of the interpreter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .measure import Result, machine, say, slowness, speed, summary
 from .rows import absolute
 
 SERVICES = 10_000
-#: Seconds by the clock; None: there is no goal.
+#: Seconds of wall-clock time; None: no goal.
 COMMANDS: dict[tuple[str, ...], float | None] = {
     ("services",): 1.0,
     ("services", "-o", "json"): None,
@@ -49,9 +49,9 @@ def _node() -> Iterator[Node]:
 
 
 def once(node: Node, arguments: tuple[str, ...], cache: str) -> tuple[float, float]:
-    """Seconds by the clock, and of processor time, of one command whose answer nobody reads."""
+    """Wall-clock and CPU seconds of one command; its output is discarded."""
     known = {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory), "PYTHONPYCACHEPREFIX": cache}
-    # Installed, modules are compiled: what a checkout's interpreter is told about that must not count.
+    # Modules of an installed package are compiled; settings of a checkout's interpreter must not count.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | known
     run = ["ip", "netns", "exec", node.namespace.name, *command(), *arguments]
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: connect, one byte there, one back, reset; as often as it goes, one service loaded.
+"""Figure: connect, one byte each way, reset; maximum rate, with one service loaded.
 
-The contenders in turns, from pod to pod of one node and from a client outside, whose address stays (policy Local) or is
-masqueraded (policy Cluster).
+The contenders take turns, from pod to pod of one node and from an external client, whose address is preserved (policy
+Local) or masqueraded (policy Cluster).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .contenders import IPTABLES, NFTABLES, NONE, OURS, SLOW, SOCKET, TRACKED, U
 from .loads import Asked, Plan, Samples, alternate, cells, connect, latest, rows
 from .measure import Result, Row, machine
 
-#: Of no proxy, by the way.
+#: Goals as parts of no proxy, by way.
 GOALS = {"pod": 1.0, "client": 1.0, "cluster": 0.95}
 PAIRS = [
     (OURS, NONE),
@@ -47,12 +47,12 @@ def run(asked: Asked) -> Result:
 
 
 def takes_part(ground: Ground, way: str) -> bool:
-    """Outside are no sockets of ours, and on the way between two pods of one node is no device with XDP."""
+    """Leave out what cannot differ: no translated sockets outside, no XDP interface between two pods of a node."""
     return ground.contender.name != (XDP if way == "pod" else SOCKET)
 
 
 def table(samples: Samples) -> Iterator[Row]:
-    """Its rows, and nothing of a contender that did not take part."""
+    """Its rows, without contenders that did not take part."""
     for way, words in WAYS.items():
         of = {key: each for key, each in samples.items() if key.startswith(words)}
         yield from rows(of, "connect-request-reset", "/s", PAIRS, {(OURS, NONE): GOALS[way]})

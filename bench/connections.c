@@ -1,16 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Short connections, as many as there can be: connect, one byte there, one byte
- * back, reset.
+ * Short connections at the maximum rate: connect, one byte each way, reset.
  *
  *	connections serve PORT
  *	connections load ADDRESS PORT IN_FLIGHT WARM_UP_SECONDS SECONDS
  *
- * Both sides are one thread on epoll, scheduled before everything else, so that
- * other work on the machine does not blur the comparison.  `serve` prints a line
- * when it listens and ends when its standard input does.  `load` prints one line of JSON.  Every
- * connection that fails, or that takes longer than SLOW_NS, is counted: a rate
- * that hides stalls is worth nothing.
+ * Each side is one thread on epoll with real-time priority, so that other work on the
+ * machine does not distort the comparison.  `serve` prints a line when it listens and
+ * ends when its standard input is closed.  `load` prints one line of JSON.  Connections
+ * that fail, or that take longer than SLOW_NS, are counted: a rate that hides stalls is
+ * worthless.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part: no proxy, kube-proxy in its modes, ours as it is by default. Each on a node of its own.
+"""The contenders: no proxy, kube-proxy in its modes, pyebpf-proxy with its defaults. Each on a node of its own.
 
-All nodes are alike and are there at once, each in a lab of its own with the same addresses: a pod that asks, a pod that
-serves, a client from outside. So a load goes to one after the other within seconds, and nothing starts in between. What
-they share is the machine: its CPUs, the kernel's static branches, the root cgroup with each agent's socket programs.
+All nodes are equal and exist at the same time, each in a lab of its own with the same addresses: a client pod, a server
+pod, an external client. So the loads of the contenders follow each other within seconds, and nothing starts in between.
+They share the machine: its CPUs, the kernel's static branches, the root cgroup with each agent's socket programs.
 
-Ours reads a folder of manifests, kube-proxy the same objects from a real API server.
+pyebpf-proxy reads a directory of manifests, kube-proxy the same objects from a real API server.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .proxies import IPTABLES as IPTABLES
 from .proxies import NFTABLES as NFTABLES
 from .proxies import Proxy
 
-#: Of each of many services.
+#: Number of endpoints of each of the many services.
 ENDPOINTS = 3
-#: How files with many services begin, and how much each holds.
+#: Prefix of files with many services, and the number of objects in each.
 OTHERS, OBJECTS_A_FILE = "others-", 500
 CONNECT, EXCHANGE, STREAM, UDP, DNS = 8080, 8081, 8082, 8083, 8053
 #: Ports of the pod's and of ClusterIPs, and the node's for them: of the Service with policy Cluster, and with Local.
@@ -46,25 +46,25 @@ LOCAL_NODE_PORT = {port: port + 23000 for port in (CONNECT, EXCHANGE, STREAM, UD
 ADDRESS = Dual("172.31.0.10", "fd00:10:96::110")
 UDP_ADDRESS = Dual("172.31.0.11", "fd00:10:96::111")
 LOCAL_ADDRESS = Dual("172.31.0.12", "fd00:10:96::112")
-#: iperf3 without real-time priority: its client waits for its server in a loop, and both ends have one CPU.
+#: iperf3 runs without real-time priority: its client waits for its server in a loop, and both share one CPU.
 BEFORE_OTHERS = ["nice", "-n", "-20"]
 WAYS = {
     "pod": "pod → ClusterIP, same node",
     "client": "client → NodePort, policy Local",
     "cluster": "client → NodePort, policy Cluster",
 }
-#: What the DaemonSet's container may do.
+#: The capabilities of the DaemonSet's container.
 _CAPABILITIES = "-all,+net_admin,+bpf,+perfmon"
 
 
 class CannotTakePartError(Exception):
-    """This machine, or this version, does not have what a contender needs."""
+    """This machine, or this version, lacks a requirement of a contender."""
 
 
 class Contender(NamedTuple):
-    """``proxy``: "ours", a mode of kube-proxy, or "". ``own``: our configuration. ``rules``: an nftables table instead.
+    """``proxy``: "ours", a mode of kube-proxy, or "". ``own``: DatapathConfiguration. ``rules``: an nftables table.
 
-    ``past``: loads go to the pod itself all the same.
+    ``past``: loads address the pod itself instead of the Service.
     """
 
     name: str
@@ -77,9 +77,9 @@ class Contender(NamedTuple):
 
 _TRACKING = "table inet bench { chain c { type filter hook prerouting priority 0; ct state invalid counter; }; }"
 NONE, OURS, XDP, SLOW, SOCKET, TRACKED = "none", "ours", "xdp", "slow", "socket", "tracked"
-#: No contenders: what there is to be had at all.
+#: Not contenders, but the limits of the machine.
 FORWARD, LIMIT = LIMITS = ("forward", "limit")
-#: For packets of no service alone.
+#: Only for packets of no service.
 PAST, EMPTY = "past", "empty"
 CONTENDERS = {
     each.name: each
@@ -98,13 +98,13 @@ CONTENDERS = {
         Contender(EMPTY, "its rules, and empty programs", past=True),
     )
 }
-#: Those that always take part; the others, where they are named (``--beside``) or a figure is about them.
+#: Contenders that always take part; the others only if named (``--beside``) or required by a figure.
 USUAL = (NONE, IPTABLES, NFTABLES, OURS)
 OPTIONAL = (TRACKED, XDP, SLOW, SOCKET)
 
 
 def objects(server: Dual) -> list[manifests.Object]:
-    """The Services that are asked, with one endpoint, and their node."""
+    """The Services under load, with one endpoint, and their node."""
     tcp, local = (
         [manifests.Port(f"p{port}", port, port, "TCP", of[port]) for port in (CONNECT, EXCHANGE, STREAM)]
         for of in (NODE_PORT, LOCAL_NODE_PORT)
@@ -116,7 +116,7 @@ def objects(server: Dual) -> list[manifests.Object]:
         *manifests.slices("bench", tcp, here),
         manifests.service("bench-local", local, LOCAL_ADDRESS, externalTrafficPolicy="Local"),
         *manifests.slices("bench-local", local, here),
-        # What comes from outside keeps its source: a masquerade has no more than 64 000 flows for an endpoint.
+        # External traffic keeps its source: masquerading allows at most 64 000 flows to an endpoint.
         manifests.service("bench-udp", udp, UDP_ADDRESS, externalTrafficPolicy="Local"),
         *manifests.slices("bench-udp", udp, here),
         manifests.node("node1", addresses.node_address(1), addresses.pod_cidr(1)),
@@ -124,7 +124,7 @@ def objects(server: Dual) -> list[manifests.Object]:
 
 
 class Ground:
-    """One contender on its node, ready to be asked."""
+    """One contender on its node, ready for loads."""
 
     def __init__(self, contender: Contender, stack: ExitStack) -> None:
         self.contender = contender
@@ -146,16 +146,16 @@ class Ground:
             stack.enter_context(serving(self.server.namespace, pinned(command)))
 
     def start(self, api: ApiServer | None, stack: ExitStack) -> None:
-        """Bring the node into the contender's state; ``api`` is for kube-proxy."""
+        """Set up the contender on the node; ``api`` is for kube-proxy."""
         one = self.contender
         if one.rules:
             self.node.namespace.run("nft", "-f", "-", stdin=one.rules)
         elif one.proxy == "ours":
             agent = self.node.agent
-            # Among many services the node is one of theirs.
+            # With many services, the node is one of their nodes.
             theirs = (agent.manifests / f"{OTHERS}000.json").exists()
             manifests.write(agent.manifests / "bench.yaml", objects(self.server.address)[: -1 if theirs else None])
-            # As its container: the node's network, and /sys as the host has it (``ip netns exec`` mounts a new one).
+            # As in its container: the node's network, and the host's /sys (``ip netns exec`` mounts a new one).
             enter = ("nsenter", f"--net=/run/netns/{self.node.namespace.name}", "setpriv")
             few = (f"--bounding-set={_CAPABILITIES}", f"--inh-caps={_CAPABILITIES}")
             agent.start(own=one.own, enter=(*enter, *few))
@@ -175,7 +175,7 @@ class Ground:
             proxy.start(kubeconfig, "node1", ",".join(addresses.POD_CIDR), families=2)
 
     def target(self, port: int, way: str, family: int) -> tuple[str, str]:
-        """Where to ask: address and port, as the tools take them."""
+        """The target of loads: address and port, as arguments of the tools."""
         if self.contender.past:
             return self.server.address.of(family), str(port)
         if way == "pod":
@@ -184,16 +184,16 @@ class Ground:
 
 
 def pinned(command: Sequence[str]) -> list[str]:
-    """The command on the last CPU, where the servers are too.
+    """The command on the last CPU, which the servers use too.
 
-    Who wakes whom on another CPU pays for that several times what a proxy costs: chance must not choose.
+    A wake-up on another CPU costs several times as much as a proxy, so the placement must not be left to chance.
     """
     return ["taskset", "-c", str(max(os.sched_getaffinity(0))), *command]
 
 
 @contextmanager
 def serving(namespace: Namespace, command: Sequence[str]) -> Iterator[None]:
-    """A server in the namespace, which says when it listens."""
+    """A server in the namespace, which reports when it listens."""
     command = ["ip", "netns", "exec", namespace.name, *command]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -207,9 +207,9 @@ def serving(namespace: Namespace, command: Sequence[str]) -> Iterator[None]:
 
 
 class Field:
-    """The grounds of this run; each is made when a figure first asks for it, and stays until ``close``.
+    """The grounds of this run; each is created on first use and kept until ``close``.
 
-    ``services``: so many others are loaded everywhere beside those that are asked, ENDPOINTS endpoints each.
+    ``services``: number of additional services on every node, with ENDPOINTS endpoints each.
     """
 
     def __init__(self, services: int = 0) -> None:
@@ -221,11 +221,11 @@ class Field:
         self._api: ApiServer | None = None
 
     def grounds(self, names: Sequence[str]) -> list[Ground]:
-        """Those of them that can take part here, in this order."""
+        """The contenders that can take part on this machine, in this order."""
         return [ground for name in names if (ground := self._ground(name)) is not None]
 
     def close(self) -> None:
-        """Take everything down."""
+        """Remove everything."""
         self._grounds, self._left_out, self._api, self._manifests = {}, set(), None, None
         self._stack.close()
 
@@ -258,12 +258,12 @@ class Field:
             ground.start(self._api, stack)
             if self._services:
                 say(f"{contender.words}: {self._services} services programmed in {time.monotonic() - began:.0f} s")
-            # Its own end comes before what it shares with others.
+            # Its own resources end before those it shares with others.
             self._stack.push(stack.pop_all())
         return ground
 
     def _folder(self) -> Path:
-        """The manifests of all services, for every agent of ours: lists, which are written and read sooner."""
+        """The manifests of all services for every agent, as lists, which are faster to write and read."""
         if self._manifests is None:
             self._manifests = Path(self._stack.enter_context(TemporaryDirectory(prefix="bench-manifests-")))
             documents = (document for _, document in workload.everything(self._services, ENDPOINTS))
@@ -275,11 +275,11 @@ class Field:
 
 @cache
 def field() -> Field:
-    """The one of this process."""
+    """The field of this process."""
     return Field()
 
 
 def turns(rounds: int, grounds: Sequence[Ground]) -> Iterator[tuple[int, list[Ground]]]:
-    """The number of each round, and the order in it: who was first is last in the next."""
+    """The number of each round, and its order: the first contender is last in the next round."""
     for number in range(rounds):
         yield number, list(grounds)[:: -1 if number % 2 else 1]

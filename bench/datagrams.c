@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Queries as a resolver's client sends them: a datagram from a new port, its answer, the end.
+ * Queries as in DNS lookups: one datagram from a new port, and its reply.
  *
  *	datagrams serve PORT
  *	datagrams load ADDRESS PORT IN_FLIGHT WARM_UP_SECONDS SECONDS
  *
- * Each query has a socket of its own.  Its port is the next one of all that users may have, so
- * no port comes again before 64 000 queries.  Both sides are one thread, scheduled before everything else, as
- * `connections`.  `serve` prints a line when it listens and ends with its standard input.  `load` prints one line of
- * JSON; a query without an answer for a fifth of a second has failed.
+ * Each query has its own socket.  Ports are used in turn, so no port is reused within 64 000 queries.  Each side is one
+ * thread with real-time priority, as in `connections`.  `serve` prints a line when it listens and ends when its standard
+ * input is closed.  `load` prints one line of JSON; a query without a reply within 200 ms has failed.
  */
 #define _GNU_SOURCE
 #include <poll.h>
@@ -21,7 +20,7 @@
 #define EVENTS 256
 #define FILES 4096
 #define LATE_NS (SECOND / 5)
-#define QUERY 45		/* bytes: a name of a cluster's; the answer has an address */
+#define QUERY 45		/* bytes: a cluster's domain name; the reply has an address */
 #define ANSWER 90
 #define FIRST_PORT 1024
 
@@ -62,7 +61,7 @@ static struct {
 	int poller;
 } load;
 
-/* The socket of a port that nobody has. */
+/* A socket with an unused port. */
 static int open_socket(void)
 {
 	int fd = socket(load.to.ss_family, SOCK_DGRAM | SOCK_NONBLOCK, 0);
@@ -73,7 +72,7 @@ static int open_socket(void)
 		uint16_t port = load.port;
 
 		load.port = port == 65535 ? FIRST_PORT : port + 1;
-		/* Both families have it at the same place. */
+		/* The field has the same offset in both families. */
 		((struct sockaddr_in *)&load.from)->sin_port = htons(port);
 		if (!bind(fd, (struct sockaddr *)&load.from, load.length))
 			return fd;
@@ -137,7 +136,7 @@ static int put_under_load(char **arguments)
 
 	load.length = parse_address(arguments[0], atoi(arguments[1]), &load.to);
 	load.from.ss_family = load.to.ss_family;
-	/* Anywhere, so that one run does not begin with the ports of the one before. */
+	/* Random, so that a run does not begin with the ports of the previous one. */
 	load.port = FIRST_PORT + now() / 1000 % (65536 - FIRST_PORT);
 	load.poller = epoll_create1(0);
 	for (int i = atoi(arguments[2]); i > 0; i--)

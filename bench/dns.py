@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: a datagram and its answer, from a new port each time, as resolvers' clients do; as often as it goes."""
+"""Figure: a datagram and its reply, from a new port each time, as in DNS lookups; maximum rate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(asked: Asked) -> Result:
 
 
 def table(samples: Samples) -> Iterator[Row]:
-    """Its rows; the goal is that of pods, who ask most."""
+    """Its rows; the goal is for pods, which send most queries."""
     for key, of in samples.items():
         goals = {(OURS, NONE): GOAL} if key.startswith("pod") else {}
         yield from rows({key: of}, "a datagram and its answer", "/s", PAIRS, goals)

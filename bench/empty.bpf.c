@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a packet costs that meets a program which does nothing: the measure for those that do something. */
+/* Programs that do nothing: the reference for the cost of a packet. */
 #include "vmlinux.h"
 #include <bpf/bpf_helpers.h>
 

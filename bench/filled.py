@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real maps, not pinned anywhere, filled the way the agent fills them."""
+"""Real maps, not pinned, filled as by the agent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import workload
 
 
 class Filled(NamedTuple):
-    """Maps with a cluster in them, and how long it took: seconds of planning, of writing."""
+    """Maps with a cluster in them, and the seconds of planning and of writing."""
 
     loaded: Loaded
     writer: Writer
@@ -27,12 +27,12 @@ class Filled(NamedTuple):
     writing: float
 
 
-#: Of the pods that some figures give an IPv6 address, too.
+#: IPv6 range of the pods to which some figures give an IPv6 address.
 POD_CIDR6 = "fd00:32::/32"
 
 
 def load_programs(fast_path: bool = False, pod_sockets: bool = False, xdp: bool = False) -> Loaded:
-    """The programs, with maps of their own, as on node1 of the workload."""
+    """The programs with their own maps, as on node1 of the workload."""
     networks = [ip_network(workload.POD_CIDR), ip_network(POD_CIDR6)]
     (cidr4, mask4), (cidr6, mask6) = ((each.network_address.packed, each.netmask.packed) for each in networks)
     settings = Settings(

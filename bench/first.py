@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure 4: the first packet of a flow, by what its service asks for, beside the plainest service.
+"""Figure 4: the first packet of a flow, by the features of its service, compared with the plainest service.
 
-``bpf_prog_test_run`` of ``tc_ethernet`` with one packet at a time, each of a new flow: decision, choice, and the
-choice written into the packet's priority for netfilter. The variants take turns, packet by packet, so that what the
-machine does falls on all of them alike; what a run of an empty program takes, mostly reading the clock, is taken off.
+``bpf_prog_test_run`` of ``tc_ethernet`` with one packet at a time, each of a new flow: decision, choice, and the choice
+written into the packet's priority for netfilter. The variants take turns, packet by packet, so that other load of the
+machine affects all of them equally. The time of an empty program, mostly reading the clock, is subtracted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .filled import Filled, fill
 from .measure import TOOLS, Result, Row, machine, say, speed, summary, undisturbed
 from .rows import ratio
 
-#: Services in the maps beside those that are asked.
+#: Services in the maps besides those under test.
 SERVICES = 1_000
 RANGES = 100
 GOAL = 1.5
@@ -35,14 +35,14 @@ GOAL = 1.5
 FLOWS = 300
 
 NODE, GATEWAY, POD, OUTSIDER = "192.0.2.11", "192.0.2.1", "10.32.64.9", "198.51.100.7"
-#: The tag of a packet's priority that says that a backend was chosen; the second: and to be masqueraded.
+#: The tag in a packet's priority for a chosen backend; the second one: also to be masqueraded.
 CHOSEN = (0xEB, 0xED)
 PLAIN = "plain, to the ClusterIP"
 EMPTY = "an empty program"
 
 
 class Variant(NamedTuple):
-    """``spec``: what the Service says besides its addresses. ``kind``: which of them is asked for."""
+    """``spec``: fields of the Service besides its addresses. ``kind``: the address that is used."""
 
     what: str
     kind: str
@@ -78,7 +78,7 @@ def _address(kind: str, number: int) -> str:
 
 
 def objects() -> Iterator[dict[str, Any]]:
-    """A Service of each variant with ten endpoints, two of them here."""
+    """A Service of each variant with ten endpoints, two of them local."""
     for number, variant in enumerate(VARIANTS):
         made = workload.service(number)
         cluster_ip = _address("clusterIP", number)
@@ -101,7 +101,7 @@ def changes() -> list[Change]:
 
 
 def frame(variant: Variant, number: int, flow: int) -> bytes:
-    """A SYN; ``flow`` makes it the first packet of another flow."""
+    """A SYN; each ``flow`` is another flow."""
     source = int(ipaddress.ip_address(variant.source))
     if variant.many_clients:
         source = int(ipaddress.ip_address("10.33.0.0")) + flow
@@ -114,7 +114,7 @@ def frame(variant: Variant, number: int, flow: int) -> bytes:
 
 @contextmanager
 def node() -> Iterator[dict[str, int]]:
-    """This process in a namespace with the node's devices; the indexes of those."""
+    """Move this process to a namespace with the node's interfaces; returns their indexes."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     made = Namespace(f"bench-first-{os.getpid()}")
     made.create()
@@ -145,7 +145,7 @@ def _u32(number: int) -> bytes:
 
 
 def _describe(filled: Filled) -> None:
-    """What the agent would write of the node."""
+    """The agent's map entries about the node."""
     filled.loaded.maps["node_addresses4"].update(socket.inet_aton(NODE), _u32(1))
 
 
@@ -198,7 +198,7 @@ def rows(samples: dict[str, list[float]]) -> list[Row]:
 
 
 def _round(filled: Filled, empty: Program, devices: dict[str, int], number: int) -> dict[str, float]:
-    """The median of each variant's flows, in nanoseconds. Nobody is always first."""
+    """The median of each variant's flows, in nanoseconds. The order changes, so that no variant is always first."""
     program = filled.loaded.tc.programs["tc_ethernet"]
     contexts = {POD: SkBuff(ifindex=devices["pods"]), OUTSIDER: SkBuff(ifindex=devices["nic"])}
     taken: dict[str, list[float]] = {what: [] for what in (EMPTY, *(variant.what for variant in VARIANTS))}

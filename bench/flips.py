@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a change of an endpoint has reached the kernel, seen from outside the process that writes it.
+"""Detects when a change of an endpoint has reached the kernel, from outside the process that writes it.
 
-* ours: the service's word in the pinned map ``services`` is another one (looked at every 0.1 ms);
-* nftables: the kernel's own message, on commit, of the new endpoint in a service's map;
-* iptables: kube-proxy's word, the time stamp of its metric, which it takes when iptables-restore has ended. Looking
-  at 100 000 rules would cost more than the change.
+* pyebpf-proxy: the service's entry in the pinned map ``services`` has changed (polled every 0.1 ms);
+* nftables: the kernel's notification, on commit, of the new endpoint in a service's map;
+* iptables: the timestamp of kube-proxy's metric, taken after iptables-restore has ended. Reading 100 000 rules would
+  cost more than the change.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _ENDPOINT = re.compile(rb"\x0c\x00\x01\x00(.{4})\x1f\x90\x00\x00", re.DOTALL)
 
 
 class Flips(Protocol):
-    """Changes that are announced are looked for, in a thread of its own."""
+    """Detects announced changes in a thread of its own."""
 
     def expect(self, number: int, address: str) -> None:
-        """The service's first endpoint will have this address, which no other endpoint has or had."""
+        """Announce the new, unique address of the service's first endpoint."""
 
     def seen(self, address: str) -> float | None:
-        """When it was in force, Unix time."""
+        """Unix time at which it was in force."""
 
     def wait(self, address: str, seconds: float) -> float:
-        """The same, waited for; RuntimeError if it doesn't come."""
+        """The same, after waiting for it; RuntimeError if it does not happen."""
 
     def close(self) -> None: ...
 
@@ -87,21 +87,21 @@ class _Flips(ABC):
                 self._changed.notify_all()
 
     def _idle(self) -> bool:
-        """Wait for something to look for; False at the end."""
+        """Wait for an announced change; False at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._awaited or self._closed)
             return not self._closed
 
     @abstractmethod
     def _before(self, number: int) -> float:
-        """What ``_run`` compares with."""
+        """The values that ``_run`` compares with."""
 
     @abstractmethod
     def _run(self) -> None: ...
 
 
 class Words(_Flips):
-    """Our maps."""
+    """The maps of pyebpf-proxy."""
 
     def __init__(self, node: Node) -> None:
         with Object.open(OBJECTS / "tc.bpf.o") as unloaded:
@@ -132,7 +132,7 @@ class Words(_Flips):
 
 
 class Chains(_Flips):
-    """nftables, by the kernel's messages to whoever subscribes."""
+    """nftables, by the kernel's notifications."""
 
     def __init__(self, node: Node) -> None:
         made: list[socket.socket] = []
@@ -167,7 +167,7 @@ class Chains(_Flips):
 
 
 class Stamps(_Flips):
-    """iptables: one change at a time only, because a sync doesn't say what was in it."""
+    """iptables: only one change at a time, because a sync does not report its content."""
 
     def _before(self, number: int) -> float:
         return time.time()
@@ -182,5 +182,5 @@ class Stamps(_Flips):
 
 
 def flips(node: Node) -> Flips:
-    """What fits the node."""
+    """The detector for the node's proxy."""
     return Words(node) if node.kind == OURS else Stamps(node) if node.kind == IPTABLES else Chains(node)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* UDP as fast as one CPU can make it, and its other end. Loaded by flood.c. */
+/* UDP frames at the maximum rate of one CPU, and their receiver. Loaded by flood.c. */
 #include "vmlinux.h"
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
@@ -24,7 +24,7 @@ struct {
 	__type(value, struct flood);
 } flood_settings SEC(".maps");
 
-/* One CPU makes frames: no others count here. */
+/* Only one CPU generates frames and counts here. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
@@ -39,7 +39,7 @@ struct {
 	__type(value, __u64);
 } received SEC(".maps");
 
-/* Of so many frames one is sent back; 0: none. */
+/* One frame in this number is sent back; 0: none. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
@@ -53,7 +53,7 @@ static __always_inline __u16 fold(__u32 sum)
 	return (sum & 0xffff) + (sum >> 16);
 }
 
-/* The whole header each time: the kernel gives the same pages again, as they came back. */
+/* Writes the whole header each time: the kernel recycles pages with their old content. */
 SEC("xdp")
 int generate(struct xdp_md *ctx)
 {
@@ -69,7 +69,7 @@ int generate(struct xdp_md *ctx)
 		if (!m->frames)
 			m->first = m->last;
 	}
-	/* New ones are none of those that take turns, nor of an earlier run: a table may still know these. */
+	/* New flows must differ from the repeated ones and from earlier runs, which may still be in tables. */
 	flow = s->flows ? m->frames % s->flows : s->begin + m->frames;
 	m->frames++;
 	source = bpf_htonl(s->source + flow / FLOOD_PORTS);
@@ -112,7 +112,7 @@ static __always_inline void count_received(void)
 		*count += 1;
 }
 
-/* What plain forwarding costs at least: link addresses, and nothing asked. */
+/* The minimum cost of forwarding: link addresses, no lookups. */
 SEC("xdp")
 int pass_on(struct xdp_md *ctx)
 {
@@ -127,7 +127,7 @@ int pass_on(struct xdp_md *ctx)
 	return bpf_redirect(s->device, 0);
 }
 
-/* Counts the frame.  True: it is to be sent back, which its headers say by now. */
+/* Counts the frame.  True: send it back; its headers are already swapped. */
 static __always_inline bool ends_here(struct frame *f)
 {
 	__u32 zero = 0, *one_of, address;
@@ -138,7 +138,7 @@ static __always_inline bool ends_here(struct frame *f)
 	one_of = bpf_map_lookup_elem(&echo_one_of, &zero);
 	if (!one_of || !*one_of || bpf_get_prandom_u32() % *one_of)
 		return false;
-	/* Swapped, the sums stay what they are. */
+	/* Swapping does not change the checksums. */
 	__builtin_memcpy(link, f->link.h_dest, 6);
 	__builtin_memcpy(f->link.h_dest, f->link.h_source, 6);
 	__builtin_memcpy(f->link.h_source, link, 6);
@@ -151,7 +151,7 @@ static __always_inline bool ends_here(struct frame *f)
 	return true;
 }
 
-/* Where UDP ends: in a pod without XDP, as pods are. */
+/* The receiver: in a pod without XDP, as usual. */
 SEC("tc")
 int sink(struct __sk_buff *skb)
 {
@@ -162,7 +162,7 @@ int sink(struct __sk_buff *skb)
 	return ends_here(f) ? bpf_redirect(skb->ifindex, 0) : TC_ACT_SHOT;
 }
 
-/* The same before there is an sk_buff. */
+/* The same before an sk_buff is allocated. */
 SEC("xdp")
 int sink_xdp(struct xdp_md *ctx)
 {
@@ -170,7 +170,7 @@ int sink_xdp(struct xdp_md *ctx)
 
 	if (!f)
 		return XDP_PASS;
-	/* Not XDP_TX: a veth's other end is woken by that only if it has an XDP program, too. */
+	/* Not XDP_TX: that wakes the other end of a veth only if it has an XDP program, too. */
 	return ends_here(f) ? bpf_redirect(ctx->ingress_ifindex, 0) : XDP_DROP;
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads on a ground, each by a real program with real-time priority; and the rows of contenders beside each other."""
+"""Loads on a ground, each by a real program with real-time priority; and the rows that compare contenders."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from .measure import TOOLS, Row, say, speed, summary
 from .rows import ratio
 
 IN_FLIGHT = 64
-#: Microseconds of each second that real-time tasks may have of a CPU; -1: all of it.
+#: Microseconds of each second that real-time tasks may use of a CPU; -1: all of it.
 THROTTLE = Path("/proc/sys/kernel/sched_rt_runtime_us")
-#: What the kernel has by default.
+#: The kernel's default.
 THROTTLED = "950000"
 #: Samples by (load, way, family), then by contender, in the order of the rounds.
 Samples = dict[str, dict[str, list[float]]]
-#: Rounds go on until the quartiles of ours beside no proxy are so near to the median, or the plan ends.
+#: Rounds continue until the quartiles of the ratio to no proxy are this close to its median, or the plan ends.
 STEADY = 0.03
 
 
 class Asked(NamedTuple):
-    """What the command line says of loads; empty or None: as the figure has it."""
+    """The command line's options for loads; empty or None: as in the figure."""
 
     quick: bool = False
     rounds: int | None = None
     seconds: float | None = None
     ways: tuple[str, ...] = ()
     families: tuple[int, ...] = ()
-    #: Contenders beside the usual ones.
+    #: Contenders besides the usual ones.
     beside: tuple[str, ...] = ()
 
 
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
     cells: tuple[tuple[str, int], ...]
 
     def of(self, asked: Asked) -> Plan:
-        """The same with what the command line says."""
+        """The plan with the command line's options."""
         cells = tuple(
             (way, family)
             for way, family in self.cells
@@ -76,7 +76,7 @@ def cells(ways: Sequence[str], families: Sequence[int] = (4, 6)) -> tuple[tuple[
 
 
 def connect(ground: Ground, way: str, family: int, seconds: float) -> float:
-    """Connect, one byte there, one back, reset, IN_FLIGHT at a time: connections a second. Raises RuntimeError."""
+    """Connect, one byte each way, reset, IN_FLIGHT at a time: connections per second. Raises RuntimeError."""
     command = [str(TOOLS / "connections"), "load", *ground.target(CONNECT, way, family), str(IN_FLIGHT)]
     outcome = _ask(ground, way, [*command, str(seconds / 4), str(seconds)])
     if outcome["failed"]:
@@ -85,13 +85,13 @@ def connect(ground: Ground, way: str, family: int, seconds: float) -> float:
 
 
 def exchange(ground: Ground, way: str, family: int, seconds: float) -> float:
-    """One byte there, one back, on one connection, as often as it goes: exchanges a second."""
+    """One byte each way on one connection, at the maximum rate: exchanges per second."""
     command = [str(TOOLS / "pingpong"), "load", *ground.target(EXCHANGE, way, family)]
     return float(_ask(ground, way, command, stdin=f"{seconds}\n")["per_second"])
 
 
 class Conversation:
-    """One connection that lives through many rounds: what is measured is a flow of some age, as most packets' are."""
+    """One connection for many rounds: its flow is old, as that of most packets is."""
 
     def __init__(self, ground: Ground, way: str, family: int, stack: ExitStack) -> None:
         load = [str(TOOLS / "pingpong"), "load", *ground.target(EXCHANGE, way, family)]
@@ -100,7 +100,7 @@ class Conversation:
         stack.callback(self._close)
 
     def rate(self, seconds: float) -> float:
-        """Exchanges a second, measured for so long. RuntimeError if the connection has ended."""
+        """Exchanges per second, measured for that time. RuntimeError if the connection has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with unthrottled():
@@ -108,7 +108,7 @@ class Conversation:
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("the connection of request-response has ended; what it said is above")
+            raise RuntimeError("the connection of request-response has ended; its output is above")
         return float(json.loads(line)["per_second"])
 
     def _close(self) -> None:
@@ -117,8 +117,8 @@ class Conversation:
 
 
 def query(ground: Ground, way: str, family: int, seconds: float) -> float:
-    """A datagram from a new port, its answer, IN_FLIGHT at a time: queries a second. RuntimeError if one fails."""
-    # Flows of earlier loads must fill nobody's table; a port that comes again is to be as new as the first time.
+    """A datagram from a new port and its reply, IN_FLIGHT at a time: queries per second. RuntimeError if one fails."""
+    # Flows of earlier loads must not fill tables, and a port that is used again must be as new as the first time.
     ground.node.namespace.run("conntrack", "-F")
     command = [str(TOOLS / "datagrams"), "load", *ground.target(DNS, way, family), str(IN_FLIGHT)]
     outcome = _ask(ground, way, [*command, str(seconds / 4), str(seconds)])
@@ -130,7 +130,7 @@ def query(ground: Ground, way: str, family: int, seconds: float) -> float:
 def stream(ground: Ground, way: str, family: int, seconds: float) -> tuple[float, float]:
     """One TCP stream: Gbit/s, and CPU nanoseconds a byte.
 
-    The CPU time is that of both ends, in which the kernel does most of the way, and of its threads for what is left.
+    The CPU time is that of both ends, which includes most of the kernel's work, and of the kernel's softirq threads.
     """
     address, port = ground.target(STREAM, way, family)
     before = _softirq_threads()
@@ -144,7 +144,7 @@ def stream(ground: Ground, way: str, family: int, seconds: float) -> tuple[float
 
 
 def paced(ground: Ground, way: str, family: int, connections: int, rate: float, seconds: float) -> dict[str, float]:
-    """So many requests a second on connections that stay, and what they took; ``rate`` 0: as many as there can be."""
+    """Requests at a fixed rate on persistent connections, and their latencies; ``rate`` 0: the maximum rate."""
     command = [str(TOOLS / "paced"), *ground.target(CONNECT, way, family), str(connections), str(rate)]
     found: dict[str, float] = _ask(ground, way, [*command, str(seconds / 4), str(seconds)])
     return found
@@ -155,7 +155,7 @@ _watch: list[str] = []
 
 @contextmanager
 def watched(command: Sequence[str]) -> Iterator[None]:
-    """Loads are started by this command (perf record), which prints nothing, and not from here."""
+    """Loads are started through this command (perf record), which prints nothing."""
     _watch.extend(command)
     try:
         yield
@@ -165,10 +165,10 @@ def watched(command: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def unthrottled() -> Iterator[None]:
-    """Real-time tasks may have a CPU for themselves.
+    """Allow real-time tasks to use a CPU completely.
 
-    Otherwise all of them stand still for 50 ms of a second, and whose load that falls on is a matter of chance.
-    A process of its own puts it back, when this one says so or dies, of SIGKILL too.
+    Otherwise all of them pause for 50 ms of each second, and it is a matter of chance which load is affected.
+    A separate process restores the setting when this one requests it or dies, even by SIGKILL.
     """
     before = THROTTLE.read_text().strip()
     if before == "-1":  # another bench's load runs, or left it so: it must not become the value to put back
@@ -191,9 +191,9 @@ def alternate(
     take: Callable[[Ground, str, int], Mapping[str, float]],
     tell: Callable[[int, dict[str, Samples]], str],
 ) -> tuple[dict[str, Samples], list[float]]:
-    """``take`` of each ground in turns, in each cell: samples by what it measured, and the speed measures.
+    """Run ``take`` on each ground in turns, in each cell: samples by measure, and the speed of the machine.
 
-    A ground of which it measures nothing takes no part that way. ``tell``: a line for each round.
+    A ground without samples does not take part in that way. ``tell``: a line for each round.
     """
     speeds = speed(1)
     samples: dict[str, Samples] = {}
@@ -216,12 +216,12 @@ def alternate(
 
 
 def cell(way: str, family: int) -> str:
-    """What a way and a family are called."""
+    """The label of a way and a family."""
     return f"{WAYS[way]}, IPv{family}"
 
 
 def steady(samples: Mapping[str, Samples], key: str) -> bool:
-    """Whether the quartiles of ours beside no proxy are near the median in this cell, of everything measured there."""
+    """Whether the quartiles of the ratio to no proxy are near the median in this cell, for all measures."""
     for of in (each[key] for each in samples.values() if key in each):
         if OURS in of and NONE in of:
             found = summary([a / b for a, b in zip(of[OURS], of[NONE], strict=False)])
@@ -232,7 +232,7 @@ def steady(samples: Mapping[str, Samples], key: str) -> bool:
 
 
 def latest(samples: Samples, form: str) -> str:
-    """What each contender has shown last, the first way."""
+    """The latest value of each contender, for the first way."""
     of = next(iter(samples.values()))
     return ", ".join(f"{name} {of[name][-1]:{form}}" for name in sorted(of))
 
@@ -246,7 +246,7 @@ def rows(
     most: bool = False,
     judged_unit: str = "of it",
 ) -> Iterator[Row]:
-    """Each of the pairs of contenders beside each other, for every key of the samples; goals by pair.
+    """Compare each pair of contenders, for every key of the samples; goals by pair.
 
     ``most``: goals are upper limits.
     """
@@ -273,7 +273,7 @@ def _ask(ground: Ground, way: str, command: Sequence[str], stdin: str | None = N
 
 
 def _softirq_threads() -> int:
-    """CPU nanoseconds that ksoftirqd of all CPUs have used."""
+    """CPU nanoseconds used by ksoftirqd of all CPUs."""
     return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in _threads())
 
 

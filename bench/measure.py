@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every figure needs: samples and their spread, the machine, the form in which results are kept."""
+"""Shared by all figures: samples and their spread, the machine, the format of results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import msgspec
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "build" / "bench"
 
-#: How fast this machine runs Python; goals are given for a machine that takes NORMAL_SECONDS.
+#: The speed of this machine running Python; goals are for a machine that takes NORMAL_SECONDS.
 SPEED_COMMAND = "import time;t=time.time();x=0;[x:=x+i for i in range(3000000)];print(time.time()-t)"
 NORMAL_SECONDS = 0.2
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Samples in short: the median, the quartiles around it, the extremes."""
+    """A summary of samples: the median, the quartiles, the extremes."""
 
     median: float
     lower_quartile: float
@@ -45,8 +45,8 @@ def summary(samples: Sequence[float]) -> Summary:
 class Row(msgspec.Struct, kw_only=True):
     """One line of the table in docs/performance.md.
 
-    ``judged`` is what the goal is about, on this machine; ``at_normal_speed`` the same on a machine of NORMAL_SECONDS
-    (equal to ``judged`` for ratios). Rows without a goal are there to be compared with.
+    ``judged`` is the value for the goal, on this machine; ``at_normal_speed`` the same on a machine of NORMAL_SECONDS
+    (equal to ``judged`` for ratios). Rows without a goal are for comparison.
     """
 
     what: str
@@ -62,9 +62,9 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """A figure: ``samples`` holds everything that was measured, for other evaluations and the plot.
+    """A figure: ``samples`` holds all measurements, for other evaluations and the plot.
 
-    ``note``: what a reader must know of this very run, e.g. that it broke off.
+    ``note``: a remark about this run, e.g. that it was aborted.
     """
 
     figure: str
@@ -78,7 +78,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """One CPU, and nobody preempts us there (children neither): for measurements of few seconds that use one CPU."""
+    """Use one CPU without preemption (also for children): for measurements of a few seconds on one CPU."""
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cpus)})
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -90,7 +90,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def speed(times: int = 3) -> list[float]:
-    """Seconds that SPEED_COMMAND takes, several times, whatever else the machine does."""
+    """Seconds of SPEED_COMMAND, measured several times, under the current load."""
     run = ["/usr/bin/python3", "-c", SPEED_COMMAND]
     with undisturbed():
         return [float(subprocess.run(run, check=True, capture_output=True, text=True).stdout) for _ in range(times)]
@@ -119,7 +119,7 @@ def machine(speeds: Sequence[float]) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    # Under sudo the checkout belongs to somebody else.
+    # Under sudo the checkout belongs to another user.
     git = ["git", "-c", "safe.directory=*", "-C", str(ROOT)]
 
     def ask(*what: str) -> str:
@@ -149,7 +149,7 @@ def save(result: Result, folder: Path) -> Path:
 
 
 def _join_numbers(text: str) -> str:
-    """Lists of numbers on one line: a diff of results is then readable."""
+    """Put lists of numbers on one line, so that diffs of results are readable."""
     lines: list[str] = []
     within = False
     for line in text.splitlines():
@@ -169,5 +169,5 @@ def load_result(path: Path) -> Result:
 
 
 def say(text: str) -> None:
-    """Progress, for the person who waits."""
+    """Print progress."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)

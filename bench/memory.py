@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: what all maps take in the kernel, with one service and with 10 000 services, 100 000 endpoints.
+"""Figure: kernel memory of all maps, with one service and with 10 000 services, 100 000 endpoints.
 
-Of a real agent with its defaults: every map that its process holds, by the map's own account (``memlock``, what bpftool
-shows).
+Measured with a real agent with its defaults: every map of its process, as reported by the map (``memlock``, as shown by
+bpftool).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .rows import absolute
 SERVICES = 10_000
 GOAL_MB = 64.0
 MB = 1e6
-#: By the field that a DatapathConfiguration has for it; the first has the goal.
+#: By field of the DatapathConfiguration; the first one has the goal.
 CONFIGURATIONS: Mapping[str, Mapping[str, object]] = {"defaults": {}, "socketLB: all": {"socketLB": "all"}}
 
 
 def map_memory(maps: Mapping[str, Map]) -> dict[str, int]:
-    """Bytes that each map takes in the kernel now, by its own account."""
+    """The kernel memory of each map, in bytes, as reported by the map."""
     return {name: _fields(Path(f"/proc/self/fdinfo/{each.fd}").read_text())["memlock"] for name, each in maps.items()}
 
 
 def held_memory(pid: int) -> dict[int, int]:
-    """The same of all maps that a process has open, by the maps' numbers."""
+    """The same for all open maps of a process, by map id."""
     found = {}
     for path in Path(f"/proc/{pid}/fdinfo").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile: no map
+        with contextlib.suppress(FileNotFoundError):  # closed in the meantime, so not a map
             fields = _fields(path.read_text())
             if "map_id" in fields:
                 found[fields["map_id"]] = fields["memlock"]
@@ -50,7 +50,7 @@ def _fields(text: str) -> dict[str, int]:
 
 
 def once(services: int, own: Mapping[str, object]) -> dict[int, int]:
-    """A node with so many services; what its maps take, by their numbers."""
+    """A node with that many services; the memory of its maps, by map id."""
     with Lab(nodes=1) as lab:
         for name, document in workload.everything(services):
             (lab.manifests / name).write_text(json.dumps(document))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first part of docs/performance.md: one picture and one table of ten lines, four contenders beside each other."""
+"""The first part of docs/performance.md: one picture and one table of ten lines that compare four contenders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MILLION = 1e6
 
 
 class Wanted(NamedTuple):
-    """A line: what it is called, and where its samples are. ``scale``: the unit is so many of those samples."""
+    """A line: its label, and the place of its samples. ``scale``: samples per unit."""
 
     what: str
     unit: str
@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
 
 
 class Line(NamedTuple):
-    """By contender: the median, and of no proxy in the same round (of one service, in the last line)."""
+    """By contender: the median, and the ratio to no proxy in the same round (in the last line: to one service)."""
 
     what: str
     unit: str
@@ -56,7 +56,7 @@ LINES = (
 
 
 def overview(results: Iterable[Result]) -> list[Line]:
-    """The ten lines; what was not measured has no values."""
+    """The ten lines; those that were not measured have no values."""
     known = {result.figure: result for result in results}
     return [_line(wanted, known.get(wanted.figure)) for wanted in LINES]
 
@@ -96,7 +96,7 @@ def table(found: Sequence[Line]) -> list[str]:
 
 
 def section(results: Sequence[Result]) -> str:
-    """Picture, table, and where that was measured."""
+    """Picture, table, and the machine of the measurement."""
     parts = [
         "![Ours by default beside no proxy and kube-proxy](../bench/results/overview.svg)",
         "",
@@ -119,7 +119,7 @@ def _where(results: Sequence[Result]) -> str:
 
 
 def draw_overview(results: Sequence[Result], folder: Path) -> None:
-    """Write ``folder/overview.svg`` and ``.png``: of no proxy, every contender, every line that was measured."""
+    """Write ``folder/overview.svg`` and ``.png``: ratios to no proxy, for every contender and measured line."""
     found = [line for line in overview(results) if line.ratios]
     if not found:
         return

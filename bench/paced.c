@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Requests of one byte on connections that stay, RATE of them a second, and how
- * long each answer took: `connections serve` answers.
+ * Requests of one byte on persistent connections, RATE per second, and the latency of
+ * each reply.  The server is `connections serve`.
  *
  *	paced ADDRESS PORT CONNECTIONS RATE WARM_UP_SECONDS SECONDS
  *
- * A request's time begins when it was due, not when there was room to send it: what
- * waits behind a slow answer is slow, too.  RATE 0: each connection asks again
- * as soon as it was answered, to see how much there can be.  Prints one line of JSON.
+ * Latency counts from when a request was due, not from when it was sent: a request that
+ * waits for a slow reply is slow, too.  RATE 0: each connection sends again as soon as it
+ * has a reply, to find the maximum rate.  Prints one line of JSON.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -25,8 +25,8 @@ static struct {
 	socklen_t to_length;
 	int poller;
 	int idle[CONNECTIONS], idle_count;
-	uint64_t due[CONNECTIONS + 64];		/* by descriptor: of the request that is on its way */
-	double interval;			/* nanoseconds between two requests; 0: no pace */
+	uint64_t due[CONNECTIONS + 64];		/* by descriptor: of the request in flight */
+	double interval;			/* nanoseconds between two requests; 0: not paced */
 	uint32_t *took;				/* nanoseconds */
 	size_t answered, room;
 	bool counting;
@@ -104,7 +104,7 @@ static int by_size(const void *a, const void *b)
 	return x < y ? -1 : x > y;
 }
 
-/* The smallest that so many of a thousand do not exceed, in microseconds. */
+/* The smallest value that so many per mille do not exceed, in microseconds. */
 static double permille(unsigned int share)
 {
 	size_t place = (load.answered * share + 999) / 1000;

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: nanoseconds a packet, by ``bpf_prog_test_run``: of no service, both sides; the first of a flow, slow path.
+"""Figure: nanoseconds per packet, by ``bpf_prog_test_run``: of no service, both sides; the first of a flow, slow path.
 
-Each beside an empty program that takes turns with ours; what counts is the difference. What leaves the packet as it is
-runs REPEAT times in a row. The first packet of a flow runs once, and the empty program does, too.
+The programs take turns with an empty program; the difference counts. A program that does not change the packet runs
+REPEAT times in a row. The first packet of a flow runs once, and so does the empty program.
 ``python -m bench.packet`` answers each line of its standard input with a round, as JSON: for ``make bench-check``.
-What flows pay that the fast path carries is in the figures with real packets: a test run has no hand-over record.
+The cost of flows on the fast path is in the figures with real packets: a test run has no hand-over record.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ REPEAT = 200_000
 SINGLE = 200
 GOAL_NS = 25
 IN, OUT, NO_SERVICE_XDP = "no service, as it comes in", "no service, as it leaves", "no service, XDP"
-#: Both of them: what a packet pays that only passes.
+#: Both programs: the cost of a packet that only passes.
 NO_SERVICE = "no service, both"
 JUDGED = (NO_SERVICE, NO_SERVICE_XDP)
 FIRST, FIRST_XDP = "the first packet of a flow", "the first packet of a flow, XDP"
 KINDS = (IN, OUT, NO_SERVICE, NO_SERVICE_XDP, FIRST, FIRST_XDP)
-#: Flows that are new to the one are not to be known to the other.
+#: A flow that is new to one variant must be unknown to the other.
 FIRST_PORTS = {FIRST: 1024, FIRST_XDP: 42000}
 FAMILIES = (4, 6)
 #: Protocol and flags of what is of no service.
@@ -54,7 +54,7 @@ class Runs(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What is measured of a kind of packets, what is taken off, and what must come of each packet."""
+    """The measurement of a kind of packets: what is subtracted, and the expected verdict for each packet."""
 
     ours: Runs
     empty: Runs
@@ -80,7 +80,7 @@ class Costs:
         programs = tc.loaded.tc.programs
         frames = xdp.loaded.xdp.programs["xdp_ethernet"]
         self._same = {IN: kind(programs["tc_ethernet"], "pods", GO_ON), NO_SERVICE_XDP: kind(frames, "pods", XDP_PASS)}
-        # Commits before the fast path by observation have nothing there.
+        # Commits before the observing fast path lack this.
         if "tc_egress" in programs:
             self._same[OUT] = kind(programs["tc_egress"], "nic", GO_ON)
         self._once = {
@@ -91,13 +91,13 @@ class Costs:
         self._fresh = 0
 
     def round(self, repeat: int = REPEAT, single: int = SINGLE) -> dict[str, float]:
-        """Nanoseconds by row, an empty program's taken off."""
+        """Nanoseconds by row, without those of an empty program."""
         subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
         with undisturbed():
             return {**self._repeated(repeat), **self._singly(single)}
 
     def _repeated(self, repeat: int) -> dict[str, float]:
-        """Packets that go on as they came, many times in a row, less the neighbouring runs of the empty program."""
+        """Packets that pass unchanged, many times in a row, minus the neighbouring runs of the empty program."""
         found: dict[str, float] = {}
         for words, protocol, flags in OTHERS:
             for family in FAMILIES:
@@ -118,7 +118,7 @@ class Costs:
         return (sum(took[kind.ours]) - sum(took[kind.empty])) / 2
 
     def _singly(self, single: int) -> dict[str, float]:
-        """One packet after the other, all kinds in turns; the median of each, less the empty program's."""
+        """Single packets, all kinds in turns; the median of each, minus that of the empty program."""
         taken: dict[str, list[int]] = {}
         nothing: dict[str, list[int]] = {}
         order = [(name, flow) for name in self._once for flow in self._known]
@@ -166,7 +166,7 @@ def run(quick: bool) -> Result:
 
 
 def table(samples: Mapping[str, Sequence[float]], slow: float) -> list[Row]:
-    """A row for each kind, protocol and family; the goal is that of what belongs to no service."""
+    """A row for each kind, protocol and family; the goal is for packets of no service."""
     return [
         absolute(
             what,

@@ -44,7 +44,7 @@ _LINKS: list[Link] = []
 
 @contextmanager
 def node(name: str) -> Iterator[dict[str, int]]:
-    """This process in a namespace with the node's devices, ``pods`` and ``nic``; the indexes of those."""
+    """Move this process to a namespace with the node's interfaces ``pods`` and ``nic``; returns their indexes."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     made = Namespace(f"bench-{name}-{os.getpid()}")
     made.create()
@@ -67,7 +67,7 @@ def node(name: str) -> Iterator[dict[str, int]]:
 
 
 def filled(services: int, fast: bool, devices: dict[str, int], xdp: bool = False) -> Filled:
-    """Programs whose maps hold so many services, the one that is asked, and what the agent would write of the node."""
+    """Programs with that many services in their maps, the one under test, and the agent's entries about the node."""
     ports = [manifests.Port(protocol.lower(), *PORTS[protocol], protocol) for protocol in PORTS]
     objects = [manifests.service("asked", ports, CLUSTER_IP), *manifests.slices("asked", ports, [(ENDPOINT, None)])]
     changes = [*workload.parsed(services), *(change for each in objects for change in workload.read(each))]
@@ -93,7 +93,7 @@ def filled(services: int, fast: bool, devices: dict[str, int], xdp: bool = False
 
 
 def _attach(xdp: Object, devices: dict[str, int]) -> None:
-    """A test run takes only a device that carries a program. It stays as long as the device."""
+    """Attach a program: a test run accepts only an interface with one. It stays as long as the interface."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["mount", "-t", "bpf", "bpf", folder], check=True)
         try:
@@ -105,7 +105,7 @@ def _attach(xdp: Object, devices: dict[str, int]) -> None:
 
 
 class Flow(NamedTuple):
-    """Of the pod's with the service, or past it with somebody who is none."""
+    """A flow of the pod with the service, or with an address that is no service."""
 
     protocol: str
     family: int
@@ -113,7 +113,7 @@ class Flow(NamedTuple):
     served: bool = True
 
     def frame(self, devices: dict[str, int], flags: str = "A", reply: bool = False, size: int = 100) -> bytes:
-        """A frame as it comes in from the pod; the endpoint's for a ``reply``."""
+        """A frame as it arrives from the pod; from the endpoint for a ``reply``."""
         port, target = PORTS[self.protocol] if self.served else (4433, 4433)
         to = CLUSTER_IP if self.served else ELSEWHERE
         ends, ports = ((ENDPOINT, POD), (target, self.sport)) if reply else ((POD, to), (self.sport, port))
@@ -125,7 +125,7 @@ class Flow(NamedTuple):
         return bytes(Ether(src=FAR, dst=here) / layer / transport / Raw(b"x" * (0 if "S" in flags else size)))
 
     def track(self) -> None:
-        """The kernel's entry of the flow, established."""
+        """The established conntrack entry of the flow."""
         port, target = PORTS[self.protocol]
         endpoint = ENDPOINT.v4 if self.family == 4 else f"[{ENDPOINT.v6}]"
         words = ["-I", "-p", self.protocol.lower(), "-s", POD.of(self.family), "-d", CLUSTER_IP.of(self.family)]
@@ -137,7 +137,7 @@ class Flow(NamedTuple):
 
 @functools.cache
 def mac(device: str) -> str:
-    """The device's link address, in this process's namespace; asked once."""
+    """The interface's link address, in this process's namespace; read once."""
     text = subprocess.run(["ip", "-o", "link", "show", device], capture_output=True, text=True, check=True).stdout
     words = text.split()
     return words[words.index("link/ether") + 1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: what a packet of no service costs more, by real packets: on a node of ours, beside empty programs.
+"""Figure: additional cost of a packet of no service, with real packets: pyebpf-proxy compared with empty programs.
 
 Both nodes have the same nftables rules, hence the same conntrack: those of our agent. One has our programs on its
 devices; the other, on ingress and egress of the same devices, programs that do nothing. One flow of UDP to the pod's
@@ -20,7 +20,7 @@ from .udp import ECHO, Way, establish
 
 GOAL_NS = 25.0
 FLOWS = 1
-#: Of the pod's ports one that is no endpoint's.
+#: A port of the pod that belongs to no endpoint.
 PORT = 9083
 
 
@@ -57,7 +57,7 @@ def run(asked: Asked) -> Result:
 
 
 def _alike(ours: Ground, empty: Ground, stack: ExitStack) -> None:
-    """Give the other node our rules, and empty programs where ours has its own. CannotTakePartError."""
+    """Give the other node the same rules, and empty programs instead of the agent's. CannotTakePartError."""
     empty.node.namespace.run("nft", "-f", "-", stdin=ours.node.namespace.run("nft", "-s", "list", "ruleset"))
     devices = ["eth0", *(pod.device for pod in empty.node.pods)]
     command = [str(TOOLS / "flood"), "nothing", str(TOOLS / "empty.bpf.o"), *devices]
@@ -68,6 +68,6 @@ def _alike(ours: Ground, empty: Ground, stack: ExitStack) -> None:
 
 
 def table(ours: Sequence[float], empty: Sequence[float], slow: float) -> Iterator[Row]:
-    """Nanoseconds of a packet, and how many more than with empty programs; the goal is at normal speed."""
+    """Nanoseconds of a packet, and the difference to empty programs; the goal is at normal speed."""
     what = "a UDP datagram of no service, from outside to a pod, with the programs that it passes"
     yield more(what, "ns", ours, "empty programs in their place", empty, slow, GOAL_NS)

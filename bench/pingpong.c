@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * One byte there, one byte back, on one TCP connection, as often as it goes.
+ * One byte each way on one TCP connection, at the maximum rate.
  *
  *	pingpong serve PORT
  *	pingpong load ADDRESS PORT
  *
- * Scheduled before everything else, as `connections`.  `serve` prints a line
- * when it listens and ends when its standard input does; it has a process for each connection.
- * `load` connects, and for each line on its standard input, a number of seconds, it
- * prints one line of JSON.  So one connection lives through many rounds, as those of
- * people do: what a proxy does to a flow some seconds old is what is measured.
+ * Runs with real-time priority, as `connections`.  `serve` prints a line when it listens
+ * and ends when its standard input is closed; it has a process for each connection.
+ * `load` connects.  For each line on its standard input, a number of seconds, it prints
+ * one line of JSON.  So one connection is used for many rounds, like real ones: the
+ * measured flow is some seconds old.
  */
 #define _GNU_SOURCE
 #include <netinet/tcp.h>

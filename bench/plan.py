@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: from parsed objects to the plan, everything at once and one changed slice, beside a cluster of 100 services.
+"""Figure: planning of parsed objects, everything at once and one changed slice, compared with 100 services.
 
 Only the planner: no file, no kernel. What follows in the maps is in the figures ``write`` and ``change``.
 """
@@ -56,7 +56,7 @@ def once(services: int, changes: int) -> dict[str, Any]:
 
 
 def _changed_slices(services: int, count: int) -> Iterator[Change]:
-    """Slices whose first endpoint is another, all over the table."""
+    """Slices with a changed first endpoint, spread over the table."""
     for turn in range(1, count + 1):
         number = turn * 7919 % services
         document = workload.endpoint_slice(number)
@@ -79,7 +79,7 @@ def run(quick: bool) -> Result:
             runs[size].append(json.loads(done.stdout))
         after = speed(1)
         speeds += before + after
-        # Each round is set against the machine's speed just before and after it: others may be at work, too.
+        # Each round is related to the machine's speed just before and after it, because of other load.
         slow.append((before[0] + after[0]) / 2 / NORMAL_SECONDS)
         latest = runs[SIZES[-1]][-1]
         say(

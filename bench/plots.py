@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One picture per figure, as SVG for people and PNG for previews."""
+"""One picture per figure, as SVG, and as PNG for previews."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def draw(result: Result, folder: Path) -> list[Path]:
     with mpl.rc_context({"svg.hashsalt": result.figure, "font.size": 9, "axes.spines.top": False,
                          "axes.spines.right": False}):  # fmt: skip
         figure = Figure(figsize=(8, 3.8))
-        # The lowest strip is for where it was measured.
+        # The lowest strip describes the machine.
         figure.set_layout_engine("constrained", rect=(0, 0.035, 1, 0.965))
         figure.suptitle(result.title + (" (quick run)" if result.quick else ""))
         _DRAWERS[result.figure](result, figure)
@@ -195,7 +195,7 @@ _DRAWERS: dict[str, Callable[[Result, Figure], None]] = {
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number with so many digits that mean something."""
+    """A number with that many significant digits."""
     if value == 0:
         return "0"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value))))

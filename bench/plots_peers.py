@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of contenders beside each other."""
+"""Pictures that compare contenders."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .measure import Result, Summary, summary
 from .proxies import NFTABLES
 
 BLUE, GREY, ORANGE = "#2a6f97", "#9aa5b1", "#d98324"
-#: Of contenders of one colour.
+#: Hatching for contenders of the same colour.
 STYLES = {"iptables": ":", "slow": "--", "socket": ":", "xdp": "-."}
 
 
 def colour(name: str) -> str:
-    """Ours stand out, kube-proxy too, what has no proxy is grey."""
+    """Colours for pyebpf-proxy and kube-proxy; grey for no proxy."""
     proxy = CONTENDERS[name].proxy if name in CONTENDERS else ""
     return GREY if not proxy or CONTENDERS[name].past else ORANGE if proxy == "ours" else BLUE
 
 
 def words(name: str) -> str:
-    """What the contender is called."""
+    """The contender's label."""
     return CONTENDERS[name].words if name in CONTENDERS else name
 
 
 def whiskers(axes: Axes, x: Sequence[float], summaries: Sequence[Summary], **style: Any) -> None:
-    """Medians with the quartiles around them."""
+    """Medians with quartiles."""
     middle = [s.median for s in summaries]
     below = [s.median - s.lower_quartile for s in summaries]
     above = [s.upper_quartile - s.median for s in summaries]
@@ -41,7 +41,7 @@ def whiskers(axes: Axes, x: Sequence[float], summaries: Sequence[Summary], **sty
 
 
 def bars(axes: Axes, of: Mapping[str, Sequence[float]], goal: float | None = None, label: bool = True) -> None:
-    """Medians, with every sample on them; the dashed line is the goal, in parts of no proxy."""
+    """Medians, with every sample; the dashed line is the goal, as a part of no proxy."""
     names = [name for name in (*CONTENDERS, *of) if name in of]
     names = list(dict.fromkeys(names))
     middle = [statistics.median(of[name]) for name in names]
@@ -83,17 +83,17 @@ def draw_rates(result: Result, figure: Figure, goals: Mapping[str, float], unit:
 
 
 def draw_connect(result: Result, figure: Figure) -> None:
-    """Connections a second."""
+    """Connections per second."""
     draw_rates(result, figure, connect.GOALS, "connections per second")
 
 
 def draw_exchange(result: Result, figure: Figure) -> None:
-    """Exchanges a second."""
+    """Exchanges per second."""
     draw_rates(result, figure, exchange.GOALS, "exchanges per second")
 
 
 def draw_dns(result: Result, figure: Figure) -> None:
-    """Queries a second."""
+    """Queries per second."""
     draw_rates(result, figure, {"pod": dns.GOAL}, "queries per second")
 
 
@@ -109,7 +109,7 @@ def draw_stream(result: Result, figure: Figure) -> None:
 
 
 def draw_passing(result: Result, figure: Figure) -> None:
-    """Nanoseconds a packet."""
+    """Nanoseconds per packet."""
     axes = figure.subplots()
     bars(axes, result.samples["ns"])
     axes.set_xlabel("nanoseconds a packet, all of its way, on this machine", fontsize=7)
@@ -143,7 +143,7 @@ def draw_services(result: Result, figure: Figure) -> None:
 
 
 def draw_udp(result: Result, figure: Figure) -> None:
-    """Packets a second, what a CPU forwards without a proxy and what XDP drops beside them."""
+    """Packets per second, compared with forwarding without a proxy and with XDP_DROP."""
     samples = {kind: of for kind, of in result.samples.items() if isinstance(of, dict)}
     rows = -(-len(samples) // 3)
     figure.set_size_inches(11, 3.6 * rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the control plane's time goes, by phases, in clusters of several shapes: ``make profile``.
+"""CPU time of the control plane by phases, in clusters of several shapes: ``make profile``.
 
 Each shape in a fresh process: a cold start (decode, plan, apply), changes one after another, 100 changes a second. CPU
 time of the one thread; what each phase touches is counted. Results: ``bench/profiles``, a text for people and JSON.
@@ -39,13 +39,13 @@ from .filled import load_programs
 from .measure import ROOT, machine, say, speed, undisturbed
 
 PROFILES = ROOT / "bench" / "profiles"
-#: Objects of a first list are planned in such parts (kube/api/follower.py).
+#: Number of objects of a first list that are planned at a time (kube/api/follower.py).
 PART = 500
 PER_SECOND = 100
 
 
 class Shape(NamedTuple):
-    """So many services, endpoints of each, slices of each."""
+    """Numbers of services, endpoints per service, slices per service."""
 
     services: int
     endpoints: int
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
         return f"{self.services} services × {self.endpoints} endpoints{slices}"
 
 
-#: The first one is what the others are compared with: a change must not cost more because there is more.
+#: The first one is the reference: a change must not cost more in a larger cluster.
 SHAPES = (
     Shape(100, 10),
     Shape(10_000, 10),
@@ -97,7 +97,7 @@ def everything(shape: Shape) -> list[Text]:
 
 
 def changes(shape: Shape, first: int, count: int) -> list[Text]:
-    """One endpoint of a slice is another one, all over the table."""
+    """Changes of one endpoint of a slice, spread over the table."""
     texts = []
     for turn in range(first, first + count):
         number, which = turn * 7919 % shape.services, turn % shape.slices
@@ -106,7 +106,7 @@ def changes(shape: Shape, first: int, count: int) -> list[Text]:
 
 
 class Phases:
-    """What the agent does with objects, phase by phase: CPU seconds, and what was touched."""
+    """The agent's work by phase: CPU seconds, and numbers of affected items."""
 
     def __init__(self) -> None:
         self._inventories: dict[Kind, Inventory] = {
@@ -138,11 +138,11 @@ class Phases:
             raise RuntimeError(f"{len(problems)} service ports could not be written, first: {problems[0]}")
 
     def close(self) -> None:
-        """Let go of the maps."""
+        """Close the maps."""
         self._loaded.close()
 
     def collect(self) -> None:
-        """Take old versions away. The grace period is waiting, and no CPU time."""
+        """Delete old versions. The grace period is waiting time, not CPU time."""
         with self._phase("collect"):
             self.writer.collect()
 
@@ -186,7 +186,7 @@ def _refuse(text: str) -> None:
 
 
 def once(shape: Shape, count: int, rate_seconds: float, freeze: bool = True, profiled: bool = False) -> dict[str, Any]:
-    """One cluster in this process. ``freeze``: the collector as the agent has it, else as Python has it."""
+    """One cluster in this process. ``freeze``: the garbage collector as in the agent, else Python's default."""
     texts = everything(shape)
     phases = Phases()
     found: dict[str, Any] = {}
@@ -225,7 +225,7 @@ def once(shape: Shape, count: int, rate_seconds: float, freeze: bool = True, pro
 
 
 def _at_rate(phases: Phases, shape: Shape, first: int, seconds: float) -> dict[str, Any]:
-    """Changes come by the clock; a sync takes all that have come. Latency from when a change was due."""
+    """Changes at a fixed rate; a sync processes all pending ones. Latency counts from when a change was due."""
     waiting = changes(shape, first, int(seconds * PER_SECOND))
     late: list[float] = []
     cpu, begin, done, syncs = time.thread_time(), time.monotonic() + 0.01, 0, 0
@@ -249,7 +249,7 @@ def _at_rate(phases: Phases, shape: Shape, first: int, seconds: float) -> dict[s
 
 
 def _taken(phases: Phases, times: int = 1) -> dict[str, Any]:
-    """CPU seconds and counts since the last time, of each of so many changes."""
+    """CPU seconds and counts since the last call, per change."""
     found = {
         "cpu seconds": {name: round(value / times, 6) for name, value in phases.seconds.items()},
         "touched": {name: round(value / times, 2) for name, value in phases.touched.items()},
@@ -292,7 +292,7 @@ def _resident() -> float:
 
 
 def run(quick: bool) -> list[str]:
-    """Profile every shape; returns lines for people."""
+    """Profile every shape; returns the text report."""
     count, seconds = (100, 2.0) if quick else (500, 10.0)
     folder = ROOT / "build" / "bench" / "profiles" if quick else PROFILES
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A proxy on a node that reads the real API server, ours or kube-proxy in one of its modes: its process, its word."""
+"""The process of a proxy on a node with the real API server: pyebpf-proxy, or kube-proxy in one of its modes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOOLS = ("iptables", "iptables-save", "iptables-restore", "ip6tables", "ip6tabl
 
 
 class Proxy:
-    """One process in a node's namespace. ``folder`` is its own, and holds the state of ours in ``state``."""
+    """One process in a node's namespace. ``folder`` is its own directory; pyebpf-proxy's state is in ``state``."""
 
     def __init__(self, kind: str, namespace: Namespace, folder: Path) -> None:
         self.kind = kind
@@ -34,7 +34,7 @@ class Proxy:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, kubeconfig: Path, node: str, cluster_cidr: str, families: int = 1) -> float:
-        """Start it and wait until all is programmed: seconds, by its own metric's time stamps of so many families."""
+        """Start it and wait until all is programmed: seconds, by its metric's timestamps for that many families."""
         path = self._folder / "config.yaml"
         path.write_text(yaml.safe_dump(self._configuration(kubeconfig, node, cluster_cidr)))
         state = str(self._folder / "state")
@@ -61,7 +61,7 @@ class Proxy:
         return last[0] - begin
 
     def stop(self) -> None:
-        """End it at once; what it has programmed stays."""
+        """Kill it; the programmed state stays."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -73,16 +73,16 @@ class Proxy:
         return self._process.pid
 
     def log(self) -> str:
-        """What it has said."""
+        """Its log."""
         return (self._folder / "log").read_text(errors="replace")
 
     def synced(self) -> dict[str, float]:
-        """When each family was programmed last, Unix time, by the process's own metric; only those that were."""
+        """Unix time of the last sync of each family, by the process's own metric; only families with a sync."""
         text = self._namespace.call(_scrape)
         return {family: float(stamp) for family, stamp in SYNCED.findall(text) if float(stamp)} if text else {}
 
     def wait(self, condition: Callable[[], Any], what: str, pause: float, seconds: float) -> None:
-        """Until the condition holds; RuntimeError with the log's end if it never does."""
+        """Wait for the condition; RuntimeError with the end of the log if it never holds."""
         end = time.monotonic() + seconds
         while not condition():
             if self._process is None or self._process.poll() is not None or time.monotonic() > end:
@@ -90,7 +90,7 @@ class Proxy:
             time.sleep(pause)
 
     def check(self, services: int) -> None:
-        """That many IPv4 services of kube-proxy's are there, by another way than its own word."""
+        """Check independently of its metric that kube-proxy has programmed that many IPv4 services."""
         if self.kind == NFTABLES:
             found = self._namespace.run("nft", "list", "map", "ip", "kube-proxy", "service-ips").count(": goto ")
         else:
@@ -100,11 +100,11 @@ class Proxy:
             raise RuntimeError(f"{WORDS[self.kind]} says that it is done with {found} of {services} services")
 
     def memory_mib(self) -> float:
-        """Its resident memory now, MiB."""
+        """Its current resident memory, MiB."""
         return resident_mib(self.pid)
 
     def cpu_seconds(self) -> float:
-        """CPU time that its threads and the programs it waited for have used so far."""
+        """CPU time used so far by its threads and the child processes that it waited for."""
         tasks = 0
         for task in Path(f"/proc/{self.pid}/task").iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -113,7 +113,7 @@ class Proxy:
         return tasks / 1e9 + (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
     def _configuration(self, kubeconfig: Path, node: str, cluster_cidr: str) -> dict[str, Any]:
-        # The same for all: nothing waits on purpose, and nothing that is done by the clock falls into a measurement.
+        # The same for all: no deliberate delays, and no periodic work during a measurement.
         timing = {"minSyncPeriod": "1ms", "syncPeriod": "1h"}
         mode = IPTABLES if self.kind == IPTABLES else NFTABLES
         return {
@@ -123,14 +123,14 @@ class Proxy:
             "hostnameOverride": node,
             "clusterCIDR": cluster_cidr,
             "clientConnection": {"kubeconfig": str(kubeconfig)},
-            # Those are not a namespace's.
+            # These sysctls are not per namespace.
             "conntrack": {"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"},
             mode: timing,
         }
 
 
 def resident_mib(pid: int) -> float:
-    """A process's resident memory now, MiB."""
+    """A process's current resident memory, MiB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024
@@ -138,7 +138,7 @@ def resident_mib(pid: int) -> float:
 
 
 def _legacy_tools(folder: Path) -> Path:
-    """iptables as its legacy variant, which writes a table in one go, and is the quicker one with many rules."""
+    """iptables-legacy, which writes a table at once and is faster with many rules."""
     tools = folder / "tools"
     if not tools.exists():
         tools.mkdir()

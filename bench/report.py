@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables in docs/performance.md, made from the results. Everything outside the marks is written by people."""
+"""Generates the tables in docs/performance.md from the results. Text outside the marks is written by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_page(results: Iterable[Result]) -> None:
 
 
 def between(text: str, part: str, made: str) -> str:
-    """The page with this part made anew. ValueError if its marks are missing."""
+    """The page with this part replaced. ValueError if its marks are missing."""
     before, begin, rest = text.partition(f"<!-- {part}: {_NOTE}")
     _, end, after = rest.partition(_END)
     if not begin or not end:
@@ -48,7 +48,7 @@ def goals(results: Sequence[Result]) -> str:
 
 
 def section(result: Result) -> str:
-    """One figure: its table, its picture, where and when it was measured."""
+    """One figure: its table, its picture, place and time of the measurement."""
     m = result.machine
     speed = m["speed_seconds"]["median"] if m["speed_seconds"] else None
     header = ("what", "measured", "compared with", "result", "at normal speed", "goal", "")

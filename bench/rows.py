@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From samples to rows of the table: what is judged, against which goal, and whether it was met."""
+"""From samples to rows of the table: the judged value, its goal, and whether it was met."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def ratio(
     judged_unit: str = "of it",
     goal: str = "",
 ) -> Row:
-    """Ours beside something else, round by round: the samples of a round are each other's measure.
+    """Compare pyebpf-proxy with something else, round by round: the ratio of the two samples of each round.
 
-    ``least``, ``most``: what the median of the ratios must not fall below or exceed. ``goal``: other words for that.
+    ``least``, ``most``: limits of the median of the ratios. ``goal``: the text for them.
     """
-    # Of a run that broke off the last round has no pair.
+    # The last round of an aborted run may be incomplete.
     ratios = summary([a / b for a, b in zip(ours, theirs, strict=False)])
     return Row(
         what=what,
@@ -42,7 +42,7 @@ def ratio(
 def more(
     what: str, unit: str, ours: Sequence[float], beside: str, theirs: Sequence[float], slow: float, most: float | None
 ) -> Row:
-    """How much more ours takes, round by round; ``most`` is for a machine of normal speed."""
+    """The additional cost of pyebpf-proxy, round by round; ``most`` is for a machine of normal speed."""
     found = summary([a - b for a, b in zip(ours, theirs, strict=True)])
     row = absolute(
         what, unit, ours, found.median / slow, most, beside=beside, theirs=theirs, judged_unit=f"{unit} more"

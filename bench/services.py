@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figure: short connections to one service while thousands of others are loaded, beside the same with one service.
+"""Figure: short connections to one service while thousands of others are loaded, compared with one service only.
 
 Of each contender two nodes are there at once, one with one service and one with all of them, and take turns. kube-proxy
 has them from a real API server.
@@ -18,7 +18,7 @@ SIZES = (10_000, 30_000)
 #: A quick run leaves out kube-proxy, which takes minutes to read so many.
 NAMES = (OURS, NFTABLES, IPTABLES)
 GOAL = 0.98
-#: By size, as text, then by contender: rates with one service, and with so many.
+#: By size, as text, then by contender: rates with one service, and with that many.
 Found = dict[str, dict[str, dict[str, list[float]]]]
 
 
@@ -57,7 +57,7 @@ def run(asked: Asked) -> Result:
 
 
 def table(found: Found) -> Iterator[Row]:
-    """Each contender beside itself with one service, by size; goals are ours."""
+    """Each contender compared with itself with one service, by size; the goals are for pyebpf-proxy."""
     for size, of in found.items():
         for name, both in of.items():
             yield ratio(

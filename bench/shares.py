@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the CPU's time of a load goes, contenders in turns: ``python -m bench.shares exchange client none fast``.
+"""Breakdown of a load's CPU time, contenders in turns: ``python -m bench.shares exchange client none fast``.
 
-``perf`` samples the CPU that does all the work, by its clock, with callers; each sample belongs to what stands nearest
-to it in CALLERS. Told are nanoseconds for one exchange, connection, request or kilobyte: the share of the samples, of
-the time that one takes. Medians of the rounds.
+``perf`` samples the CPU that does all the work, by its clock, with call chains. Each sample belongs to the nearest
+caller in CALLERS. The results are nanoseconds per exchange, connection, request or kilobyte: the share of the samples,
+times the duration of one. Medians of the rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .loads import connect, exchange, paced, stream, watched
 from .plots import significant
 
 FREQUENCY = 1999
-#: Functions of the kernel, and what their time is counted as, with all that they call and that is not named itself.
+#: Kernel functions, and the kind that their time counts as, including callees that are not listed themselves.
 CALLERS = {
     "conntrack": r"nf_conntrack_\w+|nf_confirm|nf_ct_\w+|__nf_conntrack\w*|nf_hook_entries_\w+",
     "NAT": r"nf_nat_\w+|__nf_nat\w*",
@@ -42,7 +42,7 @@ CALLERS = {
     "system calls": r"do_syscall_64|entry_SYSCALL_\w+|syscall_\w+",
 }
 _CALLERS = [(words, re.compile(f"(?:{names})$")) for words, names in CALLERS.items()]
-#: Whatever of conntrack these call.
+#: Functions whose calls into conntrack count separately.
 ASKED, _ASK = "conntrack, asked by our programs", re.compile(r"bpf_(skb|xdp)_ct_\w+|bpf_ct_\w+")
 INTERRUPT = "asm_sysvec_apic_timer_interrupt"
 PROGRAM = "the load programs themselves"
@@ -50,7 +50,7 @@ OTHERS = "idle, and what is none of it"
 
 
 def kind(chain: Sequence[str]) -> str:
-    """What a sample is counted as; ``chain``: functions, the innermost first.
+    """The kind of a sample; ``chain``: functions, the innermost first.
 
     The timer's interrupt, which takes the samples too, is counted as what it came upon.
     """
@@ -85,7 +85,7 @@ _rates: dict[str, float] = {}
 
 
 def _at_rate(ground: Ground, way: str, family: int, seconds: float) -> float:
-    """LOAD of what no proxy carries, as the figure latency has it."""
+    """LOAD times the maximum without a proxy, as in the figure latency."""
     if way not in _rates:
         nobody = field().grounds(["none"])[0]
         _rates[way] = LOAD * paced(nobody, way, family, CONNECTIONS, 0, seconds)["per_second"]
@@ -98,7 +98,7 @@ def _kilobytes(ground: Ground, way: str, family: int, seconds: float) -> float:
 
 
 Take = Callable[[Ground, str, int, float], float]
-#: A load, which tells how many there were a second; its programs; what one of them is called.
+#: A load, which returns its rate per second; its programs; the name of its unit.
 LOADS: dict[str, tuple[Take, tuple[str, ...], str]] = {
     "exchange": (exchange, ("pingpong",), "exchange"),
     "connect": (connect, ("connections",), "connection"),
@@ -108,7 +108,7 @@ LOADS: dict[str, tuple[Take, tuple[str, ...], str]] = {
 
 
 def profile(ground: Ground, load: str, way: str, family: int, seconds: float, folder: Path) -> dict[str, float]:
-    """Nanoseconds for one of what the load does, by kind."""
+    """Nanoseconds per unit of the load, by kind."""
     take, programs, _ = LOADS[load]
     data = folder / "perf.data"
     cpu = max(os.sched_getaffinity(0))
@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("contenders", nargs="+", choices=CONTENDERS, metavar="CONTENDER")
     parser.add_argument("--family", type=int, choices=(4, 6), default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each profile; whole ones for a stream")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each profile; an integer for a stream")
     arguments = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {}
     try:

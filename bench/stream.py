@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure: one TCP stream (iperf3), and its CPU time per byte: of both ends, and of the kernel's softirq threads.
 
-Each load is a new connection. Longer than two seconds it is a young flow first and the kernel's then.
+Each load is a new connection. If it lasts longer than two seconds, it begins as a young flow and is then promoted.
 """
 
 from __future__ import annotations
@@ -46,6 +46,6 @@ def run(asked: Asked) -> Result:
 
 
 def table(samples: dict[str, Samples]) -> Iterator[Row]:
-    """Its rows: throughput, then CPU time per byte, whose goal is an upper one."""
+    """Its rows: throughput, then CPU time per byte, whose goal is an upper limit."""
     for what, (words, unit) in WORDS.items():
         yield from rows(samples[what], words, unit, PAIRS, {(OURS, NONE): GOAL}, most=what == CPU)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``top`` costs packets, by ``bpf_prog_test_run``: ``python -m bench.top``. docs/top.md has the numbers.
+"""The cost of ``top`` for packets, by ``bpf_prog_test_run``: ``python -m bench.top``. docs/top.md has the numbers.
 
 The count of a new flow: a first packet on the slow path, which leaves nothing behind, with the count and without
 (``dry_run`` leaves out nothing else there), in turns; and once more while another CPU counts in the same slot. The
@@ -55,7 +55,7 @@ def _told(kind: str, taken: list[int], less: list[int]) -> None:
 
 
 def main() -> None:
-    """Measure, and say it."""
+    """Measure and print."""
     with node("top") as devices, Object.open(OBJECTS.parents[1] / "build" / "bench" / "empty.bpf.o") as empty:
         empty.load()
         nothing = next(iter(empty.programs.values()))

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure: UDP of 64 bytes from outside to a NodePort, through one CPU: one flow, many, every packet a new one.
 
-``flood`` makes frames, a batch at a time, and gives them to the node's device; before it makes more, the same CPU does
-all the way to the pod in its softirq, where a program counts and drops. So a rate has in it what making costs, the
-same for all. Nothing passes between CPUs: on a virtual machine that costs from 20 to 300 ns a packet, as the host
-places its CPUs, and was more than what is measured here. Established flows have had traffic both ways for more than
-two seconds, as conntrack wants it to call them assured, and have an answer to one packet of 256 later on.
+``flood`` generates a batch of frames and hands them to the node's interface. Before the next batch, the same CPU
+processes them in its softirq up to the pod, where a program counts and drops them. So a rate includes the cost of
+generating frames, the same for all. Nothing passes between CPUs: on a virtual machine that costs 20 to 300 ns per
+packet, depending on the host's placement of CPUs, which was more than the measured differences. Established flows have
+had traffic both ways for more than two seconds, so that conntrack sets ASSURED, and later get a reply to one packet in
+256.
 
-Where they end is a tc program: pods have no XDP program, and one in the pod keeps bpf_redirect_peer() away. What XDP on
-the node's device saves is the sk_buff. To see that, the end has to be an XDP program, for kube-proxy beside it, too.
+The receiver is a tc program: pods have no XDP program, and one in the pod prevents bpf_redirect_peer(). XDP on the
+node's interface saves the sk_buff. To show this, the receiver must be an XDP program, also for kube-proxy as the
+comparison.
 
-Limits beside it: the same frames to the pod's own address with no proxy; sent there by an XDP program that asks
-nothing; dropped by XDP where they come in.
+Limits for comparison: the same frames to the pod's own address with no proxy; redirected there by an XDP program
+without lookups; dropped by XDP on arrival.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ from .loads import Asked, Samples, rows
 from .measure import TOOLS, Result, Row, machine, say, speed
 
 KINDS = {"1 flow": 1, "10 000 flows": 10_000, "every packet a new flow": 0}
-#: How the kinds are called where frames end in an XDP program.
+#: Labels of the kinds where frames end in an XDP program.
 BY_XDP = ", to an XDP program in the pod"
-#: Of kube-proxy nftables, by kind: with tc alone, and with XDP.
+#: Goals compared with kube-proxy nftables, by kind: with tc alone, and with XDP.
 GOALS = {kind: {OURS: tc} for kind, tc in zip(KINDS, (2.2, 2.0, 2.0), strict=True)}
 GOALS |= {kind + BY_XDP: {XDP: xdp} for kind, xdp in zip(KINDS, (5.0, 4.5, 3.0), strict=True)}
 PAIRS = [(OURS, NFTABLES), (XDP, NFTABLES), (IPTABLES, NFTABLES), (OURS, NONE), (XDP, NONE), (NFTABLES, NONE)]
@@ -55,7 +57,7 @@ PAIRS += [(XDP, FORWARD), (FORWARD, NFTABLES), (XDP, LIMIT), (NONE, LIMIT)]
 SOURCES = "198.18.0.0"
 WARM_UP_SECONDS = 0.5
 ASSURED_SECONDS = 2.2
-#: Of new flows there must not be more than conntrack holds.
+#: Limit of new flows: conntrack must not be full.
 NEW_SECONDS = 0.2
 ECHO = 256
 TRIES = 3
@@ -72,7 +74,7 @@ class Way:
         self._port = port
         node = ground.node
         for device in ("eth0", ground.server.device):
-            # Frames that an XDP program redirects to a veth need somebody who polls at its other end.
+            # Frames that an XDP program redirects to a veth need NAPI polling at its other end.
             node.namespace.run("ethtool", "-K", device, "gro", "on")
         ground.lab.core.ip(f"route replace blackhole {SOURCES}/15")
         self._to = _mac(node.namespace)
@@ -93,7 +95,7 @@ class Way:
         return made
 
     def flood(self, flows: int, seconds: float, echo: int) -> float:
-        """Packets a second that reach the end."""
+        """Packets per second that reach the end."""
         past = self.ground.contender.past
         to = self.ground.server.address if past else self.ground.node.address
         port = self._port if past else LOCAL_NODE_PORT[UDP]
@@ -113,15 +115,15 @@ class Way:
             made = json.loads(self.ground.lab.core.run(*command))
             if made["made"] and (count := self._count(0) - before):
                 return float(count / made["seconds"])
-            # Somebody else of real-time priority had the CPU all the while.
+            # Another task with real-time priority used the CPU all the time.
         raise RuntimeError(f"{self.ground.contender.words}: no packet reached the end: {made}")
 
     def forget_flows(self) -> None:
-        """No flow is known."""
+        """Forget all flows."""
         self.ground.node.namespace.run("conntrack", "-F")
 
     def check_assured(self, flows: int) -> None:
-        """Raises RuntimeError unless conntrack, where a proxy leaves all flows to it, calls nearly all assured."""
+        """RuntimeError unless nearly all flows are assured in conntrack, if the proxy leaves all flows to it."""
         if self.ground.contender.name not in (IPTABLES, NFTABLES):
             return
         found = self.ground.node.namespace.run("conntrack", "-L", "-p", "udp").count("[ASSURED]")
@@ -129,7 +131,7 @@ class Way:
             raise RuntimeError(f"{self.ground.contender.words}: only {found} of {flows} flows are assured")
 
     def check_room(self) -> None:
-        """Raises RuntimeError if conntrack was full."""
+        """RuntimeError if conntrack was full."""
         most = int(self.ground.node.namespace.run("sysctl", "-n", "net.netfilter.nf_conntrack_max"))
         if (found := int(self.ground.node.namespace.run("conntrack", "-C"))) > 0.95 * most:
             raise RuntimeError(f"{self.ground.contender.words}: {found} flows, conntrack has room for {most}")
@@ -157,9 +159,9 @@ def _mac(namespace: Namespace) -> str:
 
 
 def run(asked: Asked) -> Result:
-    """Measure it; the limits only in a whole run."""
+    """Measure it; the limits only in a complete run."""
     rounds, seconds = asked.rounds or (5 if asked.quick else 11), asked.seconds or (0.3 if asked.quick else 0.6)
-    # By program and by what is added to the kind: who takes part.
+    # By program and by suffix of the kind: the contenders that take part.
     parts = {
         ("sink", ""): [*USUAL, *(name for name in asked.beside if name != XDP)],
         ("sink_xdp", BY_XDP): [NONE, NFTABLES, XDP, *(() if asked.quick else LIMITS)],
@@ -195,11 +197,11 @@ def run(asked: Asked) -> Result:
 
 
 def establish(ways: Sequence[Way], flows: int) -> None:
-    """Traffic both ways, twice: conntrack calls a flow assured that goes on after ASSURED_SECONDS."""
+    """Traffic both ways, twice: conntrack sets ASSURED for a flow that continues after ASSURED_SECONDS."""
     for pause in (ASSURED_SECONDS, 0):
         for way in ways:
             way.flood(flows, WARM_UP_SECONDS, 1)
-        # Not a condition that could be looked for: conntrack looks at the clock when the next packet comes.
+        # This cannot be polled: conntrack checks the time only when the next packet arrives.
         time.sleep(pause)
     for way in ways:
         way.check_assured(flows)
@@ -213,13 +215,13 @@ def _once(way: Way, flows: int, seconds: float) -> float:
         rate = way.flood(0, NEW_SECONDS, 0)
         way.check_room()
     finally:
-        # Every namespace's flows are in one hash table: the next contender is not to walk past them.
+        # The flows of all namespaces share one hash table, which must be empty for the next contender.
         way.forget_flows()
     return rate
 
 
 def table(samples: Samples, pairs: Sequence[tuple[str, str]] = tuple(PAIRS)) -> Iterator[Row]:
-    """Contenders beside each other; goals are beside kube-proxy nftables."""
+    """Compare contenders; goals are relative to kube-proxy nftables."""
     for kind, of in samples.items():
         goals = {(ours, NFTABLES): goal for ours, goal in GOALS.get(kind, {}).items()}
         yield from rows({kind: of}, "UDP, 64 bytes", "packets/s", pairs, goals)

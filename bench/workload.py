@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A large cluster as Kubernetes would describe it: Services, one EndpointSlice each, Nodes. The same in every run.
+"""The Kubernetes objects of a large cluster: Services, one EndpointSlice each, Nodes. The same in every run.
 
-Every tenth service is UDP, every twentieth a NodePort service. Endpoints are spread over NODES nodes; ours is node1.
+Every tenth service is UDP, every twentieth a NodePort service. Endpoints are spread over NODES nodes;
+the agent's is node1.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def service(number: int) -> Object:
 
 
 def endpoint_slice(number: int, first_pod: int | None = None, endpoints: int = ENDPOINTS) -> Object:
-    """The slice of a service; its endpoints are the pods from ``first_pod`` on."""
+    """The slice of a service; its endpoints are the pods starting at ``first_pod``."""
     first = number * ENDPOINTS if first_pod is None else first_pod
     return {
         "apiVersion": "discovery.k8s.io/v1",
@@ -99,7 +100,7 @@ def endpoint_slice(number: int, first_pod: int | None = None, endpoints: int = E
 
 
 def node(number: int) -> Object:
-    """Node 1 … NODES, each with its /18 of the pods' network."""
+    """Nodes 1 … NODES, each with a /18 of the pod network."""
     cidr = f"{ipaddress.ip_address(_PODS + number * 16384)}/18"
     return {
         "apiVersion": "v1",
@@ -114,7 +115,7 @@ def node(number: int) -> Object:
 
 
 def everything(services: int, endpoints: int = ENDPOINTS) -> Iterator[tuple[str, Object]]:
-    """All objects of a cluster, each with the name of a file for it."""
+    """All objects of a cluster, each with a file name."""
     for number in range(1, NODES + 1):
         yield f"node-{number:03d}.json", node(number)
     for number in range(services):
@@ -127,7 +128,7 @@ def slice_file(number: int) -> str:
 
 
 def read(document: Object) -> Iterator[Change]:
-    """An object as a source delivers it: parsed, checked, defaulted."""
+    """An object as a source delivers it: parsed, validated, defaulted."""
     for found in decode_json(json.dumps(document).encode()):
         if found.key is None or found.object is None:
             raise ValueError(f"the workload is not valid: {found.messages}")

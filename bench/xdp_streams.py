@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What XDP costs TCP streams from outside: ``python -m bench.xdp_streams``. docs/xdp.md has the numbers.
+"""The cost of XDP for TCP streams from outside: ``python -m bench.xdp_streams``. docs/xdp.md has the numbers.
 
-Several nodes in turns. With no proxy: as it is; with segments made before the node, as any wire has them, and GRO; with
-an XDP program that passes everything, without and with GRO on that device. Ours without XDP, with it, and with GRO too.
-Beside throughput and CPU time per byte: how large frames are where they reach the node, and where they reach the pod.
+Several nodes in turns. Without a proxy: unchanged; with segmentation before the node, as on a wire, and GRO; with an
+XDP program that passes everything, without and with GRO on that interface. pyebpf-proxy without XDP, with XDP, and with
+XDP and GRO. Besides throughput and CPU time per byte: the size of frames where they reach the node and the pod.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .plots import significant
 
 
 class Setting(NamedTuple):
-    """A node: whose it is like, and what is changed on its device. ``segments``: its peer sends frames of the MTU."""
+    """A node: its contender, and changes of its interface. ``segments``: the peer sends frames of MTU size."""
 
     words: str
     like: str
@@ -42,7 +42,7 @@ SETTINGS = (
 
 
 class Sample(NamedTuple):
-    """Gbit/s, CPU nanoseconds a byte, bytes of a frame at the node's device and at the pod's."""
+    """Gbit/s, CPU nanoseconds per byte, bytes per frame at the node's interface and at the pod's."""
 
     rate: float
     cpu: float
@@ -51,7 +51,7 @@ class Sample(NamedTuple):
 
 
 def prepare(ground: Ground, setting: Setting) -> None:
-    """The node's device as the setting has it."""
+    """Configure the node's interface."""
     node, core = ground.node.namespace, ground.lab.core
     if setting.passes:
         node.run("ip", "link", "set", "dev", "eth0", "xdpdrv", "obj", str(TOOLS / "empty.bpf.o"), "sec", "xdp")
@@ -62,7 +62,7 @@ def prepare(ground: Ground, setting: Setting) -> None:
 
 
 def _sent(ground: Ground) -> tuple[int, int, int, int]:
-    """Bytes and frames that the node's device got from its peer, and those that the pod's got."""
+    """Bytes and frames received by the node's interface from its peer, and by the pod's."""
     found: list[int] = []
     for namespace, device in ((ground.lab.core, ground.node.name), (ground.node.namespace, ground.server.device)):
         sent = json.loads(namespace.run("ip", "-j", "-s", "link", "show", device))[0]["stats64"]["tx"]

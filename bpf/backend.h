@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
  * Choosing an endpoint: session affinity first, then uniformly at random
- * (service-semantics 4), or as the scheduler of mode ipvs says.
+ * (service-semantics 4), or by the scheduler of mode ipvs.
  */
 #ifndef PEP_BACKEND_H
 #define PEP_BACKEND_H
@@ -22,7 +22,7 @@ struct remembered {
 	struct affinity *last;
 };
 
-/* Position + 1 of the endpoint that session affinity asks for; 0: any. */
+/* Position + 1 of the endpoint that session affinity selects; 0: any. */
 static __always_inline __u32 affinity_position(const struct packet *p, const struct endpoint_selection *e,
 					       struct remembered *r)
 {
@@ -30,13 +30,13 @@ static __always_inline __u32 affinity_position(const struct packet *p, const str
 	affinity_client(p, &r->key);
 	r->next.last_used = coarse_now();
 	r->last = bpf_map_lookup_elem(&affinities, &r->key);
-	/* Added, for the entry may be younger than this: another CPU has served the same client meanwhile. */
+	/* Added, not subtracted: another CPU may have served the client meanwhile, so last_used may be newer. */
 	if (r->last && r->next.last_used < r->last->last_used + e->affinity_seconds * NANOSECONDS)
 		return position_in_list(e, p->ipv6, r->last->backend, r->last->position);
 	return 0;
 }
 
-/* Asked for new clients only. */
+/* Called for new clients only. */
 static __always_inline bool has_room_for_client(__u32 *service)
 {
 	__u32 of_all = 0;
@@ -52,7 +52,7 @@ static __always_inline bool has_room_for_client(__u32 *service)
 static __always_inline void remember_affinity(struct remembered *r, const struct backend *b, __u32 position)
 {
 	if (r->last && r->last->backend == b->id) {
-		/* In place: an entry that is thrown out meanwhile is some new client's, whose time is this, too. */
+		/* In place. If the entry is evicted meanwhile, it belongs to a new client with the same time. */
 		r->last->last_used = r->next.last_used;
 		r->last->position = position;
 		return;
@@ -64,7 +64,7 @@ static __always_inline void remember_affinity(struct remembered *r, const struct
 	bpf_map_update_elem(&affinities, &r->key, &r->next, BPF_ANY);
 }
 
-/* With frames of their own: the schedulers need all of the stack that is left. */
+/* Separate functions with their own stack frames: the schedulers need all of the remaining stack. */
 static __noinline __u32 scheduler_affinity(const struct packet *p, const struct endpoint_selection *e)
 {
 	struct remembered r = {};
@@ -84,8 +84,8 @@ static __noinline int remember_scheduled(const struct packet *p, const struct en
 }
 
 /*
- * Not static, so that the verifier reads it once, for any packet, and not again for every way that leads here:
- * of the sockets' programs with a scheduler that was nine tenths of its work.
+ * A global function, so that the verifier checks it once, for any packet, and not again for every path to it:
+ * that was nine tenths of its work on the socket programs with a scheduler.
  */
 __noinline int choose_by_scheduler(const struct packet *p, const struct endpoint_selection *e, struct backend *b)
 {
@@ -131,8 +131,8 @@ __noinline int choose_at_random(const struct packet *p, const struct endpoint_se
 
 /*
  * Fills `b`; false only if the list changes so fast that the chosen backend
- * is gone already.  A verdict to serve has come before, so the list is not empty.
- * Where no scheduler is set, what is read to know that is all that remains of them.
+ * is gone already.  The verdict was SERVE, so the list is not empty.
+ * Without a scheduler, the check of the setting is the only cost of the schedulers.
  */
 static __always_inline int choose_backend(const struct packet *p, const struct endpoint_selection *e, struct backend *b)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * A reply between two ports of one bridge is switched and would never meet
- * the IP layer, which alone can translate it back.  It is given the bridge's
- * MAC address so that it comes up.
+ * A reply between two ports of one bridge is switched and would not reach the IP
+ * layer, which has to translate it back.  The program gives it the bridge's MAC
+ * address, so that the bridge passes it up.
  */
 #ifndef PEP_BRIDGE_H
 #define PEP_BRIDGE_H
@@ -10,7 +10,7 @@
 #include "conntrack.h"
 #include "fragments.h"
 
-/* What is known of a device, if it is a port of a bridge. */
+/* The entry of a device, if it is a port of a bridge. */
 static __always_inline struct node_device *port_of_bridge(__u32 ifindex)
 {
 	struct node_device *d = bpf_map_lookup_elem(&devices, &ifindex);
@@ -75,7 +75,7 @@ static __noinline int redirect_reply_to_bridge(struct __sk_buff *skb, const stru
 	return 1;
 }
 
-/* A packet without ports: if its first fragment was lifted it goes the same way, to be put together there. */
+/* A packet without ports: if its first fragment was redirected, it follows it to be reassembled. */
 static __noinline int redirect_fragment_to_bridge(struct __sk_buff *skb)
 {
 	struct node_device *port;

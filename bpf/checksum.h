@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* Sums of the Internet checksum (RFC 1624): what changes in a packet changes its sum by as much. */
+/* Arithmetic of the Internet checksum (RFC 1624): a change in a packet changes its checksum by the same amount. */
 #ifndef PEP_CHECKSUM_H
 #define PEP_CHECKSUM_H
 
 #include "common.h"
 
-#define UDP_CHECK 6		/* where the checksum is in the header */
+#define UDP_CHECK 6		/* offset of the checksum in the header */
 #define TCP_CHECK 16
 
 static __always_inline __u16 fold(__u32 sum)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* What every program includes first. */
+/* Included first by every program. */
 #ifndef PEP_COMMON_H
 #define PEP_COMMON_H
 
@@ -17,7 +17,7 @@
 #include "settings.h"
 #include "abilities.h"
 
-/* libbpf's own is no constant to _Static_assert. */
+/* libbpf's offsetof is not a constant expression for _Static_assert. */
 #undef offsetof
 #define offsetof(type, member) __builtin_offsetof(type, member)
 
@@ -29,8 +29,8 @@
 #define NANOSECONDS 1000000000ULL
 
 /*
- * The context (skb.h, xdp.h) must be read at a constant offset; left to itself the compiler
- * merges such reads into one at a computed offset, which the verifier refuses.
+ * The context (skb.h, xdp.h) must be read at a constant offset.  Otherwise the compiler merges such reads into one at
+ * a computed offset, which the verifier rejects.
  */
 #define CONTEXT_POINTER(ctx, field)                                                   \
 	({                                                                            \
@@ -41,7 +41,7 @@
 		pointer;                                                              \
 	})
 
-/* Puts the names of the reasons into the object's type information, where the control plane reads them. */
+/* Puts the names of the reasons into the BTF of the object, where the control plane reads them. */
 const volatile enum reason reason_count SEC(".rodata") = REASON_COUNT;
 
 static __always_inline void count(enum reason reason)

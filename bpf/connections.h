@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The schedulers of mode ipvs that go by the connections that each endpoint
- * has.  The control plane counts them (`connections`), the programs add what
+ * The schedulers of mode ipvs that use the number of connections of each
+ * endpoint.  The control plane counts them (`connections`); the programs add what
  * they have chosen since (`choices`).
  */
 #ifndef PEP_CONNECTIONS_H
@@ -9,9 +9,9 @@
 
 #include "slots.h"
 
-#define SCAN_LIMIT 1024			/* of a longer list so many endpoints are looked at, from a random one on */
-#define INACTIVE_PER_ACTIVE 256		/* as IPVS weighs them */
-#define OVERLOADED_ACTIVE 1		/* more active connections than this, while another endpoint has none */
+#define SCAN_LIMIT 1024			/* of a longer list, only this many endpoints are compared, from a random start */
+#define INACTIVE_PER_ACTIVE 256		/* the weights of IPVS */
+#define OVERLOADED_ACTIVE 1		/* overloaded: more active connections, while another endpoint has none */
 #define SET_SETTLED_SECONDS (24 * 60 * 60)
 
 struct load {
@@ -52,7 +52,7 @@ static __always_inline void load_of(__u32 id, struct load *l)
 static __always_inline __u64 overhead(enum scheduler scheduler, const struct load *l)
 {
 	if (scheduler == SHORTEST_DELAY)
-		return l->active;	/* the least active + 1 is the least active */
+		return l->active;	/* the order is the same as of active + 1 */
 	return (__u64)l->active * INACTIVE_PER_ACTIVE + l->inactive;
 }
 
@@ -64,12 +64,12 @@ struct scan {
 	__u32 count;
 	__u32 start;
 	__u32 position;		/* of the least loaded */
-	__u32 member_position;	/* of the least loaded of the set */
+	__u32 member_position;	/* of the least loaded in the set */
 	__u32 member_active;
 	__u32 worst_member;	/* index in the set */
 	__u32 present;		/* bit for each member that is in the list */
 	enum scheduler scheduler;
-	bool idle;		/* somebody has no active connection */
+	bool idle;		/* an endpoint has no active connection */
 	struct server_set *set;
 };
 
@@ -122,7 +122,7 @@ static long compare_load(__u32 i, struct scan *s)
 		compare_member(s, id, position, &l, here);
 		return 0;
 	}
-	return !here;	/* nobody can have less */
+	return !here;	/* none can have less */
 }
 
 static __always_inline void scan_list(struct scan *s, enum scheduler scheduler, const struct endpoint_selection *e)
@@ -133,7 +133,7 @@ static __always_inline void scan_list(struct scan *s, enum scheduler scheduler, 
 	s->first_slot = e->first_slot;
 	s->count = e->count;
 	s->scheduler = scheduler;
-	/* Equals take turns: nodes that know nothing of each other must not all begin with the first. */
+	/* A random start: equal endpoints take turns, and different nodes do not all begin with the first one. */
 	s->start = s->position = random_position(e);
 	if (abilities.loop) {
 		bpf_loop(e->count < SCAN_LIMIT ? e->count : SCAN_LIMIT, compare_load, s, 0);
@@ -160,7 +160,7 @@ static __always_inline void locality_key(const struct packet *p, const struct en
 
 #define OVERLOADED (1U << 31)
 
-/* Position + 1 of the endpoint that had this address last, with OVERLOADED if it is; 0: none. */
+/* Position + 1 of the endpoint last used for this address, with OVERLOADED if it is overloaded; 0: none. */
 static __noinline __u32 former_position(const struct packet *p, const struct endpoint_selection *e)
 {
 	struct affinity_key key = {};
@@ -179,7 +179,7 @@ static __noinline __u32 former_position(const struct packet *p, const struct end
 	return l.active <= OVERLOADED_ACTIVE ? position : position | OVERLOADED;
 }
 
-/* `position`, of former_position(), stays if none is idle. */
+/* `position`, from former_position(), is kept if no endpoint is idle. */
 static __noinline __u32 next_locality(const struct packet *p, const struct endpoint_selection *e, __u32 position)
 {
 	struct affinity next = {};
@@ -198,8 +198,8 @@ static __noinline __u32 next_locality(const struct packet *p, const struct endpo
 }
 
 /*
- * lblc: what went to an address goes where it went before, unless that one is overloaded.  Two functions, so that the
- * search of the list and the scan of it do not add up on the stack.
+ * lblc: an address keeps its endpoint, unless that one is overloaded.  Two functions, so that the
+ * search and the scan of the list do not add up on the stack.
  */
 static __always_inline __u32 least_loaded_with_locality(const struct packet *p, const struct endpoint_selection *e)
 {
@@ -219,8 +219,8 @@ static __noinline int begin_set(const struct affinity_key *key, __u32 id)
 }
 
 /*
- * lblcr: the same with a set of endpoints for each address, which grows when all
- * of it is overloaded.  Sets are changed in place; two CPUs at once may lose a change.
+ * lblcr: the same with a set of endpoints for each address, which grows when all of
+ * it is overloaded.  Sets are changed in place; two CPUs at once may lose a change.
  */
 static __noinline __u32 least_loaded_of_set(const struct packet *p, const struct endpoint_selection *e)
 {
@@ -240,7 +240,7 @@ static __noinline __u32 least_loaded_of_set(const struct packet *p, const struct
 	}
 	now = bpf_ktime_get_ns();
 	if (s.present & (s.present - 1) && now - set->changed > SET_SETTLED_SECONDS * NANOSECONDS) {
-		/* Long enough without need for another one: try with one less. */
+		/* No endpoint was added for a long time: try with one less. */
 		set->backends[s.worst_member % SET_SIZE] = 0;
 		set->changed = now;
 	}

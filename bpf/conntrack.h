@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The kernel's connection tracking, where its lookup functions can be used: they
- * save a decision for flows that exist, and heal stale UDP flows at once.  Nothing
- * here is required.  After skb.h.
+ * Lookups in the kernel's conntrack, where its kfuncs are available: they save a
+ * decision for existing flows and repair stale UDP flows at once.  Nothing here is
+ * required.  Include after skb.h.
  */
 #ifndef PEP_CONNTRACK_H
 #define PEP_CONNTRACK_H
 
 #include "backend.h"
 
-/* nf_conntrack may be a module, whose types are not in vmlinux.h: the few that are needed, found by CO-RE. */
+/* nf_conntrack may be a module, whose types are not in vmlinux.h. The few that are needed are relocated by CO-RE. */
 union nf_inet_addr___pep {
 	__u32 all[4];
 	__be32 ip;
@@ -60,7 +60,7 @@ struct bpf_ct_opts___pep {
 	__u8 reserved[2];
 };
 
-#define CT_OPTS_SIZE 12		/* accepted everywhere; 16 (zone) only since 6.11 */
+#define CT_OPTS_SIZE 12		/* accepted by every kernel; 16 (with zone) since 6.11 */
 #define CURRENT_NETNS (-1)
 #define IPS_SEEN_REPLY_ (1UL << 1)
 #define IPS_DST_NAT_ (1UL << 5)
@@ -112,7 +112,7 @@ static __always_inline __u32 tuple_of(const struct packet *p, struct bpf_sock_tu
 	return sizeof(t->ipv4);
 }
 
-/* The packet's flow, and which of its directions the packet has. A reference: release it. */
+/* The packet's conntrack entry, and the packet's direction in it. A reference: release it. */
 static __always_inline struct nf_conn___pep *find_flow(struct __sk_buff *ctx, const struct packet *p, __u8 *direction)
 {
 	struct bpf_ct_opts___pep opts = { .netns_id = CURRENT_NETNS, .l4proto = p->protocol };
@@ -126,7 +126,7 @@ static __always_inline struct nf_conn___pep *find_flow(struct __sk_buff *ctx, co
 	return ct;
 }
 
-/* The UDP flow's endpoint still serves this service (or serves nothing that we know of: then leave it alone). */
+/* Whether the UDP flow's endpoint still serves this service. */
 static __always_inline bool endpoint_serves(const struct nf_conn___pep *ct, __u32 service, bool ipv6)
 {
 	__be16 port = ct->tuplehash[DIRECTION_REPLY].tuple.src.u.all;
@@ -146,9 +146,9 @@ static __always_inline bool endpoint_serves(const struct nf_conn___pep *ct, __u3
 }
 
 /*
- * The last packet that the kernel saw of this connection is a reset.  The entry may be ESTABLISHED all the same: the
- * kernel has not seen what the flow table sent, so the sequence number may not be the one that it expects.  An entry
- * that an endpoint's reset has closed is not replaced by the kernel: the next SYN would get the same endpoint.
+ * The last packet that the kernel saw of this connection is a reset.  The entry may still be ESTABLISHED: the kernel
+ * has not seen what the flow table sent, so the sequence number may not be the one that it expects.  The kernel does
+ * not replace an entry that an endpoint's reset has closed: the next SYN would get the same endpoint.
  */
 static __always_inline bool was_reset(const struct nf_conn___pep *ct)
 {
@@ -163,11 +163,11 @@ static __always_inline bool has_ended(const struct nf_conn___pep *ct, const stru
 }
 
 /*
- * Must this entry make room for a new one?  REASON_UNSPECIFIED: no, the flow lives.
- *  - UDP whose endpoint is gone heals with this packet;
- *  - a flow from before the service had endpoints was never translated, nor one that the kernel picked up midstream.
- *    Where the other side has answered, there is such a connection.
- * TCP that has ended is the kernel's to replace.
+ * Whether this entry must be removed for a new one.  REASON_UNSPECIFIED: no, the flow is alive.
+ *  - UDP: if the endpoint is gone, this packet gets another one;
+ *  - a flow from before the service had endpoints, or one that the kernel picked up midstream, was never translated.
+ *    If the other side has answered, the connection is real.
+ * The kernel itself replaces TCP connections that have ended.
  */
 static __always_inline enum reason must_go(const struct nf_conn___pep *ct, const struct packet *p,
 					   __u32 service, bool any_endpoints)
@@ -184,7 +184,7 @@ static __always_inline enum reason must_go(const struct nf_conn___pep *ct, const
 	return endpoint_serves(ct, service, p->ipv6) ? REASON_UNSPECIFIED : STALE_UDP_REPLACED;
 }
 
-/* 1: the kernel knows this flow, and goes on with it as it is. */
+/* 1: the kernel has this flow and goes on with it unchanged. */
 static __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 service, bool any_endpoints)
 {
 	struct nf_conn___pep *ct;
@@ -197,10 +197,10 @@ static __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p,
 	ct = find_flow(skb, p, &direction);
 	if (!ct)
 		return 0;
-	/* The kernel drops the entry of a closed connection with its next SYN, and asks for a translation again. */
+	/* The kernel drops the entry of a closed connection at its next SYN and asks for a translation again. */
 	ended = has_ended(ct, p);
 	reason = direction == DIRECTION_ORIGINAL ? must_go(ct, p, service, any_endpoints) : REASON_UNSPECIFIED;
-	/* An expired entry is taken out of the table by the next lookup that meets it. */
+		/* The next lookup that finds an expired entry removes it. */
 	if (reason && !settings.dry_run)
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);

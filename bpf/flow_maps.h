@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The fast path: the flow table, permits for young flows, and what the ingress
- * programs hand over to the observer on egress.  docs/fast-path.md explains the
- * idea.  The rules of maps.h hold here, too.
+ * The fast path: the flow table, permits for young flows, and the records that
+ * the ingress programs hand over to the observer on egress.  docs/fast-path.md
+ * explains the idea.  The rules of maps.h apply here, too.
  */
 #ifndef PEP_FLOW_MAPS_H
 #define PEP_FLOW_MAPS_H
 
 #include "maps.h"
 
-/* A packet as it comes in: each direction of a flow has one key. */
+/* A packet as it comes in: each direction of a flow has its own key. */
 struct flow_key {
 	__u8 source[16];	/* IPv4 in the first four bytes */
 	__u8 destination[16];
@@ -20,14 +20,14 @@ struct flow_key {
 	__u8 zero[2];
 };
 
-/* Which frames of XDP a device sends. */
+/* Which XDP frames a device sends. */
 enum xdp_frames {
 	NO_FRAMES = 0,
 	ONE_BUFFER = 1,
-	ANY_FRAMES = 2,		/* those of several buffers, too */
+	ANY_FRAMES = 2,		/* also those of several buffers */
 } __attribute__((packed));
 
-/* How packets leave: learned from one that the kernel has sent. */
+/* How packets leave: learned from a packet that the kernel has sent. */
 struct link {
 	__u32 device;
 	__u8 mac_to[6];
@@ -38,39 +38,39 @@ struct link {
 };
 
 /*
- * What is done with a packet.  Written before the entry can be found, so that a
- * reader only has to make sure that the element has not been given to another
- * flow: `tag` and `tag_again` are both the key's.
+ * How a packet is rewritten.  Written before the entry can be found.  A reader only
+ * has to make sure that the element has not been given to another flow: `tag` and
+ * `tag_again` must both be that of the key.
  */
 struct flow_rewrite {
 	__u32 tag;
-	__u32 device_in;	/* the exact device: a bridge's port, not the bridge */
-	__u8 source[16];	/* what the packet gets */
+	__u32 device_in;	/* the exact device: a bridge port, not the bridge */
+	__u8 source[16];	/* the new source */
 	__u8 destination[16];
 	__u16 source_port;
 	__u16 destination_port;
-	__u32 address_sum;	/* what the addresses and the ports change a checksum by */
+	__u32 address_sum;	/* how the new addresses and ports change a checksum */
 	__u32 port_sum;
 	struct link out;
-	__u8 mac_in[6];		/* frames for another address are not this node's */
+	__u8 mac_in[6];		/* frames for another address are not for this node */
 	__u8 zero[2];
 	__u32 tag_again;
 };
 
 /*
  * One direction of a flow.
- * Young: conntrack does not know the flow; nobody else can translate its packets.
+ * Young: conntrack does not have the flow; only this entry can translate its packets.
  * Not young: the kernel's flow.  While it is confirmed its packets are sent from
  * here; a packet that is not sent goes through netfilter, which does the same.
  */
 struct flow {
 	struct flow_rewrite rewrite;
-	__u32 generation;	/* of fast_path when it was confirmed, or made */
+	__u32 generation;	/* of fast_path when the flow was confirmed or created */
 	__u64 started;		/* bpf_ktime_get_coarse_ns(), as the next two */
 	__u64 last_seen;
-	__u64 confirmed_until;	/* the kernel's flow: a packet was seen to leave netfilter as `action` says */
+	__u64 confirmed_until;	/* the kernel's flow: a packet was seen to leave netfilter as `rewrite` has it */
 	__u32 packets;		/* sent from here */
-	__u32 acknowledged;	/* TCP: what this side expects next */
+	__u32 acknowledged;	/* TCP: the sequence number that this side expects next */
 	__u32 service;
 	__u32 backend;		/* 0: not known */
 	__u8 young;
@@ -89,7 +89,7 @@ struct {
 	__type(value, struct flow);
 } flows SEC(".maps");
 
-/* A packet of a young flow whose first fragment was sent by it: the others have no ports, and follow it. */
+/* Fragmented packets of young flows whose first fragment was sent: later fragments have no ports and follow it. */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 1024);
@@ -97,7 +97,7 @@ struct {
 	__type(value, struct flow_rewrite);
 } flow_fragments SEC(".maps");
 
-/* How many young flows were opened by packets of a device and still live (key: ifindex). */
+/* How many live young flows were opened by packets of a device (key: ifindex). */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
@@ -109,9 +109,9 @@ struct {
 #define RECENT_FLOWS 4096
 
 /*
- * The young flows that this CPU has opened last, by turns: a flow that takes the place of one whose datagrams have
- * all been answered, or whose sides have both closed, takes that out.  So short flows do not fill the table, however
- * many there are.
+ * The young flows that this CPU opened last, as a ring.  A new flow takes the slot of an old one.  If the old flow's
+ * datagrams have all been answered, or both its sides have closed, it is removed from the table.  So short flows do not
+ * fill the table, however many there are.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
@@ -120,7 +120,7 @@ struct {
 	__type(value, struct flow_key);
 } recent_flows SEC(".maps");
 
-/* 0: the next turn. 1: flows of strangers that were entered in this second, and which second it is (young.h). */
+/* 0: the next turn. 1: the current second, and how many flows without a permit were entered in it (young.h). */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, 2);
@@ -138,7 +138,7 @@ struct {
 
 /* ---- permits ------------------------------------------------------------- */
 
-/* Whose new flows may be young: a client at a device, and an endpoint. */
+/* The pair whose new flows may be young: a client at a device, and an endpoint. */
 struct permit_key {
 	__u32 device;
 	__u16 port;
@@ -153,10 +153,10 @@ struct permit {
 	__u64 until;		/* bpf_ktime_get_coarse_ns(); a NEW flow of the pair crossed netfilter within the second before */
 	__u64 back_until;	/* the same for the link back to the client */
 	__u32 generation;	/* permit_generation of fast_path */
-	__u32 device_back;	/* where answers come in */
+	__u32 device_back;	/* where replies come in */
 	struct link out;
 	struct link back;
-	__u8 mac_in_back[6];	/* for which address answers come in */
+	__u8 mac_in_back[6];	/* the MAC address that replies are sent to */
 	__u8 zero[2];
 	__u8 snat[16];		/* masqueraded: the source address that netfilter chose */
 };
@@ -193,13 +193,13 @@ enum handover_kind {
 #define HANDOVER_MARK 0xB000	/* skb->tc_index: this, and a number */
 #define HANDOVER_NUMBER 0x0FFF
 
-/* A packet that goes through netfilter on this CPU now; skb->tc_index names it. */
+/* A packet that is going through netfilter on this CPU; skb->tc_index names the record. */
 struct handover {
 	struct flow_key key;
 	__u64 when;		/* bpf_ktime_get_coarse_ns() */
-	__u32 number;		/* as in skb->tc_index; 0: nothing here */
-	__u32 device;		/* where it came in */
-	__u32 ip_device;	/* the same as the IP layer sees it: a port's bridge */
+	__u32 number;		/* as in skb->tc_index; 0: empty */
+	__u32 device;		/* the device it came in by */
+	__u32 ip_device;	/* the same as the IP layer sees it: for a bridge port, its bridge */
 	__u32 service;
 	__u32 backend;
 	__u16 endpoint_port;
@@ -208,7 +208,7 @@ struct handover {
 	__u8 endpoint[16];
 	__u8 mac_to[6];		/* of the frame as it came in */
 	__u8 mac_from[6];
-	__u8 learn;		/* HANDOVER_REPLY: enter the flow, too */
+	__u8 learn;		/* HANDOVER_REPLY: also enter the flow */
 	__u8 zero[3];
 };
 
@@ -219,9 +219,9 @@ struct {
 	__type(value, struct handover);
 } handovers SEC(".maps");
 
-/* Room to put entries together, too large for the stack. */
+/* Space to build entries that are too large for the stack. */
 struct flow_draft {
-	struct flow_key key;	/* Linux 6.1 takes no argument of a function that is not static for a key */
+	struct flow_key key;	/* a copy: Linux 6.1 does not accept an argument of a global function as a key */
 	struct flow_key reply_key;
 	struct flow there;
 	struct flow reply;
@@ -236,16 +236,16 @@ struct {
 	__type(value, struct flow_draft);
 } flow_drafts SEC(".maps");
 
-/* ---- the agent's word ------------------------------------------------------- */
+/* ---- the state of the agent --------------------------------------------------- */
 
 /* One entry, written by the agent. */
 struct fast_path {
 	__u64 alive_until;	/* CLOCK_MONOTONIC, ns: until then the agent follows rules, routes and devices */
-	__u32 generation;	/* moves with routes, devices, neighbours and UDP endpoints: kernel flows are confirmed anew */
-	__u32 permit_generation;	/* moves with the rulesets: older permits are void */
+	__u32 generation;	/* changes with routes, devices, neighbours and UDP endpoints: kernel flows are confirmed again */
+	__u32 permit_generation;	/* changes with the rulesets: older permits are void */
 	enum reason closed4;	/* REASON_UNSPECIFIED: IPv4 may take the fast path */
 	enum reason closed6;
-	__u32 draining;		/* no new young flows; those there go to the kernel */
+	__u32 draining;		/* no new young flows; existing ones go to the kernel */
 	__u32 zero;
 };
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * A packet of a flow that the table knows: is it sent from here, and how.
- * After skb.h or xdp.h.
+ * A packet of a flow that the table knows: whether it is sent from here, and how.
+ * Include after skb.h or xdp.h.
  */
 #ifndef PEP_FLOW_SEND_H
 #define PEP_FLOW_SEND_H
@@ -10,16 +10,16 @@
 #include "flow_table.h"
 #include "slots.h"
 
-/* No verdict: the packet goes the way it would go without the table. */
+/* No verdict: the packet takes the path that it would take without the table. */
 #define NOT_SENT (-2)
-#define NOT_KNOWN (-3)		/* the same, and the table knows nothing of its flow */
-#define NOT_CONFIRMED (-4)	/* the same, and the observer is to see it leave */
+#define NOT_KNOWN (-3)		/* the same, and the table does not have its flow */
+#define NOT_CONFIRMED (-4)	/* the same, and the observer must see it leave */
 
-/* What each main function does with a packet of a young flow that cannot be sent from here. */
+/* Defined by each main program: a packet of a young flow that cannot be sent from here. */
 static __always_inline int leave_young(struct context *ctx, const struct packet *p, const struct flow_rewrite *a,
 				       struct flow *f, enum reason reason);
 
-/* What changes in IPv4, in one piece: from the TTL to the ports. */
+/* The part of an IPv4 packet that changes, in one piece: from the TTL to the ports. */
 struct changed4 {
 	__u8 ttl;
 	__u8 protocol;
@@ -30,7 +30,7 @@ struct changed4 {
 	__be16 destination_port;
 };
 
-/* The same in IPv6, with the byte before the hop limit. */
+/* The same for IPv6, with the byte before the hop limit. */
 struct changed6 {
 	__u8 next;
 	__u8 hop_limit;
@@ -40,7 +40,7 @@ struct changed6 {
 	__be16 destination_port;
 } __attribute__((packed));
 
-/* What one hop less changes a checksum by: TTL before protocol (IPv4), hop limit behind next header (IPv6). */
+/* How decrementing the hop count changes a checksum: TTL before protocol (IPv4), hop limit after next header (IPv6). */
 static __always_inline __u32 hop_sum(const struct packet *p)
 {
 	__u16 from, to;
@@ -75,7 +75,7 @@ static __always_inline long rewrite6(struct context *ctx, const struct packet *p
 	__builtin_memcpy(c.destination, a->destination, 16);
 	c.source_port = bpf_htons(a->source_port);
 	c.destination_port = bpf_htons(a->destination_port);
-	/* This header has no checksum of its own: a sum of the whole packet moves with what changes in it. */
+	/* This header has no checksum, but CHECKSUM_COMPLETE covers the whole packet. */
 	update_whole_sum(ctx, add(a->address_sum, hop_sum(p)));
 	return store_bytes(ctx, link + offsetof(struct ipv6hdr, nexthdr), &c, sizeof(c));
 }
@@ -99,13 +99,13 @@ static __always_inline bool is_new_connection(const struct packet *p)
 	return p->protocol == TCP && p->starts_flow;
 }
 
-/* The flow ends with this packet, or begins anew. */
+/* The flow ends with this packet or begins again. */
 static __always_inline bool is_syn_fin_rst(const struct packet *p)
 {
 	return p->protocol == TCP && p->tcp_flags & (TCP_SYN | TCP_FIN | TCP_RST);
 }
 
-/* REASON_UNSPECIFIED: this packet of a known flow asks for nothing that only the kernel can do. */
+/* REASON_UNSPECIFIED: this packet of a known flow does not need the kernel. */
 static __always_inline enum reason why_kernel(const struct packet *p, const struct flow_rewrite *a, __u32 segment)
 {
 	if (p->fragment)
@@ -119,11 +119,11 @@ static __always_inline enum reason why_kernel(const struct packet *p, const stru
 	return REASON_UNSPECIFIED;
 }
 
-/* `f`'s packet goes out. */
+/* Updates the entry for a packet that is sent. */
 static __always_inline void note_sent(struct flow *f, const struct packet *p, __u64 now)
 {
 	f->packets++;
-	/* The coarse clock stands still for milliseconds: the line is written once for many packets. */
+	/* The coarse clock advances every few milliseconds, so the cache line is written once for many packets. */
 	if (f->last_seen != now)
 		f->last_seen = now;
 	if (p->protocol == TCP && f->young)
@@ -134,7 +134,7 @@ static __always_inline int rewrite_and_send(struct context *ctx, const struct pa
 {
 	int verdict;
 
-	/* Half rewritten it must not go on, nor by an entry that changed meanwhile. */
+		/* Must not go on half rewritten, or rewritten by an entry that changed meanwhile. */
 	if (rewrite(ctx, p, a, ETH_HLEN) || (verdict = send(ctx, a), is_another_flows(a, tag_of(p)))) {
 		count(DROP_REWRITE_FAILED);
 		return DROPPED;
@@ -160,17 +160,17 @@ static __noinline __attribute__((unused)) int request_promotion(const struct flo
 	return 1;
 }
 
-/* Who guesses a sequence number meets it once in a thousand times. */
+/* A guessed sequence number is within it once in a thousand times. */
 #define GUESS_WINDOW (4U << 20)
 
 enum closing {
-	CLOSING = 1,		/* a FIN or RST came by; it may have been forged */
-	CLOSING_IN_SEQUENCE = 2,	/* and it was what the other side expected */
+	CLOSING = 1,		/* a FIN or RST was seen; it may have been forged */
+	CLOSING_IN_SEQUENCE = 2,	/* its sequence number was the expected one */
 };
 
 /*
  * What a RST or a FIN means for a young flow.  1: the flow is over.  Only the sequence number that the other side
- * expects next ends a connection at once (RFC 5961); who forges packets does not know it.
+ * expects next ends a connection at once (RFC 5961); an attacker who forges packets does not know it.
  */
 static __noinline int end_young(const struct packet *p, const struct flow_rewrite *a, struct flow *f)
 {
@@ -184,7 +184,7 @@ static __noinline int end_young(const struct packet *p, const struct flow_rewrit
 		return 0;
 	ahead = p->sequence - other->acknowledged;
 	if (ahead) {
-		/* Data before it may be on its way.  What is elsewhere, the other side passes over. */
+		/* Data before it may still be on its way. The other side ignores a number outside the window. */
 		if (ahead < GUESS_WINDOW && !f->closing)
 			f->closing = CLOSING;
 		return 0;
@@ -194,8 +194,8 @@ static __noinline int end_young(const struct packet *p, const struct flow_rewrit
 }
 
 /*
- * A new connection of this client would be served, and the flow's endpoint still serves the Service.
- * Not static, so that the verifier reads it once.
+ * True if a new connection of this client would be served, and the flow's endpoint still serves the Service.
+ * A global function, so that the verifier checks it once.
  */
 __noinline int may_keep_endpoint(const struct packet *p, const struct flow_rewrite *a)
 {
@@ -211,7 +211,7 @@ __noinline int may_keep_endpoint(const struct packet *p, const struct flow_rewri
 	table = active_config(f.service, &table_id);
 	if (!table || decide(p, &f, table, table_id, a->device_in, &e, &reason) != VERDICT_SERVE)
 		return 0;
-	/* Not `backends`, which holds a backend for some time after it has left.  A search of the list is too deep. */
+		/* Not `backends`, which keeps a backend for some time after it has left.  Searching the list is too deep. */
 	__builtin_memcpy(&endpoint, a->destination, 16);
 	return is_endpoint(&endpoint, a->destination_port, TCP, p->ipv6, f.service);
 }
@@ -219,12 +219,12 @@ __noinline int may_keep_endpoint(const struct packet *p, const struct flow_rewri
 enum syn {
 	SYN_REPEATED = 0,	/* the flow's own, or one that changes nothing */
 	SYN_OF_ANOTHER = 1,	/* another connection begins */
-	SYN_AFTER_END = 2,	/* the flow may have ended: then this is no better than a new connection */
+	SYN_AFTER_END = 2,	/* the flow may have ended: treat it like a new connection */
 };
 
 /*
- * What a SYN of a flow that is in the table means.  Not static, so that the verifier reads it once; older ones do so
- * although nothing calls it, and without the fast path there is no flow table.
+ * What a SYN for a flow in the table means.  A global function, so that the verifier checks it once.  Older verifiers
+ * check it even if it is not called, and without the fast path there is no flow table.
  */
 __noinline int judge_syn(const struct packet *p, const struct flow_rewrite *a, const struct flow *f)
 {
@@ -239,11 +239,11 @@ __noinline int judge_syn(const struct packet *p, const struct flow_rewrite *a, c
 	__builtin_memcpy(&endpoint, a->destination, 16);
 	if (!is_endpoint(&endpoint, a->destination_port, TCP, p->ipv6, 0))
 		return SYN_OF_ANOTHER;
-	/* A flow that lives is cut by no SYN. */
+	/* A SYN does not end a flow that is alive. */
 	return f->closing || other->closing ? SYN_AFTER_END : SYN_REPEATED;
 }
 
-/* Judged and looked up one after the other: both at once are too much for the stack. */
+/* The two checks run one after the other: both at once need too much stack. */
 static __always_inline bool begins_anew(const struct packet *p, const struct flow_rewrite *a, const struct flow *f)
 {
 	int syn = judge_syn(p, a, f);
@@ -252,8 +252,8 @@ static __always_inline bool begins_anew(const struct packet *p, const struct flo
 }
 
 /*
- * A packet of a young flow.  The kernel does not know the flow: what cannot be
- * sent from here waits until the agent has handed the flow to the kernel.
+ * A packet of a young flow.  The kernel does not know the flow: what cannot be sent
+ * from here has to wait until the agent has handed the flow to the kernel.
  */
 static __noinline int send_young(struct context *ctx, const struct packet *p, struct flow *known)
 {
@@ -275,7 +275,7 @@ static __noinline int send_young(struct context *ctx, const struct packet *p, st
 	if (p->protocol == TCP && p->tcp_flags & (TCP_RST | TCP_FIN))
 		over = end_young(p, a, known);
 	else if (known->closing && p->length > p->headers)
-		/* Data: whatever was to end the flow did not. */
+		/* Data: the flow goes on. */
 		known->closing = 0;
 	note_sent(known, p, now);
 	verdict = rewrite_and_send(ctx, p, a);
@@ -299,7 +299,7 @@ static __noinline int send_kernels(struct context *ctx, const struct packet *p, 
 	now = bpf_ktime_get_coarse_ns();
 	reason = fast_path_closed(word, p->ipv6, now);
 	if (!reason && is_syn_fin_rst(p)) {
-		/* The kernel hears of the end; what comes after it is confirmed anew. */
+		/* The kernel must see the end of the flow; later packets are confirmed again. */
 		reason = STACK_ENDING;
 		known->confirmed_until = 0;
 		known->closing = CLOSING;
@@ -317,7 +317,7 @@ static __noinline int send_kernels(struct context *ctx, const struct packet *p, 
 		count_left(STACK_NOT_CONFIRMED);
 		return NOT_CONFIRMED;
 	}
-	/* Only what is confirmed has all of its link. */
+	/* Only a confirmed entry has a complete link. */
 	reason = why_kernel(p, a, segment_size(ctx));
 	if (!reason)
 		reason = why_not_here(ctx, p, a);
@@ -329,7 +329,7 @@ static __noinline int send_kernels(struct context *ctx, const struct packet *p, 
 	return rewrite_and_send(ctx, p, a);
 }
 
-/* The endpoint of a UDP flow is gone: the next datagram gets another one. */
+/* True if the endpoint of a UDP flow is gone: the next datagram gets another one. */
 static __noinline int has_lost_endpoint(const struct packet *p, const struct flow *f, const struct flow_rewrite *a)
 {
 	union address endpoint = {};
@@ -342,7 +342,7 @@ static __noinline int has_lost_endpoint(const struct packet *p, const struct flo
 	return !is_endpoint(&endpoint, a->destination_port, UDP, p->ipv6, f->service);
 }
 
-/* By the table, if it knows the flow; `device` is the exact one, and the packet has an Ethernet header. */
+/* Sends the packet by the table, if it has the flow; `device` is the exact one; the packet has an Ethernet header. */
 static __noinline int send_by_table(struct context *ctx, const struct packet *p, __u32 device)
 {
 	const struct flow_rewrite *a;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* The flow table: finding an entry, making sure that it is this flow's, and taking a flow out.  Touches no packet. */
+/* The flow table: finding an entry, checking that it is this flow's, and removing a flow.  Does not change packets. */
 #ifndef PEP_FLOW_TABLE_H
 #define PEP_FLOW_TABLE_H
 
@@ -7,19 +7,19 @@
 
 #define CONFIRMED_NS NANOSECONDS
 
-/* Never 0: an element that was never used is zero. */
+/* Never 0, because an unused element is zero. */
 static __always_inline __u32 tag_of(const void *key)
 {
 	const __u64 *w = key;
 	__u64 t = w[0] ^ (w[1] << 7 | w[1] >> 57) ^ (w[2] << 14 | w[2] >> 50) ^ (w[3] << 28 | w[3] >> 36) ^
 		  (w[4] << 21 | w[4] >> 43);
 
-	/* Addresses and ports that differ in one bit must differ in the tag. */
+	/* Addresses and ports that differ in one bit must have different tags. */
 	t = (t ^ t >> 32) * 0x9e3779b97f4a7c15ULL;
 	return (__u32)(t >> 32) | 1;
 }
 
-/* A flow of the table has the frontend's address on the one side, and the endpoint's on the other. */
+/* One side of a flow in the table is a frontend, the other an endpoint. */
 static __always_inline bool may_be_known(const struct packet *p)
 {
 	return is_hinted(&p->destination, p->destination_port, p->ipv6) ||
@@ -55,7 +55,7 @@ static __always_inline struct fast_path *fast_path_state(void)
 	return bpf_map_lookup_elem(&fast_path, &zero);
 }
 
-/* REASON_UNSPECIFIED: the agent follows what the table cannot see, and nothing there forbids this family. */
+/* REASON_UNSPECIFIED: the agent is alive and has not closed the fast path for this family. */
 static __always_inline enum reason fast_path_closed(const struct fast_path *word, bool ipv6, __u64 now)
 {
 	if (now >= word->alive_until)
@@ -63,7 +63,7 @@ static __always_inline enum reason fast_path_closed(const struct fast_path *word
 	return ipv6 ? word->closed6 : word->closed4;
 }
 
-/* The loads before this come before those after it. x86 keeps that order by itself. */
+/* Orders the loads before this call before those after it. x86 keeps that order by itself. */
 static __always_inline void read_barrier(void)
 {
 	__u32 word = 0;
@@ -74,8 +74,8 @@ static __always_inline void read_barrier(void)
 }
 
 /*
- * The element may be given to another flow at any time.  Asked before an entry is used, and once more after it was:
- * in between it was this flow's.
+ * The element may be given to another flow at any time.  Called before and after an entry is used: if both calls
+ * return false, the entry was this flow's all the time.
  */
 static __always_inline bool is_another_flows(const struct flow_rewrite *a, __u32 tag)
 {
@@ -87,7 +87,7 @@ static __always_inline bool is_another_flows(const struct flow_rewrite *a, __u32
 	return another;
 }
 
-/* The key of the packets that answer those that become `a`. */
+/* The key of the replies to packets that were rewritten by `a`. */
 static __always_inline void answer_key(const struct flow_rewrite *a, enum protocol protocol, bool ipv6,
 				       struct flow_key *key)
 {
@@ -119,7 +119,7 @@ static __always_inline void uncount_young(__u32 device)
 		__sync_fetch_and_add(open, -1);
 }
 
-/* Takes out both directions of a flow: of that with this key, and action, and of its answers. 1: it was there. */
+/* Removes both directions of a flow, given one key and its rewrite. 1: the flow was there. */
 static __noinline int forget_flow(const struct flow_key *key, const struct flow_rewrite *a, bool reply, bool young)
 {
 	long failed, failed_other;
@@ -130,7 +130,7 @@ static __noinline int forget_flow(const struct flow_key *key, const struct flow_
 	answer_key(a, key->protocol, key->ipv6, &other);
 	failed_other = bpf_map_delete_elem(&flows, &other);
 	failed = bpf_map_delete_elem(&flows, key);
-	/* Whoever takes out the client's direction has taken out the flow. */
+	/* The caller that removed the client's direction has removed the flow. */
 	if (reply ? failed_other : failed)
 		return 0;
 	if (young)
@@ -138,7 +138,7 @@ static __noinline int forget_flow(const struct flow_key *key, const struct flow_
 	return 1;
 }
 
-/* One direction's way back, if both are there; NULL if not. */
+/* The entry of the opposite direction; NULL if there is none. */
 static __always_inline struct flow *other_direction(const struct flow_rewrite *a, const struct packet *p)
 {
 	struct flow_key key;

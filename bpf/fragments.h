@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* Fragments of a packet: only the first has ports, and all must go the same way.  After skb.h. */
+/* Fragments of a packet: only the first has ports, and all must take the same path.  Include after skb.h. */
 #ifndef PEP_FRAGMENTS_H
 #define PEP_FRAGMENTS_H
 
 #include "flow_send.h"
 
-/* True: the packet is a fragment, and `key` says of what. IPv6: with the fragment header first, as senders put it. */
+/* True if the packet is a fragment; `key` then identifies its packet. IPv6: the fragment header must come first. */
 static __always_inline bool is_fragment(struct __sk_buff *skb, struct fragments *key)
 {
 	if (skb->protocol == bpf_htons(ETH_P_IP)) {
@@ -39,7 +39,7 @@ static __always_inline bool is_fragment(struct __sk_buff *skb, struct fragments 
 	return false;
 }
 
-/* The part of the rewriting that every fragment needs: addresses, and one hop less. */
+/* The part of the rewriting that every fragment needs: addresses and the hop count. */
 static __noinline int rewrite_addresses(struct __sk_buff *skb, const struct flow_rewrite *a, bool ipv6)
 {
 	__u32 change;
@@ -66,7 +66,7 @@ static __noinline int rewrite_addresses(struct __sk_buff *skb, const struct flow
 		if (!ip || ip->ttl <= 1)
 			return -1;
 		hops = ip->ttl - 1;
-		/* The TTL is the upper byte of its word. */
+		/* The TTL is the upper byte of its 16-bit word. */
 		change = add(a->address_sum, (__u16)~bpf_htons(0x100));
 		check = ~fold(add((__u16)~ip->check, change));
 		return bpf_skb_store_bytes(skb, ETH_HLEN + offsetof(struct iphdr, ttl), &hops, 1, 0) ||
@@ -76,7 +76,7 @@ static __noinline int rewrite_addresses(struct __sk_buff *skb, const struct flow
 	}
 }
 
-/* The first fragment of a young flow's datagram is sent, and the others will follow it. */
+/* Sends the first fragment of a young flow's datagram; the later ones follow it. */
 static __noinline int send_first_fragment(struct __sk_buff *skb, const struct packet *p, const struct flow_rewrite *a)
 {
 	struct fragments key = {};
@@ -96,7 +96,7 @@ static __noinline int send_first_fragment(struct __sk_buff *skb, const struct pa
 	return send(skb, a);
 }
 
-/* A packet without ports: if its first fragment was sent by a young flow, it goes the same way. */
+/* A packet without ports: if a young flow sent its first fragment, it takes the same path. */
 static __noinline int send_later_fragment(struct __sk_buff *skb)
 {
 	struct fragments key = {};

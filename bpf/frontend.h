@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* Who is meant: service addresses first, then NodePorts (service-semantics 2). */
+/* Frontend lookup: service addresses first, then NodePorts (service-semantics 2). */
 #ifndef PEP_FRONTEND_H
 #define PEP_FRONTEND_H
 
@@ -11,8 +11,8 @@ static __always_inline bool is_loopback6(const union address *address)
 }
 
 /*
- * The node's own address.  Byte by byte: a memcpy must cast the volatile away,
- * and the compiler would then use the zeros that stand in the object file.
+ * The node's own address.  Byte by byte: a memcpy would cast the volatile away,
+ * and the compiler would then use the zeros of the object file.
  */
 static __always_inline void own_address(union address *to, bool ipv6)
 {
@@ -26,10 +26,10 @@ static __always_inline void own_address(union address *to, bool ipv6)
 			to->bytes[i] = settings.node_address4[i];
 }
 
-/* What is known of an address if it is one of this node's (address type LOCAL), else NULL. */
+/* The entry of an address if it is one of this node's (address type LOCAL), else NULL. */
 static __always_inline struct node_address *node_address(const union address *address, bool ipv6)
 {
-	/* Linux 6.1 takes no argument of a function that is not static for a key. */
+	/* Linux 6.1 does not accept an argument of a global function as a key. */
 	const union address key = *address;
 
 	if (ipv6)
@@ -59,9 +59,9 @@ static __always_inline struct frontend *exact_frontend(const union address *addr
 }
 
 /*
- * A NodePort at an address of this node that serves none (service-semantics 8),
- * not even to the node itself, if it is ::1.  In iptables mode its REJECT and
- * DROP hold there all the same (policy.h); in nftables mode it is nobody's.
+ * An address of this node that serves no NodePorts (service-semantics 8); ::1 serves
+ * none, not even to the node itself.  In iptables mode REJECT and DROP apply there
+ * all the same (policy.h); in nftables mode the packet belongs to no service.
  */
 static __always_inline bool is_unserved_node_port(const union address *address, bool ipv6)
 {
@@ -70,7 +70,7 @@ static __always_inline bool is_unserved_node_port(const union address *address, 
 	return is_node_address(address, ipv6) || (ipv6 && is_loopback6(address));
 }
 
-/* Fills `f` with the NodePort of that number, if it means anything at this address. */
+/* Fills `f` with the NodePort of that number, if it applies at this address. */
 static __always_inline bool find_node_port(const struct packet *p, struct frontend *f)
 {
 	const union address any = {};
@@ -82,7 +82,7 @@ static __always_inline bool find_node_port(const struct packet *p, struct fronte
 	found = exact_frontend(&any, p->destination_port, p->protocol, p->ipv6);
 	if (!found)
 		return false;
-	/* An element that is deleted may be used again at once: nothing looks at it a second time. */
+	/* A copy: a deleted element may be reused at once. */
 	*f = *found;
 	node = node_address(&p->destination, p->ipv6);
 	if (node && node->node_ports)
@@ -103,7 +103,7 @@ static __always_inline bool find_frontend(const struct packet *p, struct fronten
 	return true;
 }
 
-/* The version of a service that is in force; NULL while it is being taken away. */
+/* The current version of a service; NULL while it is being removed. */
 static __always_inline struct service_config *active_config(__u32 id, __u32 *table_id)
 {
 	struct service *service = bpf_map_lookup_elem(&services, &id);

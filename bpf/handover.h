@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * A packet that netfilter is to treat, and that the observer on egress is to
- * compare with what came in.  The kernel takes a packet from ingress to egress on
- * one CPU, so the record lies in that CPU's memory; skb->tc_index names it.
- * After skb.h.
+ * A packet that goes through netfilter and that the observer on egress compares
+ * with what came in.  The kernel takes a packet from ingress to egress on one CPU,
+ * so the record is in that CPU's memory; skb->tc_index names it.
+ * Include after skb.h.
  */
 #ifndef PEP_HANDOVER_H
 #define PEP_HANDOVER_H
 
 #include "flow_table.h"
 
-#define HANDOVER_NS 20000000ULL		/* a packet that waits longer (for its neighbour, say) proves nothing */
+#define HANDOVER_NS 20000000ULL		/* a packet that waits longer, e.g. for neighbour resolution, proves nothing */
 
 static __always_inline struct handover *handover_slot(__u32 number)
 {
@@ -19,7 +19,7 @@ static __always_inline struct handover *handover_slot(__u32 number)
 	return bpf_map_lookup_elem(&handovers, &slot);
 }
 
-/* Fills a record for this packet; NULL if there is none to be had. */
+/* Fills a record for this packet; NULL if that fails. */
 static __always_inline struct handover *hand_over(struct __sk_buff *skb, const struct packet *p,
 						  enum handover_kind kind, __u32 ip_device)
 {
@@ -42,7 +42,7 @@ static __always_inline struct handover *hand_over(struct __sk_buff *skb, const s
 	return h;
 }
 
-/* A backend was chosen, and netfilter carries it out. */
+/* A backend was chosen; netfilter does the DNAT. */
 static __noinline int hand_over_open(struct __sk_buff *skb, const struct packet *p, const struct endpoint_selection *e,
 				     const struct backend *b, __u32 ip_device)
 {
@@ -69,9 +69,8 @@ static __noinline int hand_over_confirm(struct __sk_buff *skb, const struct pack
 }
 
 /*
- * An endpoint's packet that the table does not know.  How often it is asked: the answer to
- * a first packet gives a permit its way back; a flow that goes on is entered; what is no service's flow is asked
- * again once a second.
+ * An endpoint's packet that the table does not know.  The reply to a first packet completes a permit's return path.
+ * A flow that continues is entered into the table.  A flow of no service is checked again once a second.
  */
 static __noinline int hand_over_reply(struct __sk_buff *skb, const struct packet *p, __u32 ip_device)
 {
@@ -92,7 +91,7 @@ static __noinline int hand_over_reply(struct __sk_buff *skb, const struct packet
 		if (count >= 3 && SIGHTING_SECONDS(*seen) == seconds)
 			return 0;
 		*seen = flow_packet_count(tag, seconds, count < 3 ? count + 1 : 3);
-		/* TCP that has sent one packet may end with it. */
+		/* A TCP connection may end after this packet. */
 		if (p->protocol == TCP && !count)
 			return 0;
 	}

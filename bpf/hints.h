@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* What most packets are asked first: whether a service can be meant at all.  A hint may say yes for nothing, never no. */
+/* Checked first for most packets: can they be for a service at all?  Hints have false positives, no false negatives. */
 #ifndef PEP_HINTS_H
 #define PEP_HINTS_H
 
 #include "packet.h"
 
-/* Which bit of address_hints. The control plane reckons the same (datapath/tables/hints.py). */
+/* The bit in address_hints. The control plane computes the same (datapath/tables/hints.py). */
 static __always_inline __u32 hint_of(const union address *address, __u16 port, bool ipv6)
 {
 	__u32 mixed = address->words[0] ^ port;
@@ -16,7 +16,7 @@ static __always_inline __u32 hint_of(const union address *address, __u16 port, b
 	return mixed * 0x9e3779b1U >> (32 - ADDRESS_HINT_BITS);
 }
 
-/* A frontend's or an endpoint's, of whatever protocol. */
+/* The address and port may belong to a frontend or an endpoint, of any protocol. */
 static __always_inline bool is_hinted(const union address *address, __u16 port, bool ipv6)
 {
 	__u32 hint = hint_of(address, port, ipv6), word = hint / 64;
@@ -31,7 +31,7 @@ static __always_inline void set_hint(const union address *address, __u16 port, b
 	__u64 *bits = bpf_map_lookup_elem(&address_hints, &word);
 	__u64 bit = 1ULL << (hint % 64);
 
-	/* The word is read by every packet: written only if need be. */
+	/* Every packet reads the word, so it is written only if needed. */
 	if (bits && !(*bits & bit))
 		__sync_fetch_and_or(bits, bit);
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * ICMP errors about young flows.  Only conntrack can translate them, and tell the sender: the flow is handed to the
- * kernel at once, so that the next error about it finds its entry.  After skb.h.
+ * ICMP errors about young flows.  Only conntrack can translate them for the sender.  The flow is handed to the
+ * kernel at once, so that the next error finds its conntrack entry.  Include after skb.h.
  */
 #ifndef PEP_ICMP_H
 #define PEP_ICMP_H
@@ -15,7 +15,7 @@
 #define ICMPV6_TOO_BIG 2
 #define ICMP_HEADER 8
 
-/* What of the packet in error is needed: its ports follow its header. */
+/* Reads the ports of the packet that the error is about; they follow its header. */
 static __always_inline bool read_ports(struct __sk_buff *skb, __u32 offset, struct flow_key *key)
 {
 	__be16 ports[2];
@@ -24,7 +24,7 @@ static __always_inline bool read_ports(struct __sk_buff *skb, __u32 offset, stru
 		return false;
 	if (bpf_skb_load_bytes(skb, offset, ports, sizeof(ports)))
 		return false;
-	/* The other way round: the key of the packets that answer it. */
+	/* Reversed: the key of the replies to that packet. */
 	key->source_port = bpf_ntohs(ports[1]);
 	key->destination_port = bpf_ntohs(ports[0]);
 	return true;
@@ -67,7 +67,7 @@ static __always_inline bool answer_to_error6(struct __sk_buff *skb, struct flow_
 	return read_ports(skb, offset + ICMP_HEADER + sizeof(header), key);
 }
 
-/* A packet that is none of TCP, UDP and SCTP, or no first fragment. */
+/* For a packet that is not TCP, UDP or SCTP, or is a later fragment. */
 static __noinline int promote_by_error(struct __sk_buff *skb)
 {
 	struct flow_key key = {};

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The maps: the contract between the programs, the control plane and anybody
- * who reads them with bpftool.  docs/maps.md explains each with an example.
+ * The maps: the interface between the programs, the control plane and people
+ * who read them with bpftool.  docs/maps.md explains each with an example.
  *
- * Rules that every type here keeps:
+ * Rules for every type here:
  *  - addresses are bytes in network order, ports are numbers in host order, so
- *    that a dump reads as a person writes them;
- *  - no anonymous padding; what must be zero is called zero;
- *  - this file, with those that it includes, is the only definition: the Python
+ *    that a dump reads naturally;
+ *  - no anonymous padding; fields that must be zero are named zero;
+ *  - this file and those that it includes are the only definition: the Python
  *    side reads the layouts from the BTF of the object.
  *
- * Anything that changes here changes LAYOUT_VERSION in pyebpf_proxy/datapath.
+ * Every change here changes LAYOUT_VERSION in pyebpf_proxy/datapath.
  */
 #ifndef PEP_MAPS_H
 #define PEP_MAPS_H
@@ -28,7 +28,7 @@ enum protocol {
 #include "node_maps.h"
 #include "socket_maps.h"
 
-/* ---- counters, and what explains them ---------------------------------------- */
+/* ---- counters and details of refusals ---------------------------------------- */
 
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
@@ -40,14 +40,14 @@ struct {
 /* The newest packet, or socket call, that was refused or dropped for each reason. */
 struct refused {
 	__u64 when;		/* bpf_ktime_get_boot_ns(); 0: never */
-	__u8 source[16];	/* IPv4 in the first four bytes; a socket that is bound to nothing: the node's */
+	__u8 source[16];	/* IPv4 in the first four bytes; for an unbound socket: the node's address */
 	__u8 destination[16];
 	__u16 source_port;
 	__u16 destination_port;
 	enum protocol protocol;
 	__u8 ipv6;
 	__u8 zero[2];
-	__u32 device;		/* where it came in, 0: a socket's call */
+	__u32 device;		/* the device it came in by; 0: a socket call */
 	__u32 zero2;
 };
 
@@ -58,13 +58,13 @@ struct {
 	__type(value, struct refused);
 } last_refused SEC(".maps");
 
-/* The same refusals, counted by periods of REFUSED_PERIOD seconds: what came within the last minute. */
+/* The same refusals, counted in periods of REFUSED_PERIOD seconds: those of the last minute. */
 #define REFUSED_PERIOD 4
 #define REFUSED_PERIODS 16
 
 struct recent_refusals {
 	__u32 period[REFUSED_PERIODS];	/* seconds of bpf_ktime_get_boot_ns() / REFUSED_PERIOD */
-	__u32 count[REFUSED_PERIODS];	/* within that one */
+	__u32 count[REFUSED_PERIODS];	/* within that period */
 };
 
 struct {
@@ -74,7 +74,7 @@ struct {
 	__type(value, struct recent_refusals);
 } recent_refusals SEC(".maps");
 
-/* The same by service; 0: no service's. Those that were refused nothing for longest are forgotten. */
+/* The same by service; 0: no service. LRU: the least recently used entries are evicted. */
 struct refusal_key {
 	__u32 service;
 	__u32 reason;
@@ -87,7 +87,7 @@ struct {
 	__type(value, __u64);
 } refusals SEC(".maps");
 
-/* Pinned nowhere: what a dry run (settings.h) has decided. */
+/* Not pinned: the decision of a dry run (settings.h). */
 struct dry_result {
 	__u32 backend;
 	__u32 masqueraded;

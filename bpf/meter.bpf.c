@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * Packets and bytes of services and their endpoints, for `pyebpf-proxy top`.  Not part of the data plane: it runs before
- * our tc programs, on the same devices, only while somebody looks, and changes nothing.  docs/top.md
+ * Packets and bytes of services and their endpoints, for `pyebpf-proxy top`.  Not part of the data plane: it runs
+ * before the proxy's tc programs on the same devices, only while `top` runs, and changes nothing.  See docs/top.md.
  */
-/* Of the headers' functions only the questions are asked here. */
+/* Only the lookup functions of the headers are used here. */
 #pragma clang diagnostic ignored "-Wunused-function"
 
 #include "skb.h"
@@ -11,7 +11,7 @@
 #include "conntrack.h"
 #include "flow_table.h"
 
-/* An endpoint of a service; address and port zero: packets whose endpoint is not known, as the first of a flow. */
+/* An endpoint of a service. Address and port zero: the endpoint is not known, as with the first packet of a flow. */
 struct meter_key {
 	__u32 service;
 	__u16 port;
@@ -22,7 +22,7 @@ struct meter_key {
 
 struct meter {
 	__u64 packets;
-	__u64 bytes;		/* of IP packets, headers and all */
+	__u64 bytes;		/* of IP packets, headers included */
 };
 
 struct {
@@ -33,7 +33,7 @@ struct {
 	__type(value, struct meter);
 } meters SEC(".maps");
 
-/* One of so many packets is looked at, and counts for all of them; a power of two. */
+/* Sampling: one of this many packets is looked at and counts for all of them; a power of two. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
@@ -62,7 +62,7 @@ static __always_inline void measure(struct __sk_buff *skb, const struct packet *
 	}
 }
 
-/* The same from the flow table, which knows flows that conntrack does not. */
+/* The same as of_flow, from the flow table, which has flows that conntrack does not have. */
 static __noinline int of_table(struct packet *p, struct meter_key *key)
 {
 	struct flow *f;
@@ -84,7 +84,7 @@ static __noinline int of_table(struct packet *p, struct meter_key *key)
 	return 1;
 }
 
-/* The flow was translated: what was asked for, into `p`, and who answers. False: it was not. */
+/* True if the flow was translated: the frontend goes into `p`, the endpoint into `key`. */
 static __noinline int of_flow(struct __sk_buff *skb, struct packet *p, struct meter_key *key)
 {
 	struct nf_conn___pep *ct;

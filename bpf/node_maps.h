@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* The node: its addresses, its devices, what to masquerade with.  Part of maps.h. */
+/* The node: its addresses, its devices, fragments on bridges.  Part of maps.h. */
 #ifndef PEP_NODE_MAPS_H
 #define PEP_NODE_MAPS_H
 
-/* How the fast path sends a packet by a device. */
+/* How the fast path sends a packet through a device. */
 enum redirect_mode {
-	REDIRECT_NONE = 0,	/* not at all, nor are packets from this device sent by it */
+	REDIRECT_NONE = 0,	/* no fast path for packets to or from this device */
 	REDIRECT_DEVICE = 1,	/* bpf_redirect: the device transmits it */
 	REDIRECT_PEER = 2,	/* bpf_redirect_peer: straight into the network namespace at the other end of a veth */
 } __attribute__((packed));
@@ -18,9 +18,9 @@ struct address6 {
 	__u8 address[16];
 };
 
-/* Every address of this node (except 127.0.0.0/8, known without a map). */
+/* Every address of this node (except 127.0.0.0/8, which needs no map). */
 struct node_address {
-	__u32 node_ports;	/* NodePorts are served on it */
+	__u32 node_ports;	/* serves NodePorts */
 };
 
 struct {
@@ -39,11 +39,11 @@ struct {
 	__type(value, struct node_address);
 } node_addresses6 SEC(".maps");
 
-/* A device that our programs are on (key: ifindex). */
+/* A device that the proxy's programs are attached to (key: ifindex). */
 struct node_device {
-	__u32 bridge;		/* ifindex of the bridge it is a port of, 0: none */
+	__u32 bridge;		/* ifindex of the bridge that the device is a port of; 0: none */
 	__u8 bridge_mac[6];
-	__u8 pod_source;	/* detectLocalMode by interface: packets from here are a pod's */
+	__u8 pod_source;	/* detectLocalMode by interface: packets from here come from a pod */
 	enum redirect_mode redirect;
 	__u32 mtu;
 };
@@ -56,7 +56,7 @@ struct {
 	__type(value, struct node_device);
 } devices SEC(".maps");
 
-/* Of which packet this is a fragment. */
+/* Identifies the packet that a fragment belongs to. */
 struct fragments {
 	__u8 source[16];	/* IPv4 in the first four bytes */
 	__u8 destination[16];

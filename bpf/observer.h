@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
  * The observer, on egress: compares a packet that leaves netfilter with the record
- * of how it came in.  That is the proof of all that the fast path does: who may
- * talk to whom, how a flow is translated, and which way its packets leave.
+ * of how it came in.  Everything in the fast path is based on this: which pairs may
+ * communicate, how a flow is translated, and by which device its packets leave.
  */
 #ifndef PEP_OBSERVER_H
 #define PEP_OBSERVER_H
@@ -12,7 +12,7 @@
 
 #define PERMIT_BACK_NS (3 * NANOSECONDS)
 
-/* What our nft table makes of the priority of a packet that begins a connection of conntrack's. */
+/* Set by the proxy's nft table for a packet that begins a connection in conntrack. */
 #define PRIORITY_NEW 0xEE000001
 
 /* The kernel's priority for a packet with this TOS (ip_tos2prio). */
@@ -30,7 +30,7 @@ static __always_inline __u32 priority_of_tos(__u8 tos)
 	}
 }
 
-/* Puts the packet's priority back to what the kernel gave it. True: it is the first packet of a new connection. */
+/* Restores the priority that the kernel gave the packet. True: it is the first packet of a new connection. */
 static __always_inline bool take_proof_of_new(struct __sk_buff *skb)
 {
 	__u8 *tos;
@@ -42,7 +42,7 @@ static __always_inline bool take_proof_of_new(struct __sk_buff *skb)
 	return true;
 }
 
-/* How this packet leaves.  What came in by a closed device is for those behind our program there, too. */
+/* Reads how this packet leaves. Packets from a closed device must also pass the other programs there. */
 static __always_inline bool read_link(struct __sk_buff *skb, const struct handover *h, struct link *l)
 {
 	__u32 ifindex = skb->ifindex, device_in = h->device;
@@ -67,7 +67,7 @@ static __always_inline bool is_same_link(const struct link *a, const struct link
 	return !((x[0] ^ y[0]) | (x[1] ^ y[1]) | (x[2] ^ y[2]) | (x[3] ^ y[3]) | (x[4] ^ y[4]));
 }
 
-/* The packet has become what the entry says. */
+/* The packet was rewritten as the entry has it. */
 static __always_inline bool is_as_said(const struct packet *p, const struct flow_rewrite *a)
 {
 	const __u64 *source = (const void *)a->source, *destination = (const void *)a->destination;
@@ -86,7 +86,7 @@ static __always_inline bool same_bytes16(const __u8 *a, const void *b)
 
 /* ---- a kernel flow that must be confirmed ----------------------------------------------- */
 
-/* An entry gets another link: whoever reads it meanwhile takes it for another flow's. */
+/* Changes the link of an entry. A concurrent reader sees it as the entry of another flow. */
 static __always_inline void change_link(struct flow_rewrite *a, const struct link *l)
 {
 	__u32 tag = a->tag;
@@ -100,7 +100,7 @@ static __always_inline void change_link(struct flow_rewrite *a, const struct lin
 	*(volatile __u32 *)&a->tag_again = tag;
 }
 
-/* 1: the table knows the flow, and what it says holds. A flow that netfilter translates in another way is forgotten. */
+/* 1: the table has the flow, and its rewrite is right. A flow that netfilter translates differently is removed. */
 static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
 {
 	struct fast_path *word = fast_path_state();
@@ -124,7 +124,7 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 	if (!is_same_link(&f->rewrite.out, &l))
 		change_link(&f->rewrite, &l);
 	f->generation = *(volatile __u32 *)&word->generation;
-	/* Nothing comes in or leaves by a device that is closed. */
+	/* The fast path does not use a closed device. */
 	if (!l.redirect)
 		count(STACK_DEVICE);
 	f->confirmed_until = l.redirect ? now + CONFIRMED_NS : 0;
@@ -132,9 +132,9 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 	return 1;
 }
 
-/* ---- a flow of the kernel's is entered ------------------------------------------------------ */
+/* ---- entering a kernel flow ----------------------------------------------------------------- */
 
-/* The draft's key, translation and links are set; neither direction is there yet. */
+/* The draft's key, translation and links are set; neither direction is in the table yet. */
 static __always_inline void enter_kernel_flow(struct flow_draft *d, __u64 now, bool reply_confirmed)
 {
 	struct fast_path *word = fast_path_state();
@@ -158,7 +158,7 @@ static __always_inline void enter_kernel_flow(struct flow_draft *d, __u64 now, b
 
 /* ---- the first packet of a flow ------------------------------------------------------------- */
 
-/* The pair was seen within the last second already: spoofed sources come once each. */
+/* The pair was seen within the last second: a spoofed source comes only once. */
 static __always_inline bool was_seen_lately(const struct permit_key *key, __u64 now)
 {
 	__u32 seconds = now / NANOSECONDS & 0xffffff;
@@ -166,7 +166,7 @@ static __always_inline bool was_seen_lately(const struct permit_key *key, __u64 
 	bool lately;
 	__u32 tag;
 
-	/* Two keys in one map of hashes: the other kind begins with an address. */
+	/* Two kinds of keys share one map of hashes; the other kind begins with an address. */
 	tag = tag_of(key) * 0x85ebca6bU | 1;
 	seen = flow_packet_count_of(tag);
 	if (!seen)
@@ -206,7 +206,7 @@ static __noinline int grant_permit(struct __sk_buff *skb, const struct packet *p
 	return 1;
 }
 
-/* A flow may go on without an answer, and must keep its endpoint. */
+/* A flow may go on without a reply, and must keep its endpoint. */
 static __noinline int enter_opened(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
 {
 	struct flow_draft *d = flow_draft();
@@ -224,7 +224,7 @@ static __noinline int enter_opened(struct __sk_buff *skb, const struct packet *p
 	d->there.rewrite.destination_port = p->destination_port;
 	if (!read_link(skb, h, &d->there.rewrite.out))
 		return 0;
-	/* Until an answer was seen to leave: where it comes in, and how it leaves, is only likely. */
+	/* Assumptions, until a reply was seen to leave. */
 	d->reply.rewrite.device_in = d->there.rewrite.out.device;
 	__builtin_memcpy(d->reply.rewrite.mac_in, d->there.rewrite.out.mac_from, 6);
 	d->reply.rewrite.out.device = h->device;
@@ -244,18 +244,18 @@ static __always_inline void observe_open(struct __sk_buff *skb, const struct pac
 	if (!same_bytes16(h->endpoint, &p->destination) || h->endpoint_port != p->destination_port)
 		return;
 	same_source = same_bytes16(h->key.source, &p->source) && h->key.source_port == p->source_port;
-	/* Somebody else's rule has given it another source: the next one may get yet another. */
+	/* A rule of another program changed the source: the next flow may get a different one. */
 	if (!h->masquerade && !same_source)
 		return;
 	known_pair = grant_permit(skb, p, h, now);
-	/* Also so that no young flow takes the same ends, by another Service of the endpoint. */
+	/* Also so that no young flow takes the same ports, through another Service of the endpoint. */
 	if (known_pair || (p->protocol == UDP && takes_stranger(now)))
 		enter_opened(skb, p, h, now);
 }
 
 /* ---- an endpoint's packet ---------------------------------------------------------------------- */
 
-/* The pair's permit learns the way back. */
+/* Adds the return path to the pair's permit. */
 static __noinline int complete_permit(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
 				      bool masqueraded, __u64 now)
 {
@@ -273,7 +273,7 @@ static __noinline int complete_permit(struct __sk_buff *skb, const struct packet
 	if (!permit)
 		return 0;
 	if (permit->device_back != h->device || !is_same_link(&permit->back, &l) || permit->back_until < now) {
-		/* Nobody uses what is being written. */
+		/* Keeps readers away while the fields are written. */
 		permit->back_until = 0;
 		permit->device_back = h->device;
 		permit->back = l;
@@ -295,7 +295,7 @@ static __noinline int enter_by_reply(struct __sk_buff *skb, const struct packet 
 	__builtin_memset(&d->there, 0, sizeof(d->there));
 	__builtin_memset(&d->reply, 0, sizeof(d->reply));
 	__builtin_memset(&d->key, 0, sizeof(d->key));
-	/* The client's packets: the other way round. */
+	/* The client's packets: the reverse direction. */
 	__builtin_memcpy(d->key.source, &p->destination, 16);
 	__builtin_memcpy(d->key.destination, &p->source, 16);
 	d->key.source_port = p->destination_port;
@@ -312,7 +312,7 @@ static __noinline int enter_by_reply(struct __sk_buff *skb, const struct packet 
 	__builtin_memcpy(d->reply.rewrite.mac_in, h->mac_to, 6);
 	d->there.rewrite.device_in = d->reply.rewrite.out.device;
 	__builtin_memcpy(d->there.rewrite.mac_in, d->reply.rewrite.out.mac_from, 6);
-	/* How the client's packets leave is found out when one is confirmed. */
+	/* The link of the client's packets is learned when one is confirmed. */
 	d->there.rewrite.out.device = h->device;
 	__builtin_memcpy(&asked, &d->key, sizeof(d->key));
 	if (find_frontend(&asked, &f))
@@ -321,7 +321,7 @@ static __noinline int enter_by_reply(struct __sk_buff *skb, const struct packet 
 	return 0;
 }
 
-/* False: no service's flow, the source is as it was. */
+/* False: not a flow of a service, because its source is unchanged. */
 static __always_inline bool learn_return_path(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
 					   __u64 now)
 {
@@ -354,7 +354,7 @@ static __always_inline int observe(struct __sk_buff *skb)
 	__u32 number;
 	__u64 now;
 
-	/* Others' flows have the priority, too. */
+	/* Flows without a record have the priority, too. */
 	is_new = take_proof_of_new(skb);
 	if ((skb->tc_index & ~HANDOVER_NUMBER) != HANDOVER_MARK)
 		return TC_ACT_UNSPEC;
@@ -377,7 +377,7 @@ static __always_inline int observe(struct __sk_buff *skb)
 		observe_reply(skb, &p, h, now);
 		break;
 	case HANDOVER_CONFIRM:
-		/* The first answer may find an entry already, and is one that a permit waits for. */
+		/* The first reply may find an entry already, and a permit may be waiting for it. */
 		if (confirm(skb, &p, h, now))
 			learn_return_path(skb, &p, h, now);
 		break;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* A packet as everything that decides sees it: parsed once (parse.h), into one descriptor. */
+/* A packet as all decisions see it: parsed once (parse.h) into one descriptor. */
 #ifndef PEP_PACKET_H
 #define PEP_PACKET_H
 
 #include "common.h"
 
 /*
- * IPv4 uses v4 alone; the other words are then zero.  The words are first: an empty
- * initializer is for the first member, and what is beyond it would be undefined.
+ * IPv4 uses only v4; the other words are zero.  The words come first because an empty
+ * initializer covers the first member only; what is beyond it would be undefined.
  */
 union address {
 	__u32 words[4];
@@ -25,16 +25,16 @@ struct packet {
 	bool ipv6;
 	__u8 same[2];		/* zero */
 	bool starts_flow;		/* may be the first packet of a flow: TCP SYN, SCTP INIT, any UDP */
-	bool fragment;		/* the first one; others have no ports */
+	bool fragment;		/* the first fragment; later ones have no ports */
 	bool options;		/* IPv4 options, IPv6 extension headers */
 	__u8 hops;		/* TTL, hop limit */
 	__u8 tcp_flags;
-	__u8 headers;		/* bytes of IP and transport header, if there are no options */
-	__u16 transport;	/* offset of the transport header in the packet, with its link header */
-	__u16 length;		/* bytes of the IP packet, as its header says */
-	__u16 header_check;	/* IPv4: checksum of the header, as it is in it */
+	__u8 headers;		/* bytes of IP and transport header, without options */
+	__u16 transport;	/* offset of the transport header in the packet, link header included */
+	__u16 length;		/* bytes of the IP packet, from its header */
+	__u16 header_check;	/* IPv4: checksum field of the header */
 	__u32 sequence;		/* TCP, host order */
-	__u32 acknowledged;	/* TCP: the next byte that the sender expects, host order; 0 without ACK */
+	__u32 acknowledged;	/* TCP: acknowledgment number, host order; 0 without ACK */
 } __attribute__((aligned(8)));
 
 _Static_assert(offsetof(struct packet, starts_flow) == sizeof(struct flow_key), "the key of a flow begins the packet");

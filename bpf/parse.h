@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* From a packet's bytes to its descriptor; nothing after this looks at the bytes.  After skb.h or xdp.h. */
+/* From a packet's bytes to its descriptor; later code does not read the bytes.  Include after skb.h or xdp.h. */
 #ifndef PEP_PARSE_H
 #define PEP_PARSE_H
 
@@ -63,10 +63,10 @@ static __always_inline bool parse_ipv4(struct context *ctx, __u32 offset, struct
 
 	if (!ip || ip->version != 4 || ip->ihl < 5)
 		return false;
-	/* Whatever it carries: 127.0.0.0/8 is asked for. */
+	/* For every protocol: goes_to_loopback() checks for 127.0.0.0/8. */
 	p->source.v4 = ip->saddr;
 	p->destination.v4 = ip->daddr;
-	/* Only the first fragment has ports. The kernel reassembles before it looks for the flow. */
+	/* Only the first fragment has ports. The kernel reassembles before it looks up the flow. */
 	if (!is_transport(ip->protocol) || (ip->frag_off & bpf_htons(0x1fff)))
 		return false;
 	header = ip->ihl * 4;
@@ -80,7 +80,7 @@ static __always_inline bool parse_ipv4(struct context *ctx, __u32 offset, struct
 	return parse_transport(ctx, offset + header, p);
 }
 
-/* Walks extension headers; rare, so by helper. False: no transport header in this packet. */
+/* Walks extension headers; rare, so by helper. False: the packet has no transport header. */
 static __noinline int skip_extensions(struct context *ctx, __u32 *offset, __u8 *next)
 {
 	__u8 header[8];
@@ -133,9 +133,9 @@ static __always_inline bool parse_ipv6(struct context *ctx, __u32 offset, struct
 	if (!is_transport(next)) {
 		__u32 at = offset;
 
-		/* As senders put it: before all other headers. */
+		/* Senders put the fragment header before all other extension headers. */
 		p->fragment = next == 44;
-		/* ICMPv6 is common and needs nothing. */
+		/* ICMPv6 is common and needs no handling. */
 		if (next == 58 || !skip_extensions(ctx, &at, &next))
 			return false;
 		if (at > 4096)
@@ -147,7 +147,7 @@ static __always_inline bool parse_ipv6(struct context *ctx, __u32 offset, struct
 	return parse_transport(ctx, offset, p);
 }
 
-/* False: not a packet that any service could be meant by. `link` is the length of the link header. */
+/* False: the packet cannot be for a service. `link` is the length of the link header. */
 static __always_inline bool parse_packet(struct context *ctx, __u32 link, struct packet *p)
 {
 	__be16 protocol = network_protocol(ctx);

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* What a pod's socket has to know before it is translated; pods.h is what tc has learned for it. */
+/* Checks before a pod's socket is translated; pods.h has the part that tc learns for it. */
 #ifndef PEP_POD_SOCKETS_H
 #define PEP_POD_SOCKETS_H
 
 #include "backend.h"
 
-/* Then one socket is left to tc again: an address that has changed is not believed for long. */
+/* After this time one socket is left to tc again, so that a changed address is noticed. */
 #define POD_SOURCE_SECONDS 60
 
-/* A socket: its first packet will tell tc whose it is, and what was chosen. */
+/* For a socket: its first packet gives tc its namespace and the chosen backend. */
 static __noinline int defer_to_tc(__u64 cookie, __u64 netns, __u32 service, __u32 backend)
 {
 	struct deferred_socket left = { .netns = netns, .service = service, .backend = backend };
@@ -19,8 +19,8 @@ static __noinline int defer_to_tc(__u64 cookie, __u64 netns, __u32 service, __u3
 
 enum pod_standing {
 	POD_UNKNOWN,
-	POD_STALE,	/* known for too long */
-	POD_LEFT,	/* not ours to translate */
+	POD_STALE,	/* learned too long ago */
+	POD_LEFT,	/* must not be translated here */
 	POD_SERVED,
 };
 
@@ -31,7 +31,7 @@ static __always_inline bool is_same(const union address *a, const __u8 *address)
 	return a->words[0] == b[0] && a->words[1] == b[1] && a->words[2] == b[2] && a->words[3] == b[3];
 }
 
-/* A socket: what its packets will look like to tc. `p->source` is filled if the socket is bound to none. */
+/* For a socket: what its packets will look like to tc. Fills `p->source` if the socket is unbound. */
 static __noinline int pod_standing(__u64 netns, struct packet *p, __u32 *device)
 {
 	struct pod_key key = { .netns = netns, .family = family_of(p->ipv6) };
@@ -48,19 +48,19 @@ static __noinline int pod_standing(__u64 netns, struct packet *p, __u32 *device)
 	if (!(p->source.words[0] | p->source.words[1] | p->source.words[2] | p->source.words[3]))
 		__builtin_memcpy(&p->source, source->address, 16);
 	else if (!is_same(&p->source, source->address))
-		return POD_LEFT;	/* bound to an address that nobody has seen from there */
+		return POD_LEFT;	/* bound to an address that was not seen from there */
 	return old ? POD_STALE : POD_SERVED;
 }
 
-/* ---- what in a network namespace has to see the packet as the application sent it ---- */
+/* ---- whether anything in a network namespace must see the packet as the application sent it ---- */
 
 #define LOCAL_OUT 3		/* NF_INET_LOCAL_OUT */
-#define SECURITY_PRIORITY (-225)	/* NF_IP_PRI_SELINUX_FIRST: security modules are in every namespace, and change nothing */
+#define SECURITY_PRIORITY (-225)	/* NF_IP_PRI_SELINUX_FIRST: hooks of security modules; every namespace has them; they change nothing */
 #define DEVICES_MAX 16
 #define DEVICE_UP 1
 #define DEVICE_LOOPBACK 8
 
-/* Whether netfilter has anything to do with what the namespace sends: a service mesh, say, redirects it. */
+/* Whether netfilter rules apply to what the namespace sends: a service mesh, for example, redirects it. */
 static __noinline int has_rules(struct nf_hook_entries *hooks)
 {
 	struct nf_hook_ops *only = NULL;
@@ -70,7 +70,7 @@ static __noinline int has_rules(struct nf_hook_entries *hooks)
 		return 0;
 	if (count > 1)
 		return 1;
-	/* Behind the entries is a list of what each was registered with. */
+	/* After the entries there is a list of what each was registered with. */
 	bpf_probe_read_kernel(&only, sizeof(only),
 			      (void *)hooks + bpf_core_field_offset(struct nf_hook_entries, hooks) +
 				      count * bpf_core_type_size(struct nf_hook_entry));
@@ -98,7 +98,7 @@ static long look_at_device(__u32 i __attribute__((unused)), struct walk *w)
 	return 0;
 }
 
-/* Whether there is one way out only: with several, another destination may have another source. */
+/* Whether the namespace has only one device up: with several, another destination may have another source. */
 static __noinline int has_one_network(struct net *net)
 {
 	struct walk w = {
@@ -116,13 +116,13 @@ static __noinline int has_one_network(struct net *net)
 	return w.next == w.end && w.ways == 1;
 }
 
-/* Whether a packet of the calling process' network namespace leaves it as it was sent, by the only way there is. */
+/* Whether a packet leaves the calling process' network namespace unchanged, by its only device. */
 static __noinline int leaves_unchanged(__u64 netns, bool ipv6)
 {
 	struct task_struct *task = (void *)bpf_get_current_task();
 	struct net *net = BPF_CORE_READ(task, nsproxy, net_ns);
 
-	/* A socket of another namespace than its user's is rare, and cannot be looked at from here. */
+	/* A socket of another namespace than its process is rare and cannot be checked from here. */
 	if (BPF_CORE_READ(net, net_cookie) != netns)
 		return 0;
 	if (has_rules(ipv6 ? BPF_CORE_READ(net, nf.hooks_ipv6[LOCAL_OUT]) : BPF_CORE_READ(net, nf.hooks_ipv4[LOCAL_OUT])))

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * Which pods' sockets are translated when they connect (socketLB: all), and how
- * what they send would look to tc.
+ * Which pods' sockets are translated when they connect (socketLB: all), and what
+ * their packets would look like to tc.
  *
- * A socket that is not bound has no source yet, and no device: nothing that the
- * rules ask for.  So the first socket of a network namespace that wants a
- * service is left to tc, which finds the namespace by the socket that the
- * packet still belongs to, and learns what its packets look like.  Only
- * namespaces whose packets come straight into this node are learned: one more
- * hop through an IP layer, and a packet belongs to no socket.
+ * An unbound socket has no source address and no device yet, and the rules need
+ * both.  So the first socket of a network namespace that connects to a service is
+ * left to tc.  tc finds the namespace by the socket that the packet still belongs
+ * to, and learns what its packets look like.  Only namespaces whose packets come
+ * straight into this node are learned: after one more hop through an IP layer a
+ * packet belongs to no socket.
  */
 #ifndef PEP_PODS_H
 #define PEP_PODS_H
@@ -28,9 +28,9 @@ static __noinline int is_excluded(const struct packet *p)
 }
 
 /*
- * Whether answers to this packet go back by the device that it came from.  A pod may write any source into its
- * packets (IP_TRANSPARENT, or an address that it gives itself): what it says is believed only if the node would find
- * it there.  Many pods may be on one bridge: there the node must also know that address by this packet's link address.
+ * Whether replies to this packet go back through the device that it came from.  A pod may use any source address
+ * (IP_TRANSPARENT, or an address that it configures itself), so the source is trusted only if the node's route leads
+ * there.  A bridge may have many pods: the node's neighbour entry must then also have this packet's MAC address.
  */
 static __noinline int is_found_here(struct __sk_buff *skb, const struct packet *p)
 {
@@ -66,7 +66,7 @@ static __noinline int is_found_here(struct __sk_buff *skb, const struct packet *
 	return 1;
 }
 
-/* tc: what a socket of that network namespace sends looks like this packet. */
+/* tc: records that packets of that network namespace look like this one. */
 static __noinline int learn_pod(__u64 netns, struct __sk_buff *skb, const struct packet *p)
 {
 	struct pod_key key = { .netns = netns, .family = family_of(p->ipv6) };
@@ -87,13 +87,13 @@ static __noinline int learn_pod(__u64 netns, struct __sk_buff *skb, const struct
 
 enum peer {
 	PEER_NONE,
-	PEER_SERVED,	/* its endpoint is the one that it was translated to */
-	PEER_MOVED,	/* tc has found another one since */
+	PEER_SERVED,	/* still uses the endpoint that it was translated to */
+	PEER_MOVED,	/* tc has chosen another one since */
 };
 
 /*
- * Whether the socket of this datagram was translated: enum peer, and what it had asked for.  `move`: it gets another
- * endpoint now.  Not static, so that the verifier reads it once.
+ * Whether the socket of this datagram was translated: enum peer, and the original destination in `asked`.  `move`: it
+ * gets another endpoint now.  A global function, so that the verifier checks it once.
  */
 __noinline int peer_of(struct __sk_buff *skb, const struct packet *p, struct place *asked, bool move)
 {
@@ -121,7 +121,7 @@ __noinline int peer_of(struct __sk_buff *skb, const struct packet *p, struct pla
 	return *moved ? PEER_MOVED : PEER_SERVED;
 }
 
-/* Whether what the packet is for is a serving endpoint of that service (UDP). */
+/* Whether the packet's destination is a serving endpoint of that service (UDP). */
 static __noinline int serves(__u32 service, const struct packet *p)
 {
 	if (p->ipv6) {
@@ -138,9 +138,9 @@ static __noinline int serves(__u32 service, const struct packet *p)
 }
 
 /*
- * tc: a datagram of a pod whose endpoint serves its service no more, or that has had another one since: it is
- * served as if its socket had not been translated.  The socket knows nothing of it, and its owner notices
- * nothing.  (A process of the node has to connect anew: its packets do not pass here.)
+ * tc: a datagram of a pod whose endpoint no longer serves its service, or that tc has moved to another endpoint.  It is
+ * served as if its socket had not been translated; the application does not notice.  (A process of the node has to
+ * connect again: its packets do not pass here.)
  */
 static __noinline int is_stale(struct __sk_buff *skb, struct packet *p, struct frontend *f, struct place *asked)
 {

@@ -10,19 +10,19 @@
 
 enum verdict {
 	VERDICT_SERVE,
-	VERDICT_PASS,	/* not ours after all: as if there were no such frontend */
+	VERDICT_PASS,	/* not for the proxy after all: as if there were no such frontend */
 	VERDICT_REJECT,
 	VERDICT_DROP,
 };
 
-/* Which endpoints a packet is entitled to, and how it looks to them. */
+/* Which endpoints a packet may go to, and whether it is masqueraded. */
 struct endpoint_selection {
 	__u32 service;
 	__u32 first_slot;
 	__u32 count;
 	__u32 affinity_seconds;
 	bool masquerade;
-	enum reason slow;	/* why the flow takes the slow path; REASON_UNSPECIFIED: nothing said so */
+	enum reason slow;	/* why the flow takes the slow path; REASON_UNSPECIFIED: not known */
 };
 
 static __always_inline bool has_detector(bool ipv6)
@@ -30,7 +30,7 @@ static __always_inline bool has_detector(bool ipv6)
 	return ipv6 ? settings.detector6 != DETECT_NOTHING : settings.detector4 != DETECT_NOTHING;
 }
 
-/* `device`: where the packet came in; 0 for a packet or socket of the node itself, which no interface detects. */
+/* `device`: the device the packet came in by; 0 for a packet or socket of the node itself. */
 static __always_inline bool is_pod_source(const struct packet *p, __u32 device)
 {
 	enum detector how = p->ipv6 ? settings.detector6 : settings.detector4;
@@ -98,10 +98,10 @@ static __always_inline void select_local(const struct service_config *table, str
 }
 
 /*
- * kube-proxy's iptables mode refuses in the filter table, which asks less than
- * its nat table: NodePorts are refused at every address of the node, and what
- * the node itself sends to an externalIP or VIP elsewhere is not refused, since
- * nothing looks at it on the way out.
+ * kube-proxy's iptables mode refuses in the filter table, which checks less than
+ * its nat table: NodePorts are refused at every address of the node.  Packets that
+ * the node itself sends to an externalIP or VIP elsewhere are not refused, because
+ * no rule checks them on output.
  */
 static __always_inline enum verdict refuse_unserved(const struct service_config *table, enum reason *reason)
 {
@@ -122,7 +122,7 @@ static __always_inline bool leaves_unfiltered(const struct packet *p, const stru
 	return !is_node_address(&p->destination, p->ipv6);
 }
 
-/* The row of a ClusterIP. True: it is for endpoints of this node only. */
+/* The row of a ClusterIP. True: only endpoints of this node are used. */
 static __always_inline bool select_for_cluster_ip(const struct packet *p, const struct service_config *table, bool pod,
 					       struct endpoint_selection *e)
 {
@@ -135,7 +135,7 @@ static __always_inline bool select_for_cluster_ip(const struct packet *p, const 
 	return table->internal_local;
 }
 
-/* The rows of externalIPs, load balancers' addresses and NodePorts. True: as above. */
+/* The rows of externalIPs, load balancer addresses and NodePorts. True: as above. */
 static __always_inline bool select_for_external_address(const struct packet *p, const struct service_config *table, __u32 device,
 						    bool pod, struct endpoint_selection *e)
 {
@@ -153,8 +153,8 @@ static __always_inline bool select_for_external_address(const struct packet *p, 
 }
 
 /*
- * One row of the table: VERDICT_SERVE fills the endpoint_selection, anything else sets
- * the reason.  `device`: where the packet came in; 0 for a socket of the node.
+ * One row of the table: VERDICT_SERVE fills the endpoint_selection, any other verdict sets
+ * the reason.  `device`: the device the packet came in by; 0 for a socket of the node.
  */
 static __always_inline enum verdict decide(const struct packet *p, const struct frontend *f,
 					   const struct service_config *table, __u32 table_id, __u32 device,
@@ -165,7 +165,7 @@ static __always_inline enum verdict decide(const struct packet *p, const struct 
 
 	if (f->kind == UNSERVED_NODE_PORT)
 		return refuse_unserved(table, reason);
-	/* The modes differ in which check is first (service-semantics 7, 14). */
+		/* The modes differ in which check comes first (service-semantics 7, 14). */
 	if (settings.nft_mode && !source_allowed(p, f, table, table_id)) {
 		*reason = DROP_SOURCE_RANGE;
 		return VERDICT_DROP;

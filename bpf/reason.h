@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * Why a packet or a socket call was treated as it was.  One enum; the same
- * names (lower case) are in metrics, status and trace.  New reasons are added
- * at the end of their group; the number is not an interface, the name is.
+ * Why a packet or a socket call was treated as it was.  The same names, in
+ * lower case, are used in metrics, status and trace.  New reasons are added
+ * at the end of their group; the name is an interface, the number is not.
  */
 #ifndef PEP_REASON_H
 #define PEP_REASON_H
 
 enum reason {
 	REASON_UNSPECIFIED,
-	/* a new flow: opened in the flow table, handed to netfilter, translated in its socket */
+	/* a new flow: opened in the flow table, handed to netfilter, translated at its socket */
 	NEW_FLOW_FAST,
 	NEW_FLOW_NETFILTER,
 	NEW_FLOW_SOCKET,
@@ -33,7 +33,7 @@ enum reason {
 	/* counted, then passed */
 	TABLE_MISSING,
 	SOCKET_REVNAT_FULL,
-	/* the flow table: sent by it; a kernel flow entered, confirmed, found changed, taken out */
+	/* flow table: packet sent by it; kernel flow entered, confirmed, found changed, removed */
 	FLOW_HIT,
 	FLOW_LEARNED,
 	FLOW_CONFIRMED,
@@ -43,7 +43,7 @@ enum reason {
 	PERMIT_GRANTED,
 	FLOW_PROMOTED,
 	YOUNG_ENDED,
-	/* XDP: sent by it; left to tc: the way out takes no such frames; the sender left the checksum to a device */
+	/* XDP: sent; left to tc: egress device takes no such frames, checksum left to a device, or a bulk stream */
 	XDP_FLOW_HIT,
 	XDP_LEFT_DEVICE,
 	XDP_LEFT_CHECKSUM,

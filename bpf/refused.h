@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* What was refused or dropped last, for people who look for it. Costs nothing where nothing is refused. */
+/* Records the newest refused or dropped packet for diagnosis. No cost unless a packet is refused. */
 #ifndef PEP_REFUSED_H
 #define PEP_REFUSED_H
 
 #include "packet.h"
 
-/* How many in this period, and how many of this service. With a frame of its own: the sockets' programs have none left. */
+/* Counts by period and by service. Has its own stack frame, because the socket programs have no stack left. */
 static __noinline int count_refusal(__u32 service, enum reason reason)
 {
 	__u32 period = bpf_ktime_get_boot_ns() / (REFUSED_PERIOD * NANOSECONDS);
@@ -28,7 +28,7 @@ static __noinline int count_refusal(__u32 service, enum reason reason)
 	return 0;
 }
 
-/* `device`: where the packet came in; 0: a socket asked. `service`: 0 for no service's. */
+/* `device`: the device the packet came in by; 0: a socket call. `service`: 0 for none. */
 static __always_inline void remember_refused(const struct packet *p, __u32 device, __u32 service, enum reason reason)
 {
 	__u32 key = reason;

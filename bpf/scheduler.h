@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
  * The schedulers of mode ipvs: from a list of endpoints to a position in it.
- * Every endpoint has the weight 1, as kube-proxy gives it, so wrr is rr, wlc is
- * lc and nq is sed.  docs/ipvs-mode.md says where IPVS differs.
+ * Every endpoint has weight 1, as in kube-proxy, so wrr is rr, wlc is lc and
+ * nq is sed.  docs/ipvs-mode.md lists the differences to IPVS.
  */
 #ifndef PEP_SCHEDULER_H
 #define PEP_SCHEDULER_H
 
 #include "connections.h"
 
-/* ---- hashes: fixed, so that a restart and another node choose alike --------- */
+/* ---- hashes: fixed, so that another node, or this one after a restart, chooses the same --------- */
 
-/* Every bit of the input moves every bit of the output (the finalizer of MurmurHash3, public domain). */
+/* Every bit of the input affects every bit of the output (the finalizer of MurmurHash3, public domain). */
 static __always_inline __u64 mixed(__u64 x)
 {
 	x ^= x >> 33;
@@ -33,7 +33,7 @@ static __always_inline __u32 position_of(__u64 hash, const struct endpoint_selec
 
 /* ---- rr ----------------------------------------------------------------------- */
 
-/* A list is known by its first slot. Two CPUs never get the same turn. */
+/* A list is identified by its first slot. Two CPUs never get the same turn. */
 static __always_inline __u32 next_in_turn(const struct endpoint_selection *e)
 {
 	__u32 list = e->first_slot;
@@ -69,10 +69,10 @@ static long compare_rank(__u32 i, struct contest *c)
 }
 
 /*
- * The endpoint with the highest rank for this client: one that goes takes only
- * its own clients along, one that comes takes its share from all.  A client is
- * an address and a port, as with kube-proxy's mh-port.  A socket that connects
- * has no port yet: it will get any.
+ * The endpoint with the highest rank for this client.  When an endpoint leaves,
+ * only its own clients move; a new endpoint takes its share from all.  A client is
+ * an address and a port, as with kube-proxy's mh-port.  A socket that connects has
+ * no port yet: a random one is used.
  */
 static __always_inline __u32 highest_ranked(const struct packet *p, const struct endpoint_selection *e)
 {
@@ -85,7 +85,7 @@ static __always_inline __u32 highest_ranked(const struct packet *p, const struct
 		bpf_loop(e->count, compare_rank, &c, 0);
 		return c.position;
 	}
-	/* Of a long list the same few for the same client, from all over it. */
+	/* A long list is sampled: always the same few for the same client, from all over the list. */
 	for (i = 0; i < SHORT_SCAN && i < c.count; i++)
 		compare_rank(c.count <= SHORT_SCAN ? i : mixed(c.client + i) % c.count, &c);
 	return c.position;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* What the schedulers of mode ipvs remember; each is made only where one of them uses it.  Part of maps.h. */
+/* State of the schedulers of mode ipvs; a map is created only for a scheduler that uses it.  Part of maps.h. */
 #ifndef PEP_SCHEDULER_MAPS_H
 #define PEP_SCHEDULER_MAPS_H
 
-/* rr: whose turn it is in the list that begins with this slot. */
+/* rr: the next turn in the list that begins with this slot. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 524288);	/* as slots */
@@ -12,9 +12,9 @@ struct {
 } rr_cursor SEC(".maps");
 
 /*
- * How many connections each backend has: what the control plane has counted,
- * and when: `choices` is what the programs had chosen by then.  Those that were
- * chosen since are added, so that nothing is lost between two counts.
+ * How many connections each backend has.  `active` and `inactive` were counted by the
+ * control plane; `choices` is the value of map `choices` at that time.  The programs add
+ * what was chosen since, so that nothing is lost between two counts.
  */
 struct connections {
 	__u32 active;
@@ -30,7 +30,7 @@ struct {
 	__type(value, struct connections);
 } connections SEC(".maps");
 
-/* How often a backend was chosen, ever. Written by the programs alone. */
+/* How often a backend was chosen in total. Written by the programs only. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
@@ -39,7 +39,7 @@ struct {
 	__type(value, __u32);
 } choices SEC(".maps");
 
-/* lblc: where connections to an address of a service went last (`client` is that address). */
+/* lblc: where the last connection to an address of a service went (`client` is that address). */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 65536);
@@ -51,7 +51,7 @@ struct {
 #define SET_SIZE 16
 
 struct server_set {
-	__u64 changed;		/* bpf_ktime_get_ns() when a backend came or was taken out */
+	__u64 changed;		/* bpf_ktime_get_ns() when a backend was added or removed */
 	__u32 backends[SET_SIZE];
 };
 

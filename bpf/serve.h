@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* A packet that may open a flow to a service: from the frontend to a verdict.  After skb.h or xdp.h. */
+/* A packet that may open a flow to a service: from the frontend to a verdict.  Include after skb.h or xdp.h. */
 #ifndef PEP_SERVE_H
 #define PEP_SERVE_H
 
 #include "young.h"
 
-/* What each main function says of itself. ---------------------------------------------- */
+/* Defined by each main program. ---------------------------------------------------------- */
 
-/* A packet whose choice was handed to netfilter. */
+/* A packet whose endpoint is left to netfilter. */
 static __always_inline void note_handover(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 					  const struct backend *b);
-/* True, and `b` filled: somebody has chosen for this packet already. */
+/* True, and `b` filled, if the endpoint of this packet was chosen earlier: by XDP or at a socket. */
 static __always_inline bool chosen_before(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 					  struct backend *b);
 
 /*
- * Of any protocol, from elsewhere to 127.0.0.0/8.  route_localnet, which localhost NodePorts are served with,
- * lets it in (service-semantics 8).  Nothing lawful looks like this on a wire: answers to flows that began on
- * loopback come to the node's own address, and translation to a loopback address follows after this.
+ * A packet of any protocol from outside to 127.0.0.0/8.  route_localnet, which NodePorts on localhost need, lets it in
+ * (service-semantics 8).  No legitimate packet on a wire looks like this: replies to flows that began on loopback go
+ * to the node's own address, and translation to a loopback address happens later.
  */
 static __always_inline bool goes_to_loopback(const struct packet *p)
 {
@@ -38,7 +38,7 @@ static __always_inline int drop_packet(struct context *ctx, const struct packet 
 	return drop_flow(ctx, p, NULL, NULL, reason);
 }
 
-/* The first packet of a young flow, whose entries open_young() has made. */
+/* The first packet of a young flow, whose entries open_young() has created. */
 static __always_inline int send_first(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 				      const struct backend *b)
 {
@@ -47,7 +47,7 @@ static __always_inline int send_first(struct context *ctx, const struct packet *
 	if (!d)
 		return DROPPED;
 	decided(ctx, p, e, b, NEW_FLOW_FAST);
-	/* The entries are there: whoever has the packet next sends it by them. */
+	/* The entries exist: the next program that sees the packet sends it by them. */
 	if (why_not_here(ctx, p, &d->there.rewrite))
 		return LEFT;
 	return rewrite_and_send(ctx, p, &d->there.rewrite);
@@ -67,8 +67,8 @@ static __always_inline int record_dry_run(const struct endpoint_selection *e, co
 }
 
 /*
- * There is no flow yet.  `asked`, if not NULL: its socket was translated to an endpoint that is gone, and had asked
- * for this.  `known`: the flow table has the flow, and says that it is the kernel's.  `fast`: it may be opened there.
+ * There is no flow yet.  `asked`, if not NULL: the socket was translated to an endpoint that is gone, and this is the
+ * frontend it wanted.  `known`: the flow table has it as a flow of the kernel.  `fast`: it may become a young flow.
  */
 static __always_inline int open_flow(struct context *ctx, struct packet *p, const struct frontend *f,
 				     const struct service_config *table, __u32 table_id, struct place *asked, bool known,
@@ -82,7 +82,7 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		swap_destination(p, asked);
 	switch (decide(p, f, table, table_id, receiving_device(ctx), &e, &reason)) {
 	case VERDICT_DROP:
-		/* What is decided now is for new flows: the kernel goes on with this one, if it still has it. */
+		/* The decision is for new flows: the kernel goes on with this flow if it still has it. */
 		if (known)
 			return LEFT;
 		return drop_flow(ctx, p, &e, NULL, reason);
@@ -98,14 +98,14 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		return drop_flow(ctx, p, &e, NULL, TABLE_MISSING);
 	if (asked)
 		swap_destination(p, asked);
-	/* Hairpin: the endpoint calls itself and must not see its own address. */
+	/* Hairpin: the endpoint connects to itself and must not see its own address. */
 	if (same_address(&b.address, &p->source, p->ipv6))
 		e.masquerade = true;
 	if (settings.dry_run)
 		return record_dry_run(&e, &b);
 	if (fast) {
 		reason = open_young(ctx, p, &e, &b);
-		/* Its turn, and where there is no room, a turn all the same: what is over makes room. */
+		/* Also when there is no space: the flow whose slot it takes is removed if it is finished. */
 		if (!reason || reason == SLOW_QUOTA || reason == SLOW_TABLE_FULL)
 			note_recent((const struct flow_key *)p);
 		if (!reason)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* Services: where they are met, the version in force, endpoints, affinity, source ranges.  Part of maps.h. */
+/* Services: frontends, the current version, endpoints, affinity, source ranges.  Part of maps.h. */
 #ifndef PEP_SERVICE_MAPS_H
 #define PEP_SERVICE_MAPS_H
 
@@ -10,12 +10,12 @@ enum frontend_kind {
 	NODE_PORT = 4,
 };
 
-/* In no map: what the programs make of a NodePort at an address that serves none. */
+/* In no map: the programs use it for a NodePort at an address that serves none. */
 #define UNSERVED_NODE_PORT 5
 
-/* ---- who is meant: address, port, protocol -> service ------------------ */
+/* ---- frontends: address, port, protocol -> service --------------------- */
 
-/* A NodePort has the address 0.0.0.0 or ::, node_addresses says where it is served. */
+/* A NodePort has the address 0.0.0.0 or ::; node_addresses{4,6} has the addresses that serve it. */
 struct frontend4_key {
 	__u8 address[4];
 	__u16 port;
@@ -52,9 +52,9 @@ struct {
 } frontends6 SEC(".maps");
 
 /*
- * One bit for each port number, 64 in a word: is it anybody's NodePort?  Most
- * packets need not ask frontends{4,6} a second time.  A hint: a bit may stay
- * set for a port that is no NodePort any more.
+ * One bit for each port number, 64 in a word: may it be a NodePort?  It saves
+ * most packets the second lookup in frontends{4,6}.  A hint: a bit may stay
+ * set after the NodePort is gone.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -67,9 +67,9 @@ struct {
 #define ADDRESS_HINT_BITS 20
 
 /*
- * One bit for each address and port of a frontend or an endpoint, and for where flows of the cache are for, by a
- * hash (hints.h), 64 in a word.  Most packets of no service need ask none of those maps.  A bit is set before
- * the entry is there, and stays: without it the entry would not be found.
+ * One bit for each address and port of a frontend, an endpoint or the destination of an entry in `flows`, by a hash
+ * (hints.h), 64 in a word.  It saves most packets of no service the lookups in those maps.  A bit is set before the
+ * entry exists and stays set: without it the entry would not be found.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -79,7 +79,7 @@ struct {
 	__type(value, __u64);
 } address_hints SEC(".maps");
 
-/* ---- a service port and its version in force --------------------------- */
+/* ---- a service port and its current version ---------------------------- */
 
 /*
  * services[id] is one aligned word, written by the control plane through mmap:
@@ -122,7 +122,7 @@ struct {
 	__type(value, struct service_config);
 } service_configs SEC(".maps");
 
-/* Identity of a service id, for people and for adoption after a restart. The programs never read it. */
+/* Identity of a service id, for people and for adoption after a restart. The programs do not read it. */
 struct service_name {
 	char namespace_name[64];
 	char name[64];
@@ -144,10 +144,10 @@ struct {
 
 struct slot {
 	__u32 backend;
-	__u32 chosen;	/* by the programs: how many new flows this endpoint got by this list (`pyebpf-proxy top`) */
+	__u32 chosen;	/* written by the programs: new flows this endpoint got from this list (`pyebpf-proxy top`) */
 };
 
-/* Ranges of backend ids; a table names its range. Written through mmap. */
+/* Lists of backend ids; a struct service_config names its range. Written through mmap. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
@@ -157,12 +157,12 @@ struct {
 } slots SEC(".maps");
 
 /*
- * backends4 and endpoints4 are preallocated, for some 20 MB: a hundred thousand
- * entries are written in half the time.  Their IPv6 twins grow as needed, since
+ * backends4 and endpoints4 are preallocated, about 20 MB: writing a hundred thousand
+ * entries takes half the time.  Their IPv6 counterparts grow as needed, because
  * few clusters are large in both families.
  */
 
-/* One endpoint of one service port. Ids are not reused soon; an entry is never changed, only added and removed. */
+/* One endpoint of one service port. Ids are not reused soon; an entry is added and removed, never changed. */
 struct backend4 {
 	__u8 address[4];
 	__u16 port;
@@ -197,9 +197,9 @@ struct {
 } backends6 SEC(".maps");
 
 /*
- * Backwards: which address is an endpoint.  service 0: of any service (replies
- * are recognised by it).  service != 0: UDP only, every *serving* endpoint of
- * that service; a UDP flow to anything else is stale (service-semantics 10).
+ * Reverse index: which addresses are endpoints.  service 0: of any service (to
+ * recognise replies).  service != 0: UDP only, every *serving* endpoint of that
+ * service; a UDP flow to any other address is stale (service-semantics 10).
  */
 struct endpoint4_key {
 	__u32 service;
@@ -246,7 +246,7 @@ struct affinity_key {
 struct affinity {
 	__u64 last_used;	/* bpf_ktime_get_coarse_ns() of the newest connection */
 	__u32 backend;
-	__u32 position;		/* where in its list the backend was: a hint, checked before use */
+	__u32 position;		/* the backend's position in its list: a hint, checked before use */
 };
 
 struct {
@@ -257,9 +257,9 @@ struct {
 } affinities SEC(".maps");
 
 /*
- * How many clients of a service were taken into affinities: the programs add, the control plane counts anew what is
- * still there.  [0], which is no service: how many one service may have, 0 for no bound.  Without a bound one
- * service's clients, with forged sources too, would throw out those of all others.
+ * How many clients of a service are in affinities: the programs add, the control plane recounts what is still there.
+ * [0], which is no service: the maximum for one service, 0 for no limit.  Without a limit the clients of one service,
+ * forged sources included, would evict those of all others.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -272,7 +272,7 @@ struct {
 /* ---- loadBalancerSourceRanges ------------------------------------------- */
 
 struct source_range4_key {
-	__u32 prefix_length;	/* 32 for the table + the range's own */
+	__u32 prefix_length;	/* 32 for the table + the prefix length of the range */
 	__u32 table;
 	__u8 address[4];
 };

@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * What the control plane decides once, before the programs are loaded.  A
+ * Settings that the control plane makes once, before the programs are loaded.  A
  * constant of .rodata: the verifier removes what is switched off, so a kernel
  * that lacks a kfunc never sees the call.
  */
 #ifndef PEP_SETTINGS_H
 #define PEP_SETTINGS_H
 
-/* How a packet of a pod is known (service-semantics 6). */
+/* How a packet from a pod is recognised (service-semantics 6). */
 enum detector {
 	DETECT_NOTHING = 0,
 	DETECT_CIDR = 1,
 	DETECT_DEVICE = 2,
 } __attribute__((packed));
 
-/* How an endpoint is chosen; the order matters: from LEAST_CONNECTIONS on by their connections. */
+/* How an endpoint is chosen. The order matters: LEAST_CONNECTIONS and all after it use connection counts. */
 enum scheduler {
 	AT_RANDOM = 0,
 	ROUND_ROBIN = 1,	/* rr, wrr */
@@ -30,28 +30,28 @@ enum scheduler {
 struct settings {
 	__u64 netns_cookie;		/* sockets of this network namespace are served */
 	__u32 masquerade_mark;		/* one bit */
-	__u32 flow_quota;		/* so many young flows may one device open at a time */
-	__u16 snat_port_min;		/* source ports of young flows that are masqueraded; 0: there are none */
+	__u32 flow_quota;		/* how many young flows one device may have open at a time */
+	__u16 snat_port_min;		/* source ports of masqueraded young flows; 0: none */
 	__u16 snat_port_max;
 	__u8 pod_cidr4[4];
 	__u8 pod_mask4[4];
 	__u8 pod_cidr6[16];
 	__u8 pod_mask6[16];
-	__u8 node_address4[4];		/* last resort to masquerade with; the source of the node's own sockets */
+	__u8 node_address4[4];		/* fallback address for masquerading; the source of the node's own sockets */
 	__u8 node_address6[16];
 	enum detector detector4;
 	enum detector detector6;
 	__u8 masquerade_all;
 	__u8 conntrack_lookup;		/* the lookup kfunc can be used */
-	__u8 nft_mode;			/* kube-proxy's nftables mode is followed where the modes differ */
+	__u8 nft_mode;			/* where kube-proxy's modes differ, follow the nftables mode */
 	__u8 localhost_node_ports;	/* NodePorts on 127.0.0.0/8 for the node's own sockets */
 	enum scheduler scheduler;
 	__u8 pod_sockets;		/* sockets of pods are translated too */
-	__u8 fast_path;		/* flows are kept in `flows`, and sent by them */
-	__u8 mark_datagrams;	/* our nft table looks at the marks of sockets */
+	__u8 fast_path;		/* flows are kept in `flows` and sent from there */
+	__u8 mark_datagrams;	/* the proxy's nft table reads the marks of sockets */
 	__u8 xdp;		/* an XDP program is on some device */
-	__u8 xdp_generic;	/* and it is on packets, not on the drivers' frames */
-	__u8 dry_run;		/* `pyebpf-proxy explain`: the decision is recorded, no flow is made or ended */
+	__u8 xdp_generic;	/* that program is generic XDP, not in the driver */
+	__u8 dry_run;		/* `pyebpf-proxy explain`: the decision is recorded; no flow is created or ended */
 	__u8 weak_memory;	/* the processor may reorder loads (arm64) */
 };
 

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The packet as a tc program has it: what the shared headers ask of it, and the
- * only ways in which they change it.  xdp.h has the same names for XDP; which of
- * the two a program includes first is all that makes it the one or the other.
+ * The packet as a tc program has it: how the shared headers read it, and the
+ * only functions that change it.  xdp.h has the same names for XDP; a program
+ * includes one of the two first.
  */
 #ifndef PEP_CONTEXT_H
 #define PEP_CONTEXT_H
 
 #include "checksum.h"
-/* No typedef: type information would name that, and not the kernel's type. */
+/* Not a typedef: BTF would then have its name instead of the kernel's type. */
 #define context __sk_buff
 #define HOOK AT_TC
 
@@ -16,19 +16,19 @@
 
 #define TC_ACT_UNSPEC (-1)
 #define TC_ACT_SHOT 2
-#define LEFT TC_ACT_UNSPEC	/* go on: other people's filters and the kernel are next */
+#define LEFT TC_ACT_UNSPEC	/* continue: filters of other programs and the kernel are next */
 #define DROPPED TC_ACT_SHOT
 #define VLAN_ID_MASK 0x0fff
-/* skb->priority: read by our nft table; the kernel resets it when it forwards. */
+/* skb->priority: read by the proxy's nft table; the kernel resets it when it forwards. */
 #define PRIORITY_BACKEND 0xEB000000
-#define PRIORITY_MASQUERADE 0xED000000	/* a backend, and a source address of the node's */
+#define PRIORITY_MASQUERADE 0xED000000	/* a backend, and masquerade */
 #define PRIORITY_REJECT 0xEC000001
 #define PRIORITY_MIDSTREAM 0xEC000002	/* no connection may begin with this packet */
 #define BACKEND_ID_MASK 0x00FFFFFF
 
 /* ---- reading --------------------------------------------------------------------- */
 
-/* A view of `length` bytes at `offset`, pulled into the linear part if need be; NULL if the packet is shorter. */
+/* A view of `length` bytes at `offset`, pulled into the linear part if needed; NULL if the packet is shorter. */
 static __always_inline void *bytes_at(struct context *ctx, __u32 offset, __u32 length)
 {
 	void *data = CONTEXT_POINTER(ctx, data);
@@ -50,13 +50,13 @@ static __always_inline long load_bytes(struct context *ctx, __u32 offset, void *
 	return bpf_skb_load_bytes(ctx, offset, to, length);
 }
 
-/* VLAN 0 is a priority alone; any other tag makes the frame that of the VLAN device above this one. */
+/* VLAN 0 is only a priority. With any other tag the frame belongs to the VLAN device above this one. */
 static __always_inline bool belongs_to_vlan(struct context *ctx)
 {
 	return ctx->vlan_present && (ctx->vlan_tci & VLAN_ID_MASK);
 }
 
-/* EtherType; 0 if the packet is none of this device's. The VLAN device has a program of its own. */
+/* EtherType; 0 if the packet belongs to a VLAN device, which has its own program. */
 static __always_inline __be16 network_protocol(struct context *ctx)
 {
 	return belongs_to_vlan(ctx) ? 0 : ctx->protocol;
@@ -67,19 +67,19 @@ static __always_inline __u32 receiving_device(struct context *ctx)
 	return ctx->ifindex;
 }
 
-/* Payload of each packet that this one will be cut into; 0: it is one packet. */
+/* Payload of each packet that this one will be segmented into; 0: it is one packet. */
 static __always_inline __u32 segment_size(struct context *ctx)
 {
 	return ctx->gso_size;
 }
 
-/* What the packet as a whole asks for, beyond its headers. Whoever set a mark wants the kernel's rules to see it. */
+/* No VLAN tag and no mark. A mark was set for the kernel's rules to see it. */
 static __always_inline bool is_plain(struct context *ctx)
 {
 	return !ctx->vlan_present && !ctx->mark;
 }
 
-/* The frame is for that address of this node. */
+/* The frame is addressed to `mac`, an address of this node. */
 static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 {
 	__u8 *frame = bytes_at(ctx, 0, ETH_HLEN);
@@ -87,9 +87,9 @@ static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 	return frame && !((*(__u32 *)frame ^ *(__u32 *)mac) | (*(__u16 *)(frame + 4) ^ *(__u16 *)(mac + 4)));
 }
 
-/* ---- handing a choice on ----------------------------------------------------------- */
+/* ---- handing over a choice ----------------------------------------------------------- */
 
-/* Our nft table looks the choice up. */
+/* The proxy's nft table looks the choice up. */
 static __always_inline void set_choice(struct context *ctx, __u32 backend, bool masquerade)
 {
 	ctx->priority = (masquerade ? PRIORITY_MASQUERADE : PRIORITY_BACKEND) | (backend & BACKEND_ID_MASK);
@@ -111,7 +111,7 @@ static __always_inline void reject(struct context *ctx, const struct packet *p, 
 
 /* ---- the fast path ----------------------------------------------------------------- */
 
-/* Why a packet of a known flow is not sent from here, if anything but the flow and the packet says so. */
+/* Why a packet of a known flow is not sent from here, apart from reasons in the flow and the packet. */
 static __always_inline enum reason why_not_here(struct context *ctx __attribute__((unused)),
 						const struct packet *p __attribute__((unused)),
 						const struct flow_rewrite *a __attribute__((unused)))
@@ -126,7 +126,7 @@ static __always_inline bool is_bulk(struct context *ctx __attribute__((unused)),
 	return false;
 }
 
-/* A packet of a known flow that the kernel carries. */
+/* A packet of a known flow that the kernel forwards. */
 static __always_inline void count_left(enum reason reason)
 {
 	count(reason);
@@ -142,7 +142,7 @@ static __always_inline long store_bytes(struct context *ctx, __u32 offset, const
 	return bpf_skb_store_bytes(ctx, offset, from, length, 0);
 }
 
-/* A sum of the whole packet, where the device made one, moves with what changes in the packet. */
+/* CHECKSUM_COMPLETE: the checksum of the whole packet must follow every change of the packet. */
 static __always_inline void update_whole_sum(struct context *ctx, __u32 change)
 {
 	bpf_csum_update(ctx, change);
@@ -152,7 +152,7 @@ static __always_inline void update_whole_sum(struct context *ctx, __u32 change)
 static __always_inline long update_transport_check(struct context *ctx, const struct packet *p,
 						   const struct flow_rewrite *a, __u32 offset)
 {
-	/* 0 says that there is no checksum. */
+	/* 0 means that there is no checksum. */
 	__u64 mangled = p->protocol == UDP ? BPF_F_MARK_MANGLED_0 : 0;
 	long failed;
 

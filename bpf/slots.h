@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* Reading a list of endpoints: slots name backends. */
+/* Reading a list of endpoints: each slot names a backend. */
 #ifndef PEP_SLOTS_H
 #define PEP_SLOTS_H
 
@@ -19,7 +19,7 @@ static __always_inline __u32 slot_at(__u32 index)
 	return slot ? slot->backend : 0;
 }
 
-/* The endpoint of a new flow. Its line of memory is in hand, so that counting costs next to nothing. */
+/* The endpoint of a new flow. Its cache line is already loaded, so counting costs next to nothing. */
 static __always_inline __u32 take_slot(__u32 index)
 {
 	struct slot *slot = bpf_map_lookup_elem(&slots, &index);
@@ -52,9 +52,9 @@ static __always_inline bool load_backend(__u32 id, bool ipv6, struct backend *b)
 	return true;
 }
 
-#define SEARCH_STEPS 20		/* halves a list of 2^20 - 1; map `slots` has no room for a longer one by default */
+#define SEARCH_STEPS 20		/* enough for 2^20 - 1 entries; map `slots` holds fewer by default */
 
-/* 1 or 0, and no branch, of which the verifier would follow both ways in each step of a search. */
+/* 1 or 0 without a branch: the verifier would follow both sides of a branch in each step of a search. */
 static __always_inline __u64 is_less(__u64 a, __u64 b)
 {
 	__u64 borrow = (~a & b) | (~(a ^ b) & (a - b));
@@ -63,7 +63,7 @@ static __always_inline __u64 is_less(__u64 a, __u64 b)
 	return borrow >> 63;
 }
 
-/* Address and port of a backend as numbers. An IPv4 address has zeros behind it. */
+/* Address and port of a backend as numbers. An IPv4 address is followed by zeros. */
 struct rank {
 	__u64 upper, lower, port;
 };
@@ -100,9 +100,9 @@ static __always_inline __u64 comes_before(struct rank a, struct rank b)
 }
 
 /*
- * Lists are in the order of address and port (mirror.py), so a backend that has moved within its list is found in as
- * many steps as its length has bits, however long that is; and one that is not in it is known not to be.  Position + 1.
- * Not static: the verifier reads it once, for any list.
+ * Lists are sorted by address and port (mirror.py).  A binary search therefore finds a backend that has moved within
+ * its list, or shows that it has left, in as many steps as the length has bits.  Returns position + 1.
+ * A global function: the verifier checks it once, for any list.
  */
 __noinline int search_list(const struct endpoint_selection *e, bool ipv6, __u32 wanted_id)
 {
@@ -120,10 +120,10 @@ __noinline int search_list(const struct endpoint_selection *e, bool ipv6, __u32 
 		id = slot_at(e->first_slot + middle);
 		if (id == wanted_id)
 			return middle + 1;
-		/* Only while the list is being written anew, and nobody is sent to it any more. */
+		/* Only while the list is being rewritten, when no packet is sent to this backend any more. */
 		if (!load_rank(id, ipv6, &here))
 			return 0;
-		/* All bits, or none. */
+		/* All bits set, or none. */
 		after = -(__u32)comes_before(here, wanted);
 		barrier_var(after);
 		low = (low & ~after) | ((middle + 1) & after);
@@ -132,7 +132,7 @@ __noinline int search_list(const struct endpoint_selection *e, bool ipv6, __u32 
 	return 0;
 }
 
-/* Position + 1 of a backend in the list that the packet is entitled to; 0: not in it. */
+/* Position + 1 of a backend in the list that applies to the packet; 0: not in it. */
 static __always_inline __u32 position_in_list(const struct endpoint_selection *e, bool ipv6, __u32 backend, __u32 hint)
 {
 	if (hint < e->count && slot_at(e->first_slot + hint) == backend)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
  * The node's own processes, and pods: services are translated when a socket
- * connects or sends, so there is nothing left to translate in its packets.
- * translate.h says to what.
+ * connects or sends, so its packets need no translation.
+ * translate.h decides what to translate to.
  */
 #include "common.h"
 
@@ -11,19 +11,19 @@
 
 #include "translate.h"
 
-/* It comes from no device. */
+/* A socket call comes from no device. */
 static __always_inline __u32 receiving_device(struct context *ctx __attribute__((unused)))
 {
 	return 0;
 }
 
-/* The verifier wants constant offsets into these: each is read by an instruction of its own. */
+/* The verifier requires constant offsets into these, so each is read by its own instruction. */
 #define FIELD(x) (*(volatile typeof(x) *)&(x))
 
 #define SOL_SOCKET_ 1
 #define SO_MARK_ 36
 
-/* As CONTEXT_POINTER of packet.h: read twice, the compiler would keep its address. */
+/* As CONTEXT_POINTER of common.h: if it were read twice, the compiler would keep its address. */
 static __always_inline __u32 protocol_of(struct bpf_sock_addr *ctx)
 {
 	__u32 protocol;
@@ -34,7 +34,7 @@ static __always_inline __u32 protocol_of(struct bpf_sock_addr *ctx)
 	return protocol;
 }
 
-/* Sockets of the network namespace that the proxy serves, and those that may be pods'. */
+/* Sockets of the network namespace that the proxy serves, and those that may belong to pods. */
 static __always_inline bool may_be_served(struct bpf_sock_addr *ctx)
 {
 	__u32 protocol = protocol_of(ctx);
@@ -43,13 +43,13 @@ static __always_inline bool may_be_served(struct bpf_sock_addr *ctx)
 	       (settings.pod_sockets || bpf_get_netns_cookie(ctx) == settings.netns_cookie);
 }
 
-/* ::ffff:0:0/96: an IPv6 socket that talks IPv4. */
+/* ::ffff:0:0/96: an IPv6 socket that uses IPv4. */
 static __always_inline bool is_mapped(const union address *a)
 {
 	return !a->words[0] && !a->words[1] && a->words[2] == bpf_htonl(0xffff);
 }
 
-/* The address a socket is bound to, or that a message is to be sent from; else none. */
+/* The address that the socket is bound to, or that the message is sent from; else none. */
 static __always_inline void bound_source4(struct bpf_sock_addr *ctx, bool datagram, struct packet *p)
 {
 	if (datagram && ctx->msg_src_ip4)
@@ -81,7 +81,7 @@ static __always_inline void bound_source6(struct bpf_sock_addr *ctx, bool datagr
 		p->source.v4 = a.words[3];
 }
 
-/* Whose the socket is decides how far its service goes. */
+/* The namespace of the socket selects the rules: a pod's socket or a process of the node. */
 static __always_inline long translate_for(struct bpf_sock_addr *ctx, struct packet *p, bool datagram, struct backend *b)
 {
 	if (settings.pod_sockets && bpf_get_netns_cookie(ctx) != settings.netns_cookie)
@@ -90,8 +90,8 @@ static __always_inline long translate_for(struct bpf_sock_addr *ctx, struct pack
 }
 
 /*
- * Our nft table masquerades packets with this bit, of the node's own processes too.  Of a connected socket
- * the bit is looked at with the first packet of a flow; conntrack has the translation for all others.
+ * The proxy's nft table masquerades packets with this bit, those of the node's own processes included.  For a
+ * connected socket the bit is read with the first packet of a flow; conntrack translates all others.
  */
 static __noinline int ask_for_masquerade(struct bpf_sock_addr *ctx)
 {
@@ -105,9 +105,9 @@ static __noinline int ask_for_masquerade(struct bpf_sock_addr *ctx)
 }
 
 /*
- * A message of an unconnected socket has its mark already, so its packet takes the bit from the socket, by our nft
- * table; and a message that follows, to somebody else, must not find the bit there.  Only a bit that was set here is
- * taken away.
+ * A message of an unconnected socket already has its mark, so the nft table takes the bit from the socket for this
+ * packet.  The next message may have another destination and must not find the bit set.  Only a bit that was set here
+ * is cleared.
  */
 static __noinline int mark_for_message(struct bpf_sock_addr *ctx, bool masquerade)
 {
@@ -206,7 +206,7 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 	return ALLOW;
 }
 
-/* Backwards: the application is told the address that it asked for. */
+/* Reverse translation: the application sees the address that it connected or sent to. */
 static __noinline int asked_for(struct bpf_sock_addr *ctx, const struct place *at, bool ipv6, struct place *asked)
 {
 	return !!find_peer(socket_of(ctx), bpf_get_socket_cookie(ctx), at, protocol_of(ctx), ipv6, asked);

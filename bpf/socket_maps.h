@@ -1,26 +1,26 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* Sockets that are translated when they connect or send: the node's, and those of pods.  Part of maps.h. */
+/* Sockets that are translated when they connect or send: those of the node and of pods.  Part of maps.h. */
 #ifndef PEP_SOCKET_MAPS_H
 #define PEP_SOCKET_MAPS_H
 
 /*
  * ---- sockets that were translated at connect or sendmsg -------------------
  *
- * What is known of a socket is in the socket, and goes with it: no other socket, however many there are, can take its
- * place.  The hash maps below have what has no place there: of a kernel without storage in sockets (abilities.h), of
- * sockets that an agent before this one has translated, of one that talks to more than SOCKET_PEERS endpoints at a
- * time; and, for the agent, which cannot look into sockets, UDP sockets of the node that are connected.
+ * The state of a socket is stored in the socket and released with it, so other sockets cannot evict it, however many
+ * there are.  The hash maps below are for what cannot be stored there: kernels without socket storage (abilities.h),
+ * sockets that an earlier agent has translated, sockets with more than SOCKET_PEERS endpoints at a time, and connected
+ * UDP sockets of the node, because the agent cannot read socket storage.
  */
 
-/* A connected socket. No frontend: port 0. */
+/* A connected socket. Port 0: not translated. */
 struct connected_revnat_value {
 	struct bpf_spin_lock lock;
 	__u16 port;
 	__u16 asked_port;
 	__u8 address[16];	/* the backend the socket talks to; IPv4 in the first four bytes */
-	__u8 asked[16];		/* what the application believes it talks to */
+	__u8 asked[16];		/* the destination as the application sees it */
 	__u8 ipv6;
-	__u8 moved;		/* tc has found another endpoint for the socket since (pods.h) */
+	__u8 moved;		/* tc has chosen another endpoint for the socket since (pods.h) */
 	__u8 zero[2];
 };
 
@@ -33,13 +33,13 @@ struct {
 
 #define SOCKET_PEERS 4
 
-/* An endpoint that an unconnected UDP socket talks to. */
+/* An endpoint that an unconnected UDP socket sends to. */
 struct socket_translation {
 	__u64 last_used;	/* bpf_ktime_get_ns(); 0: free */
 	__u32 service;
 	__u32 backend;		/* 0: tc chooses it */
 	__u32 position;		/* as in struct affinity */
-	__u32 kind;		/* enum frontend_kind; 0: the socket talks to another endpoint of the service by now */
+	__u32 kind;		/* enum frontend_kind; 0: the socket uses another endpoint of the service by now */
 	__u8 address[16];
 	__u8 asked[16];
 	__u16 port;
@@ -51,7 +51,7 @@ struct socket_translation {
 
 struct socket_translations {
 	struct bpf_spin_lock lock;
-	__u32 marked;		/* the socket has the masquerade bit from us (sock.bpf.c) */
+	__u32 marked;		/* the proxy set the masquerade bit of the socket (sock.bpf.c) */
 	struct socket_translation talks[SOCKET_PEERS];
 };
 
@@ -78,18 +78,18 @@ struct socket_revnat6_key {
 	__u8 zero[5];
 };
 
-/* What the application believes it talks to. */
+/* The destination as the application sees it. */
 struct socket_revnat4_value {
 	__u8 address[4];
 	__u16 port;
-	__u8 moved;	/* tc has found another endpoint for the socket since (pods.h) */
+	__u8 moved;	/* tc has chosen another endpoint for the socket since (pods.h) */
 	__u8 zero;
 };
 
 struct socket_revnat6_value {
 	__u8 address[16];
 	__u16 port;
-	__u8 moved;	/* tc has found another endpoint for the socket since (pods.h) */
+	__u8 moved;	/* tc has chosen another endpoint for the socket since (pods.h) */
 	__u8 zero;
 };
 
@@ -108,8 +108,8 @@ struct {
 } socket_revnat6 SEC(".maps");
 
 /*
- * Which backend an unconnected UDP socket uses for a service, as conntrack would remember it.  Service 0: the socket
- * has the masquerade bit from us (sock.bpf.c).
+ * Which backend an unconnected UDP socket uses for a service, as conntrack would remember it.  Service 0: the proxy set
+ * the masquerade bit of the socket (sock.bpf.c).
  */
 struct socket_flow_key {
 	__u64 cookie;
@@ -124,7 +124,7 @@ struct {
 	__type(value, struct affinity);
 } socket_flows SEC(".maps");
 
-/* ---- pods whose sockets are translated (made only with socketLB: all) -------- */
+/* ---- pods whose sockets are translated (created only with socketLB: all) ----- */
 
 struct pod_key {
 	__u64 netns;		/* cookie of the pod's network namespace */
@@ -137,12 +137,12 @@ static __always_inline __u32 family_of(bool ipv6)
 	return ipv6 ? 6 : 4;
 }
 
-/* How packets of a network namespace look when they enter the node; learned by tc from one of them (pods.h). */
+/* What packets of a network namespace look like when they enter the node; learned by tc from one of them (pods.h). */
 struct pod_source {
 	__u64 learned;		/* bpf_ktime_get_ns() */
 	__u8 address[16];	/* IPv4 in the first four bytes */
-	__u32 device;		/* where it came in */
-	__u32 served;		/* the detector says that it is a pod, and it is not excluded */
+	__u32 device;		/* the device they come in by */
+	__u32 served;		/* a pod by the detector, and not excluded */
 };
 
 struct {
@@ -152,7 +152,7 @@ struct {
 	__type(value, struct pod_source);
 } pod_sources SEC(".maps");
 
-/* A socket that was left to tc: whose it is, and what was chosen for it, if anything. Key: its cookie. */
+/* A socket that was left to tc: its namespace, and the backend if one was chosen. Key: its cookie. */
 struct deferred_socket {
 	__u64 netns;
 	__u32 service;
@@ -168,7 +168,7 @@ struct {
 
 /* socketLBExclude: pods with these addresses are always left to tc. */
 struct excluded_pods_key {
-	__u32 prefix_length;	/* 32 for the family + the range's own */
+	__u32 prefix_length;	/* 32 for the family + the prefix length of the range */
 	__u32 family;		/* 4 or 6 */
 	__u8 address[16];	/* IPv4 in the first four bytes */
 };

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * What a translated socket talks to, and what its application asked for: kept in the socket, and where that cannot be,
- * in maps that all sockets share (socket_maps.h).  Threads may use one socket at a time: hence the locks, under which
- * nothing may be called.
+ * The endpoint that a translated socket uses, and the original destination of its application: stored in the socket
+ * or, where that is not possible, in maps that all sockets share (socket_maps.h).  Several threads may use one socket
+ * at the same time, hence the locks; no function may be called under them.
  */
 #ifndef PEP_SOCKET_STORAGE_H
 #define PEP_SOCKET_STORAGE_H
@@ -18,8 +18,8 @@ static __always_inline bool is_at(const __u8 *address, const union address *want
 }
 
 /*
- * Without sockets of pods the shared maps do: all who are in them are the node's own, and an entry there costs a
- * connect less than storage, which has to be allocated.
+ * Without translation of pods' sockets the shared maps are enough: only the node's own sockets are in them, and an
+ * entry there makes a connect cheaper than storage, which has to be allocated.
  */
 static __always_inline bool uses_storage(struct bpf_sock *sk)
 {
@@ -36,11 +36,11 @@ static __always_inline struct socket_translations *translations_of(struct bpf_so
 	return uses_storage(sk) ? bpf_sk_storage_get(&socket_translations, sk, NULL, flags) : NULL;
 }
 
-/* ---- from an endpoint to what was asked for ---------------------------------- */
+/* ---- from an endpoint to the original destination ----------------------------- */
 
 /*
- * Of storage: `asked` filled, and where to note that tc has found another endpoint; else NULL.  `at`: the endpoint,
- * with zeros behind an IPv4 address.
+ * From socket storage: fills `asked` and returns the `moved` flag, else NULL.  `at`: the endpoint; an IPv4 address is
+ * followed by zeros.
  */
 static __always_inline __u8 *stored_peer(struct bpf_sock *sk, const struct place *at, bool ipv6, struct place *asked)
 {
@@ -69,7 +69,7 @@ static __always_inline __u8 *stored_peer(struct bpf_sock *sk, const struct place
 	for (i = 0; i < SOCKET_PEERS; i++) {
 		struct socket_translation *t = &all->talks[i];
 
-		/* An endpoint of two services: it is asked for by that which was used last. */
+		/* An endpoint of two services: use the service that was used last. */
 		if (t->backend && t->last_used > newest && t->port == at->port && t->ipv6 == ipv6 &&
 		    is_at(t->address, &at->address)) {
 			newest = t->last_used;
@@ -115,7 +115,7 @@ static __always_inline __u8 *shared_peer(__u64 cookie, const struct place *at, e
 	}
 }
 
-/* As stored_peer; `asked` must be zero before. */
+/* As stored_peer; `asked` must be zero before the call. */
 static __always_inline __u8 *find_peer(struct bpf_sock *sk, __u64 cookie, const struct place *at,
 				       enum protocol protocol, bool ipv6, struct place *asked)
 {

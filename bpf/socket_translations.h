@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* What the programs of sockets note of a socket (socket_storage.h), and what they have noted of one that is not connected. */
+/* State that the socket programs record for a socket (socket_storage.h), and lookups of an unconnected one. */
 #ifndef PEP_SOCKET_TALKS_H
 #define PEP_SOCKET_TALKS_H
 
 #include "socket_storage.h"
 
 /*
- * Functions that are not static are read by the verifier once, for any argument.  Linux 6.1 takes no argument of
- * theirs for the key of a map.
+ * The verifier checks global functions once, for any argument.  Linux 6.1 does not accept an argument of a global
+ * function as the key of a map.
  */
 
-#define LEFT_FLOW_SECONDS 180		/* longer than conntrack remembers one with replies */
+#define LEFT_FLOW_SECONDS 180		/* longer than conntrack's timeout of a UDP flow with replies */
 
-/* ---- to maps that all sockets share ------------------------------------------- */
+/* ---- maps that all sockets share ----------------------------------------------- */
 
-/* Of `t`: both places. */
+/* Records the endpoint and the original destination of `t`. */
 static __noinline int share_peer(__u64 cookie, enum protocol protocol, const struct socket_translation *t)
 {
 	long failed;
@@ -39,7 +39,7 @@ static __noinline int share_peer(__u64 cookie, enum protocol protocol, const str
 	return 0;
 }
 
-/* As CONTEXT_POINTER of packet.h. */
+/* As CONTEXT_POINTER of common.h. */
 static __always_inline struct bpf_sock *socket_of(struct bpf_sock_addr *ctx)
 {
 	struct bpf_sock *sk;
@@ -54,7 +54,7 @@ static __noinline int share_translation(const struct socket_flow_key *key, __u32
 	struct affinity value = { .last_used = bpf_ktime_get_ns(), .backend = backend };
 	struct affinity *last = bpf_map_lookup_elem(&socket_flows, &own);
 
-	/* In place, which costs less. */
+	/* In place, which is cheaper. */
 	if (last && last->backend == backend) {
 		last->last_used = value.last_used;
 		return 0;
@@ -82,7 +82,7 @@ static __noinline int share_places(__u64 cookie, const struct packet *p, const s
 
 /* ---- a connected socket -------------------------------------------------------- */
 
-/* `share`: the agent has to find it, too. */
+/* `share`: the agent must be able to read it. */
 __noinline int note_connected(struct bpf_sock_addr *ctx, const struct packet *p, const struct backend *b, bool share)
 {
 	struct connected_revnat_value *peer;
@@ -107,7 +107,7 @@ __noinline int note_connected(struct bpf_sock_addr *ctx, const struct packet *p,
 
 /* ---- an unconnected UDP socket ------------------------------------------------- */
 
-/* What it used last for that service; false: nothing yet. */
+/* The last translation of the socket for that service; false: none yet. */
 __noinline int last_translation(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, struct affinity *last)
 {
 	struct socket_flow_key own;
@@ -142,7 +142,7 @@ __noinline int last_translation(struct bpf_sock_addr *ctx, const struct socket_f
 	return 1;
 }
 
-/* Who has to make room for another goes where everybody is. */
+/* Moves an evicted entry to the shared maps. */
 static __noinline int move_out(__u64 cookie, struct socket_translations *all, __u32 at)
 {
 	struct socket_flow_key key = { .cookie = cookie };
@@ -162,8 +162,8 @@ static __noinline int move_out(__u64 cookie, struct socket_translations *all, __
 }
 
 /*
- * Which place the talk gets: the one that it, or an earlier one with this backend, has; else that of the longest
- * silent, + SOCKET_PEERS.
+ * The place for an entry: that of the same service and backend if there is one, else the
+ * least recently used one, + SOCKET_PEERS.
  */
 static __noinline int place_for(struct socket_translations *all, const struct socket_flow_key *key, __u32 backend)
 {
@@ -192,7 +192,7 @@ static __noinline int place_for(struct socket_translations *all, const struct so
 	return again ? at : at + SOCKET_PEERS;
 }
 
-/* It uses this backend for that service from now on, or still; b->id 0: tc serves it. */
+/* Records that the socket uses this backend for that service from now on; b->id 0: tc serves it. */
 __noinline int note_translation(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct packet *p,
 			 const struct backend *b)
 {
@@ -213,7 +213,7 @@ __noinline int note_translation(struct bpf_sock_addr *ctx, const struct socket_f
 	if (at >= SOCKET_PEERS)
 		move_out(key->cookie, all, at);
 	bpf_spin_lock(&all->lock);
-	/* No other place says what the socket uses for that service, and there is no moment when none does. */
+	/* Only one entry may name the socket's backend for that service, and there must always be one. */
 	for (i = 0; i < SOCKET_PEERS; i++)
 		if (all->talks[i].service == key->service && all->talks[i].kind == key->kind)
 			all->talks[i].kind = 0;

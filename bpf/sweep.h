@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* What the agent runs once or twice a second: ends what is over in the flow table, and asks for promotions. */
+/* Run by the agent once or twice a second: removes finished flows from the flow table and requests promotions. */
 #ifndef PEP_SWEEP_H
 #define PEP_SWEEP_H
 
 #include "young.h"
 
-#define YOUNG_NS (2 * NANOSECONDS)		/* what lives longer goes to the kernel */
+#define YOUNG_NS (2 * NANOSECONDS)		/* flows that live longer go to the kernel */
 #define CLOSING_NS NANOSECONDS
-#define UNANSWERED_NS (5 * NANOSECONDS)		/* TCP: a SYN that nobody answers is sent again by then */
-#define ENDING_NS (4 * NANOSECONDS)		/* what closes, and goes on all the same */
+#define UNANSWERED_NS (5 * NANOSECONDS)		/* TCP: an unanswered SYN is retransmitted by then */
+#define ENDING_NS (4 * NANOSECONDS)		/* a closing flow that still has traffic */
 #define UNUSED_NS (2 * NANOSECONDS)
-#define KERNEL_UDP_NS (180 * NANOSECONDS)	/* longer than conntrack remembers */
+#define KERNEL_UDP_NS (180 * NANOSECONDS)	/* longer than conntrack's timeout */
 #define KERNEL_TCP_NS (3600 * NANOSECONDS)
 #define KERNEL_PRESSED_NS (10 * NANOSECONDS)
 
 struct sweep {
 	struct sweep_result found;
 	__u64 now;
-	__u64 udp_idle;		/* a young UDP flow ends when nothing came for so long */
+	__u64 udp_idle;		/* a young UDP flow ends when it was idle for this long */
 	__u32 draining;
 	__u32 pressed;		/* half of the table is in use */
 };
@@ -43,16 +43,16 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 		return true;
 	if (key->protocol == UDP)
 		return idle > s->udp_idle || (s->pressed && is_complete(f, reply, UDP, s->now));
-	/* Half closed it may go on, and what one packet says may have been forged: that is for the kernel to end. */
+	/* A half-closed connection may go on, and one packet may have been forged: the kernel has to end those. */
 	if (f->closing && reply->closing && idle > CLOSING_NS)
 		return true;
-	/* Also if its client goes on sending: no rule of netfilter would see that, whatever is added. */
+	/* Even if the client keeps sending: no rule of netfilter, however new, would see its packets. */
 	return !reply->packets && (idle > UNANSWERED_NS || s->now - f->started > UNANSWERED_NS);
 }
 
 /*
- * What goes on: conntrack would have it by now.  Nothing stays young for longer because of what its ends do or leave out,
- * as two that collude could: only the kernel's flows ask netfilter again.
+ * A flow that goes on, which would be in conntrack by now.  Its ends cannot keep it young longer by what they send or
+ * do not send, even if both cooperate: only the kernel's flows pass netfilter again.
  */
 static __always_inline bool is_due_for_kernel(const struct flow_key *key, const struct flow *f,
 					      const struct flow *reply, __u64 idle, const struct sweep *s)
@@ -69,7 +69,7 @@ static __always_inline bool is_due_for_kernel(const struct flow_key *key, const 
 		return idle > CLOSING_NS || age > ENDING_NS;
 	if (age < YOUNG_NS)
 		return false;
-	/* Two questions by datagram and their answers are no stream. */
+	/* Two UDP requests and their replies are not a stream. */
 	return key->protocol == TCP || (idle < YOUNG_NS && f->packets + reply->packets > 5);
 }
 
@@ -93,7 +93,7 @@ static long sweep_entry(void *map __attribute__((unused)), const struct flow_key
 		return 0;
 	}
 	if (f->reply) {
-		/* Its flow is judged by the other direction; without that it is left over. */
+		/* The other direction decides about the flow; without it this entry is a leftover. */
 		if (!other && idle > CLOSING_NS)
 			bpf_map_delete_elem(&flows, &key);
 		return 0;
@@ -106,7 +106,7 @@ static long sweep_entry(void *map __attribute__((unused)), const struct flow_key
 	}
 	if (!other || !is_due_for_kernel(&key, f, other, idle, s))
 		return 0;
-	/* The agent tries again with each sweep what it could not do before: the table of conntrack may be full. */
+	/* The agent retries with each sweep what failed before: the conntrack table may have been full. */
 	f->promote = 0;
 	s->found.requested += request_promotion(&key, &a, f);
 	return 0;
@@ -124,14 +124,14 @@ static __always_inline int sweep(void)
 	s.now = bpf_ktime_get_coarse_ns();
 	s.draining = word->draining;
 	s.pressed = result->entries > settings.flow_quota * 2;
-	/* As long as conntrack would remember it where there is room, and shorter the fuller the table is. */
+	/* As long as conntrack would keep it; shorter when the table fills up. */
 	s.udp_idle = (s.pressed ? 2 : result->entries > settings.flow_quota ? 10 : 30) * NANOSECONDS;
 	bpf_for_each_map_elem(&flows, sweep_entry, &s, 0);
 	*result = s.found;
 	return 0;
 }
 
-/* The agent has made the kernel's entry of this flow: it is the kernel's from now on. */
+/* The agent has created the conntrack entry of this flow: from now on it is a kernel flow. */
 static __always_inline int promote(const struct flow_key *key)
 {
 	struct flow_key other_key;
@@ -152,7 +152,7 @@ static __always_inline int promote(const struct flow_key *key)
 	return 1;
 }
 
-/* The kernel has no place for this young flow: its packets are netfilter's from now on. */
+/* Conntrack cannot take this young flow: from now on netfilter handles its packets. */
 static __always_inline int end(const struct flow_key *key)
 {
 	struct flow *f = bpf_map_lookup_elem(&flows, key);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* tc ingress: every packet that enters the node passes here once. docs/data-plane.md tells its way. */
+/* tc ingress: every packet that enters the node passes here once. See docs/data-plane.md. */
 #include "skb.h"
 #include "parse.h"
 #include "serve.h"
@@ -10,7 +10,7 @@
 #include "observer.h"
 #include "sweep.h"
 
-/* The device as the IP layer will see it: a port's packets come in by its bridge. */
+/* The device as the IP layer sees it: for a bridge port, its bridge. */
 static __always_inline __u32 ip_device(struct __sk_buff *skb)
 {
 	__u32 ifindex = skb->ifindex;
@@ -22,9 +22,9 @@ static __always_inline __u32 ip_device(struct __sk_buff *skb)
 #define PACKET_OTHERHOST 3
 
 /*
- * A packet of a young flow that only the kernel can treat.  The client's packet can make the kernel's entry by
- * itself: conntrack takes connections up in their middle, and the choice is the same.  Any other packet is lost,
- * once: the agent makes the entry before the sender tries again.
+ * A packet of a young flow that only the kernel can handle.  The client's packet can create the conntrack entry by
+ * itself: conntrack picks up connections midstream, and the endpoint is the same.  Any other packet is dropped
+ * once: the agent creates the entry before the sender retransmits.
  */
 static __always_inline int leave_young(struct __sk_buff *skb, const struct packet *p, const struct flow_rewrite *a,
 				       struct flow *f, enum reason reason)
@@ -50,7 +50,7 @@ static __always_inline int leave_young(struct __sk_buff *skb, const struct packe
 	return LEFT;
 }
 
-/* True, and `b` filled, if XDP has chosen this packet's endpoint and left the rest to tc. */
+/* True, and `b` filled, if XDP chose this packet's endpoint and left the rest to tc. */
 static __noinline int take_over_from_xdp(const struct packet *p, const struct endpoint_selection *e, struct backend *b)
 {
 	struct xdp_choice *found, choice;
@@ -79,7 +79,7 @@ static __always_inline void note_handover(struct __sk_buff *skb, const struct pa
 	hand_over_open(skb, p, e, b, ip_device(skb));
 }
 
-/* `known`: the flow table says that the kernel has this flow. */
+/* `known`: the flow table has this flow as one of the kernel's. */
 static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const struct frontend *f,
 				 struct place *asked, bool known, bool fast)
 {
@@ -90,7 +90,7 @@ static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const 
 	table = active_config(f->service, &table_id);
 	if (!table)
 		return TC_ACT_UNSPEC;
-	/* SCTP entries can't be looked up from here; what opens a flow there is an INIT. */
+		/* SCTP entries cannot be looked up from here; an INIT opens an SCTP flow. */
 	if (settings.conntrack_lookup && p->protocol != SCTP) {
 		if (flow_exists(skb, p, f->service, table->any_endpoints)) {
 			if (known)
@@ -103,8 +103,8 @@ static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const 
 }
 
 /*
- * Where XDP runs on packets, the kernel (6.18) copies nearly each of them to make room, and forgets the length of its
- * link header: what comes here begins with the IP header then.
+ * With generic XDP the kernel (6.18) copies nearly every packet to get headroom, and loses the length of the
+ * link header: such a packet arrives here starting with the IP header.
  */
 static __noinline int has_lost_link_header(struct __sk_buff *skb)
 {
@@ -124,8 +124,8 @@ static __noinline int has_lost_link_header(struct __sk_buff *skb)
 }
 
 /*
- * True: a flow straight to an endpoint, from a port whose young flow to the endpoint's Service lives.  Their answers
- * look the same; the kernel gives the second one another port, once it knows the first.
+ * True for a flow sent directly to an endpoint, from a port that also has a young flow to the endpoint's Service.
+ * The replies of both look the same.  The kernel gives the second flow another port once it knows the first.
  */
 static __always_inline bool clashes_with_young(struct __sk_buff *skb, const struct packet *p)
 {
@@ -133,13 +133,13 @@ static __always_inline bool clashes_with_young(struct __sk_buff *skb, const stru
 	       is_taken_by_young(p, &p->destination, p->destination_port, skb->ifindex);
 }
 
-/* It says which way answers come, also where the table knows the flow already. */
+/* A SYN-ACK shows which path replies take, also when the table knows the flow already. */
 static __always_inline bool is_syn_ack(const struct packet *p)
 {
 	return p->protocol == TCP && (p->tcp_flags & (TCP_SYN | TCP_ACK)) == (TCP_SYN | TCP_ACK);
 }
 
-/* A reply of a service's, or a packet of no service: what may be done with it before the kernel has it. */
+/* A reply from an endpoint, or a packet of no service: what is done with it before the kernel gets it. */
 static __always_inline int leave(struct __sk_buff *skb, const struct packet *p, bool bridge_port, bool fast,
 				 int verdict)
 {
@@ -159,8 +159,8 @@ static __always_inline int leave(struct __sk_buff *skb, const struct packet *p, 
 }
 
 /*
- * While the agent moves the program to the head of the chain, or an upgrade puts it there, it is on the device twice for
- * a moment.  What the first run decided stands.  The sender cannot set the priority: the kernel zeroes it on the way in.
+ * While the agent moves the program to the head of the chain, or during an upgrade, the program is briefly attached
+ * twice.  The decision of the first run stands.  A sender cannot set the priority: the kernel zeroes it on ingress.
  */
 static __always_inline bool is_decided(const struct __sk_buff *skb)
 {
@@ -171,9 +171,9 @@ static __always_inline bool is_decided(const struct __sk_buff *skb)
 }
 
 /*
- * TCP for a frontend, of a connection that the table does not know, and no SYN.  The kernel may have the connection.
- * If it has not, it would pick it up, untranslated, and the next SYN from the same port would belong to it: as with an
- * ACK that comes after the reset which ended a young flow.
+ * TCP for a frontend, not a SYN, of a connection that the table does not know.  The kernel may have the connection.
+ * If not, it would pick it up untranslated, and the next SYN from the same port would match that entry.  An ACK
+ * that arrives after the reset of a young flow is an example.
  */
 static __always_inline bool is_midstream(const struct packet *p)
 {
@@ -191,7 +191,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 
 	if (is_decided(skb))
 		return TC_ACT_UNSPEC;
-	/* It names a record of this CPU's: nobody else may have set it. */
+	/* tc_index names a record of this CPU, so no other value may remain in it. */
 	if (settings.fast_path && skb->tc_index)
 		skb->tc_index = 0;
 	if (settings.xdp_generic && link && has_lost_link_header(skb))
@@ -210,7 +210,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 			redirect_fragment_to_bridge(skb);
 		return TC_ACT_UNSPEC;
 	}
-	/* What is sent from here has an Ethernet header; a frame for another host is only seen. */
+	/* The program sends only frames with an Ethernet header; frames for another host are only observed. */
 	if (!bridge_port && link && skb->pkt_type == PACKET_OTHERHOST)
 		return TC_ACT_UNSPEC;
 	fast = settings.fast_path && link == ETH_HLEN;
@@ -253,7 +253,7 @@ int tc_l3(struct __sk_buff *skb)
 	return ingress(skb, 0, false);
 }
 
-/* Egress of every device that has one of the first two: what left netfilter is compared with what came in. */
+/* Egress of every device that has tc_ethernet or tc_bridge_port: compares what left netfilter with what came in. */
 SEC("tc")
 int tc_egress(struct __sk_buff *skb)
 {
@@ -262,14 +262,14 @@ int tc_egress(struct __sk_buff *skb)
 	return observe(skb);
 }
 
-/* Run by the agent alone, as the next. */
+/* sweep_flows, promote_flow and end_flow are run by the agent only. */
 SEC("tc")
 int sweep_flows(struct __sk_buff *skb __attribute__((unused)))
 {
 	return settings.fast_path ? sweep() : 0;
 }
 
-/* The data of the next two is a link header of zeros and a struct flow_key: the client's direction of the flow. */
+/* Data of the next two programs: a link header of zeros and a struct flow_key, the client's direction of the flow. */
 static __always_inline bool read_flow_key(struct __sk_buff *skb, struct flow_key *key)
 {
 	return settings.fast_path && !bpf_skb_load_bytes(skb, ETH_HLEN, key, sizeof(*key));

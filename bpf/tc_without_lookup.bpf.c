@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * tc.bpf.c for where the functions of conntrack cannot be named.  libbpf looks for each function that an object
- * declares, also for weak ones that only dead code calls, and before 1.4 fails where it may not read the types of modules
+ * tc.bpf.c for kernels on which conntrack's kfuncs cannot be resolved.  libbpf looks for each kfunc that an object
+ * declares, also for weak ones that only dead code calls.  Before 1.4 it fails if it may not read the types of modules
  * (CAP_SYS_ADMIN).
  */
 #define WITHOUT_LOOKUP

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * Where every decision about a flow ends: it is counted, and told to whoever traces.
- * While nobody does that costs the look at one word.  After skb.h, xdp.h, or what sock.bpf.c has in their place.
+ * Every decision about a flow ends here: it is counted, and reported to `pyebpf-proxy trace`.
+ * Without a tracing process that costs reading one word.  Include after skb.h or xdp.h; sock.bpf.c has its own
+ * definitions.
  */
 #ifndef PEP_TRACE_H
 #define PEP_TRACE_H
@@ -12,7 +13,7 @@
 
 static __always_inline __u32 receiving_device(struct context *ctx);
 
-/* The address is one of the event's three. */
+/* Compares one of the addresses of an event. */
 static __always_inline bool same_bytes(const __u8 *a, const __u8 *b, bool ipv6)
 {
 	return same_address((const union address *)a, (const union address *)b, ipv6);
@@ -36,7 +37,7 @@ static __always_inline bool has_port(const struct tracing *t, const struct decis
 	       t->port == event->endpoint_port;
 }
 
-/* A decision that came before the service was looked up is for whoever reads to judge. */
+/* A decision made before the service was looked up matches: the reader filters it. */
 static __always_inline bool has_service(const struct tracing *t, const struct decision *event)
 {
 	__u32 i;
@@ -96,13 +97,13 @@ static __noinline int tell(struct context *ctx, const struct packet *p, const st
 	}
 	failed = bpf_perf_event_output(ctx, &decisions, BPF_F_CURRENT_CPU, &event, sizeof(event));
 	if (failed == -ENOENT_)
-		t->process = 0;	/* its rings went with it */
+		t->process = 0;	/* its rings are gone */
 	else if (failed)
 		__sync_fetch_and_add(&t->lost, 1);
 	return 0;
 }
 
-/* `e` and `b` may be NULL: not known yet, or nothing was chosen. */
+/* `e` and `b` may be NULL: not known yet, or no endpoint was chosen. */
 static __always_inline void decided(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 				    const struct backend *b, enum reason reason)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* What `pyebpf-proxy trace` is told, and what it asks for. The rules of maps.h hold here, too. */
+/* Events for `pyebpf-proxy trace`, and its filter. The rules of maps.h apply here, too. */
 #ifndef PEP_TRACE_MAPS_H
 #define PEP_TRACE_MAPS_H
 
@@ -11,22 +11,22 @@ enum hook {
 	AT_SOCKET = 3,
 } __attribute__((packed));
 
-/* One decision. An event, no map's value: it goes through decisions. */
+/* One decision. An event, not a map value: it goes through decisions. */
 struct decision {
 	__u64 when;		/* bpf_ktime_get_boot_ns() */
 	__u8 source[16];	/* IPv4 in the first four bytes */
-	__u8 destination[16];	/* what was asked for */
-	__u8 endpoint[16];	/* what was chosen, if `backend` is set */
+	__u8 destination[16];	/* the frontend */
+	__u8 endpoint[16];	/* the endpoint, if `backend` is set */
 	__u16 source_port;
 	__u16 destination_port;
 	__u16 endpoint_port;
 	enum protocol protocol;
 	__u8 ipv6;
-	__u32 device;		/* where it came in; 0: a socket's call */
+	__u32 device;		/* the device it came in by; 0: a socket call */
 	__u32 service;		/* 0: not known here */
 	__u32 backend;
 	__u32 reason;
-	__u32 process;		/* whose socket's call it was */
+	__u32 process;		/* the process that made the socket call */
 	__u8 masquerade;
 	enum hook hook;
 	__u8 slow;		/* enum reason: why a new flow takes the slow path */
@@ -36,18 +36,18 @@ struct decision {
 
 #define TRACED_SERVICES 16
 
-/* What is to be told. Whoever traces writes it; the programs write `lost` and, when nobody reads any more, `process`. */
+/* The event filter.  The tracing process writes it; the programs write `lost`, and clear `process` when it is gone. */
 struct tracing {
-	__u64 lost;		/* events that there was no room for */
-	__u64 reasons;		/* a bit for each that is wanted */
-	__u32 process;		/* who reads; 0: nobody, and nothing else here means anything */
+	__u64 lost;		/* events that did not fit into the ring */
+	__u64 reasons;		/* a bit for each wanted reason */
+	__u32 process;		/* the reader; 0: no reader, and the other fields are unused */
 	__u32 device;		/* 0: any */
 	__u32 service_count;	/* 0: any */
 	__u32 services[TRACED_SERVICES];
-	__u8 address[16];	/* of any party */
+	__u8 address[16];	/* source, destination or endpoint */
 	__u8 family;		/* 4, 6; 0: any address */
 	__u8 protocol;		/* 0: any */
-	__u16 port;		/* of any party; 0: any */
+	__u16 port;		/* source, destination or endpoint; 0: any */
 };
 
 struct {
@@ -59,8 +59,8 @@ struct {
 } tracing SEC(".maps");
 
 /*
- * Rings of events, one per CPU, that belong to who reads: they come with its descriptor of this map and go with it,
- * however it ends.  That is why it is no BPF_MAP_TYPE_RINGBUF, which would stay, and take its memory always.
+ * Rings of events, one per CPU, owned by the reader: they are bound to its descriptor of this map and are released with
+ * it, however the process ends.  A BPF_MAP_TYPE_RINGBUF would stay and always use its memory.
  */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERF_EVENT_ARRAY);

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * From the address that a socket asks for to that of an endpoint.  A process of
- * the node gets every answer here, since nothing of ours sees its packets.  A
- * pod gets here what needs no masquerade; anything else is left to tc, which
- * sees its packets and does it as without these programs.
+ * From the destination of a socket to an endpoint.  A process of the node gets
+ * every verdict here, because no program of the proxy sees its packets.  A pod
+ * gets here what needs no masquerade.  The rest is left to tc, which sees the
+ * pod's packets and handles them as it does without these programs.
  */
 #ifndef PEP_TRANSLATE_H
 #define PEP_TRANSLATE_H
@@ -13,20 +13,20 @@
 #include "trace.h"
 
 #define ALLOW 1
-#define ALLOW_MASQUERADED 2	/* never told to the kernel */
+#define ALLOW_MASQUERADED 2	/* internal, never returned to the kernel */
 #define REFUSE 0
 #define EPERM_ 1
 #define ECONNREFUSED_ 111
 #define ETIMEDOUT_ 110
-#define SOCKET_FLOW_SECONDS 30		/* as long as conntrack would remember a UDP flow without replies */
+#define SOCKET_FLOW_SECONDS 30		/* conntrack's timeout of a UDP flow without replies */
 
 #ifndef fallthrough
 #define fallthrough __attribute__((fallthrough))
 #endif
 
 /*
- * The node's own NodePorts are also served on 127.0.0.0/8 where that is asked for, never on ::1.
- * With a frame of its own: the schedulers need all of the stack that is left.
+ * The node's own NodePorts are also served on 127.0.0.0/8 where that is configured, never on ::1.
+ * Has its own stack frame: the schedulers need all of the remaining stack.
  */
 static __noinline int find_own_frontend(const struct packet *p, struct frontend *f)
 {
@@ -52,8 +52,8 @@ static __noinline int recall(struct bpf_sock_addr *ctx, const struct socket_flow
 }
 
 /*
- * As the application would see it: refused at once, or as if every packet were
- * lost; a datagram that netfilter drops on its way out is not permitted.
+ * The error that the application would see without these programs: refused at once, or a
+ * timeout as if every packet were lost.  EPERM is the error of a datagram that netfilter drops on output.
  */
 static __always_inline int refuse(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 				  enum reason reason)
@@ -73,7 +73,7 @@ static __always_inline int refuse(struct context *ctx, const struct packet *p, c
 	}
 	remember_refused(p, 0, e->service, reason);
 	decided(ctx, p, e, NULL, reason);
-	/* Without: EPERM. */
+	/* Without bpf_set_retval the error is EPERM. */
 	if (abilities.set_retval)
 		bpf_set_retval(error);
 	return REFUSE;
@@ -84,7 +84,7 @@ static __always_inline bool is_specified(const union address *a)
 	return a->words[0] | a->words[1] | a->words[2] | a->words[3];
 }
 
-/* What the route would give a socket that is bound to no address: to an address of the node, that address itself. */
+/* The source that the route would give an unbound socket: for an address of the node, that address itself. */
 static __always_inline void likely_source(struct packet *p)
 {
 	if (node_address(&p->destination, p->ipv6))
@@ -93,7 +93,7 @@ static __always_inline void likely_source(struct packet *p)
 		own_address(&p->source, p->ipv6);
 }
 
-/* False: the list changed so fast that there is nobody left in it. */
+/* False: the list changed so fast that it is empty now. */
 static __always_inline bool find_backend(struct bpf_sock_addr *ctx, const struct packet *p, const struct endpoint_selection *e,
 					 const struct socket_flow_key *key, bool datagram, struct backend *b)
 {
@@ -102,7 +102,7 @@ static __always_inline bool find_backend(struct bpf_sock_addr *ctx, const struct
 	return choose_backend(p, e, b);
 }
 
-/* A choice that is carried out here; `own`: of a process of the node. True: the first time. */
+/* Records a choice that takes effect here; `own`: of a process of the node. True: the first time. */
 static __always_inline bool settle(struct bpf_sock_addr *ctx, const struct packet *p, const struct socket_flow_key *key,
 			     bool datagram, bool own, const struct backend *b)
 {
@@ -113,7 +113,7 @@ static __always_inline bool settle(struct bpf_sock_addr *ctx, const struct packe
 		first = !last_translation(ctx, key, &last) || last.backend != b->id;
 		note_translation(ctx, key, p, b);
 	} else {
-		/* The agent ends UDP sockets of the node whose endpoint is gone; pods' are served by tc (is_stale). */
+		/* The agent ends UDP sockets of the node whose endpoint is gone; tc handles those of pods (is_stale). */
 		note_connected(ctx, p, b, own && p->protocol == UDP);
 	}
 	return first;
@@ -121,9 +121,9 @@ static __always_inline bool settle(struct bpf_sock_addr *ctx, const struct packe
 
 /*
  * A process of the node.  REFUSE, ALLOW, or ALLOW_MASQUERADED: the address that the
- * socket is bound to must not be seen.  `b->id` is set if the destination has to be
+ * socket is bound to must be hidden.  `b->id` is set if the destination has to be
  * rewritten.  `datagram`: a single message of an unconnected socket.
- * Not static, as translate_for_pod, and for the reason that choose_by_scheduler isn't.
+ * A global function, as translate_for_pod, for the same reason as choose_by_scheduler.
  */
 __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool datagram, struct backend *b)
 {
@@ -137,12 +137,12 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 
 	if (!p || !b)
 		return ALLOW;
-	/* The kernel takes the unspecified address for the loopback. */
+	/* The kernel treats the unspecified address as loopback. */
 	if (!p->ipv6 && !p->destination.v4)
 		p->destination.v4 = bpf_htonl(0x7f000001);
 	if (!find_own_frontend(p, &f))
 		return ALLOW;
-	/* A cache of this node listens at the ClusterIP itself, as NodeLocal DNSCache does. */
+	/* A local cache, such as NodeLocal DNSCache, listens at the ClusterIP itself. */
 	if (f.kind == CLUSTER_IP && node_address(&p->destination, p->ipv6))
 		return ALLOW;
 	table = active_config(f.service, &table_id);
@@ -162,7 +162,7 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 	}
 	key.service = f.service;
 	key.kind = f.kind;
-	/* What is bound to nothing gets the address that it would be masqueraded with. */
+	/* An unbound socket gets the address that it would be masqueraded with. */
 	e.masquerade = e.masquerade && bound;
 	if (!find_backend(ctx, p, &e, &key, datagram, b))
 		return refuse(ctx, p, &e, REJECT_NO_ENDPOINTS);
@@ -171,11 +171,11 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 	return e.masquerade ? ALLOW_MASQUERADED : ALLOW;
 }
 
-/* How a message of an unconnected socket goes on that began to talk to this service before. */
+/* What an unconnected socket did with its earlier messages to this service. */
 enum socket_flow {
 	SOCKET_FLOW_NEW,
 	SOCKET_FLOW_TRANSLATED,
-	SOCKET_FLOW_DEFERRED,	/* by tc: conntrack has its endpoint */
+	SOCKET_FLOW_DEFERRED,	/* left to tc: conntrack has its endpoint */
 };
 
 static __noinline int earlier_translation(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, const struct packet *p)
@@ -193,7 +193,7 @@ static __noinline int earlier_translation(struct bpf_sock_addr *ctx, const struc
 	return SOCKET_FLOW_DEFERRED;
 }
 
-/* tc serves this socket, by the backend `b` if one was chosen. */
+/* tc serves this socket, with the backend `b` if one was chosen. */
 static __always_inline int leave(struct bpf_sock_addr *ctx, const struct socket_flow_key *key, __u64 netns,
 			    const struct packet *p, bool datagram, struct backend *b)
 {
@@ -204,7 +204,7 @@ static __always_inline int leave(struct bpf_sock_addr *ctx, const struct socket_
 	return ALLOW;
 }
 
-/* A pod. The same decisions as tc would make; what tc can do better, or refuse, is left to it. Never REFUSE. */
+/* A pod. The same decisions as in tc; what tc does better, or has to refuse, is left to it. Never REFUSE. */
 __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, bool datagram, struct backend *b)
 {
 	struct socket_flow_key key = { .cookie = bpf_get_socket_cookie(ctx) };
@@ -217,7 +217,7 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	__u32 table_id;
 	__u32 device = 0;
 
-	/* As in learn_flow: by itself it is read without sockets of pods, too. */
+	/* As in judge_syn(): the verifier checks this function also where pod_sockets is off. */
 	if (!settings.pod_sockets || !p || !b || !find_frontend(p, &f))
 		return ALLOW;
 	key.service = f.service;
@@ -232,7 +232,7 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	case POD_SERVED:
 		break;
 	case POD_STALE:
-		/* It must not change its endpoint. */
+			/* It must keep its endpoint. */
 		if (talk == SOCKET_FLOW_TRANSLATED)
 			break;
 		fallthrough;
@@ -248,7 +248,7 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 		b->id = 0;
 		return ALLOW;
 	}
-	/* It has chosen itself, and must not see its own address. */
+	/* Hairpin: the endpoint is the socket's own pod, which must not see its own address. */
 	if (same_address(&b->address, &p->source, p->ipv6))
 		return leave(ctx, &key, netns, p, datagram, b);
 	if (settle(ctx, p, &key, datagram, false, b))

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * XDP: the same decisions as tc's, before the kernel has made a packet of the frame.  docs/xdp.md tells what is
- * done here; everything else goes up to the tc program of the same device, unchanged and with nothing consumed.
+ * XDP: the same decisions as in tc, before the kernel has made a packet of the frame.  docs/xdp.md lists what is done
+ * here.  Everything else goes up to the tc program of the same device, unchanged and with nothing consumed.
  */
 #include "xdp.h"
 #include "parse.h"
@@ -15,7 +15,7 @@ static __always_inline bool chosen_before(struct xdp_md *ctx __attribute__((unus
 	return false;
 }
 
-/* tc hands the packet over: XDP has no memory that egress could find. */
+/* tc hands the packet over: XDP has no memory that egress could read. */
 static __always_inline void note_handover(struct xdp_md *ctx __attribute__((unused)),
 					  const struct packet *p __attribute__((unused)),
 					  const struct endpoint_selection *e __attribute__((unused)),
@@ -32,7 +32,7 @@ static __always_inline int leave_young(struct xdp_md *ctx __attribute__((unused)
 	return XDP_PASS;
 }
 
-/* The frame is meant for this node, not for a host whose traffic it only sees; NULL if it is not. */
+/* The device, if the frame is addressed to this node; NULL for a frame that is only seen. */
 static __always_inline struct xdp_device *device_of_node(struct xdp_md *ctx)
 {
 	__u32 ifindex = ctx->ingress_ifindex;
@@ -62,10 +62,10 @@ static __always_inline int ingress(struct xdp_md *ctx)
 	if (!parse_packet(ctx, ETH_HLEN, &p) || p.protocol == SCTP)
 		return goes_to_loopback(&p) && device_of_node(ctx) ? drop_packet(ctx, &p, DROP_LOOPBACK_DESTINATION) :
 								     XDP_PASS;
-	/* First, since it is most of the traffic. */
+	/* First, because this is most of the traffic. */
 	if (settings.fast_path && may_be_known(&p)) {
 		verdict = send_by_table(ctx, &p, ctx->ingress_ifindex);
-		/* What the table does not send, netfilter sees; and the observer, that it leaves. */
+		/* Packets that the table does not send go through netfilter; the observer sees them leave. */
 		if (verdict != NOT_KNOWN)
 			return verdict < 0 ? XDP_PASS : verdict;
 	}

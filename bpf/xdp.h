@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The packet as an XDP program has it; skb.h has the same names for tc.  Whatever
- * cannot be done here goes up unchanged, and tc counts it: this side counts what
- * it did itself, and what made it leave a packet that tc can do something with.
+ * The packet as an XDP program has it; skb.h has the same names for tc.  What
+ * cannot be done here goes up unchanged, and tc counts it.  XDP counts what it did
+ * itself, and why it left a packet that tc can send.
  */
 #ifndef PEP_CONTEXT_H
 #define PEP_CONTEXT_H
@@ -10,7 +10,7 @@
 #include "checksum.h"
 #include "flow_table.h"
 
-/* No typedef: type information would name that, and not the kernel's type. */
+/* Not a typedef: BTF would then have its name instead of the kernel's type. */
 #define context xdp_md
 #define HOOK AT_XDP
 
@@ -21,7 +21,7 @@
 
 /* ---- reading --------------------------------------------------------------------- */
 
-/* A view of `length` bytes at `offset`; NULL if they are not in the frame's first buffer: tc can pull them there. */
+/* A view of `length` bytes at `offset`; NULL if they are not in the frame's first buffer (tc can pull them in). */
 static __always_inline void *bytes_at(struct context *ctx, __u32 offset, __u32 length)
 {
 	void *data = CONTEXT_POINTER(ctx, data);
@@ -37,7 +37,7 @@ static __always_inline long load_bytes(struct context *ctx, __u32 offset, void *
 	return bpf_xdp_load_bytes(ctx, offset, to, length);
 }
 
-/* EtherType: that of a VLAN tag, if there is one. */
+/* EtherType; that of a VLAN tag, if there is one. */
 static __always_inline __be16 network_protocol(struct context *ctx)
 {
 	struct ethhdr *link = bytes_at(ctx, 0, sizeof(*link));
@@ -60,9 +60,9 @@ static __always_inline bool is_plain(struct context *ctx __attribute__((unused))
 	return true;
 }
 
-/* ---- handing a choice on ----------------------------------------------------------- */
+/* ---- handing over a choice ----------------------------------------------------------- */
 
-/* The affinity is written, the turn is taken: tc must not choose another time. */
+/* The affinity is written and the turn is taken: tc must not choose again. */
 static __always_inline void hand_to_netfilter(struct context *ctx __attribute__((unused)), const struct packet *p,
 					      const struct endpoint_selection *e, const struct backend *b)
 {
@@ -71,7 +71,7 @@ static __always_inline void hand_to_netfilter(struct context *ctx __attribute__(
 	bpf_map_update_elem(&xdp_choices, p, &choice, BPF_ANY);
 }
 
-/* Nothing has been consumed: tc decides the same. */
+/* Nothing was consumed: tc comes to the same decision. */
 static __always_inline void reject(struct context *ctx __attribute__((unused)),
 				   const struct packet *p __attribute__((unused)),
 				   const struct endpoint_selection *e __attribute__((unused)))
@@ -81,9 +81,9 @@ static __always_inline void reject(struct context *ctx __attribute__((unused)),
 /* ---- the fast path ----------------------------------------------------------------- */
 
 /*
- * The transport header's checksum is the sum of its pseudo header alone: a sender
- * on this machine left the rest to a device that will never do it.  skbs say so,
- * frames do not.  One in 65536 lawful checksums looks the same, and loses nothing.
+ * True if the transport checksum covers the pseudo header only: a sender on this machine left the rest to a device that
+ * will not do it.  An skb marks this, a frame does not.  One in 65536 correct checksums looks the same; tc then sends
+ * the packet.
  */
 static __always_inline bool lacks_checksum(const struct packet *p, __u16 check)
 {
@@ -110,12 +110,12 @@ static __always_inline bool fits(struct context *ctx, enum xdp_frames frames)
 	return frames == ONE_BUFFER && bpf_xdp_get_buff_len(ctx) == (__u64)(ctx->data_end - ctx->data);
 }
 
-/* The action that sends this frame by that device; XDP_PASS: none. */
+/* The action that sends this frame through that device; XDP_PASS: none. */
 static __always_inline enum xdp_action sending_action(struct context *ctx, __u32 device)
 {
 	struct xdp_device *out;
 
-	/* Made into a packet before it leaves: any device does. */
+	/* Generic XDP makes the frame a packet before it leaves, so any device will do. */
 	if (settings.xdp_generic)
 		return device == ctx->ingress_ifindex ? XDP_TX : XDP_REDIRECT;
 	out = bpf_map_lookup_elem(&xdp_devices, &device);
@@ -123,11 +123,11 @@ static __always_inline enum xdp_action sending_action(struct context *ctx, __u32
 		return XDP_PASS;
 	if (device == ctx->ingress_ifindex && fits(ctx, out->returns))
 		return XDP_TX;
-	/* A veth sends nothing back, but takes what is redirected to it. */
+	/* A veth does not transmit back, but takes redirected frames. */
 	return fits(ctx, out->takes) ? XDP_REDIRECT : XDP_PASS;
 }
 
-/* The frame is for that address of this node. */
+/* The frame is addressed to `mac`, an address of this node. */
 static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 {
 	__u8 *frame = bytes_at(ctx, 0, ETH_HLEN);
@@ -136,9 +136,9 @@ static __always_inline bool is_for(struct context *ctx, const __u8 *mac)
 }
 
 /*
- * A TCP segment with more payload than this makes its direction a stream.  In tc the kernel has put such segments
- * together (generic receive offload), and treats many at the price of one.  There is no way back: what is sent from
- * here would overtake what is still being put together.
+ * A TCP segment with more payload than this makes its direction a bulk stream.  In tc the kernel has merged such
+ * segments (generic receive offload) and handles many at the cost of one.  The direction stays with tc: a packet sent
+ * from here would overtake segments that are still being merged.
  */
 #define BULK_BYTES 512
 
@@ -206,7 +206,7 @@ static __always_inline long update_transport_check(struct context *ctx, const st
 
 	if (!check)
 		return -1;
-	/* 0 says that there is no checksum. */
+	/* 0 means that there is no checksum. */
 	if (p->protocol == UDP && !*check)
 		return 0;
 	changed = ~fold(add(add((__u16)~*check, a->address_sum), a->port_sum));

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* What only XDP needs, and what it hands to tc. The rules of maps.h hold here, too. */
+/* Maps for XDP only, and the one through which it hands over to tc. The rules of maps.h apply here, too. */
 #ifndef PEP_XDP_MAPS_H
 #define PEP_XDP_MAPS_H
 
 #include "flow_maps.h"
 
-/* Every device that a program is on, or that frames may be redirected to (key: ifindex). */
+/* Every device that an XDP program is attached to, or that frames may be redirected to (key: ifindex). */
 struct xdp_device {
-	__u8 mac[6];		/* frames for this address are the node's */
+	__u8 mac[6];		/* frames for this address are for this node */
 	__u8 starts_flow;		/* new flows may be opened here */
-	enum xdp_frames returns;	/* XDP_TX, of what came in there */
-	enum xdp_frames takes;	/* XDP_REDIRECT */
+	enum xdp_frames returns;	/* by XDP_TX: frames that came in here */
+	enum xdp_frames takes;	/* by XDP_REDIRECT */
 	__u8 zero[3];
 };
 
@@ -22,7 +22,7 @@ struct {
 	__type(value, struct xdp_device);
 } xdp_devices SEC(".maps");
 
-/* An endpoint that XDP chose for a new flow that takes the slow path: tc, which gets the packet next, takes it over. */
+/* An endpoint that XDP chose for a new flow on the slow path: tc, which gets the packet next, uses it. */
 struct xdp_choice {
 	__u32 service;
 	__u32 backend;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * A flow that lives in the flow table from its first packet on, because its pair has a permit.
- * After skb.h or xdp.h.
+ * A flow that is in the flow table from its first packet on, because its pair has a permit.
+ * Include after skb.h or xdp.h.
  */
 #ifndef PEP_YOUNG_H
 #define PEP_YOUNG_H
@@ -27,7 +27,7 @@ static __always_inline void permit_key_of(struct permit_key *key, __u32 device, 
 	key->masquerade = masquerade;
 }
 
-/* What both directions' entries change in a checksum: from the packet's addresses and ports to the action's. */
+/* How the rewrite changes the checksums: from the packet's addresses and ports to the new ones. */
 static __always_inline void set_sums(struct flow_rewrite *a, const struct flow_key *from)
 {
 	__be32 ports_before = bpf_htonl((__u32)from->source_port << 16 | from->destination_port);
@@ -49,7 +49,7 @@ static __always_inline void stamp(struct flow *f, const struct flow_key *key, __
 }
 
 /*
- * Completes the draft: both keys and there->rewrite's translation are set.  The answers' entry follows from it.
+ * Completes the draft: `key` and the translation in `there` are set.  The entry of the replies follows from them.
  */
 static __always_inline void complete_draft(struct flow_draft *d, __u32 generation, __u64 now)
 {
@@ -77,7 +77,7 @@ static __always_inline struct flow_draft *flow_draft(void)
 	return bpf_map_lookup_elem(&flow_drafts, &zero);
 }
 
-/* Why this new flow cannot be young, whatever its permit says. */
+/* Why this new flow cannot be young, whether or not its pair has a permit. */
 static __always_inline enum reason why_not_young(const struct packet *p, const struct fast_path *word, __u64 now)
 {
 	enum reason reason = fast_path_closed(word, p->ipv6, now);
@@ -86,7 +86,7 @@ static __always_inline enum reason why_not_young(const struct packet *p, const s
 		return reason;
 	if (word->draining)
 		return STACK_DRAINING;
-	/* Who counts the kernel's connections must see each of them. */
+	/* The schedulers that count connections in the kernel must see each of them. */
 	if (p->protocol == SCTP || settings.scheduler >= LEAST_CONNECTIONS)
 		return SLOW_NO_PERMIT;
 	if (p->fragment)
@@ -104,7 +104,7 @@ static __always_inline bool is_over_quota(__u32 device)
 }
 
 /*
- * The source ports are given by turns: one that the endpoint may still remember (TIME_WAIT) is given again as late as
+ * Source ports are allocated in turn: a port that the endpoint may still have in TIME_WAIT is reused as late as
  * possible.
  */
 static __always_inline __u16 next_snat_port(void)
@@ -116,7 +116,7 @@ static __always_inline __u16 next_snat_port(void)
 	return settings.snat_port_min + (turn + (bpf_get_smp_processor_id() & 1) * (range / 2)) % range;
 }
 
-/* Both entries, the answers' first: a packet finds either both or none that it could miss. */
+/* Inserts both entries, that of the replies first, so that a packet never finds only half of a flow. */
 static __always_inline enum reason insert_young(struct flow_draft *d, bool masquerade)
 {
 	bool other_port = masquerade;
@@ -133,7 +133,7 @@ static __always_inline enum reason insert_young(struct flow_draft *d, bool masqu
 			break;
 		if (!bpf_map_lookup_elem(&flows, &d->reply_key))
 			return SLOW_TABLE_FULL;
-		/* The client has the port in use with another Service of this endpoint: as netfilter, take another one. */
+		/* The client uses the port with another Service of this endpoint: take another one, as netfilter does. */
 		if (!settings.snat_port_min)
 			return SLOW_NO_PORT;
 		other_port = true;
@@ -146,7 +146,7 @@ static __always_inline enum reason insert_young(struct flow_draft *d, bool masqu
 	return SLOW_TABLE_FULL;
 }
 
-/* As many answers as datagrams, or closed by both sides, and nothing since: nobody waits for anything. */
+/* All datagrams are answered, or both sides have closed, and nothing came since. */
 static __always_inline bool is_complete(const struct flow *f, const struct flow *reply, enum protocol protocol,
 					__u64 now)
 {
@@ -160,7 +160,7 @@ static __always_inline bool is_complete(const struct flow *f, const struct flow 
 	return reply->packets > f->packets;
 }
 
-/* The answers' direction of the young flow, if there is one, that this client port has with that endpoint. */
+/* The replies' entry of a young flow between this client port and that endpoint; NULL if there is none. */
 static __always_inline struct flow *young_answers(const struct packet *p, const union address *endpoint, __u16 port,
 						  struct flow_key *answer)
 {
@@ -177,8 +177,8 @@ static __always_inline struct flow *young_answers(const struct packet *p, const 
 }
 
 /*
- * A flow to this endpoint that netfilter is to carry, and that keeps its ports.  1: a young flow has the same ends, by
- * another Service of the endpoint, or by one at all: netfilter, which does not know that, must hear of it first.
+ * For a flow to this endpoint that netfilter is to forward with its ports unchanged.  1: a young flow, through a
+ * Service of the endpoint, has the same client and endpoint ports: netfilter does not know it and must get it first.
  */
 static __noinline int is_taken_by_young(const struct packet *p, const union address *endpoint, __u16 port, __u32 device)
 {
@@ -191,12 +191,12 @@ static __noinline int is_taken_by_young(const struct packet *p, const union addr
 	if (!f)
 		return 0;
 	client = other_direction(&f->rewrite, p);
-	/* From another device it is forged, or none of this client's: it changes nothing here. */
+	/* From another device the packet is forged, or not of this client: it changes nothing here. */
 	if (client && client->rewrite.device_in != device)
 		return 0;
 	if (!client || (f->closing && client->closing) ||
 	    (p->protocol == UDP && is_complete(client, f, UDP, bpf_ktime_get_coarse_ns()))) {
-		/* It is over, but for what its sides may repeat.  Without an agent nobody else takes it out. */
+		/* It is over, except for retransmissions.  Without an agent nothing else removes it. */
 		if (forget_flow(&answer, &f->rewrite, true, true))
 			count(CLOSING_FLOW_REPLACED);
 		return 0;
@@ -205,7 +205,7 @@ static __noinline int is_taken_by_young(const struct packet *p, const union addr
 	return 1;
 }
 
-/* A young flow takes its turn among the recent ones. */
+/* Puts a young flow into its slot among the recent ones. */
 static __noinline int note_recent(const struct flow_key *key)
 {
 	__u64 now = bpf_ktime_get_coarse_ns();
@@ -233,7 +233,7 @@ static __noinline int note_recent(const struct flow_key *key)
 
 #define STRANGERS_A_SECOND 1024
 
-/* A pair without a permit may be a forged source: only so many of their flows are entered in a second. */
+/* A pair without a permit may have a forged source, so only so many of their flows are entered per second. */
 static __always_inline bool takes_stranger(__u64 now)
 {
 	__u32 one = 1, second = (now / NANOSECONDS & 0xfffff) << 12;
@@ -251,7 +251,7 @@ static __always_inline bool takes_stranger(__u64 now)
 
 /*
  * After open_young() has left this packet to netfilter, for `reason`.  1: a datagram whose pair was proven lately, so
- * the observer would learn nothing from it.  In a flood that nothing answers, most are such.  Not static: as judge_syn().
+ * the observer would learn nothing.  In a flood without replies that is most packets.  Global, as judge_syn().
  */
 __noinline int is_proven(const struct packet *p, enum reason reason)
 {
@@ -266,14 +266,11 @@ __noinline int is_proven(const struct packet *p, enum reason reason)
 	now = bpf_ktime_get_coarse_ns();
 	if (!word || !d || d->permit.generation != *(volatile __u32 *)&word->permit_generation)
 		return 0;
-	/* Some are compared all the same: what goes on without an answer is entered. */
+	/* Some are compared all the same: a flow that goes on without a reply is entered. */
 	return now + PERMIT_NS / 2 < d->permit.until && !takes_stranger(now);
 }
 
-/*
- * Opens the flow in the table, if its pair has a permit.  REASON_UNSPECIFIED: `d->there.rewrite` is to be carried out.
- * Not static, so that the verifier reads it once.
- */
+/* Opens the flow in the table, if its pair has a permit.  REASON_UNSPECIFIED: rewrite by `d->there.rewrite`. */
 static __noinline int open_young(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 				 const struct backend *b)
 {
@@ -299,7 +296,7 @@ static __noinline int open_young(struct context *ctx, const struct packet *p, co
 	permit = bpf_map_lookup_elem(&permits, &d->permit_key);
 	if (!permit)
 		return SLOW_NO_PERMIT;
-	/* A copy: the element may be given to another pair meanwhile, which the key in it would not show. */
+	/* A copy: the element may be given to another pair meanwhile, and its key would not show that. */
 	d->permit = *permit;
 	if (now >= d->permit.until || now >= d->permit.back_until ||
 	    d->permit.generation != *(volatile __u32 *)&word->permit_generation)
@@ -337,7 +334,7 @@ static __noinline int open_young(struct context *ctx, const struct packet *p, co
 	if (reason)
 		return reason;
 	count_young(device);
-	/* Packets for this address are looked for in the table from now on. */
+	/* From now on the table is looked up for packets to this address. */
 	set_hint(&p->destination, p->destination_port, p->ipv6);
 	return REASON_UNSPECIFIED;
 }

@@ -5,5 +5,5 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-#: The kube-proxy release whose behaviour, flags and messages are followed; tools compare it with the cluster's.
+#: The reference kube-proxy release for behaviour, flags and messages. Tools compare it with the cluster's version.
 KUBERNETES_VERSION = "v1.36.3"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m pyebpf_proxy`` is ``pyebpf-proxy``."""
+"""``python -m pyebpf_proxy`` runs ``pyebpf-proxy``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent: puts the rooms together and runs them."""
+"""The agent: connects the packages and runs them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _log = Logger("agent")
 
 
 def run(settings: Effective, cluster: ClusterConnection, shown: Shown, watch: ConfigWatch | None = None) -> None:
-    """Be the agent until SIGTERM or SIGINT; FatalError or DatapathError if that is impossible.
+    """Run the agent until SIGTERM or SIGINT; FatalError or DatapathError if it cannot start or go on.
 
-    ``shown``: what the servers show of the configuration.
-    ``watch``: of the configuration file; a change ends the agent with a FatalError. What is attached stays then.
+    ``shown``: the configuration that the servers show.
+    ``watch``: of the configuration files; a change ends the agent with a FatalError. Programs stay attached.
     """
     preflight.check()
     directory = RunDirectory(settings.directory)
@@ -61,14 +61,14 @@ def run(settings: Effective, cluster: ClusterConnection, shown: Shown, watch: Co
         )
         asyncio.run(_serve(settings, cluster, datapath, shown, watch))
     finally:
-        # A start that came to nothing takes its folder away; an instance that serves keeps it.
+        # A failed start removes its folder; an active instance keeps it.
         directory.release(remove=not datapath.present())
 
 
 def prepare(settings: Effective, source: Source) -> None:
-    """``--init-only``: what of a start needs more rights than a later one will have; errors as in ``run``.
+    """``--init-only``: the steps of a start that need more rights than a later start will have; errors as in ``run``.
 
-    The same as at a start: the objects are read once, podCIDRs are waited for, what doesn't fit is said.
+    As at a start, it reads the objects once, waits for podCIDRs and logs configuration problems.
     """
     preflight.check()
     directory = RunDirectory(settings.directory)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--cleanup``: everything of this instance is taken away, and what kube-proxy's modes left behind.
+"""``--cleanup``: removes everything of this instance, and rules that kube-proxy left behind.
 
-Needs nothing that the agent needs but rights: no API server, no programs.
+It needs only rights, no API server and no BPF programs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _log = Logger("cleanup")
 
 
 def run(path: Path, exclude_cidrs: Sequence[Network] = (), keep_kube_proxy: bool = False) -> None:
-    """Clean up the instance of this run folder, then after kube-proxy (spec/configuration §6).
+    """Clean up the instance of this run folder, then kube-proxy's leftovers (spec/configuration §6).
 
-    ``exclude_cidrs``: IPVS services there are others'. ``keep_kube_proxy``: what is kube-proxy's stays, it runs
-    again. FatalError if an agent runs on the folder, or if something of any part is left; the other parts are done all
-    the same.
+    ``exclude_cidrs``: IPVS services in them are kept. ``keep_kube_proxy``: kube-proxy's rules are kept, since it runs
+    again. FatalError if an agent runs on the folder, or if something could not be removed; the other parts are still
+    cleaned up.
     """
     preflight.check_rights(["CAP_NET_ADMIN"])
     directory = RunDirectory(path)

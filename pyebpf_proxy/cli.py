@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only front door: flags, subcommands, exit status.
+"""The command line: flags, subcommands, exit status.
 
-Nothing heavy is imported before it is needed: ``--version`` answers at once.
+Large modules are imported only when needed, so that ``--version`` answers at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line. The result is the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["lab"]:
         from pyebpf_proxy.lab.cli import main as lab
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pyebpf_proxy.see import COMMANDS
 
         if arguments[0] in COMMANDS:
-            from pyebpf_proxy.see.cli import main as see
+            from pyebpf_proxy.commands import main as see
 
             return see(list(arguments))
     try:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Error: {error}{_meant(arguments)}", file=sys.stderr)
         return 1
     if flags.help:
-        from pyebpf_proxy.see import cli as commands
+        from pyebpf_proxy import commands
 
         return _print(usage({name: command.text for name, command in commands.COMMANDS.items()}))
     if flags.version in ("true", "raw"):
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str) -> int:
-    """What was asked for, on stdout; whoever reads may have read enough."""
+    """Print on stdout. The reader may have closed the pipe."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -65,7 +65,7 @@ def _print(text: str) -> int:
 
 
 def _meant(arguments: Sequence[str]) -> str:
-    """Words for a command that is none: which one may have been meant."""
+    """For an unknown command: similar ones."""
     from pyebpf_proxy.see import COMMANDS
     from pyebpf_proxy.see.answers import near
 
@@ -91,7 +91,7 @@ def _run(flags: Flags) -> int:
 
     log.configure("text")
     logger = log.Logger()
-    # Until the file says how the log is to look, the flag does.
+    # The flag applies until the configuration file has been read.
     if flags.values.get("logging-format") == "json":
         log.configure("json")
     try:
@@ -106,7 +106,7 @@ def _run(flags: Flags) -> int:
         else:
             _agent(settings, config, flags)
     except ConfigError as error:
-        # The text is kube-proxy's; which file is meant stands beside it.
+        # The text is kube-proxy's; the file is a separate field.
         logger.error(str(error), file=error.file or flags.config or None)
         return 1
     except (FatalError, DatapathError) as error:
@@ -124,7 +124,7 @@ def _configuration(flags: Flags) -> KubeProxyConfiguration:
     from pyebpf_proxy import log
     from pyebpf_proxy.config.complete import complete
 
-    # What the log is to look like is known only in the end.
+    # The log format is known only after the configuration has been completed.
     warnings: list[tuple[str, str | None]] = []
     try:
         config = complete(flags, lambda text, file: warnings.append((text, file)))
@@ -138,7 +138,7 @@ def _configuration(flags: Flags) -> KubeProxyConfiguration:
 
 
 def _own(flags: Flags) -> DatapathConfiguration | None:
-    """What is ours alone. Checked whatever is to be done, so that a mistake is known before it matters."""
+    """The datapath configuration. It is always checked, so that mistakes are reported early."""
     if not flags.datapath_config:
         return None
     from pathlib import Path
@@ -176,7 +176,7 @@ def _settings(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
     settings = effective(config, flags, own)
     logger = Logger("config")
     if config.mode == "ipvs":
-        logger.warning("mode ipvs: there is no IPVS here; docs/ipvs-mode.md says what its settings do")
+        logger.warning("mode ipvs: IPVS itself is not used; docs/ipvs-mode.md describes the effect of its settings")
     return settings
 
 
@@ -190,7 +190,7 @@ def _cluster(settings: Effective) -> ClusterConnection:
 
         metrics = ClientMetrics()
         source = api_server(settings.api, settings.node_name, metrics, service_cidrs=settings.nft_mode)
-        source.start()  # the slow imports are still to come
+        source.start()  # listing overlaps with the slow imports below
         return ClusterConnection(source, source.events, metrics.families)
     from pyebpf_proxy.kube.manifests import ManifestSource
     from pyebpf_proxy.log import Logger
@@ -209,7 +209,7 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
     from pyebpf_proxy.cycles import without_cycle_search
 
     watch = None
-    # First what may be wrong with the command line, then the slow imports.
+    # Check the command line before the slow imports.
     with without_cycle_search():
         cluster = _cluster(settings)
         from pyebpf_proxy.agent import prepare, run

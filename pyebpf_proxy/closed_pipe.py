@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command does whose reader went away."""
+"""Handling of a closed stdout pipe."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import sys
 
 
 def closed_pipe() -> int:
-    """The exit status. Python would complain once more when it closes stdout."""
+    """The exit status. Stdout is redirected, since Python would report an error when it closes it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE

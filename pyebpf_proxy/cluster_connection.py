@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agent has to do with beside the kernel: where objects come from and Events go to."""
+"""The agent's connection to the cluster: the source of objects and the sink of Events."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class ClusterConnection(NamedTuple):
-    """Nothing behind it can tell a folder of manifests from an API server."""
+    """Hides from its users whether objects come from a manifests folder or an API server."""
 
     source: Source
-    #: Where Events go, if there is an API server.
+    #: The recorder of Events, if there is an API server.
     events: Recorder | None = None
-    #: Metrics of the way there.
+    #: Metrics of the connection.
     metrics: Sequence[MetricFamily] = ()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends the agent when one of its configuration files is written or renamed (spec/configuration §6).
 
-The watch is on the file that the path leads to, as kube-proxy's (fsnotify) is. Who replaces the file, as editors and
-ConfigMap volumes do, removes the watched one: nothing happens then, and nothing is followed from there on.
+Like kube-proxy's (fsnotify), the watch is on the file that the path leads to. Editors and ConfigMap volumes replace the
+file, which removes the watched one: this does not end the agent, and the new file is not watched.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ UPDATED = "content of the proxy server's configuration file was updated"
 OWN_UPDATED = "content of the datapath configuration file was updated"
 OVERFLOW = "fsnotify: queue or buffer overflow"
 
-# What fsnotify calls Write and Rename. Chmod, Create and Remove would do nothing.
+# Write and Rename of fsnotify. kube-proxy ignores Chmod, Create and Remove.
 _EVENTS = flags.MODIFY | flags.MOVE_SELF
 
 
 class ConfigWatch:
-    """Watches from when it is made; ``wait`` then also tells what has happened in between."""
+    """Watches from its construction on; ``wait`` also reports earlier events."""
 
     def __init__(self, path: Path | None, own: Path | None = None) -> None:
-        """``path``: kube-proxy's file; ``own``: that of ``--datapath-config``. ConfigError if there is no watch."""
+        """``path``: kube-proxy's file; ``own``: that of ``--datapath-config``. ConfigError if the watch fails."""
         self._texts: dict[int, str] = {}
         try:
             self._inotify = INotify(nonblocking=True)
@@ -43,7 +43,7 @@ class ConfigWatch:
             raise ConfigError(f"failed complete: {reason} (the configuration file cannot be watched)") from None
 
     async def wait(self) -> None:
-        """Until cancelled; FatalError when the file was written or renamed, or the watch failed."""
+        """Wait until cancelled. FatalError when a file was written or renamed, or the watch failed."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         loop.add_reader(self._inotify.fileno(), readable.set)
@@ -56,7 +56,7 @@ class ConfigWatch:
             loop.remove_reader(self._inotify.fileno())
 
     def close(self) -> None:
-        """Give the watch back."""
+        """Close the watch."""
         self._inotify.close()
 
     def _read(self) -> None:

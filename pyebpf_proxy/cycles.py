@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When Python's collector need not look for cycles."""
+"""Disables Python's cyclic garbage collector."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_cycle_search() -> Iterator[None]:
-    """For making a hundred thousand objects that all stay: looking for cycles among them costs as much again.
+    """For the creation of many lasting objects: the search for cycles would double its cost.
 
-    Of one thread. The search is on again at the end, however that comes, unless it was off at the beginning.
+    For one thread only. The collector is enabled again at the end, unless it was disabled before.
     """
     if not gc.isenabled():
         yield

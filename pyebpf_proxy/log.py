@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log: one line per thing that matters, on standard error, as text or JSON.
+"""The log: one line per message on standard error, as text or JSON.
 
     log = Logger("datapath")
     log.info("programs attached", devices=3, hook="tcx")
@@ -7,7 +7,7 @@
     2026-11-21T02:39:29.123Z info programs attached devices=3 hook=tcx
     {"time": "2026-11-21T02:39:29.123Z", "level": "info", "message": "programs attached", "devices": 3, …}
 
-It sits on the standard ``logging``, so what libraries say comes out in the same form.
+It uses the standard ``logging``, so messages of libraries have the same format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LEVELS = {
 
 
 class Logger:
-    """Messages of one room. Fields are given by keyword; a field whose value is None is left out."""
+    """Messages of one package. Fields are keyword arguments; a field whose value is None is omitted."""
 
     def __init__(self, name: str = "") -> None:
         self._logger = logging.getLogger(f"pyebpf_proxy.{name}" if name else "pyebpf_proxy")
@@ -48,7 +48,7 @@ class Logger:
         self._log(logging.ERROR, message, fields)
 
     def internal_error(self) -> None:
-        """The exception being handled is a mistake of ours: with where it happened."""
+        """Log the current exception as a bug, with its traceback."""
         self._logger.exception("internal error, please report it", extra={"fields": {}})
 
     def _log(self, level: int, message: str, fields: dict[str, object]) -> None:
@@ -56,7 +56,7 @@ class Logger:
             self._logger.log(level, "%s", message, extra={"fields": fields})
 
 
-#: From this verbosity on (``-v``), debug messages are written.
+#: Debug messages are written from this verbosity (``-v``) on.
 DEBUG_VERBOSITY = 2
 
 
@@ -65,9 +65,9 @@ def configure(
     verbosity: int = 0,
     rooms: Sequence[tuple[str, int]] = (),
 ) -> None:
-    """Send every log line to standard error in ``format``; libraries only from warnings on.
+    """Send every log line to standard error in ``format``; those of libraries from level warning on.
 
-    ``rooms`` are patterns for names of rooms with the verbosity of each; the first that fits counts.
+    ``rooms``: patterns of package names with their verbosities; the first match applies.
     """
     handler = logging.StreamHandler()
     handler.addFilter(_Verbosity(verbosity, rooms))
@@ -76,12 +76,12 @@ def configure(
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     set_verbosity(verbosity)
-    # A closed pipe at the other end must not fill the log with tracebacks about the log.
+    # A closed pipe must not cause tracebacks about the log.
     logging.raiseExceptions = False
 
 
 def set_verbosity(verbosity: int) -> None:
-    """Another verbosity from now on; patterns for rooms keep theirs. Safe in any thread."""
+    """Change the verbosity; patterns keep theirs. Safe in any thread."""
     for handler in logging.getLogger().handlers:
         for each in handler.filters:
             if isinstance(each, _Verbosity):
@@ -97,7 +97,7 @@ class _Verbosity(logging.Filter):
         self._rooms = rooms
 
     def highest(self) -> int:
-        """The verbosity of the most talkative room."""
+        """The highest verbosity of any package."""
         return max([self.verbosity, *(level for _, level in self._rooms)])
 
     def filter(self, record: logging.LogRecord) -> bool:

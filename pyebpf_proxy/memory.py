@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a start needed and nothing later needs."""
+"""Returns memory to the kernel after the start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 
 
 def give_back() -> None:
-    """Free pages of the C library's heap go back to the kernel; by itself it keeps them. Some milliseconds."""
+    """Return free pages of the C library's heap to the kernel. It takes some milliseconds."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except AttributeError:

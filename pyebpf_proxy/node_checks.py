@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before the first sync: do the configuration, the Node and the kernel fit together (spec/configuration §5.3, §5.4)?"""
+"""Checks before the first sync that configuration, Node and kernel are consistent (spec/configuration §5.3, §5.4)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = Logger("config")
 
 
 def check(stated: Stated, facts: NodeFacts, proc: Path = Path("/proc")) -> None:
-    """Warn of what doesn't fit; FatalError where kube-proxy too doesn't start."""
+    """Warn about inconsistencies; FatalError where kube-proxy does not start either."""
     primary = families.primary_family(facts.node_ips)
     pod_cidrs = list(facts.node_cidrs.values())
     _warn(families.node_ports(stated, facts.node_ips, pod_cidrs))
@@ -32,7 +32,7 @@ def check(stated: Stated, facts: NodeFacts, proc: Path = Path("/proc")) -> None:
 
 
 def has_ipv6(proc: Path = Path("/proc")) -> bool:
-    """Whether this network namespace has IPv6: the kernel can, and ``disable_ipv6`` is not set for all."""
+    """Whether this network namespace has IPv6: the kernel supports it, and ``disable_ipv6`` is not set for all."""
     try:
         if not (proc / "net/if_inet6").exists():
             return False

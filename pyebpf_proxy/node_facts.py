@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Node objects say, as values that the data plane needs."""
+"""Values of the Node objects that the data plane needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NodeFacts:
     pod_cidrs: frozenset[Network] = frozenset()
     #: The addresses of every Node.
     node_addresses: frozenset[bytes] = frozenset()
-    #: The first pod CIDR of each family of this Node: who counts as a pod in mode NodeCIDR (spec/service-semantics §6).
+    #: The first pod CIDR of each family of this Node: the local pods in mode NodeCIDR (spec/service-semantics §6).
     node_cidrs: dict[IPFamily, Network] = field(default_factory=dict)
-    #: What the ServiceCIDR objects say: in nftables mode, addresses in them that are no Service's (§9).
+    #: The CIDRs of the ServiceCIDR objects, for unallocated ClusterIPs in nftables mode (§9).
     service_cidrs: frozenset[Network] = frozenset()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agent's life owes to the object of its own Node (spec/configuration §5.3): when to begin, when to end.
+"""Start and end of the agent depending on its own Node object (spec/configuration §5.3).
 
-As kube-proxy v1.36's NodeManager: in detectLocalMode NodeCIDR nothing starts before the Node has podCIDRs, and other
-ones than at the start end the agent. Other addresses, and a Node that is deleted, are only told.
+As kube-proxy v1.36's NodeManager: in detectLocalMode NodeCIDR nothing starts before the Node has podCIDRs, and changed
+podCIDRs end the agent. Changed addresses and a deleted Node are only logged.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pyebpf_proxy.services.nodes import NO_NODE, NodeView, view_node
 if TYPE_CHECKING:
     from pyebpf_proxy.kube.source import Change
 
-#: How long podCIDRs are waited for.
+#: Seconds to wait for podCIDRs.
 POD_CIDRS_SECONDS = 300.0
 
 _log = Logger("node")
 
 
 class NodeLife:
-    """Follows one Node. ``take`` changes, ``listed`` when everything was delivered once, ``guard`` waits."""
+    """Follows one Node. ``take`` takes changes, ``listed`` marks the end of the first listing, ``guard`` waits."""
 
     def __init__(self, name: str, *, needs_pod_cidrs: bool, seconds: float = POD_CIDRS_SECONDS) -> None:
-        """``seconds``: how long ``guard`` waits for podCIDRs, where they are needed."""
+        """``seconds``: how long ``guard`` waits for podCIDRs if they are needed."""
         self._name = name
         self._needs_pod_cidrs = needs_pod_cidrs
         self._seconds = seconds
@@ -42,11 +42,11 @@ class NodeLife:
 
     @property
     def ready(self) -> bool:
-        """Whether everything is known of the Node that a start needs."""
+        """Whether the Node has everything that a start needs."""
         return self._ready.is_set()
 
     def take(self, changes: Iterable[Change]) -> list[Change]:
-        """The changes that others should see: all but our own Node's end."""
+        """The changes to pass on: all but the deletion of this agent's Node."""
         seen = []
         for change in changes:
             if change.kind != "Node" or change.name != self._name:
@@ -58,7 +58,7 @@ class NodeLife:
                 seen.append(change)
                 self._view = None
             else:
-                # What it said goes on being true, as for kube-proxy: NodePorts do not open because it is gone.
+                # As in kube-proxy, its last state remains valid: the deletion does not change NodePorts.
                 _log.warning("Node is being deleted", node=self._name)
         if self._listed.is_set():
             self._see()
@@ -70,7 +70,7 @@ class NodeLife:
         self._see()
 
     async def guard(self) -> None:
-        """Until cancelled; FatalError if the podCIDRs do not come in time, or have become others."""
+        """Wait until cancelled. FatalError if the podCIDRs are not assigned in time, or change later."""
         await self._listed.wait()
         if not self.ready:
             _log.info("waiting for the podCIDRs of this Node", node=self._name, seconds=self._seconds)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text from elsewhere, so that a terminal or a reader of lines takes it for text.
+"""Escapes untrusted text for terminals and line-based readers.
 
-Names of pods, processes and devices are chosen by others. Control characters (C0, DEL, C1), line separators,
-marks that turn the direction of text, and halves of surrogate pairs are shown as escapes.
+Names of pods, processes and devices are untrusted. Control characters (C0, DEL, C1), line separators, bidirectional
+marks, and halves of surrogate pairs are shown as escapes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def printable(text: str) -> str:
-    """The text on one line, with escapes as Python writes them: ``\\n``, ``\\x1b``, ``\\u202e``."""
+    """The text on one line, with Python's escapes: ``\\n``, ``\\x1b``, ``\\u202e``."""
     return _UNSAFE.sub(_escape, text)
 
 
 def printable_json(text: str) -> str:
-    """JSON with escapes for what JSON lets stand: the same value, fit for a terminal. Lines and indentation stay."""
+    """JSON with escapes for unsafe characters that JSON permits. Its value, lines and indentation stay the same."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in "\n\r\t" else f"\\u{ord(found[0]):04x}", text)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy probe live|ready``: the kubelet's probes, asked by the socket in the run folder.
+"""``pyebpf-proxy probe live|ready``: the kubelet's probes, answered by the agent's socket in the run directory.
 
-The ports of the agent can be flooded, and can be held by another process that answers in its place; the socket cannot.
-Little is imported: a probe is a new process every few seconds. So the front door calls :func:`probe` before it reads
-the table of commands (``see/cli.py``), which answers for all other arguments.
+The agent's ports can be flooded, or taken by another process that answers instead; the socket cannot.
+A probe is a new process every few seconds, so it imports little: the entry point calls :func:`probe` before it reads
+the table of commands (``commands.py``), which handles all other arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_BYTES = 64 << 10
 
 
 def probe(what: str, folder: str = "") -> int:
-    """Ask; ``what``: of PAGES. 0: yes, 1: no, or no agent answers (stderr says why)."""
+    """Ask the agent; ``what``: a key of PAGES. 0: yes; 1: no, or the agent does not answer (stderr has the reason)."""
     folder = folder or os.environ.get("PYEBPF_PROXY_DIRECTORY") or "/run/pyebpf-proxy"
     try:
         status, body = _ask(folder, PAGES[what])

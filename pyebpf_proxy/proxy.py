@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent: changes from the source → plan → data plane, batched, until a signal ends it.
+"""The agent's main loop: changes from the source → plan → data plane, in batches, until a signal.
 
-One asyncio loop does everything that changes state, so that no step needs a lock; the metrics server and the waiting
-for grace periods have threads of their own. What is attached stays attached when the agent ends.
+One asyncio loop changes all state, so no locks are needed. The metrics server and the wait for grace periods use
+separate threads. Programs stay attached when the agent ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pyebpf_proxy.schedule import Schedule
 from pyebpf_proxy.services.losses import Said
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
 
-#: Removals that need a grace period are done when nothing has happened for so long.
+#: Removals that need a grace period wait until nothing has changed for this time.
 IDLE_SECONDS = 0.2
 
 Delta = Mapping[ServicePortName, ServicePort | None]
@@ -36,14 +36,14 @@ _log = Logger("proxy")
 
 
 class Planner(Protocol):
-    """What is used of ``services.planner.Planner``."""
+    """The part of ``services.planner.Planner`` that this module uses."""
 
     @property
     def lost(self) -> int:
-        """How many addresses are not served as their Services say."""
+        """The number of addresses that are not handled as their Services specify."""
 
     def news(self) -> tuple[list[Said], list[Said]]:
-        """What is to be said of them, and what is no problem but may surprise; each only once."""
+        """New problems of these addresses, and new notes on surprising cases; each is returned once."""
 
     @property
     def names(self) -> Iterable[ServicePortName]:
@@ -52,32 +52,32 @@ class Planner(Protocol):
     def get(self, name: ServicePortName) -> ServicePort | None: ...
 
     def oldest_first(self) -> Iterable[ServicePortName]:
-        """Every service port that exists now, in the order in which room is to be given to them."""
+        """Every service port that exists now, in the order of their claims to map entries."""
 
     def update(self, changes: Iterable[Change]) -> Delta: ...
 
 
 class Datapath(Protocol):
-    """What is used of ``datapath.Datapath``."""
+    """The part of ``datapath.Datapath`` that this module uses."""
 
     def start(self, facts: NodeFacts, wanted: Delta) -> Collection[str]:
-        """Load, adopt what is there, write ``wanted``, remove everything else, attach; problems in words."""
+        """Load, adopt existing state, write ``wanted``, remove everything else, attach; the result: problems."""
 
     def apply(self, delta: Delta, complete: bool = False) -> Collection[str]:
-        """Write the difference, or everything there is; problems in words: what could not be written."""
+        """Write the difference, or everything if ``complete``; the result: what could not be written."""
 
     def node_changed(self, facts: NodeFacts) -> None:
-        """The Nodes are others than before."""
+        """The Nodes have changed."""
 
     def refresh(self) -> None:
-        """Mend what others may have changed."""
+        """Restore what other programs may have changed."""
 
     async def collect(self) -> None:
-        """Wait for the grace period and remove what nobody reads any more."""
+        """Wait for the grace period, then remove entries that no program reads any more."""
 
 
 class Observer(Protocol):
-    """What is used of ``servers.observer.Observer``."""
+    """The part of ``servers.observer.Observer`` that this module uses."""
 
     def changed(self, changes: Sequence[Change], complete: bool) -> None: ...
     def queued(self) -> None: ...
@@ -86,7 +86,7 @@ class Observer(Protocol):
 
 
 class Proxy:
-    """One agent. ``run`` returns after SIGTERM or SIGINT; FatalError when it cannot go on."""
+    """One agent. ``run`` returns after SIGTERM or SIGINT; FatalError if it cannot go on."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class Proxy:
         once: bool = False,
         events: Recorder | None = None,
     ) -> None:
-        """``facts`` tells what the planner knows of the Nodes now; ``check`` looks at that before anything starts.
+        """``facts`` returns the planner's current values of the Nodes; ``check`` checks them before the start.
 
-        ``guards`` run beside the loop; one that raises ends the agent. ``once``: return after the first sync.
-        ``events``: where Warning events about Services go.
+        ``guards`` run concurrently; one that raises ends the agent. ``once``: return after the first sync.
+        ``events``: the recorder of Warning events about Services.
         """
         self._source = source
         self._planner = planner
@@ -120,7 +120,7 @@ class Proxy:
         self._mend_seconds = effective.sync_period
         self._schedule = Schedule(effective.min_sync_period, effective.sync_period)
         self._changes: list[Change] = []
-        #: What is planned before everything has been listed, and of how many objects.
+        #: The plan made while the source still lists, and its number of objects.
         self._planned: dict[ServicePortName, ServicePort | None] = {}
         self._planned_objects = 0
         self._failed = False
@@ -133,7 +133,7 @@ class Proxy:
         self._collecting: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Follow the source until a signal comes."""
+        """Follow the source until a signal."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
@@ -154,7 +154,7 @@ class Proxy:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def deliver(self, batch: Batch) -> None:
-        """The source's callback: remember the changes, ask for a sync."""
+        """The source's callback: store the changes, request a sync."""
         self._changes += self._life.take(batch.changes)
         if batch.complete and not self._complete:
             self._complete = True
@@ -169,7 +169,7 @@ class Proxy:
             self._wake.set()
 
     def _plan_ahead(self) -> None:
-        """While the source still lists: the plan of an object takes less room than the object."""
+        """Plan while the source still lists: the plan of an object takes less memory than the object."""
         changes, self._changes = self._changes, []
         with without_cycle_search():
             self._planned.update(self._planner.update(changes))
@@ -187,7 +187,7 @@ class Proxy:
                 self._wake.clear()
                 continue
             self._sync()
-            # Let signals and events in, also when every change brings the next one at once.
+            # Let signals and events in, even if syncs follow each other without a pause.
             await asyncio.sleep(0)
 
     def _sync(self) -> None:
@@ -202,7 +202,7 @@ class Proxy:
             if not self._running:
                 raise FatalError(str(error)) from error
             ok = False
-            _log.error("sync failed, tried again", error=str(error))
+            _log.error("sync failed, will retry", error=str(error))
         else:
             self._tell(problems)
             self._say()
@@ -227,7 +227,7 @@ class Proxy:
         if full:
             self._datapath.refresh()
         if full or self._failed:
-            # What a failed sync has written is not known: everything is compared again.
+            # It is unknown what a failed sync has written: compare everything again.
             delta = {name: self._planner.get(name) for name in self._planner.names}
         problems = self._datapath.apply(delta, full or self._failed)
         if delta:
@@ -235,16 +235,16 @@ class Proxy:
         return problems
 
     def _begin(self) -> Collection[str]:
-        """The first sync: everything that exists, then attached."""
+        """The first sync: write everything, then attach."""
         with without_cycle_search():
             problems = self._start()
-            # What exists now mostly stays: the collector need not walk 100 000 endpoints again and again.
+            # Most objects that exist now stay: keep the collector from scanning 100 000 endpoints repeatedly.
             gc.freeze()
         memory.give_back()
         return problems
 
     def _start(self) -> Collection[str]:
-        # The oldest first: where the maps have not room for all, it is theirs.
+        # The oldest first: they get the entries if the maps are too small for all.
         planned = ((name, self._planned.get(name)) for name in self._planner.oldest_first())
         wanted = {name: port for name, port in planned if port is not None}
         self._planned.clear()
@@ -252,8 +252,8 @@ class Proxy:
         facts = self._read_facts()
         if not facts.node_ips:
             _log.warning(
-                "no address of this Node is known: there is no Node object of its name, or it has none;"
-                " set hostnameOverride if the name is another",
+                "no address of this Node is known: its Node object does not exist or has no address;"
+                " set hostnameOverride if the Node has another name",
                 node=self._node_name,
             )
         self._check(facts)
@@ -271,14 +271,14 @@ class Proxy:
         return problems
 
     def _tell(self, problems: Collection[str]) -> None:
-        """Each problem once, and once more when it is over and comes back."""
+        """Log each problem once, and again if it recurs after it was resolved."""
         for problem in problems:
             if problem not in self._told:
                 _log.error(problem)
         self._told = frozenset(problems)
 
     def _say(self) -> None:
-        """What the planner has to say of Services: the texts of those that changed, not of all."""
+        """Log the planner's new problems and notes of Services."""
         problems, notes = self._planner.news()
         for said in problems:
             _log.error(said.text)
@@ -289,24 +289,24 @@ class Proxy:
             _log.info(said.text)
 
     async def _mend(self) -> None:
-        """A firewall that is loaded anew takes our nft table away: look as often as kube-proxy looks for that."""
+        """Check the nftables table as often as kube-proxy does: a firewall reload may remove it."""
         while True:
             await asyncio.sleep(self._mend_seconds)
             if self._running:
                 try:
                     self._datapath.refresh()
                 except DatapathError as error:
-                    _log.error("what others have changed could not be mended", error=str(error))
+                    _log.error("changes by other programs could not be reverted", error=str(error))
 
     async def _collect(self) -> None:
         try:
             await asyncio.sleep(IDLE_SECONDS)
             await self._datapath.collect()
         except DatapathError as error:
-            _log.error("old entries could not be removed, tried again after the next change", error=str(error))
+            _log.error("old entries could not be removed, will retry after the next change", error=str(error))
         finally:
             self._collecting = None
 
     def _signalled(self, number: signal.Signals) -> None:
-        _log.info("stopped; what is attached goes on without the agent", signal=number.name)
+        _log.info("stopped; attached programs continue without the agent", signal=number.name)
         self._stop.set()

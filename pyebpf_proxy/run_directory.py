@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run folder of one instance: the lock that keeps a second agent out of it, the socket that commands ask by."""
+"""The run folder of one instance: the lock against a second agent, and the socket for queries of commands."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.printable import printable
 
-#: Root alone may use it.
+#: Only root may use it.
 SOCKET = "agent.sock"
 LOCK = "lock"
-#: Who can open the lock can hold it (flock asks for no right to write), so nobody else may open it.
+#: Only root may open the lock: every process that can open it can hold it, since flock needs no write permission.
 _FOLDER_MODE, _LOCK_MODE, _OTHERS = 0o700, 0o600, 0o077
-#: What agents keep in the folder. One with anything else in it has another purpose, too, and keeps its mode.
+#: The agent's files. A folder with other files has another purpose, too, and keeps its mode.
 _OURS = frozenset((LOCK, SOCKET, "bpf", "clsact", "node-settings.json"))
 _PROC = Path("/proc")
 _COMMAND_CHARACTERS = 160
@@ -34,7 +34,7 @@ class RunDirectory:
         self._made: list[Path] = []
 
     def acquire(self) -> None:
-        """Make the folder where it is missing and take the lock; FatalError if another agent has it."""
+        """Create the folder if it is missing, and take the lock; FatalError if another agent has it."""
         try:
             self._make()
             while self._descriptor is None:
@@ -46,7 +46,7 @@ class RunDirectory:
             ) from None
 
     def release(self, remove: bool = False) -> None:
-        """Give the lock back. ``remove``: take the lock file and the folder away too, if nothing else is in it."""
+        """Release the lock. ``remove``: also remove the lock file, and the folder if it is empty then."""
         if self._descriptor is None:
             return
         if remove:
@@ -54,7 +54,7 @@ class RunDirectory:
             try:
                 self.path.rmdir()
             except OSError:
-                pass  # Somebody keeps something in it.
+                pass  # It contains other files.
             self._made = [made for made in self._made if made != self.path]
             self._remove_made()
         os.close(self._descriptor)
@@ -76,7 +76,7 @@ class RunDirectory:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                # Former releases' lock could be opened, and so be held, by every user.
+                # Every user could open, and so hold, the lock of former releases.
                 if not was_open or self._held_by_an_agent():
                     raise FatalError(
                         f"another agent{_holder(self._lock, descriptor)} runs on {self.path};"
@@ -85,7 +85,7 @@ class RunDirectory:
                 if self._is_still(descriptor):
                     self._lock.unlink()
             else:
-                # A clean-up may have removed the file between open and lock: then it is no lock any more.
+                # A clean-up may have removed the file between open and lock: then this lock is void.
                 if self._is_still(descriptor):
                     os.truncate(descriptor, 0)
                     os.write(descriptor, _note())
@@ -103,13 +103,13 @@ class RunDirectory:
             return False
 
     def _held_by_an_agent(self) -> bool:
-        """Whether root has the lock, as far as /proc says, or an agent answers at the socket, which only root makes."""
+        """Whether root holds the lock according to /proc, or an agent answers on the socket, which only root makes."""
         pid = lock_holder(self._lock)
         try:
             if pid is not None and (_PROC / str(pid)).stat().st_uid == os.geteuid():
                 return True
         except OSError:
-            pass  # It has ended; who has its descriptor now is not known.
+            pass  # It has ended; the descriptor's present holder is unknown.
         try:
             connected(self.path, 1.0).close()
         except OSError:
@@ -126,20 +126,20 @@ class RunDirectory:
 
 
 def lock_holder(lock: Path) -> int | None:
-    """The process that took this lock, by its number here; None: nobody, or none that this PID namespace sees."""
+    """The PID that holds this lock; None: no process, or none of this PID namespace."""
     try:
         status = lock.stat()
         held = [line.split() for line in (_PROC / "locks").read_text().splitlines()]
     except OSError:
         return None
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    # A line of one who waits has "->" in the second place.
+    # The line of a waiting process has "->" in the second field.
     pid = next((line[4] for line in held if line[1:2] == ["FLOCK"] and line[5] == wanted), None)
     return int(pid) if pid is not None and int(pid) > 0 else None
 
 
 def _keep_others_out(path: Path | int, mode: int) -> bool:
-    """Take away what others may; whether they might. What another user owns is left to that user."""
+    """Remove the permissions of other users, unless another user owns it. The result: whether there were any."""
     status = os.stat(path)
     if not status.st_mode & _OTHERS:
         return False
@@ -149,7 +149,7 @@ def _keep_others_out(path: Path | int, mode: int) -> bool:
 
 
 def _command(pid: int | str) -> str:
-    """The command line of a process, on one line and not too long; "" if it cannot be read."""
+    """The command line of a process, on one line and truncated; "" if it cannot be read."""
     try:
         words = (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
@@ -165,12 +165,12 @@ def _pid_namespace() -> str:
 
 
 def _note() -> bytes:
-    """Who has the lock, for one whose /proc does not show it: number, where it counts, command line."""
+    """The lock's holder, for readers whose /proc does not show it: PID, PID namespace, command line."""
     return f"{os.getpid()} {_pid_namespace() or '-'} {_command('self')}\n".encode(errors="replace")
 
 
 def _holder(lock: Path, descriptor: int) -> str:
-    """Words for who has a lock: ``" (process 12: …)"``. A number of another PID namespace would mislead."""
+    """The lock's holder as text: ``" (process 12: …)"``. A PID of another PID namespace is not shown."""
     pid = lock_holder(lock)
     if pid is not None:
         command = _command(pid)
@@ -186,7 +186,7 @@ def _holder(lock: Path, descriptor: int) -> str:
 
 @contextlib.contextmanager
 def _short(directory: Path) -> Iterator[str]:
-    """A path of the socket that fits into its address, however long the folder's is."""
+    """A path of the socket that fits into a socket address, even if the folder's path does not."""
     descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{SOCKET}"
@@ -195,11 +195,11 @@ def _short(directory: Path) -> Iterator[str]:
 
 
 def listening_socket(directory: Path) -> socket.socket:
-    """A listening socket in the run folder; one that a killed agent left is replaced. OSError."""
+    """A listening socket in the run folder; it replaces that of a killed agent. OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
-        # bind() makes the file with the mode of the socket.
+        # bind() creates the file with the mode of the socket.
         os.fchmod(listener.fileno(), 0o600)
         remove_socket(directory)
         with _short(directory) as path:
@@ -212,7 +212,7 @@ def listening_socket(directory: Path) -> socket.socket:
 
 
 def remove_socket(directory: Path) -> None:
-    """Take the socket away, if it is there."""
+    """Remove the socket, if it exists."""
     with contextlib.suppress(OSError):
         (directory / SOCKET).unlink()
 

@@ -3,7 +3,7 @@
 
 The gap from the end of one sync to the start of the next is at least ``minimum``; the first is immediate. A failed
 sync is repeated after ``retry``, unless a new change comes earlier. Without any change there is a full sync every
-``full`` seconds. The clock is the caller's: every method is given the present time.
+``full`` seconds. The caller passes the current time to every method.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class Schedule:
         self._next: float | None = None
 
     def request(self, now: float) -> None:
-        """Something changed: a sync shall run as soon as it may."""
+        """Something changed: run a sync as soon as permitted."""
         self._wanted = True
         earliest = now if self._last_end is None else max(now, self._last_end + self._minimum)
         self._next = earliest if self._next is None else min(self._next, earliest)
 
     def delay(self, now: float) -> float | None:
-        """Seconds until a sync shall start; 0: now; None: nothing is planned."""
+        """Seconds until the next sync; 0: now; None: none is scheduled."""
         return None if self._next is None else max(0.0, self._next - now)
 
     def started(self) -> bool:
-        """A sync starts and takes every change asked for so far; True if there were any (False: a full sync)."""
+        """A sync starts with all requested changes; True if there were any (False: a full sync)."""
         wanted, self._wanted = self._wanted, False
         self._next = None
         return wanted
 
     def finished(self, now: float, ok: bool) -> None:
-        """The sync ended. A change that was asked for meanwhile waits for the gap."""
+        """The sync ended. A change requested meanwhile waits for the gap."""
         self._last_end = now
         if self._wanted:
             self._next = now + self._minimum

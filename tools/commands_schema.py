@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints docs/commands.schema.json: what ``-o json`` of the commands gives.
+"""Prints docs/commands.schema.json: the schema of the commands' ``-o json`` output.
 
 .venv/bin/python tools/commands_schema.py >docs/commands.schema.json
 """
@@ -16,7 +16,7 @@ from pyebpf_proxy.see.model import schema
 
 
 def text() -> str:
-    """The file as it must be."""
+    """The content of the file."""
     return json.dumps(schema(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 

@@ -1,12 +1,12 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Writes requirements.lock anew: exact versions with hashes of everything pyproject.toml names, with the build backend.
-# Run it to take newer versions; the result is committed. Needs the package index.
+# Regenerates requirements.lock: exact versions with hashes of all dependencies in pyproject.toml and the build backend.
+# Run it to upgrade; the result is committed. Needs the package index.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-# A venv without Debian's packages, so that what happens to be installed here does not fall out of the lock.
+# A venv without Debian's packages, so that locally installed packages are not missing from the lock.
 /usr/bin/python3 -m venv "$scratch/venv"
 "$scratch/venv/bin/pip" install --quiet pip-tools
 printf 'setuptools\nwheel\n' >"$scratch/build.in"

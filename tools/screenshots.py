@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make screenshots``: docs/top.svg, docs/explain.svg, of the real commands on a terminal, in a lab with traffic."""
+"""``make screenshots``: docs/top.svg and docs/explain.svg, from the real commands in a lab with traffic."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from pyebpf_proxy.lab.cluster import Node
 from pyebpf_proxy.lab.example import EXAMPLES, open_example, populate
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-#: A picture asks nobody for its letters.
+#: The console's SVG format without web fonts: the pictures load nothing.
 FORMAT = re.sub(r"<!-- .*? -->|@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 SECONDS = 6.0
 WIDTH, HEIGHT = 100, 22
-#: Of the examples' services: two that are served, one by this node alone, one that nobody serves.
+#: Services of the examples: two served, one only by this node, one without endpoints.
 TARGETS = [
     ("203.0.113.10", 80, "tcp"),
     ("203.0.113.10", 53, "udp"),
@@ -41,7 +41,7 @@ TARGETS = [
 
 
 def on_terminal(node: Node, words: list[str], width: int, height: int, seconds: float) -> str:
-    """What a command writes to a terminal of that size, until it ends or the time is over."""
+    """The output of a command on a terminal of that size, until it ends or the time is over."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -62,7 +62,7 @@ def on_terminal(node: Node, words: list[str], width: int, height: int, seconds: 
             continue
         try:
             written += os.read(master, 65536)
-        except OSError:  # nobody writes any more
+        except OSError:  # the command has closed the terminal
             break
     process.terminate()
     process.wait()
@@ -71,7 +71,7 @@ def on_terminal(node: Node, words: list[str], width: int, height: int, seconds: 
 
 
 def picture(name: str, words: list[str], text: str, width: int) -> None:
-    """An SVG of what stands on the terminal in the end."""
+    """An SVG of the terminal's final content."""
     console = Console(record=True, width=width, file=StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text.from_ansi(f"# pyebpf-proxy {' '.join(words)}", style="bold"))
     console.print(Text.from_ansi(text.replace("\r", "").rstrip()), no_wrap=True, crop=False)
@@ -79,13 +79,13 @@ def picture(name: str, words: list[str], text: str, width: int) -> None:
 
 
 def last_frame(written: str) -> str:
-    """What is drawn last on the alternate screen, but for what is cut off."""
+    """The last complete picture on the alternate screen."""
     frames = written.split("\x1b[?1049l")[0].split("\x1b[H")
     return re.sub(r"\x1b\[\?[0-9]+[hl]|\x1b\[2J", "", frames[-1])
 
 
 def requests(targets: list[tuple[str, int, str]]) -> None:
-    """One after the other, until the lab ends this."""
+    """Send requests one after the other, until the lab ends."""
     while True:
         for address, port, protocol in targets:
             ask(address, port, protocol, timeout=1.0, reply_size=2000 if protocol == "tcp" else 200)
@@ -93,7 +93,7 @@ def requests(targets: list[tuple[str, int, str]]) -> None:
 
 
 def main() -> int:
-    """Bring the lab up, send requests, take the pictures."""
+    """Start the lab, send requests, take the pictures."""
     with open_example(EXAMPLES) as lab:
         populate(lab)
         node = lab.nodes[0]

@@ -1,6 +1,6 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# The two parts of `make setup` that fetch something; each does nothing, and quickly, where all is there already.
+# The two parts of `make setup` that fetch something; each returns quickly if everything is installed.
 #   tools/setup.sh packages [LIST]   Debian packages named in tools/debian-packages.txt, or LIST; only those missing
 #   tools/setup.sh venv       .venv from Debian's python3, with the versions of requirements.lock
 set -euo pipefail
@@ -12,10 +12,10 @@ python=/usr/bin/python3
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-# A mirror that hiccups once is the most frequent failure of all, and the cheapest to survive.
+# A single failure of a mirror is the most frequent failure, and cheap to retry.
 twice() {
     "$@" && return 0
-    say "failed, trying once more: $*"
+    say "failed, retrying once: $*"
     sleep 5
     "$@"
 }
@@ -50,7 +50,7 @@ packages() {
 venv() {
     local stamp=.venv/setup-stamp wanted
     [ -x "$python" ] || fail "$python is missing: apt-get install python3"
-    # Everything the environment follows from; its place too, for a venv does not survive being moved.
+    # Everything the environment depends on; also its location, because a venv cannot be moved.
     wanted=$({ pwd; "$python" -V; sha256sum requirements.lock; grep -v '^#' pyproject.toml | sed '/^\[tool\.\(mypy\|ruff\|pytest\)/,$d'; } | sha256sum)
     if [ -x .venv/bin/pyebpf-proxy ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         return 0
@@ -59,14 +59,14 @@ venv() {
     if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c \
         'import sys; sys.exit(sys.prefix != sys.argv[1] or sys.version != sys.argv[2])' \
         "$PWD/.venv" "$("$python" -c 'import sys; print(sys.version)')"; then
-        say "making the virtual environment .venv"
-        # Debian's packages stay visible: libnftables' binding exists only there.
+        say "creating the virtual environment .venv"
+        # Debian's packages stay visible: the libnftables binding exists only there.
         "$python" -m venv --clear --system-site-packages .venv
     fi
     say "installing the versions of requirements.lock into .venv"
     twice .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-warn-script-location \
-        --require-hashes -r requirements.lock || fail "pip could not install requirements.lock; is there a way to the package index?"
-    # The plain .pth kind of editable install: type checkers can follow it, and nothing need be built for it.
+        --require-hashes -r requirements.lock || fail "pip could not install requirements.lock; is the package index reachable?"
+    # An editable install by a plain .pth file: type checkers support it, and nothing needs to be built.
     .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-deps --no-build-isolation \
         --no-index --config-settings editable_mode=compat --editable . ||
         fail "the package itself could not be installed into .venv"
@@ -75,7 +75,7 @@ venv() {
 }
 
 mkdir -p build
-# Two `make` at once in one checkout take turns.
+# Concurrent `make` runs in one checkout take turns.
 exec 9>build/.setup-lock
 command -v flock >/dev/null && flock 9
 case "${1:-}" in

@@ -1,6 +1,6 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# What deploy/Dockerfile does in each of its two stages; run in the folder of the sources.
+# The steps of the two stages of deploy/Dockerfile; run in the folder of the sources.
 #   deploy/image/stage.sh packages build|run   Debian packages: to build, or those of the agent alone
 #   deploy/image/stage.sh build                BPF objects for any kernel, and the agent in /opt/pyebpf-proxy
 set -euo pipefail
@@ -8,7 +8,7 @@ set -euo pipefail
 list=tools/debian-packages.txt
 target=/opt/pyebpf-proxy
 
-# $1: how the sections of the list begin that are wanted.
+# $1: the prefix of the wanted sections of the list.
 packages() {
     local wanted
     wanted=$(awk -v section="^# -- $1" '/^# --/ { on = ($0 ~ section) } on && /^[a-z0-9]/' "$list")
@@ -18,7 +18,7 @@ packages() {
     if [ -n "${ARCHIVE:-}" ]; then
         sed -i "s#^URIs: .*/\\(debian\\(-security\\)\\?\\)/\\?\$#URIs: $ARCHIVE/\\1/$SNAPSHOT#" \
             /etc/apt/sources.list.d/debian.sources
-        # Its indexes are of that day, and valid no longer; their signatures are checked all the same.
+        # Its indexes are of that day and have expired; their signatures are still checked.
         options=(-o Acquire::Check-Valid-Until=false)
     fi
     apt-get -q "${options[@]}" update
@@ -38,7 +38,7 @@ build() {
     # Debian's packages stay visible: libnftables' binding exists only there.
     python3 -m venv --system-site-packages --without-pip "$target"
     pip+=(--python "$target/bin/python")
-    # The lock also holds what the tests use. Which of it the agent needs is asked for, then taken by its hashes.
+    # The lock also holds packages of the tests. pip selects what the agent needs; it is installed by hash.
     sed -n 's/^\([^ #]*==[^ ]*\).*/\1/p' requirements.lock >"$builder/constraints"
     "${pip[@]}" install --dry-run --ignore-installed --report "$builder/report.json" \
         --constraint "$builder/constraints" "$builder"/pyebpf_proxy-*.whl

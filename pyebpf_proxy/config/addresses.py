@@ -25,7 +25,7 @@ def parse_cidr(text: str) -> Network | None:
         return None
     bits = int(length)
     if ip.version == 4 and ":" in address:
-        # An IPv4 address written as an IPv6 one: the length counts IPv6's bits.
+        # An IPv4-mapped IPv6 address: the prefix length counts IPv6 bits.
         if bits < 96:
             return ipaddress.ip_network((f"::ffff:{ip}", bits), strict=False)
         bits -= 96
@@ -41,7 +41,7 @@ def split_host_port(text: str) -> tuple[str, str] | None:
 
 
 def split(text: str) -> tuple[str, str]:
-    """As ``split_host_port``, but ValueError with Go's words where it is neither."""
+    """As ``split_host_port``, but ValueError with Go's message if it is neither."""
     last = text.rfind(":")
     if last < 0:
         raise ValueError(f"address {text}: missing port in address")
@@ -73,7 +73,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def append_port(address: str, port: int) -> str:
-    """``address`` with ``port`` where it has none; what is no address at all stays (spec/configuration §2.1, §4.5)."""
+    """``address``, with ``port`` if it has none; other text is unchanged (spec/configuration §2.1, §4.5)."""
     if port == 0:
         return ""
     if split_host_port(address) is not None or parse_ip(address) is None:

@@ -24,9 +24,9 @@ _SectionT = TypeVar("_SectionT", bound=Section)
 
 
 def complete(flags: Flags, warn: Callable[[str, str | None], None]) -> KubeProxyConfiguration:
-    """Read what the flags name, fill in the defaults, check all of it; ConfigError lists every error.
+    """Read the file that the flags name, fill in defaults and validate; ConfigError lists every error.
 
-    ``warn`` is called with each warning and, where it is about one, the file.
+    ``warn`` is called with each warning and the file that it is about, if any.
     """
     for warning in flags.warnings:
         warn(warning, None)
@@ -62,8 +62,8 @@ def complete(flags: Flags, warn: Callable[[str, str | None], None]) -> KubeProxy
 
 
 def _from_flags(flags: Flags) -> KubeProxyConfiguration:
-    """Defaults and the flags over them; the file's rules about zeroes do not hold here."""
-    # Kube-proxy's own defaults are made for mode "", so its periods and masqueradeAll are those of iptables.
+    """Defaults, overridden by the flags. An explicit zero of a flag is kept, unlike one of a file."""
+    # kube-proxy computes its defaults for mode "": periods and masqueradeAll are those of iptables.
     config = in_force(with_defaults(KubeProxyConfiguration()))
     changes: dict[str, Any] = {}
     for path, value in flags.fields():
@@ -92,7 +92,7 @@ def _from_flags(flags: Flags) -> KubeProxyConfiguration:
 
 
 def _logging(config: KubeProxyConfiguration, flags: Flags, *, from_file: bool) -> Any:
-    """The logging flags win over the file; entries of vmodule come before the file's."""
+    """Apply the logging flags, which override the file; vmodule entries of flags precede those of the file."""
     logging, values = config.logging, flags.values
     update: dict[str, Any] = {}
     if "logging-format" in values:
@@ -108,7 +108,7 @@ def _logging(config: KubeProxyConfiguration, flags: Flags, *, from_file: bool) -
     options = {}
     for name, attribute in (("text", "text"), ("json", "json_")):
         section = getattr(logging.options, attribute)
-        # Binding its flags resets splitStream of a file: kube-proxy never heeds it there.
+        # In kube-proxy, binding the flags resets splitStream: the value of a file never has an effect.
         changes: dict[str, Any] = {"split_stream": False} if from_file else {}
         if f"log-{name}-split-stream" in values:
             changes["split_stream"] = values[f"log-{name}-split-stream"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--datapath-config``: the file of our own options, read strictly. Every error is told, each by its path.
+"""``--datapath-config``: the DatapathConfiguration, decoded strictly. Every error is reported with its path.
 
-Bounded as kube-proxy's file is, by the same readers. Unknown and duplicate fields are errors here: no older tool
-writes this file, so what is not known is a mistake.
+The readers and size limits are those of kube-proxy's file. Unknown and duplicate fields are errors: no older tool
+writes this file, so an unknown field is a mistake.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyebpf_proxy.config.loader import ConfigError
 from pyebpf_proxy.config.validation import in_one_line
 from pyebpf_proxy.config.yaml_text import Number
 
-#: Fields that have another name since, as they were written; they mean the same.
+#: Old names of renamed fields; they mean the same.
 RENAMED = {
     "maps.tables": "serviceConfigs",
     "maps.liftedFragments": "bridgedFragments",
@@ -31,12 +31,12 @@ RENAMED = {
 
 _SHOWN = 60
 _MAX_ERRORS = 100
-#: Beyond any number that a field takes; longer ones are not even read.
+#: More digits than any valid value has; longer numbers are not parsed.
 _MAX_DIGITS = 30
 
 
 def read(path: Path) -> DatapathConfiguration:
-    """The document in this file; ConfigError has the file, and each error by its path."""
+    """The document in this file; ConfigError names the file and every error with its path."""
     try:
         return decode_text(loader.content(path))
     except ValueError as error:
@@ -51,7 +51,7 @@ def decode_text(text: bytes) -> DatapathConfiguration:
     errors = list(duplicates)
     values = _plain(DatapathConfiguration, [] if fields is None else pairs(fields), "", errors)
     if wrong := _identity(values):
-        # Another kind's fields are not worth a word each.
+        # Do not report each field of a document of another kind.
         raise ValueError(in_one_line(wrong))
     try:
         config = DatapathConfiguration.model_validate(values, by_alias=True, by_name=False)
@@ -74,7 +74,7 @@ def _identity(values: dict[str, Any]) -> list[str]:
 
 
 class _Fraction(float):
-    """What is a number and not a whole one, as it was written."""
+    """A number that is not an integer, as it was written."""
 
     text: str
 
@@ -85,7 +85,7 @@ class _Fraction(float):
 
 
 def _plain(model: type[BaseModel], fields: list[tuple[str, Any]], path: str, errors: list[str]) -> dict[str, Any]:
-    """Fields as Python values; null is as if the field were not there. What is unknown or double goes to ``errors``."""
+    """Fields as Python values, without those that are null. Unknown and duplicate fields go to ``errors``."""
     known = {info.alias or name: info for name, info in model.model_fields.items()}
     values: dict[str, Any] = {}
     seen = set()
@@ -94,7 +94,7 @@ def _plain(model: type[BaseModel], fields: list[tuple[str, Any]], path: str, err
         key = RENAMED.get(shown, key)
         if key not in known:
             near = difflib.get_close_matches(key, known, 1, 0.7)
-            errors.append(f"{_cut(shown)}: unknown field{f', is {near[0]} meant?' if near else ''}")
+            errors.append(f"{_cut(shown)}: unknown field{f', did you mean {near[0]}?' if near else ''}")
             continue
         if key in seen:
             errors.append(f"{shown}: duplicate field")
@@ -129,9 +129,9 @@ def _shown_path(location: tuple[int | str, ...]) -> str:
 
 
 _WANTED = {
-    "string_type": "a text",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
     "bool_type": "true or false",
     "fast_path": "auto, true or false",
     "list_type": "a list",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The document ``datapath.pyebpf-proxy.io/v1alpha1 DatapathConfiguration``: what is ours and not kube-proxy's.
+"""The document ``datapath.pyebpf-proxy.io/v1alpha1 DatapathConfiguration``: options that kube-proxy does not have.
 
-``datapath_config`` reads files by this model; the descriptions are what docs/datapath-configuration.md is made of.
+``datapath_config`` reads files by this model. docs/datapath-configuration.md is generated from the descriptions.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _DEVICE = re.compile(r"[^\s/:]{1,15}")
 
 
 class Size(NamedTuple):
-    """The bounds of a map's size, and what it costs: bytes for each entry of its size, and for each one in use.
+    """The bounds of a map's size and its memory: bytes for each entry of the size, and for each entry in use.
 
-    As the kernel's hash maps, arrays and tries are made on 64-bit machines; ``bpftool map`` shows the true sum.
+    The numbers follow from the hash maps, arrays and tries of 64-bit kernels; ``bpftool map`` shows the exact sum.
     """
 
     least: int
@@ -35,7 +35,7 @@ class Size(NamedTuple):
     used_bytes: int
 
     def check(self, value: int) -> int:
-        """``value``, if it is within the bounds; ValueError."""
+        """Return ``value``; ValueError if it is out of bounds."""
         if not self.least <= value <= self.most:
             raise ValueError(f"must be from {self.least} to {self.most}, not {value}")
         return value
@@ -54,7 +54,7 @@ class _Section(BaseModel):
 
 
 _MANY = 1 << 22
-# By what the maps are made of: entries that are made when needed cost only their bucket while there are none.
+# By type of map. Where entries are allocated on demand, an unused entry costs only its bucket.
 _SMALL = Size(256, _MANY, 16, 64)
 _WIDE = Size(256, _MANY, 16, 96)
 _NAMES = Size(256, _MANY, 16, 256)
@@ -73,40 +73,44 @@ _PODS = Size(1024, 1 << 18, 112, 0)
 _LEFT = Size(1024, 1 << 20, 88, 0)
 _EXCLUDED = Size(64, 1 << 16, 0, 64)
 
-_IPVS = "Made only in mode ipvs with the scheduler "
-_ALL = "Made only with socketLB: all. "
-_OLDEST_GO = " When it is full, what was used longest ago goes."
+_IPVS = "Created only in mode ipvs with the scheduler "
+_ALL = "Created only with socketLB: all. "
+_OLDEST_GO = " When the map is full, the least recently used entry is evicted."
 
 
 class Maps(_Section):
-    """Section ``maps``: how many entries each map holds; the names are those of bpf/maps.h in camelCase."""
+    """Section ``maps``: maximum number of entries of each map. The names are those of bpf/maps.h in camelCase."""
 
-    frontends4: Annotated[int, _checked(_SMALL), _size("IPv4 addresses and ports of Services.", _SMALL)] = 65536
-    frontends6: Annotated[int, _checked(_SMALL), _size("IPv6 addresses and ports of Services.", _SMALL)] = 65536
-    services: Annotated[
-        int, _checked(_WORDS), _size("Service ports (of both families, one more than are served).", _WORDS)
-    ] = 65536
+    frontends4: Annotated[int, _checked(_SMALL), _size("IPv4 frontends: addresses and ports of Services.", _SMALL)] = (
+        65536
+    )
+    frontends6: Annotated[int, _checked(_SMALL), _size("IPv6 frontends: addresses and ports of Services.", _SMALL)] = (
+        65536
+    )
+    services: Annotated[int, _checked(_WORDS), _size("Service ports of both families, plus one.", _WORDS)] = 65536
     service_names: Annotated[
-        int, _checked(_NAMES), _size("Names of the service ports: as many as services.", _NAMES)
+        int, _checked(_NAMES), _size("Names of the service ports: as large as services.", _NAMES)
     ] = 65536
     service_configs: Annotated[
-        int, _checked(_WIDE), _size("Versions of service ports: up to two for each while they change.", _WIDE)
+        int,
+        _checked(_WIDE),
+        _size("Versions of service ports: up to two for each service port while it changes.", _WIDE),
     ] = 131072
     slots: Annotated[
         int,
         _checked(_WORDS),
         _size(
-            "Places in the lists of endpoints: each is in a cluster list, those here in a local one too.",
+            "Slots in the endpoint lists. Each endpoint is in a cluster list, local endpoints also in a local list.",
             _WORDS,
         ),
     ] = 524288
-    backends4: Annotated[int, _checked(_READY), _size("IPv4 endpoints, counted by service port.", _READY)] = 131072
-    backends6: Annotated[int, _checked(_WIDE), _size("IPv6 endpoints, counted by service port.", _WIDE)] = 131072
+    backends4: Annotated[int, _checked(_READY), _size("IPv4 backends, counted for each service port.", _READY)] = 131072
+    backends6: Annotated[int, _checked(_WIDE), _size("IPv6 backends, counted for each service port.", _WIDE)] = 131072
     endpoints4: Annotated[
-        int, _checked(_READY), _size("Different IPv4 endpoints, and those of UDP service ports once more.", _READY)
+        int, _checked(_READY), _size("Distinct IPv4 endpoints; those of UDP service ports count twice.", _READY)
     ] = 131072
     endpoints6: Annotated[
-        int, _checked(_WIDE), _size("Different IPv6 endpoints, and those of UDP service ports once more.", _WIDE)
+        int, _checked(_WIDE), _size("Distinct IPv6 endpoints; those of UDP service ports count twice.", _WIDE)
     ] = 131072
     affinities: Annotated[
         int, _checked(_AFFINITIES), _size("Clients of service ports with session affinity." + _OLDEST_GO, _AFFINITIES)
@@ -115,24 +119,24 @@ class Maps(_Section):
     source_ranges6: Annotated[int, _checked(_TRIE), _size("IPv6 loadBalancerSourceRanges.", _TRIE)] = 65536
     node_addresses4: Annotated[int, _checked(_NODE), _size("IPv4 addresses of the node.", _NODE)] = 4096
     node_addresses6: Annotated[int, _checked(_NODE), _size("IPv6 addresses of the node.", _NODE)] = 4096
-    devices: Annotated[int, _checked(_NODE), _size("Network devices of the node.", _NODE)] = 4096
+    devices: Annotated[int, _checked(_NODE), _size("Network interfaces of the node.", _NODE)] = 4096
     bridged_fragments: Annotated[
         int, _checked(_FRAGMENTS), _size("Fragmented replies between ports of a bridge." + _OLDEST_GO, _FRAGMENTS)
     ] = 1024
     socket_revnat4: Annotated[
-        int, _checked(_PEERS4), _size("Sockets of the node that talk to a Service over IPv4." + _OLDEST_GO, _PEERS4)
+        int, _checked(_PEERS4), _size("Sockets of the node that use a Service over IPv4." + _OLDEST_GO, _PEERS4)
     ] = 16384
     socket_revnat6: Annotated[
-        int, _checked(_PEERS6), _size("Sockets of the node that talk to a Service over IPv6." + _OLDEST_GO, _PEERS6)
+        int, _checked(_PEERS6), _size("Sockets of the node that use a Service over IPv6." + _OLDEST_GO, _PEERS6)
     ] = 16384
     socket_flows: Annotated[
-        int, _checked(_FLOWS), _size("Services that unconnected UDP sockets of the node talk to." + _OLDEST_GO, _FLOWS)
+        int, _checked(_FLOWS), _size("Services that unconnected UDP sockets of the node use." + _OLDEST_GO, _FLOWS)
     ] = 8192
-    pod_sources: Annotated[int, _checked(_PODS), _size(_ALL + "Pods of the node, by family." + _OLDEST_GO, _PODS)] = (
-        4096
-    )
+    pod_sources: Annotated[
+        int, _checked(_PODS), _size(_ALL + "Pods of the node, for each family." + _OLDEST_GO, _PODS)
+    ] = 4096
     deferred_sockets: Annotated[
-        int, _checked(_LEFT), _size(_ALL + "Sockets of pods whose first packet is awaited." + _OLDEST_GO, _LEFT)
+        int, _checked(_LEFT), _size(_ALL + "Sockets of pods that have not sent their first packet." + _OLDEST_GO, _LEFT)
     ] = 4096
     excluded_pods: Annotated[int, _checked(_EXCLUDED), _size(_ALL + "Ranges of socketLBExclude.", _EXCLUDED)] = 1024
     connections: Annotated[
@@ -156,7 +160,7 @@ def _path(text: str) -> str:
 
 
 def _socket_lb(value: object) -> object:
-    # Unquoted, off is a boolean in YAML.
+    # YAML reads an unquoted off as a boolean.
     if value is False:
         return "off"
     return value
@@ -182,13 +186,13 @@ def _network(value: object) -> Network:
     if isinstance(value, ipaddress.IPv4Network | ipaddress.IPv6Network):
         return value
     if not isinstance(value, str):
-        raise PydanticCustomError("string_type", "a text")
+        raise PydanticCustomError("string_type", "a string")
     network = parse_cidr(value)
     if network is None:
-        raise ValueError(f"must be a CIDR, as 10.0.0.0/8 or fd00::/48, not {gotext.quote(value)}")
+        raise ValueError(f"must be a CIDR such as 10.0.0.0/8 or fd00::/48, not {gotext.quote(value)}")
     address = value.partition("/")[0]
     if network.network_address != ipaddress.ip_address(address):
-        raise ValueError(f"{gotext.quote(value)} has bits behind its prefix; is {network} meant?")
+        raise ValueError(f"{gotext.quote(value)} has host bits set; did you mean {network}?")
     return network
 
 
@@ -199,28 +203,28 @@ _Networks = list[Annotated[Network, PlainValidator(_network)]]
 class DatapathConfiguration(_Section):
     """The whole document."""
 
-    api_version: Annotated[Literal["datapath.pyebpf-proxy.io/v1alpha1"], Field(description="Always this.")] = (
+    api_version: Annotated[Literal["datapath.pyebpf-proxy.io/v1alpha1"], Field(description="Always this value.")] = (
         "datapath.pyebpf-proxy.io/v1alpha1"
     )
-    kind: Annotated[Literal["DatapathConfiguration"], Field(description="Always this.")] = "DatapathConfiguration"
+    kind: Annotated[Literal["DatapathConfiguration"], Field(description="Always this value.")] = "DatapathConfiguration"
     lane: Annotated[
         Literal["auto", "netfilter"],
-        Field(description="Read, without effect, and a warning where it is given. The same holds for the flag --lane."),
+        Field(description="Deprecated: accepted without effect, with a warning. The same holds for the flag --lane."),
     ] = "auto"
     directory: Annotated[
         str,
         AfterValidator(_path),
         Field(
-            description="Run folder. Instances with different folders share nothing: pins, nft table and lock hang"
-            " on it. The flag --directory wins."
+            description="Run directory. It determines pins, nft table and lock: instances with different directories"
+            " share nothing. The flag --directory overrides it."
         ),
     ] = DEFAULT_DIRECTORY
     manifests: Annotated[
         str | None,
         AfterValidator(lambda text: text if text is None else _path(text)),
         Field(
-            description="Services, EndpointSlices and Nodes are taken from the files of this folder."
-            " The flag --manifests wins."
+            description="Services, EndpointSlices and Nodes are read from the files of this directory instead of the"
+            " API server. The flag --manifests overrides it."
         ),
     ] = None
     socket_lb: Annotated[
@@ -228,44 +232,44 @@ class DatapathConfiguration(_Section):
         BeforeValidator(_socket_lb),
         Field(
             alias="socketLB",
-            description="node: the node's own connections to Services are translated at connect and sendmsg, by"
-            " programs on the root cgroup; all: those of pods too, as far as they need no masquerade; off: these"
-            " programs are not attached, those of a former run are detached, and our nft table serves the node's own"
-            " connections, as it always does for SCTP.",
+            description="node: programs on the root cgroup translate the node's own connections to Services at"
+            " connect and sendmsg. all: also connections of pods that need no masquerading. off: no programs on the"
+            " cgroup (those of a previous run are detached); the nft table serves the node's own connections, as it"
+            " always does for SCTP.",
         ),
     ] = "node"
     socket_lb_exclude: Annotated[
         _Networks,
         Field(
             alias="socketLBExclude",
-            description="With socketLB: all, ranges of addresses of pods whose connections are left to the tc programs"
-            " all the same, as those of a service mesh that wants to see what an application asks for.",
+            description="With socketLB: all, CIDRs of pods whose connections the tc programs translate nevertheless,"
+            " such as pods of a service mesh that needs to see the Service address.",
         ),
     ] = []
     external_ips: Annotated[
         Literal["checked", "strict", "unchecked"],
         Field(
             alias="externalIPs",
-            description="What the externalIPs of a Service may be. checked: not in a ServiceCIDR, not a NodePort of"
-            " another namespace's Service on a Node's address, not where the kubelet or an API server listens; strict:"
-            " no address of a Node at all; unchecked: anything, as with kube-proxy. What is refused gets a line and an"
-            " Event. objects.md says more.",
+            description="Which externalIPs of a Service are accepted. checked: not in a ServiceCIDR, not a NodePort of"
+            " another namespace's Service on a Node's address, not where the kubelet or an API server listens. strict:"
+            " also no address of a Node. unchecked: all, as in kube-proxy. A refused address is logged and gets an"
+            " Event; see objects.md.",
         ),
     ] = "checked"
     fast_path: Annotated[
         bool | Literal["auto"],
         WrapValidator(_fast_path),
         Field(
-            description="auto: packets of flows to Services are translated and sent on by the tc programs, past the"
-            " kernel's FORWARD chain, wherever nothing on this node has to see them (fast-path.md). true: the same, and"
-            " a warning where it is not possible. false: every packet takes the kernel's way."
+            description="auto: the tc programs translate and redirect packets of flows to Services, past the kernel's"
+            " FORWARD chain, wherever nothing on this node has to see them (fast-path.md). true: the same, with a"
+            " warning where this is not possible. false: every packet takes the slow path."
         ),
     ] = "auto"
     fast_path_excluded_devices: Annotated[
         _Devices,
         Field(
-            description="Devices whose qdiscs, filters or rules must see every packet: nothing takes the fast path"
-            " that comes in or goes out there."
+            description="Interfaces whose qdiscs, filters or rules must see every packet: packets that enter or leave"
+            " there never take the fast path."
         ),
     ] = []
     fast_path_entries: Annotated[
@@ -273,34 +277,35 @@ class DatapathConfiguration(_Section):
         AfterValidator(lambda value: value if value is None else _ENTRIES.check(value)),
         Field(
             description="Entries of the flow table, two for each flow. When it is full, new flows take the slow path."
-            " By default a power of two from 4096 to 131072. Full, the table takes a 512th of the machine's memory."
+            " Default: a power of two from 4096 to 131072, chosen so that a full table takes about 1/512 of the"
+            " machine's memory."
         ),
     ] = None
     xdp_devices: Annotated[
         _Devices,
         BeforeValidator(_auto),
         Field(
-            description="Devices that packets from outside come in by: what XDP can do is done there before the kernel"
-            " has made a packet of the frame (xdp.md says what). `*` in the list is every physical device whose driver"
-            " has XDP; the word auto instead of a list is the same. Beside fastPath it forwards, without it it opens"
-            " and drops."
+            description="Interfaces on which packets from outside arrive. An XDP program handles packets there before"
+            " the kernel allocates an skb (xdp.md). `*` in the list means every physical interface whose driver"
+            " supports XDP; auto instead of a list means the same. With fastPath it forwards packets; without, it"
+            " opens flows and drops packets."
         ),
     ] = []
     xdp_mode: Annotated[
         Literal["native", "generic"],
         Field(
-            description="native: XDP in the device's driver, and none where the driver has none; generic: in the"
-            " kernel, on any device, and slower than tc alone: for trials."
+            description="native: XDP in the interface's driver, none if the driver does not support it. generic: on"
+            " any interface; slower than tc alone, for trials."
         ),
     ] = "native"
     pod_network: Annotated[
         _Networks,
-        Field(description="Read, without effect, and a warning where it is given."),
+        Field(description="Deprecated: accepted without effect, with a warning."),
     ] = []
     maps: Annotated[Maps, Field(description="Sizes of the BPF maps.")] = Maps()
 
 
 def without_effect(own: DatapathConfiguration) -> list[str]:
-    """The fields, as they are written, that the document gives and nothing goes by any more."""
+    """The deprecated fields that the document sets, by their names in the file."""
     fields = type(own).model_fields
     return [fields[name].alias or name for name in ("lane", "pod_network") if name in own.model_fields_set]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain values to a typed configuration: the rules and words of Go's strict decoder (spec/configuration §1.1).
+"""Plain values to a typed configuration: the rules and messages of Go's strict decoder (spec/configuration §1.1).
 
-The models say what each field is; this walk checks every value against them. Unknown and duplicate fields are
-collected as strict errors, wrong types as errors, all of them. The first error is the one that kube-proxy names:
-a value with a reader of its own (duration, quantity) ends its pass at once, other wrong types are only remembered.
+Every value is checked against the models. Unknown and duplicate fields are collected as strict errors, wrong types as
+errors. The first error is the one that kube-proxy reports: a bad value with a reader of its own (duration, quantity)
+ends kube-proxy's pass at once, other wrong types are only collected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_STRICT_ERRORS = 100
 
 
 class Decoded(NamedTuple):
-    """What was read: the fields given, errors that are fatal, and what only strict decoding objects to."""
+    """The result: the fields that were given, fatal errors, and errors of strict decoding only."""
 
     config: KubeProxyConfiguration
     errors: list[str]
@@ -32,7 +32,7 @@ class Decoded(NamedTuple):
 
 
 def decode(fields: object) -> Decoded:
-    """Check ``fields``, an object of the file without defaults."""
+    """Decode ``fields``, an object of the file without defaults."""
     walk = _Walk()
     given: dict[str, Any] = {}
     walk.section(KubeProxyConfiguration, fields, "", (), given)
@@ -42,7 +42,7 @@ def decode(fields: object) -> Decoded:
 
 
 class _Field(NamedTuple):
-    """One field of a section: its name in the model, its type and what Go calls that."""
+    """One field of a section: its name in the model, its type and Go's name of the type."""
 
     name: str
     kind: Any
@@ -88,7 +88,7 @@ class _Walk:
             try:
                 read = _READERS[kind](value, context)
             except ValueError as error:
-                # Kube-proxy leaves it to the reader to find the field.
+                # kube-proxy does not name the field.
                 named = context in str(error)
                 self.fatal.append(str(error) if named else f"{error} ({shown})")
             else:
@@ -188,7 +188,7 @@ class _Walk:
 
 
 def _whole_characters(text: str) -> str:
-    # JSON's escapes can name half a surrogate pair, which is no character.
+    # JSON escapes can denote half a surrogate pair, which is not a character.
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -209,7 +209,7 @@ def is_object(value: object) -> bool:
 
 
 def kind_of(value: object) -> str:
-    """What Go calls the kind of a JSON value."""
+    """Go's name for the kind of a JSON value."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -305,7 +305,7 @@ def _quantity(value: object, context: str) -> str:
 
 
 def _compact(value: object) -> str:
-    """A value as the JSON that kube-proxy makes of it: keys in order, numbers as they are."""
+    """A value as kube-proxy's JSON: keys in order, numbers unchanged."""
     import json
 
     def text(value: object) -> str:
@@ -321,7 +321,7 @@ def _compact(value: object) -> str:
     return text(value)[:200]
 
 
-#: Go's JSON is fit for HTML.
+#: Go escapes these characters in JSON so that it can be embedded in HTML.
 _ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defaults of KubeProxyConfiguration (spec/configuration §1.3, §2).
 
-A default replaces Go's zero value, also one that the file states: ``minSyncPeriod: 0s`` becomes 1s. Only pointer
-fields (``None`` when absent) keep an explicit zero.
+A default replaces Go's zero value, even an explicit one: ``minSyncPeriod: 0s`` becomes 1s. Only pointer fields
+(``None`` when absent) keep an explicit zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def with_defaults(config: KubeProxyConfiguration) -> KubeProxyConfiguration:
     """``config`` with every default filled in, as if read from a file."""
     bind_address = config.bind_address or "0.0.0.0"
     ip = addresses.parse_ip(bind_address)
-    # Anything that is not plainly IPv4 gets the IPv6 defaults, also text that is no address.
+    # Everything that is not an IPv4 address gets the IPv6 defaults, even text that is not an address.
     any_address, loopback = ("0.0.0.0", "127.0.0.1") if ip is not None and ip.version == 4 else ("::", "::1")
     return _fill(
         config,
@@ -83,7 +83,7 @@ def _logging(section: Logging) -> Logging:
 
 
 def with_platform_defaults(config: KubeProxyConfiguration) -> KubeProxyConfiguration:
-    """What depends on the platform and the mode; applied before validation (spec/configuration §5.1)."""
+    """Defaults of the platform and the mode; applied before validation (spec/configuration §5.1)."""
     mode = config.mode or "iptables"
     update: dict[str, Any] = {"mode": mode, "detect_local_mode": config.detect_local_mode or "ClusterCIDR"}
     if mode == "nftables" and not config.node_port_addresses:
@@ -92,7 +92,7 @@ def with_platform_defaults(config: KubeProxyConfiguration) -> KubeProxyConfigura
 
 
 def in_force(config: KubeProxyConfiguration) -> KubeProxyConfiguration:
-    """What kube-proxy keeps once only, in the section of the mode alone (spec/configuration §3): elsewhere zero.
+    """Zero the values that kube-proxy keeps only once, except in the section of the mode (spec/configuration §3).
 
     These are ``syncPeriod`` and ``minSyncPeriod``, and ``masqueradeAll``, which mode ipvs takes from ``iptables``.
     """

@@ -27,7 +27,7 @@ _LIMIT = 1 << 63
 
 
 def parse(text: str) -> int:
-    """Nanoseconds of ``text``; ValueError with Go's own words when it is not a duration."""
+    """Nanoseconds of ``text``; ValueError with Go's message if it is not a duration."""
     rest = text
     negative = False
     if rest[:1] in ("+", "-"):
@@ -61,12 +61,12 @@ def parse(text: str) -> int:
 
 
 def _fraction(digits: str, unit: int) -> int:
-    """Nanoseconds of the digits after the point: in floating point and cut off, as Go does it."""
+    """Nanoseconds of the digits after the point, in floating point and truncated, as in Go."""
     value, scale = 0, 1.0
     for digit in digits:
         grown = value * 10 + int(digit)
         if value > (_LIMIT - 1) // 10 or grown > _LIMIT:
-            break  # further digits say nothing
+            break  # further digits do not count
         value, scale = grown, scale * 10
     return int(float(value) * (float(unit) / scale))
 
@@ -107,7 +107,7 @@ def _invalid(text: str) -> ValueError:
 
 
 def _quoted(text: str) -> str:
-    # Not Go's usual quoting: its time package has one of its own, byte by byte.
+    # Not Go's usual quoting: package time has its own, byte by byte.
     quoted = ""
     for character in text:
         if character in '"\\':

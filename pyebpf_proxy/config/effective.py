@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rooms receive: the configuration and the flags, reduced to the values that are acted upon."""
+"""The settings that the other packages receive: configuration and flags, reduced to the values in use."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ DetectLocalMode = Literal["ClusterCIDR", "NodeCIDR", "BridgeInterface", "Interfa
 
 @dataclass(frozen=True, slots=True)
 class ApiServer:
-    """How the API server is talked to (spec/configuration §2.2). No kubeconfig and no URL: as a pod of its cluster."""
+    """Access to the API server (spec/configuration §2.2). No kubeconfig and no URL: in-cluster configuration."""
 
     kubeconfig: str
     master: str
-    #: Requests a second, in the long run and at once; a negative ``qps`` sets no limit.
+    #: Requests per second, sustained and in a burst; a negative ``qps`` sets no limit.
     qps: float
     burst: int
 
 
 @dataclass(frozen=True, slots=True)
 class Effective:
-    """The settings in force. Immutable; a changed file means a new start."""
+    """The settings in force. Immutable; a changed file takes effect with a restart."""
 
     node_name: str
     #: Services behave as in kube-proxy's nftables mode, otherwise as in its iptables mode (also for ``ipvs``).
@@ -46,18 +46,18 @@ class Effective:
     scheduler: Scheduler | None
     masquerade_bit: int
     masquerade_all: bool
-    #: Feature gate AllowServiceExternalIPs: without it external IPs of Services are no service addresses.
+    #: Feature gate AllowServiceExternalIPs: without it external IPs of Services are not served.
     external_ips: bool
-    #: Which external IPs are refused all the same (``externalIPs`` of our own document).
+    #: Which external IPs are refused nevertheless (``externalIPs`` of the DatapathConfiguration).
     external_ip_check: Literal["checked", "strict", "unchecked"]
-    #: First CIDR of each family of ``clusterCIDR``: who counts as a pod in mode ClusterCIDR.
+    #: First CIDR of each family of ``clusterCIDR``: sources that count as pods in mode ClusterCIDR.
     pod_cidrs: dict[IPFamily, Network]
     detect_local_mode: DetectLocalMode
     bridge_interface: str
     interface_name_prefix: str
-    #: CIDRs, or the one word ``primary``; empty: every local address (spec/service-semantics §8).
+    #: CIDRs, or only ``primary``; empty: every local address (spec/service-semantics §8).
     node_port_addresses: tuple[str, ...]
-    #: In force: asked for, and a loopback address is among those that serve NodePorts.
+    #: Whether it is in force: requested, and a loopback address is among those that serve NodePorts.
     localhost_node_ports: bool
     kernel: KernelSettings
     #: Seconds.
@@ -68,28 +68,29 @@ class Effective:
     metrics_address: tuple[str, int] | None
     #: None: there is no health server.
     healthz_address: tuple[str, int] | None
-    #: An address of these two that cannot be had ends the agent.
+    #: Whether the agent exits if one of these two addresses cannot be bound.
     bind_address_hard_fail: bool
     enable_profiling: bool
-    #: What has to fit the families of the Node.
+    #: Values that must fit the IP families of the Node.
     stated: Stated
-    #: Virtual servers there are left alone when kube-proxy's leftovers are removed.
+    #: The clean-up after kube-proxy keeps IPVS virtual servers in these ranges.
     ipvs_exclude_cidrs: tuple[Network, ...]
     directory: Path
-    #: A folder of objects, in the place of the API server.
+    #: A directory of objects that replaces the API server.
     manifests: Path | None
     api: ApiServer
     log_format: Literal["text", "json"]
-    #: Whose connections are translated in the socket: those of the node itself, pods' too, or nobody's.
+    #: Which connections are translated at the socket: the node's own, also those of pods, or none.
     socket_lb: SocketLB
-    #: Ranges of pods whose connections never are.
+    #: Ranges of pods whose connections are never translated at the socket.
     socket_lb_exclude: tuple[Network, ...]
-    #: Entries by map, for every map whose size can be chosen.
+    #: Size by map, for every map with a configurable size.
     map_sizes: Mapping[str, int]
-    #: Flows go by the fast path (auto: and it is no fault if they cannot), but by none of these devices.
-    #: Its size, None: by the memory.
+    #: Whether flows may take the fast path; auto: no warning if they cannot.
     fast_path: bool | Literal["auto"]
+    #: Interfaces whose packets never take the fast path.
     fast_path_excluded_devices: tuple[str, ...]
+    #: Entries of the flow table; None: derived from the machine's memory.
     fast_path_entries: int | None
     #: Names, and ``*`` for every physical device with XDP in its driver; empty: no XDP.
     xdp_devices: tuple[str, ...]
@@ -110,9 +111,9 @@ def node_name(override: str) -> str:
 
 
 def scheduler(text: str) -> Scheduler:
-    """``ipvs.scheduler``; empty: rr. ConfigError for a name that there is no code for.
+    """``ipvs.scheduler``; empty: rr. ConfigError for an unknown name.
 
-    kube-proxy's validation lets every name pass; its start fails when the kernel has no such scheduler.
+    kube-proxy's validation accepts every name; its start fails if the kernel lacks the scheduler.
     """
     name = text or "rr"
     names = get_args(Scheduler)
@@ -122,16 +123,16 @@ def scheduler(text: str) -> Scheduler:
 
 
 def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfiguration | None = None) -> Effective:
-    """The settings of a completed and validated ``config`` together with the flags and our ``own`` document.
+    """The settings of a completed and validated ``config``, the flags and the DatapathConfiguration ``own``.
 
-    Where both say something, flags win over our document; None stands for its defaults.
+    Flags override ``own``; None means its defaults.
     """
     own = own or DatapathConfiguration()
     nft_mode = config.mode == "nftables"
     section = config.nftables if nft_mode else config.iptables
     sync_period, min_sync_period = validation.periods(config)
     bind_address = addresses.parse_ip(config.bind_address)
-    # Validation has been: the metrics address splits, its port is a number.
+    # The configuration is validated: the metrics address splits, its port is a number.
     metrics = addresses.split_host_port(config.metrics_bind_address)
     manifests = flags.manifests if "manifests" in flags.given else own.manifests
     healthz = addresses.split_host_port(config.healthz_bind_address)
@@ -139,7 +140,7 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
     return Effective(
         node_name=node_name(config.hostname_override),
         nft_mode=nft_mode,
-        # What takes everything away need not know how it chose.
+        # --cleanup does not need a scheduler.
         scheduler=scheduler(config.ipvs.scheduler) if config.mode == "ipvs" and not flags.cleanup else None,
         masquerade_bit=14 if section.masquerade_bit is None else section.masquerade_bit,
         masquerade_all=section.masquerade_all,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration that doesn't fit the Node: wrong IP families, NodePorts open everywhere (spec/configuration §5.4).
+"""Configuration that does not fit the Node: wrong IP families, NodePorts on all addresses (spec/configuration §5.4).
 
-Pure. The texts are those of kube-proxy v1.36.
+Pure. The messages are those of kube-proxy v1.36.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PRIMARY = "primary"
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """What the configuration says about families, as texts; all have been validated."""
+    """The values of the configuration that depend on IP families, as validated texts."""
 
     cluster_cidrs: tuple[str, ...] = ()
     node_port_addresses: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Stated:
 
 
 class Finding(NamedTuple):
-    """Texts to be told together; ``fatal``: the agent doesn't start with this."""
+    """Messages that are logged together; ``fatal``: the agent does not start."""
 
     texts: list[str]
     fatal: bool = False
@@ -49,7 +49,7 @@ def primary_family(node_ips: Mapping[IPFamily, bytes]) -> IPFamily:
 
 
 def node_port_cidrs(words: tuple[str, ...], node_ips: Mapping[IPFamily, bytes]) -> list[str]:
-    """``nodePortAddresses`` with the Node's addresses in the place of the word ``primary``."""
+    """``nodePortAddresses``, with ``primary`` replaced by the Node's addresses."""
     if words != (PRIMARY,):
         return list(words)
     found = []
@@ -62,7 +62,7 @@ def node_port_cidrs(words: tuple[str, ...], node_ips: Mapping[IPFamily, bytes]) 
 
 
 def node_ports(stated: Stated, node_ips: Mapping[IPFamily, bytes], pod_cidrs: Iterable[Network]) -> Finding:
-    """Whether NodePorts are open on more addresses than was meant. Never fatal."""
+    """Warnings about NodePorts on more addresses than probably intended. Never fatal."""
     primary = primary_family(node_ips)
     here, other = _name(primary), _name(_other(primary))
     cidrs = node_port_cidrs(stated.node_port_addresses, node_ips)
@@ -95,7 +95,7 @@ def node_ports(stated: Stated, node_ips: Mapping[IPFamily, bytes], pod_cidrs: It
 
 
 def wrong_families(stated: Stated, primary: IPFamily, *, dual_stack: bool, pod_cidrs: Collection[Network]) -> Finding:
-    """What is of the other family only. ``dual_stack``: the kernel has both; ``pod_cidrs``: of this Node."""
+    """Values of the other family only. ``dual_stack``: the kernel has both families; ``pod_cidrs``: of this Node."""
     wrong = _other(primary)
     cluster = f"cluster is {_name(primary)}-{'primary' if dual_stack else 'only'} but"
     only = f"contains only {_name(wrong)} addresses"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the values of flags are read: as kube-proxy's own types of flags do it, in their words (§4.4 of the spec)."""
+"""Parsers of flag values, with the rules and messages of kube-proxy's flag types (spec/configuration §4.4)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line, read by the rules of kube-proxy's own parser (spec/configuration §4, §4.4).
 
-``--flag=value`` or ``--flag value``; a boolean takes its value only with ``=``; ``_`` may stand for ``-``. argparse
-cannot be taught these rules, and ``--version`` need not wait for it.
+``--flag=value`` or ``--flag value``; a boolean takes its value only with ``=``; ``_`` is accepted for ``-``. argparse
+does not support these rules, and its import would slow down ``--version``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _IGNORED = frozenset(flag.name for flag in IGNORED)
 
 
 class UsageError(Exception):
-    """A command line that cannot be read; the text is kube-proxy's."""
+    """A command line that cannot be parsed; the message is kube-proxy's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The values that were given, by flag, and what to tell about them."""
+    """The values that were given, by flag, and the warnings about them."""
 
     values: dict[str, Any] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
@@ -58,17 +58,17 @@ class Flags:
 
     @property
     def cleanup(self) -> bool:
-        """Only clean up."""
+        """Only clean up and exit."""
         return bool(self.values.get("cleanup", False))
 
     @property
     def init_only(self) -> bool:
-        """Only do the privileged set-up."""
+        """Only do the privileged set-up and exit."""
         return bool(self.values.get("init-only", False))
 
     @property
     def help(self) -> bool:
-        """Only help."""
+        """Print the help and exit."""
         return bool(self.values.get("help", False))
 
     @property
@@ -78,17 +78,17 @@ class Flags:
 
     @property
     def manifests(self) -> str:
-        """Folder of manifests, or ""."""
+        """Directory of manifests, or ""."""
         return str(self.values.get("manifests", ""))
 
     @property
     def datapath_config(self) -> str:
-        """File of our own options, or ""."""
+        """File of the DatapathConfiguration, or ""."""
         return str(self.values.get("datapath-config", ""))
 
     @property
     def directory(self) -> str:
-        """Run folder."""
+        """Run directory."""
         return str(self.values.get("directory", DEFAULT_DIRECTORY))
 
     def fields(self) -> Iterator[tuple[str, Any]]:
@@ -181,7 +181,7 @@ class _Parser:
 
 
 def parse(arguments: Sequence[str]) -> Flags:
-    """The values of ``arguments``; UsageError with kube-proxy's words when they cannot be read."""
+    """The values of ``arguments``; UsageError with kube-proxy's message if they cannot be parsed."""
     parser = _Parser()
     parser.parse(arguments)
     flags = Flags(parser.values, frozenset(parser.given), tuple(parser.warnings))
@@ -194,7 +194,7 @@ def parse(arguments: Sequence[str]) -> Flags:
 
 
 def usage(commands: Mapping[str, str]) -> str:
-    """The text of ``--help``. ``commands``: what each of them is for."""
+    """The text of ``--help``. ``commands``: summary by command."""
     import textwrap
 
     lines = [
@@ -202,8 +202,8 @@ def usage(commands: Mapping[str, str]) -> str:
         "",
         "Usage:",
         "  pyebpf-proxy [flags]",
-        "  pyebpf-proxy COMMAND ...  to look at what is there; each has --help",
-        "  pyebpf-proxy lab ...      a cluster of network namespaces to play with",
+        "  pyebpf-proxy COMMAND ...  inspect a running agent; see COMMAND --help",
+        "  pyebpf-proxy lab ...      a test cluster of network namespaces",
         "",
         "Commands:",
     ]

@@ -23,7 +23,7 @@ KNOWN: dict[str, Gate] = {name: Gate(*key) for key, names in GATES.items() for n
 
 
 class Gates(NamedTuple):
-    """Gates that were set, with what setting them brought about."""
+    """The gates that were set, with the errors and warnings about them."""
 
     enabled: dict[str, bool]
     errors: list[str]
@@ -35,7 +35,7 @@ class Gates(NamedTuple):
 
 
 def apply(wanted: Mapping[str, bool]) -> Gates:
-    """Set ``wanted`` over the defaults. An unknown gate ends it at once, as kube-proxy does."""
+    """Apply ``wanted`` to the defaults. An unknown gate is an error at once, as in kube-proxy."""
     enabled: dict[str, bool] = {}
     errors: list[str] = []
     warnings: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values as Go prints and reads them: quoted texts, numbers, booleans. The messages of kube-proxy are made of these."""
+"""Values as Go prints and parses them: quoted strings, numbers, booleans. kube-proxy's messages contain them."""
 
 from __future__ import annotations
 

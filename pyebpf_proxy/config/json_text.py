@@ -20,7 +20,7 @@ def is_json(content: bytes) -> bool:
 def load(content: bytes) -> object:
     """Read the file; ValueError in one line when it is not JSON."""
     try:
-        # Go replaces bytes that are no UTF-8, and so halves of surrogates; see ``decode``.
+        # Go replaces invalid UTF-8, also halves of surrogate pairs; see ``decode``.
         text = content.decode("utf-8", "replace")
         return json.loads(
             text, object_pairs_hook=Pairs, parse_int=Number, parse_float=Number, parse_constant=_no_constant

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the configuration asks of the kernel's own settings (spec/service-semantics §12), as typed values.
+"""The kernel settings that the configuration requests, as typed values (spec/service-semantics §12).
 
-Which file gets which value is the data plane's business; here it is only decided what is asked for at all.
+The data plane maps them to sysctls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOOPBACK = addresses.parse_cidr("127.0.0.0/8")
 
 @dataclass(frozen=True, slots=True)
 class Conntrack:
-    """Section ``conntrack``. Timeouts in whole seconds, truncated as kube-proxy does it; None: left alone."""
+    """Section ``conntrack``. Timeouts in whole seconds, truncated as in kube-proxy; None: unchanged."""
 
     max_per_core: int = 0
     min: int = 0
@@ -30,7 +30,7 @@ class Conntrack:
 
 @dataclass(frozen=True, slots=True)
 class Ipvs:
-    """Section ``ipvs``, in mode ipvs only. Timeouts in whole seconds; None: left alone."""
+    """Section ``ipvs``, in mode ipvs only. Timeouts in whole seconds; None: unchanged."""
 
     strict_arp: bool = False
     tcp: int | None = None
@@ -40,18 +40,18 @@ class Ipvs:
 
 @dataclass(frozen=True, slots=True)
 class KernelSettings:
-    """Everything that is asked of the kernel's settings; the values without anything ask for nothing."""
+    """All requested kernel settings; the default values request nothing."""
 
     conntrack: Conntrack = Conntrack()
     route_localnet: bool = False
-    #: None: another mode.
+    #: None in other modes.
     ipvs: Ipvs | None = None
-    #: None: left alone.
+    #: None: unchanged.
     oom_score_adj: int | None = None
 
 
 def kernel_settings(config: KubeProxyConfiguration) -> KernelSettings:
-    """What a completed and validated ``config`` asks for."""
+    """The kernel settings that a completed and validated ``config`` requests."""
     section, ipvs = config.conntrack, config.ipvs
     return KernelSettings(
         conntrack=Conntrack(
@@ -64,7 +64,7 @@ def kernel_settings(config: KubeProxyConfiguration) -> KernelSettings:
             udp_stream=_seconds(section.udp_stream_timeout),
         ),
         route_localnet=config.mode == "iptables" and localhost_node_ports(config),
-        # A timeout of IPVS below a second is 0 seconds, and that is its word for "as it is".
+        # An IPVS timeout below a second is truncated to 0, which means unchanged.
         ipvs=Ipvs(
             strict_arp=ipvs.strict_arp,
             tcp=_seconds(ipvs.tcp_timeout) or None,
@@ -78,18 +78,18 @@ def kernel_settings(config: KubeProxyConfiguration) -> KernelSettings:
 
 
 def localhost_node_ports(config: KubeProxyConfiguration) -> bool:
-    """Whether NodePorts answer on 127.0.0.0/8: never in mode nftables, and not if no such address is among
-    ``nodePortAddresses`` (spec/service-semantics §8: the feature is then off)."""
+    """Whether NodePorts are served on 127.0.0.0/8: never in mode nftables, and not if ``nodePortAddresses`` has no
+    loopback address (spec/service-semantics §8)."""
     if config.mode == "nftables" or config.iptables.localhost_node_ports is False:
         return False
     names = config.node_port_addresses or []
     if names == ["primary"]:
-        return False  # The Node's own address is no loopback address.
+        return False  # The Node's own address is not a loopback address.
     networks = [network for network in map(addresses.parse_cidr, names) if network is not None and network.version == 4]
     assert _LOOPBACK is not None
     return not networks or any(network.overlaps(_LOOPBACK) for network in networks)
 
 
 def _seconds(nanoseconds: int | None) -> int | None:
-    """Whole seconds, truncated; None for "left alone", which is 0. Below a second it is 0 that is written."""
+    """Whole seconds, truncated; None (unchanged) for 0. A duration below a second is written as 0."""
     return nanoseconds // SECOND if nanoseconds and nanoseconds > 0 else None

@@ -21,9 +21,9 @@ MAX_FILE_SIZE = 1 << 20
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used; the text is one line, in kube-proxy's words where it has some.
+    """The configuration cannot be used; the message is one line, kube-proxy's where it has one.
 
-    ``file``: which one is meant, where that is not the one of ``--config``.
+    ``file``: the file concerned, if it is not that of ``--config``.
     """
 
     def __init__(self, text: str, file: str = "") -> None:
@@ -32,14 +32,14 @@ class ConfigError(Exception):
 
 
 class Read(NamedTuple):
-    """What a file says, and what its reader should be told."""
+    """The content of a file, and warnings about it."""
 
     config: KubeProxyConfiguration
     warnings: list[str]
 
 
 def read(path: Path) -> Read:
-    """The file without its defaults; ConfigError names what is wrong."""
+    """The configuration in the file, without defaults; ConfigError describes the error."""
     try:
         text = content(path)
     except ValueError as error:
@@ -48,7 +48,7 @@ def read(path: Path) -> Read:
 
 
 def decode_text(text: bytes) -> Read:
-    """The document without its defaults, and the warning of the lenient second pass."""
+    """The document without defaults, and the warning of the lenient second pass."""
     try:
         fields, duplicates = parsed(text)
     except ValueError as error:
@@ -68,7 +68,7 @@ def _fail(text: str) -> NoReturn:
 
 
 def parsed(text: bytes) -> tuple[object, list[str]]:
-    """YAML or JSON as plain values, and duplicate keys in words (JSON's are in its ``Pairs``); ValueError."""
+    """YAML or JSON as plain values, and messages about duplicate keys (JSON keeps them in ``Pairs``); ValueError."""
     if json_text.is_json(text):
         try:
             return json_text.load(text), []
@@ -79,14 +79,14 @@ def parsed(text: bytes) -> tuple[object, list[str]]:
 
 
 def _without_kind(fields: object) -> object:
-    """The fields of the document, its version and kind checked and taken away."""
+    """The fields of the document without version and kind, which are checked."""
     if fields is not None and not is_object(fields):
         what = "json: cannot unmarshal " + kind_of(fields)
         _fail(f"couldn't get version/kind; json parse error: {what}: the file holds no fields")
     found = {"apiversion": "", "kind": ""}
     entries = [] if fields is None else pairs(fields)
     for key, value in entries:
-        # Only here the case of a name does not matter, as in Go's own JSON.
+        # Only here names are case-insensitive, as in Go's encoding/json.
         if key.lower() in found and value is not None:
             if not isinstance(value, str) or isinstance(value, yaml_text.Number):
                 name = "kind" if key.lower() == "kind" else "apiVersion"
@@ -109,7 +109,7 @@ def _without_kind(fields: object) -> object:
 
 
 def content(path: Path) -> bytes:
-    """What stands in a file, in bounded time and memory; ValueError says in Go's words why that cannot be had."""
+    """The content of a file, in bounded time and memory; ValueError with Go's message if it cannot be read."""
     try:
         # Not blocking: a FIFO must not hang the start.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -133,5 +133,5 @@ def content(path: Path) -> bytes:
 
 
 def _reason(error: OSError) -> str:
-    """The reason as Go says it."""
+    """The reason as Go words it."""
     return (error.strerror or str(error)).lower()

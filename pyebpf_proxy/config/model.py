@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The document ``kubeproxy.config.k8s.io/v1alpha1 KubeProxyConfiguration``, field by field (spec/configuration §2).
 
-A value that the file does not name has Go's zero value here (``None`` for pointer fields); ``defaults`` turns the
-zeroes into defaults, because kube-proxy's rules do (§1.3). ``decode`` reads files by these types; the descriptions
-say what a field does here, and docs/configuration.md is made of them.
+A field that is absent from the file has Go's zero value here (``None`` for pointer fields). ``defaults`` replaces
+zeroes by defaults, as kube-proxy does (§1.3). ``decode`` reads files by these types. The descriptions say what a field
+does in pyebpf-proxy; docs/configuration.md is generated from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KIND = "KubeProxyConfiguration"
 
 
 class Reader(enum.Enum):
-    """Values with a reader of their own, where the plain type does not say enough."""
+    """Kinds of values that need a reader of their own."""
 
     DURATION = "duration"  # nanoseconds
     POINTER_DURATION = "*duration"
@@ -29,20 +29,20 @@ class Reader(enum.Enum):
 
 
 class GoType(NamedTuple):
-    """What Go calls the type of a field, where it is not the usual name, and the struct embedded between."""
+    """Go's name of a field's type where it is not the usual one, and the embedded struct that holds the field."""
 
     name: str
     embedded: str = ""
 
 
 class FlushFrequency(NamedTuple):
-    """The one duration that may be a bare number in a file, and is written as it was given."""
+    """The only duration that may be a bare number in a file. It is written back in the form that was given."""
 
     nanoseconds: int
     as_text: bool = True
 
 
-#: Left out of what is written when they hold nothing.
+#: Fields that are not written when they are empty.
 _OMITTED = frozenset(("featureGates", "windowsRunAsService", "vmodule", "splitStream"))
 
 Duration = Annotated[int, Reader.DURATION]
@@ -61,24 +61,23 @@ class Section(BaseModel):
     go_package: ClassVar[str] = "v1alpha1"
 
 
-_PERIOD = "Everything is compared with the kernel at least this often."
-_MIN_PERIOD = "Changes are gathered for this long between two syncs; the first after a pause is written at once."
-_MASQUERADE_ALL = "All traffic to Service addresses is masqueraded."
+_PERIOD = "Maximum interval between full syncs with the kernel."
+_MIN_PERIOD = "Minimum interval between two syncs. The first change after a pause is written at once."
+_MASQUERADE_ALL = "Masquerade all traffic to Service addresses."
 _NONE = "No effect."
-_IPVS = "Accepted; there is no IPVS underneath."
 
 
 class ClientConnection(Section):
-    """How the API server is talked to (§2.2)."""
+    """Section ``clientConnection``: access to the API server (§2.2)."""
 
     go_name = "ClientConnectionConfiguration"
     kubeconfig: Annotated[
-        str, _says("Kubeconfig of the API server; empty, and no --master: as a pod of its cluster.")
+        str, _says("Kubeconfig file for the API server. Empty and no --master: in-cluster configuration.")
     ] = ""
-    accept_content_types: Annotated[str, _says("Accepted; objects are asked for as JSON.")] = ""
-    content_type: Annotated[str, _says("Accepted; objects are asked for as JSON.")] = ""
-    qps: Annotated[float, _says("Requests per second to the API server, in the long run; negative: no limit.")] = 0.0
-    burst: Annotated[int, _says("Requests that may go at once.")] = 0
+    accept_content_types: Annotated[str, _says("Accepted; objects are requested as JSON.")] = ""
+    content_type: Annotated[str, _says("Accepted; objects are requested as JSON.")] = ""
+    qps: Annotated[float, _says("Sustained requests per second to the API server; negative: no limit.")] = 0.0
+    burst: Annotated[int, _says("Maximum number of requests in a burst.")] = 0
 
 
 class IPTables(Section):
@@ -86,11 +85,11 @@ class IPTables(Section):
 
     go_name = "KubeProxyIPTablesConfiguration"
     masquerade_bit: Annotated[
-        int | None, _says("The packet mark's bit that asks for masquerading; also in mode ipvs.")
+        int | None, _says("Bit of the packet mark that requests masquerading; also in mode ipvs.")
     ] = None
     masquerade_all: Annotated[bool, _says(_MASQUERADE_ALL + " Also in mode ipvs.")] = False
     localhost_node_ports: Annotated[
-        bool | None, _says("NodePorts answer on 127.0.0.0/8; in mode iptables route_localnet is set to 1 for it.")
+        bool | None, _says("Serve NodePorts on 127.0.0.0/8; mode iptables sets route_localnet to 1 for this.")
     ] = None
     sync_period: Annotated[Duration, _says(_PERIOD)] = 0
     min_sync_period: Annotated[Duration, _says(_MIN_PERIOD)] = 0
@@ -105,27 +104,29 @@ class IPVS(Section):
     scheduler: Annotated[
         str,
         _says(
-            "How an endpoint is chosen in mode ipvs: rr (also empty), wrr, sh, dh, mh,"
-            " or by connections lc, wlc, sed, nq, lblc, lblcr (docs/ipvs-mode.md)."
+            "Scheduler that chooses the endpoint in mode ipvs: rr (also empty), wrr, sh, dh, mh,"
+            " or, by number of connections, lc, wlc, sed, nq, lblc, lblcr (docs/ipvs-mode.md)."
         ),
     ] = ""
     exclude_cidrs: Annotated[
         list[str] | None,
         _says(
-            "Ranges of others: when what kube-proxy left is removed, virtual servers there stay, and addresses on"
-            " kube-ipvs0. In every mode.",
+            "Ranges that belong to other programs: the clean-up after kube-proxy keeps IPVS virtual servers and"
+            " addresses on kube-ipvs0 in them. In every mode.",
             "excludeCIDRs",
         ),
     ] = None
     strict_arp: Annotated[
-        bool, _says("arp_ignore is set to 1 and arp_announce to 2; false leaves both alone.", "strictARP")
+        bool, _says("Set arp_ignore to 1 and arp_announce to 2; false leaves both unchanged.", "strictARP")
     ] = False
     tcp_timeout: Annotated[
-        Duration, _says("nf_conntrack_tcp_timeout_established, over conntrack's; 0: left to that.")
+        Duration,
+        _says("Value of nf_conntrack_tcp_timeout_established, over that of section conntrack; 0: no override."),
     ] = 0
-    tcp_fin_timeout: Annotated[Duration, _says("nf_conntrack_tcp_timeout_fin_wait; 0: left alone.")] = 0
+    tcp_fin_timeout: Annotated[Duration, _says("Value of nf_conntrack_tcp_timeout_fin_wait; 0: unchanged.")] = 0
     udp_timeout: Annotated[
-        Duration, _says("nf_conntrack_udp_timeout and _udp_timeout_stream, over conntrack's; 0: left to those.")
+        Duration,
+        _says("Value of nf_conntrack_udp_timeout and _udp_timeout_stream, over section conntrack; 0: no override."),
     ] = 0
 
 
@@ -133,7 +134,7 @@ class NFTables(Section):
     """Section ``nftables`` (§2.5); in force in mode nftables."""
 
     go_name = "KubeProxyNFTablesConfiguration"
-    masquerade_bit: Annotated[int | None, _says("The packet mark's bit that asks for masquerading.")] = None
+    masquerade_bit: Annotated[int | None, _says("Bit of the packet mark that requests masquerading.")] = None
     masquerade_all: Annotated[bool, _says(_MASQUERADE_ALL)] = False
     sync_period: Annotated[Duration, _says(_PERIOD)] = 0
     min_sync_period: Annotated[Duration, _says(_MIN_PERIOD)] = 0
@@ -154,11 +155,12 @@ class DetectLocal(Section):
     """Section ``detectLocal`` (§2.7)."""
 
     go_name = "DetectLocalConfiguration"
-    bridge_interface: Annotated[str, _says("Mode BridgeInterface: what comes from this bridge is from a pod here.")] = (
-        ""
-    )
+    bridge_interface: Annotated[
+        str, _says("Mode BridgeInterface: packets that arrive on this bridge are from local pods.")
+    ] = ""
     interface_name_prefix: Annotated[
-        str, _says("Mode InterfaceNamePrefix: what comes from such a device is from a pod here.")
+        str,
+        _says("Mode InterfaceNamePrefix: packets that arrive on interfaces with this prefix are from local pods."),
     ] = ""
 
 
@@ -168,18 +170,18 @@ class Conntrack(Section):
     go_name = "KubeProxyConntrackConfiguration"
     max_per_core: Annotated[
         int | None,
-        _says("Entries of the connection table per CPU (nf_conntrack_max, and hashsize to go with it); 0: left alone."),
+        _says("Conntrack entries per CPU (sets nf_conntrack_max, and hashsize to match); 0: unchanged."),
     ] = None
-    min: Annotated[int | None, _says("At least so many entries, unless maxPerCore is 0.")] = None
+    min: Annotated[int | None, _says("Minimum number of conntrack entries, unless maxPerCore is 0.")] = None
     tcp_established_timeout: Annotated[
-        PointerDuration, _says("nf_conntrack_tcp_timeout_established; 0: left alone.")
+        PointerDuration, _says("Value of nf_conntrack_tcp_timeout_established; 0: unchanged.")
     ] = None
-    tcp_close_wait_timeout: Annotated[PointerDuration, _says("nf_conntrack_tcp_timeout_close_wait; 0: left alone.")] = (
-        None
-    )
-    tcp_be_liberal: Annotated[bool, _says("nf_conntrack_tcp_be_liberal is set to 1; false leaves it alone.")] = False
-    udp_timeout: Annotated[Duration, _says("nf_conntrack_udp_timeout; 0: left alone.")] = 0
-    udp_stream_timeout: Annotated[Duration, _says("nf_conntrack_udp_timeout_stream; 0: left alone.")] = 0
+    tcp_close_wait_timeout: Annotated[
+        PointerDuration, _says("Value of nf_conntrack_tcp_timeout_close_wait; 0: unchanged.")
+    ] = None
+    tcp_be_liberal: Annotated[bool, _says("Set nf_conntrack_tcp_be_liberal to 1; false leaves it unchanged.")] = False
+    udp_timeout: Annotated[Duration, _says("Value of nf_conntrack_udp_timeout; 0: unchanged.")] = 0
+    udp_stream_timeout: Annotated[Duration, _says("Value of nf_conntrack_udp_timeout_stream; 0: unchanged.")] = 0
 
 
 class VModule(Section):
@@ -187,8 +189,8 @@ class VModule(Section):
 
     go_name = "VModuleItem"
     go_package = "v1"
-    file_pattern: Annotated[str, _says("The room (module) meant; * and ? may stand in it.")] = ""
-    verbosity: Annotated[int, GoType("v1.VerbosityLevel"), _says("Its level.")] = 0
+    file_pattern: Annotated[str, _says("Pattern for the module's name; * and ? are wildcards.")] = ""
+    verbosity: Annotated[int, GoType("v1.VerbosityLevel"), _says("Verbosity of these modules.")] = 0
 
 
 class TextOptions(Section):
@@ -199,13 +201,13 @@ class TextOptions(Section):
     split_stream: Annotated[
         bool,
         GoType("bool", "OutputRoutingOptions"),
-        _says("Accepted with the gate LoggingAlphaOptions; everything goes to standard error."),
+        _says("Accepted with the gate LoggingAlphaOptions, without effect: everything goes to standard error."),
     ] = False
     info_buffer_size: Annotated[
         str,
         Reader.QUANTITY,
         GoType("quantity", "OutputRoutingOptions"),
-        _says("Accepted with the gate LoggingAlphaOptions; nothing is buffered."),
+        _says("Accepted with the gate LoggingAlphaOptions, without effect: nothing is buffered."),
     ] = ""
 
 
@@ -231,10 +233,12 @@ class Logging(Section):
     go_package = "v1"
     format: Annotated[str, _says("text or json.")] = ""
     flush_frequency: Annotated[
-        FlushFrequency, Reader.FLUSH_FREQUENCY, _says("Accepted; every line is written at once.")
+        FlushFrequency, Reader.FLUSH_FREQUENCY, _says("Accepted without effect: every line is written at once.")
     ] = FlushFrequency(0, as_text=False)
-    verbosity: Annotated[int, GoType("v1.VerbosityLevel"), _says("From 2 on, debug messages are written.")] = 0
-    vmodule: Annotated[list[VModule] | None, GoType("v1.VModuleConfiguration"), _says("Levels of single rooms.")] = None
+    verbosity: Annotated[int, GoType("v1.VerbosityLevel"), _says("Log verbosity; 2 and above: debug messages.")] = 0
+    vmodule: Annotated[
+        list[VModule] | None, GoType("v1.VModuleConfiguration"), _says("Verbosity of single modules.")
+    ] = None
     options: Annotated[FormatOptions, _says("Options of the formats.")] = FormatOptions()
 
 
@@ -244,26 +248,29 @@ class KubeProxyConfiguration(Section):
     go_name = "KubeProxyConfiguration"
     feature_gates: Annotated[
         dict[str, bool],
-        _says("Checked as kube-proxy's. AllowServiceExternalIPs off: no external IPs. Most do nothing here."),
+        _says("Validated as in kube-proxy. AllowServiceExternalIPs=false turns external IPs off; most have no effect."),
     ] = {}
     client_connection: Annotated[ClientConnection, _says("Access to the API server.")] = ClientConnection()
     logging: Annotated[Logging, _says("The log.")] = Logging()
-    hostname_override: Annotated[str, _says("Name of this Node; empty: the host's name.")] = ""
+    hostname_override: Annotated[str, _says("Name of this Node; empty: the host name.")] = ""
     bind_address: Annotated[
-        str, _says("Unless unspecified, the Node's address of its family, which becomes the primary one.")
+        str,
+        _says("Overrides the node IP of its family, which becomes the primary family, unless it is 0.0.0.0 or ::."),
     ] = ""
-    healthz_bind_address: Annotated[str, _says("Where /healthz and /livez are served; empty: nowhere.")] = ""
-    metrics_bind_address: Annotated[str, _says("Where /metrics is served.")] = ""
+    healthz_bind_address: Annotated[str, _says("Address and port of /healthz and /livez.")] = ""
+    metrics_bind_address: Annotated[str, _says("Address and port of /metrics.")] = ""
     bind_address_hard_fail: Annotated[
         bool,
-        _says("An address of these two that cannot be had ends the program; otherwise it is tried again every 5 s."),
+        _says("Exit if one of these two addresses cannot be bound; otherwise the bind is retried every 5 s."),
     ] = False
-    enable_profiling: Annotated[bool, _says("/debug/flags/v is served beside the metrics; profiles are not.")] = False
-    show_hidden_metrics_for_version: Annotated[str, _says("Accepted; no metric is hidden.")] = ""
+    enable_profiling: Annotated[bool, _says("Serve /debug/flags/v on the metrics server; profiles are not served.")] = (
+        False
+    )
+    show_hidden_metrics_for_version: Annotated[str, _says("Accepted without effect: no metric is hidden.")] = ""
     mode: Annotated[
         str,
         GoType("v1alpha1.ProxyMode"),
-        _says('Whose behaviour is followed where the modes differ: iptables (also "" and ipvs) or nftables.'),
+        _says('Behave like kube-proxy in this mode where the modes differ: iptables (also "" and ipvs) or nftables.'),
     ] = ""
     iptables: Annotated[IPTables, _says("Settings of mode iptables.")] = IPTables()
     ipvs: Annotated[IPVS, _says("Settings of mode ipvs.")] = IPVS()
@@ -272,26 +279,26 @@ class KubeProxyConfiguration(Section):
     detect_local_mode: Annotated[
         str,
         GoType("v1alpha1.LocalMode"),
-        _says("How traffic of pods here is told from other traffic."),
+        _says("How traffic of local pods is detected."),
     ] = ""
-    detect_local: Annotated[DetectLocal, _says("What detectLocalMode looks for.")] = DetectLocal()
+    detect_local: Annotated[DetectLocal, _says("Settings of detectLocalMode.")] = DetectLocal()
     cluster_cidr: Annotated[
-        str, _says("Mode ClusterCIDR: what comes from these ranges is from a pod.", "clusterCIDR")
+        str, _says("Mode ClusterCIDR: packets with a source in these ranges are from pods.", "clusterCIDR")
     ] = ""
     node_port_addresses: Annotated[
-        list[str] | None, _says("Local addresses that serve NodePorts: CIDRs, or primary.")
+        list[str] | None, _says("Node addresses that serve NodePorts: CIDRs, or primary.")
     ] = None
     oom_score_adj: Annotated[int | None, _says("Written to /proc/self/oom_score_adj.")] = None
-    conntrack: Annotated[Conntrack, _says("Settings of the kernel's connection table.")] = Conntrack()
+    conntrack: Annotated[Conntrack, _says("Settings of connection tracking.")] = Conntrack()
     config_sync_period: Annotated[
-        Duration, _says("Accepted; every change of the API server is followed, so nothing need be delivered twice.")
+        Duration, _says("Accepted without effect: the agent watches the API server and needs no periodic resync.")
     ] = 0
     port_range: Annotated[str, _says(_NONE)] = ""
     windows_run_as_service: Annotated[bool, _says(_NONE)] = False
 
 
 def written_fields(section: BaseModel) -> Iterator[tuple[str, Any, Reader | None]]:
-    """Name in the file, value and reader of every field that is written when a section is (spec/configuration §6)."""
+    """The fields of ``section`` that are written to a file: name, value and reader (spec/configuration §6)."""
     for name, info in type(section).model_fields.items():
         key = info.alias or name
         value = getattr(section, name)

@@ -18,7 +18,7 @@ class PortRange(NamedTuple):
 
 
 def parse(text: str) -> PortRange:
-    """Read a range; ValueError in words when it is none. A range that goes too far ends with the last port."""
+    """Parse a range; ValueError if it is malformed. A range that is too long ends with the last port."""
     if not text.strip():
         return PortRange(0, 0)
     match = _FORM.fullmatch(text.strip())

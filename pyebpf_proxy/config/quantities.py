@@ -28,20 +28,20 @@ ZERO = Quantity(Fraction(0), "0")
 
 
 def parse(text: str) -> Quantity:
-    """Read ``text``; ValueError with kube-proxy's words when it is none."""
+    """Parse ``text``; ValueError with kube-proxy's message if it is not a quantity."""
     match = _FORM.fullmatch(text)
     if not text or match is None or len(text) > _LONGEST:
         raise ValueError("quantities must match the regular expression '^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'")
     sign, whole, point, fraction, suffix = match[1], match[2], match[3], match[4] or "", match[5]
     base, exponent, kind = _suffix(suffix)
     if not whole and not point and not suffix:
-        return ZERO  # nothing but zeroes
+        return ZERO
     digits = whole or "0"
     cached = _as_it_stands(text, digits, fraction, exponent, kind)
     value = Fraction(int(digits + fraction)) / 10 ** len(fraction) * Fraction(base) ** exponent
     if cached is None:
         scaled = value * 10**9
-        value = Fraction(-(-scaled.numerator // scaled.denominator), 10**9)  # never rounded to nothing
+        value = Fraction(-(-scaled.numerator // scaled.denominator), 10**9)  # rounded up: never to zero
         if kind == "binary":
             value = min(value, Fraction(_MAX))
     if sign == "-":
@@ -60,7 +60,7 @@ def _suffix(suffix: str) -> tuple[int, int, str]:
 
 
 def _as_it_stands(text: str, digits: str, fraction: str, exponent: int, kind: str) -> str | None:
-    """The text itself, where kube-proxy keeps it; "" where it has the value but writes another; None: the slow way."""
+    """The text itself if kube-proxy keeps it; "" if kube-proxy writes another text; None: needs the full parser."""
     if kind == "binary":
         if fraction or 15 - len(digits) - int(exponent * 3 / 10) - 1 < 0 or int(digits) << exponent > _MAX:
             return None
@@ -88,5 +88,5 @@ def _canonical(value: Fraction, kind: str) -> str:
         number, exponent = number // 1000, exponent + 3
     if kind == "exponent":
         return f"{number}e{exponent}" if exponent else str(number)
-    # Beyond E there is no suffix, and kube-proxy writes the number without any.
+    # There is no suffix beyond E: kube-proxy writes the number without a suffix.
     return f"{number}{_DECIMAL_SUFFIX.get(exponent, '')}"

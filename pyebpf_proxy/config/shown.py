@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration, flags and gates in force as texts: what the metrics server shows of them."""
+"""The configuration, flags and gates in force, as texts for the metrics server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyebpf_proxy.config.flag_table import DEPRECATED, FLAGS, Flag
 from pyebpf_proxy.config.flags import Flags
 from pyebpf_proxy.config.model import API_VERSION, KIND, FlushFrequency, KubeProxyConfiguration, Reader, written_fields
 
-#: Fields whose empty value the platform replaces; without a file, kube-proxy's flags show that.
+#: Fields whose empty value is replaced by a platform default; without a file, kube-proxy's /flagz shows the default.
 _COMPLETED = frozenset(("mode", "detect_local_mode"))
 
 
@@ -33,7 +33,7 @@ class Shown:
 
 
 def shown(config: KubeProxyConfiguration, flags: Flags) -> Shown:
-    """What is to be shown of a completed and validated configuration."""
+    """The texts for a completed and validated configuration."""
     enabled = gates.apply(config.feature_gates)
     document: dict[str, Any] = {"kind": KIND, "apiVersion": API_VERSION, **_object(config)}
     return Shown(
@@ -66,7 +66,7 @@ def _value(value: Any, reader: Reader | None) -> Any:
 
 
 def _flag(flag: Flag, flags: Flags, config: KubeProxyConfiguration) -> str:
-    """As Go's pflag shows the value."""
+    """The value as Go's pflag prints it."""
     value = flags.values.get(flag.name)
     if flag.field in _COMPLETED and not flags.config:
         value = getattr(config, flag.field)

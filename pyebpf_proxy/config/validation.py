@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of a completed KubeProxyConfiguration: kube-proxy's rules, paths and words (spec/configuration §2)."""
+"""Validation of a completed KubeProxyConfiguration: kube-proxy's rules, paths and messages (spec/configuration §2)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _POSITIVE = "must be greater than 0"
 
 
 def validate(config: KubeProxyConfiguration, cluster_cidrs: Sequence[str] | None = None) -> list[str]:
-    """Every error of ``config``, each ``path: kind: value: message``; empty when it is good.
+    """Every error of ``config``, each ``path: kind: value: message``; empty if it is valid.
 
-    ``cluster_cidrs`` is what ``clusterCIDR`` was split into, where that is not plain: a flag may give one empty text.
+    ``cluster_cidrs`` overrides the split ``clusterCIDR``: a flag may give a list with one empty string.
     """
     if cluster_cidrs is None:
         cluster_cidrs = config.cluster_cidr.split(",") if config.cluster_cidr else ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration in force as kube-proxy writes it: every field, sorted, canonical (spec/configuration §6, §7)."""
+"""The effective configuration as kube-proxy writes it: every field, sorted, canonical (spec/configuration §6, §7)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _STRING = "tag:yaml.org,2002:str"
 
 
 def document(config: KubeProxyConfiguration) -> str:
-    """The YAML text; ValueError where a value has no text in JSON, as kube-proxy refuses it too."""
+    """The YAML text; ValueError if a value cannot be written as JSON, as in kube-proxy."""
     fields = _fields(config)
     fields.update({"apiVersion": _text(API_VERSION), "kind": _text(KIND)})
     return str(yaml.serialize(_mapping(fields), Dumper=_Dumper, allow_unicode=True))
 
 
 def yaml_text(value: Mapping[str, Any]) -> str:
-    """Plain values as YAML in the form that Kubernetes' programs write."""
+    """Plain values as YAML in the form that Kubernetes components write."""
     return str(yaml.serialize(_node(value, None), Dumper=_Dumper, allow_unicode=True))
 
 
 class _Dumper(yaml.CSafeDumper):
-    """Whether a text needs quotes is decided here, by Go's rules, so that the emitter must not ask PyYAML's."""
+    """A dumper without PyYAML's own quoting rules: Go's rules decide which strings need quotes."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
         if kind is yaml.ScalarNode:
@@ -90,7 +90,7 @@ def _float(value: float) -> str:
         shown = "NaN" if value != value else "+Inf" if value > 0 else "-Inf"
         raise ValueError(f"json: unsupported value: {shown}")
     text = gotext.float_text(value, 32)
-    # Whole numbers of 64 bits stay what they are in JSON; the rest is printed by YAML's own rule.
+    # 64-bit integers are written as in JSON, other numbers by YAML's rules.
     if re.fullmatch(r"-?[0-9]+", text) and -(1 << 63) <= int(text) < 1 << 64:
         return text
     return gotext.general_text(float(text))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """YAML text to plain values, as kube-proxy's Go library turns it into JSON (spec/configuration §1).
 
-PyYAML's C parser gives the events; what they mean is decided here, because Go's rules differ where it matters:
-scalars (``010``, ``1:20``, ``y``), duplicate keys, merge keys, and a limit for what aliases may blow up. Nothing
-recurses: depth costs no stack. Numbers come out as the texts that stand in JSON.
+PyYAML's C parser delivers the events. They are interpreted here because Go's rules differ: scalars (``010``, ``1:20``,
+``y``), duplicate keys, merge keys, and a limit on the expansion of aliases. Nothing recurses, so that depth needs no
+stack. Numbers are returned as their JSON texts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 
 from pyebpf_proxy.config import gotext
 
-# More than any configuration has; fewer than what takes seconds to read.
+# More than any configuration has, but still read within a second.
 MAX_EVENTS = 200_000
 # The C parser's time grows with the square of the depth.
 MAX_DEPTH = 1_000
@@ -38,19 +38,19 @@ _ENDLESS = {".inf": "+Inf", "+.inf": "+Inf", "-.inf": "-Inf", ".nan": "NaN"}
 
 
 class Number(str):
-    """A number, as the text that JSON has for it."""
+    """A number, as its JSON text."""
 
     __slots__ = ()
 
 
 class Endless(Number):
-    """Infinity or not-a-number: JSON has no text for them."""
+    """Infinity or not-a-number, which JSON cannot represent."""
 
     __slots__ = ()
 
 
 class Document(NamedTuple):
-    """The first document of a text, and the duplicate keys that were found in it, in kube-proxy's words."""
+    """The first document of a text, and messages about its duplicate keys as kube-proxy words them."""
 
     value: object
     duplicates: list[str]
@@ -83,7 +83,7 @@ _MERGE = object()
 
 
 def load(text: bytes) -> Document:
-    """Read the first document of ``text``; ValueError in kube-proxy's words when it is not YAML."""
+    """Read the first document of ``text``; ValueError with kube-proxy's message if it is not YAML."""
     reader = _Reader()
     try:
         loader = yaml.CLoader(text)
@@ -101,7 +101,7 @@ def _problem(error: yaml.YAMLError) -> str:
         return str(getattr(error, "reason", "")) or " ".join(str(error).split())
     marks = (error.problem_mark, error.context_mark)
     line, context = [0 if mark is None else mark.line for mark in marks]
-    # Go's library counts lines from the token that the parser refused, the scanner's from one.
+    # Go's library counts lines from 0 in parser errors, from 1 in scanner errors.
     if line and isinstance(error, yaml.scanner.ScannerError):
         line += 1
     line = line or context
@@ -114,7 +114,7 @@ class _Reader:
         self.duplicates: list[str] = []
         self._anchors: dict[str, _Anchor | _Open] = {}
         self._open: list[_Open] = []
-        # What Go counts against documents that blow up: values read, and how many of them through aliases.
+        # Go's counters against alias bombs: values decoded, and how many of them through aliases.
         self._decoded = 1
         self._aliased = 0
 
@@ -124,7 +124,7 @@ class _Reader:
         for _ in range(MAX_EVENTS):
             event = loader.get_event()
             if event is None or isinstance(event, (yaml.DocumentEndEvent, yaml.StreamEndEvent)):
-                # Only the first document counts; what follows is not even read.
+                # Only the first document counts; the rest is not read.
                 if wrong is not None:
                     raise wrong
                 return
@@ -138,7 +138,7 @@ class _Reader:
                 try:
                     self._event(event)
                 except ValueError as error:
-                    # Go reads the whole document first: a mistake of syntax further down is told before.
+                    # Go parses the whole document first: a syntax error further down is reported first.
                     wrong = error
         raise ValueError("yaml: the configuration holds too many values")
 
@@ -165,7 +165,7 @@ class _Reader:
 
     def _end(self) -> None:
         done = self._open.pop()
-        # Unless its name was given anew to something inside.
+        # Unless a nested node reuses the anchor's name.
         if done.anchor is not None and self._anchors[done.anchor] is done:
             self._anchors[done.anchor] = _Anchor(done.value, done.count, done.duplicates, done.lines)
         self._add(done.value, done.count, done.lines, done.duplicates, done.line)
@@ -196,7 +196,7 @@ class _Reader:
         self._add(anchor.value, 1 + anchor.decoded, anchor.lines, anchor.duplicates, event.start_mark.line + 1)
 
     def _add(self, value: object, count: int, lines: dict[Any, int], duplicates: list[str], line: int) -> None:
-        """Put a finished value where it belongs."""
+        """Add a complete value to its parent."""
         if not self._open:
             self.value = value
             self.duplicates = duplicates
@@ -267,7 +267,7 @@ def _resolve(tag: str | None, text: str, plain: bool) -> object:
 
 
 def implicit_kind(text: str) -> str:
-    """What a plain scalar would be taken for: str, bool, int, float, null, timestamp."""
+    """The type that a plain scalar resolves to: str, bool, int, float, null, timestamp."""
     if _TIMESTAMP.fullmatch(text):
         return "timestamp"
     return _implicit(text)[0]
@@ -297,16 +297,16 @@ def _number(text: str) -> Number | None:
             return Number(value)
     except ValueError:
         pass
-    # A text that begins with a point goes straight to Go's own reader, which lets underscores pass.
+    # A scalar that begins with a point goes directly to Go's parser, which accepts underscores.
     if gotext.is_float(text) if text[0] == "." else _FLOAT.fullmatch(text):
         value = float(text.replace("_", ""))
-        # What is too large for a float stays a text.
+        # A number that is too large for a float remains a string.
         return Number(gotext.float_text(value)) if abs(value) != float("inf") else None
     return None
 
 
 def _key(value: object) -> Any:
-    """What tells two keys apart: Go's maps know 1 from "1" from true."""
+    """The identity of a key: Go's maps distinguish 1, "1" and true."""
     if isinstance(value, Endless):
         return "float", {"+Inf": ".inf", "-Inf": "-.inf", "NaN": ".nan"}[value]
     if isinstance(value, Number):
@@ -342,7 +342,7 @@ def _go_value(value: object) -> str:
 
 
 def _plain_keys(root: object) -> object:
-    """The same values with keys as texts, sorted, as in JSON; each shared value is turned once."""
+    """The same values with string keys, sorted, as in JSON; each shared value is converted once."""
     done: dict[int, object] = {}
     waiting: list[tuple[object, bool]] = [(root, False)]
     while waiting:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only room that touches the kernel. ``datapath.datapath.Datapath`` is the door.
+"""The only package that touches the kernel. ``datapath.datapath.Datapath`` is its interface.
 
-``loader`` loads the programs; ``tables`` are the service maps; ``node`` is where programs are attached, and the
-kernel's settings; ``netfilter`` is our nft table; ``connections`` are the flows and sockets that exist; ``kube_proxy``
-is what that one leaves behind. Nothing is imported here, so that one module can be had without all.
+``loader`` loads the programs; ``tables`` writes the service maps; ``node`` attaches programs and applies the kernel's
+settings; ``netfilter`` is the proxy's nft table; ``connections`` handles existing flows and sockets; ``kube_proxy``
+handles kube-proxy's leftovers. Nothing is imported here, so that a module can be imported without all others.
 """

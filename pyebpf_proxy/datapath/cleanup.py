@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taking everything of one instance away: tc programs, socket programs, nftables table, pins, run directory.
+"""Removing everything of one instance: tc programs, socket programs, nftables table, pins, run directory.
 
-Works without the agent and without loading anything, also when half of it is missing; each step is tried whatever
-became of the others. Nothing is removed that is not ours:
+Works without the agent and without loading programs, also when half of it is missing. Each step is tried even if others
+fail. Only what belongs to the instance is removed:
 
 * first, flows of the fast path that conntrack does not know are handed to it;
 * tcx links by their pins, filters by name and handle, on every device of this network namespace; a clsact qdisc if it
-  is in our record and empty (``attachments``);
-* the table by its name; other tables, and the conntrack entries of flows that go on, stay;
-* pins in our folder only; the bpffs is unmounted only if we mounted it and it is empty (``mounts``);
-* node settings are put back first, while the programs still guard what they open, and only those that still are as we
-  wrote them (``sysctls``); what the fast path needed last, when it is gone;
-* of the run directory only what its owners name, and the directory itself if that leaves it empty.
+  is recorded as the proxy's and empty (``attachments``);
+* the table by its name; other tables, and the conntrack entries of live flows, stay;
+* pins in the instance's folder only; the bpffs is unmounted only if the proxy mounted it and it is empty (``mounts``);
+* node settings are restored first, while the programs still protect what they open, and only those that still have the
+  value that the proxy wrote (``sysctls``); the settings of the fast path are restored last, when it is gone;
+* of the run directory only files named by their owners, and the directory itself if it is then empty.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def cleanup(directory: Path, own_files: Iterable[str] = ()) -> Report:
             report.removed += step(directory)
         except OSError as error:
             report.problems.append(str(error))
-    # Nothing goes by the fast path any more; what did must be translated by a conntrack that is strict again.
+    # The fast path is gone; conntrack, strict again, must go on translating the connections that used it.
     if held(LIBERAL, directory):
         try:
             make_liberal()
@@ -67,7 +67,7 @@ def _settings(directory: Path, holder: str | None, report: Report) -> None:
 
 
 def _flows(directory: Path) -> list[str]:
-    """Before the programs go: flows that only they know are handed to conntrack."""
+    """Before the programs are removed: flows that only they know are handed to conntrack."""
     for place in bpffs_candidates(directory):
         if holds_pins(place):
             for pins in sorted(pin_directory(place, directory, 0).parent.glob("v*")):
@@ -78,7 +78,7 @@ def _flows(directory: Path) -> list[str]:
 def _programs(directory: Path) -> list[str]:
     removed: dict[str, None] = {}
     places = [tcx_directory(place, directory) for place in bpffs_candidates(directory) if holds_pins(place)]
-    # Without a bpffs there are no links, but filters.
+    # Without a bpffs there are no links, only filters.
     for folder in places or [directory / "no-bpffs"]:
         attachments = Attachments(directory, folder, use_tcx=True)
         try:
@@ -113,5 +113,5 @@ def _run_directory(directory: Path, own_files: Iterable[str], report: Report) ->
         except FileNotFoundError:
             continue
         except OSError:
-            continue  # not empty, so not only ours; or a mount that is not ours
+            continue  # not empty, so other files are in it; or a mount that the proxy did not make
         report.removed.append(str(folder))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door of the data plane: loads, writes, attaches, follows the node, and leaves or removes it all."""
+"""The interface of the data plane: load, write, attach, follow the node; then leave everything or remove it."""
 
 from __future__ import annotations
 
@@ -59,33 +59,33 @@ _log = Logger("datapath")
 
 @dataclass
 class _Parts:
-    """What there is while the data plane runs."""
+    """The parts of a running data plane."""
 
     loaded: Loaded
     table: Table
     node: Node
     writer: Writer
     clusters: ClusterAddresses
-    #: As it shall be; what of it the table has, the table knows.
+    #: The wanted rules; the table knows which of them it has.
     host_rules: HostRules
     udp: UdpCleanup
     #: Serving endpoints of UDP services have changed since the last clean-up.
     udp_touched: bool
-    #: None: it is off.
+    #: None: the fast path is off.
     fast: FastPath | None = None
-    #: The same.
+    #: None: the fast path is off.
     promoter: Promoter | None = None
-    #: Why packets of the node are not served as they shall be; empty: they are.
+    #: Why packets of the node are not served as configured; empty: they are.
     host_problem: str = ""
-    #: None: there is no XDP.
+    #: None: XDP is off.
     frames: Frames | None = None
 
 
 class Datapath:
-    """One instance in the kernel. Making it does nothing; ``start`` does everything, ``close`` leaves everything."""
+    """One instance in the kernel. The constructor does nothing; ``close`` keeps what ``start`` has attached."""
 
     def __init__(self, effective: Effective, warn_node: sysctls.WarnNode | None = None) -> None:
-        """``warn_node``: where a Warning event on this Node goes, by reason and text."""
+        """``warn_node``: called with reason and text to record a Warning event for this Node."""
         self._effective = effective
         self._warn_node = warn_node
         self._stack = ExitStack()
@@ -93,15 +93,15 @@ class Datapath:
         self._counters: tuple[Mapping[str, bytes], Map] | None = None
         self._behaviour = Behaviour(effective.masquerade_mark, refuse_unknown=effective.nft_mode)
         self._beside = KubeProxyMonitor(effective.ipvs_exclude_cidrs)
-        #: Told of every clean-up of stale UDP flows, in the loop's thread.
+        #: Called after every clean-up of stale UDP flows, in the event loop's thread.
         self.on_cleaned: Callable[[Cleaned], None] = lambda cleaned: None
 
     # ---- start and end -----------------------------------------------------------------------------------------
 
     def start(self, facts: NodeFacts, wanted: Delta) -> Collection[str]:
-        """Load, adopt what a former run left, make the maps complete, then attach. Returns problems in words.
+        """Load, adopt the state of a former run, complete the maps, then attach. Returns problems as text.
 
-        Raises DatapathError. Then a node that carried nothing of ours carries nothing; one that did goes on as it was.
+        Raises DatapathError. The node then has no programs of this instance, or the old ones keep working.
         """
         with self._undone_if_it_fails():
             self._parts = parts = self._start(facts, wanted)
@@ -110,24 +110,24 @@ class Datapath:
             self._open_fast_path(parts)
             if parts.frames is not None:
                 parts.frames.follow(asyncio.get_running_loop())
-            # Not before: until everything is attached, kube-proxy's rules carry the traffic.
+            # Not earlier: until everything is attached, kube-proxy's rules carry the traffic.
             self._beside.replaced()
             return _problems(parts)
 
     def prepare(self) -> None:
-        """The part of ``start`` that makes places: mounts, the nft table, which brings conntrack, and node settings."""
+        """The preparing part of ``start``: mounts, the nft table (which loads conntrack) and node settings."""
         with self._undone_if_it_fails():
             self._prepare()
 
     def close(self) -> None:
-        """Let go of everything. What is attached stays and works."""
+        """Release everything. Attached programs stay and keep working."""
         self._beside.close()
         self._counters = None
         self._parts = None
         self._stack.close()
 
     def present(self) -> bool:
-        """Whether this instance has anything in the kernel that works without the agent."""
+        """Whether this instance has programs in the kernel that work without the agent."""
         directory = self._effective.directory
         instance = mounts.instance_name(directory)
         places = (path for path in mounts.bpffs_candidates(directory) if mounts.holds_pins(path))
@@ -151,10 +151,10 @@ class Datapath:
         bpffs = mounts.ensure_bpffs(directory)
         if bpffs.warning:
             _log.warning(bpffs.warning)
-        # Before the programs: it brings conntrack and NAT, whose functions they call.
+        # Before the programs: the table loads conntrack and NAT, whose functions they call.
         table = Table(mounts.table_name(directory))
         kernel = self._effective.kernel
-        # What we make so ourselves, for the fast path, is no word of somebody's.
+        # The value that the proxy itself set for the fast path does not count as the administrator's choice.
         others = conntrack_is_liberal() and not sysctls.held(LIBERAL, directory)
         liberal = kernel.conntrack.tcp_be_liberal or others
         self._behaviour = self._behaviour._replace(
@@ -164,7 +164,7 @@ class Datapath:
         wanted = bool(self._effective.fast_path) and fast_path_is_built()
         self._behaviour = beside_fast_path(self._behaviour, wanted)
         table.ensure(self._behaviour)
-        # After conntrack is there, before its timeouts are read for the programs.
+        # After conntrack is loaded, and before its timeouts are read for the programs.
         sysctls.apply(kernel, directory, self._warn_node)
         return bpffs.path, table
 
@@ -182,7 +182,7 @@ class Datapath:
             mark_datagrams=self._behaviour.mark_datagrams,
         )
         if not wanted_settings.fast_path:
-            # A former run may have had one. Its flows are nothing that the next programs would look at.
+            # A former run may have had a fast path. The new programs will not use its flows.
             drain(pins)
         loaded = load(wanted_settings, pins / "maps", map_sizes(effective))
         if why := why or loaded.why_not_fast:
@@ -191,18 +191,18 @@ class Datapath:
             say("there is no fast path", why=why)
         self._stack.callback(loaded.close)
         for name, (old, new) in loaded.resized.items():
-            _log.info("a map has another size", map=name, old=old, new=new)
+            _log.info("a map was resized", map=name, old=old, new=new)
         self._counters = _counters(loaded), loaded.maps["counters"]
         self._behaviour = beside_fast_path(self._behaviour, loaded.settings.fast_path)
         table.ensure(self._behaviour)
         self._say(loaded)
         if "excluded_pods" in loaded.maps:
             excluded_pods.write(loaded.maps["excluded_pods"], loaded.sock.btf, effective.socket_lb_exclude)
-        # Until ours are attached, the programs of a former run may go by other maps, where the same ids mean others.
+        # Until the new programs are attached, those of a former run may use other maps with different ids.
         writer = Writer(loaded, table.update, max(table.elements, default=0))
-        # In one step: what a former run left keeps no address that is another's by now.
+        # In one step: no entry of a former run may keep an address that belongs to another service by now.
         writer.apply(wanted, complete=True)
-        # What the writer has adopted; what else the nft table has from before goes when our programs are in place.
+        # Ids that the writer has adopted. Other old elements of the nft table go when the new programs are attached.
         backends = writer.netfilter_backends
         table.update(backends)
         clusters = ClusterAddresses()
@@ -225,7 +225,7 @@ class Datapath:
         former = OtherLayouts(pins, loaded, writer)
         former.take_over()
         former.drain()
-        # The maps are complete: what is attached from here on finds everything.
+        # The maps are complete: programs attached from here on find everything.
         parts.frames = self._attach(loaded, node, pins)
         former.retire()
         grace.wait()
@@ -238,7 +238,7 @@ class Datapath:
         if loaded.settings.fast_path:
             pin_programs(loaded.tc.programs, pins)
         node.attach({name: program.fd for name, program in loaded.tc.programs.items()})
-        # After tc, which takes what XDP leaves.
+        # After tc, which handles what XDP leaves.
         frames = attach_frames(loaded, node, xdp_config(self._effective), pins / "xdp")
         if frames is not None:
             self._stack.callback(frames.close)
@@ -261,7 +261,7 @@ class Datapath:
         return cgroup.found
 
     def _count_connections(self, parts: _Parts) -> None:
-        """Where the scheduler goes by connections, somebody has to count them."""
+        """Start counting connections, if the scheduler uses connection counts."""
         if parts.loaded.settings.scheduler < LEAST_CONNECTIONS:
             return
         loaded, writer = parts.loaded, parts.writer
@@ -288,7 +288,7 @@ class Datapath:
     # ---- while it runs -----------------------------------------------------------------------------------------
 
     def apply(self, delta: Delta, complete: bool = False) -> Collection[str]:
-        """Write the service ports that differ; ``complete``: there are no others. Returns all problems, in words."""
+        """Write the changed service ports; ``complete``: there are no others. Returns all problems as text."""
         parts = self._running()
         with _in_words():
             parts.writer.apply(delta, complete)
@@ -301,13 +301,13 @@ class Datapath:
                     parts.fast.moved()
             if self._effective.nft_mode:
                 moved = parts.clusters.apply(delta)
-                # First: what is defined must not be refused.
+                # First: ports of defined services must not be refused.
                 parts.table.change_ports(moved.ports_added, moved.ports_removed)
                 parts.table.change_addresses("cluster_ips", map(_prefix, moved.added), map(_prefix, moved.removed))
         return _problems(parts)
 
     def node_changed(self, facts: NodeFacts) -> None:
-        """Other Nodes: their ServiceCIDRs, and which addresses of ours serve NodePorts. New flows go by it."""
+        """Apply new Node facts: ServiceCIDRs, and which node addresses serve NodePorts. New flows use them."""
         parts = self._running()
         with _in_words():
             parts.table.set_addresses("service_cidrs", _prefixes(facts))
@@ -315,7 +315,7 @@ class Datapath:
             parts.node.configure(node_config(self._effective, facts))
 
     def refresh(self) -> None:
-        """Mend what others may have changed: the nft table. Costs little when nobody has. Devices are followed."""
+        """Repair the nft table if others changed it, which costs little if they did not. Devices are followed."""
         parts = self._running()
         with _in_words():
             parts.table.ensure(self._behaviour)
@@ -335,7 +335,7 @@ class Datapath:
                     self._tell_cleaned(cleaned)
 
     def reasons(self) -> Mapping[str, int]:
-        """How many packets and socket calls by reason, all CPUs together. Safe in any thread."""
+        """How many packets and socket calls by reason, summed over all CPUs. Safe in any thread."""
         if self._counters is None:
             return {}
         keys, counters = self._counters
@@ -345,20 +345,20 @@ class Datapath:
         }
 
     def refusals(self) -> Mapping[str, str]:
-        """What was asked for and is not there, and why. Safe in any thread."""
+        """Configured features that are not available, and why. Safe in any thread."""
         return {} if self._parts is None else self._parts.loaded.refusals
 
     def xdp_devices(self) -> Mapping[str, str]:
-        """Devices that carry our XDP program, and its mode. Safe in any thread."""
+        """Devices that carry the proxy's XDP program, and its mode. Safe in any thread."""
         frames = self._parts.frames if self._parts is not None else None
         return {} if frames is None else frames.attached()
 
     def addresses(self) -> list[Address]:
-        """Every address of a device of this node, as far as netlink has told."""
+        """Every address of a device of this node, as reported by netlink so far."""
         return [] if self._parts is None else self._parts.node.addresses
 
     def fill(self) -> Mapping[str, tuple[int, int]]:
-        """Entries used and room of every map that the control plane fills. Counted, not read. Safe in any thread."""
+        """Used entries and capacity of every map that the control plane fills, as counted. Safe in any thread."""
         parts = self._parts
         if parts is None:
             return {}
@@ -366,7 +366,7 @@ class Datapath:
         return {**parts.writer.fill(), **({} if table is None else {"flows": table[:2]})}
 
     def view(self) -> Mapping[str, Any]:
-        """What ``view`` says; empty before the start. Safe in any thread."""
+        """The result of ``view``; empty before the start. Safe in any thread."""
         parts = self._parts
         return {} if parts is None else view(parts.loaded, parts.node, parts.fast, parts.promoter)
 
@@ -379,14 +379,14 @@ class Datapath:
 
     @staticmethod
     def _serve_host(parts: _Parts, changed: HostRules | None) -> None:
-        """What nftables refuses here (an expression that this kernel lacks) must not keep others from being served."""
+        """Apply rules for the node's own packets. A kernel that lacks an expression must not block other services."""
         if changed is None:
             return
         parts.host_rules = changed
         try:
             parts.table.set_host_rules(changed)
         except NftError as error:
-            parts.host_problem = f"what the node itself sends is not served as it should be: {error}"
+            parts.host_problem = f"packets of the node itself are not served as configured: {error}"
         else:
             parts.host_problem = ""
 
@@ -394,14 +394,14 @@ class Datapath:
         self.on_cleaned(cleaned)
         if cleaned.flows or cleaned.sockets:
             family = cleaned.family.name
-            _log.info("stale UDP ended", family=family, flows=cleaned.flows, sockets=cleaned.sockets)
+            _log.info("stale UDP flows and sockets ended", family=family, flows=cleaned.flows, sockets=cleaned.sockets)
 
     @staticmethod
     def _say(loaded: Loaded) -> None:
         if loaded.why_not_pods:
-            _log.warning("sockets of pods are not translated, tc serves them", why=loaded.why_not_pods)
+            _log.warning("pods' sockets are not translated, tc serves their packets", why=loaded.why_not_pods)
         if loaded.why_no_lookup:
-            _log.info("conntrack is not asked before a flow is opened", why=loaded.why_no_lookup)
+            _log.info("conntrack is not looked up before a flow is opened", why=loaded.why_no_lookup)
 
 
 def _problems(parts: _Parts) -> list[str]:
@@ -414,7 +414,7 @@ def _holds_settings(directory: Path) -> bool:
 
 
 def _fast_path_is_off(effective: Effective) -> None:
-    """It was on before: connections that it carried must go on when conntrack is strict again."""
+    """The fast path was on before: its connections must go on when conntrack is strict again."""
     if effective.kernel.conntrack.tcp_be_liberal:
         return
     try:
@@ -423,7 +423,7 @@ def _fast_path_is_off(effective: Effective) -> None:
     except OSError as error:
         problems = [str(error)]
     for problem in problems:
-        _log.error("a setting of the fast path stays as it is", error=problem)
+        _log.error("a setting of the fast path could not be restored", error=problem)
 
 
 def _prefix(address: bytes) -> Prefix:
@@ -435,7 +435,7 @@ def _prefixes(facts: NodeFacts) -> set[Prefix]:
 
 
 def _counters(loaded: Loaded) -> dict[str, bytes]:
-    """Keys of the reasons' counters, by the reasons' names."""
+    """Keys of the counters by the names of the reasons."""
     hidden = ("REASON_UNSPECIFIED", "REASON_COUNT")
     numbers = loaded.tc.btf.enum("reason")
     return {name.lower(): struct.pack("=I", number) for name, number in numbers.items() if name not in hidden}
@@ -443,7 +443,7 @@ def _counters(loaded: Loaded) -> dict[str, bytes]:
 
 @contextmanager
 def _in_words() -> Iterator[None]:
-    """What the kernel refuses, as the one error that the loop knows."""
+    """Turns errors of the kernel into the one error that the loop handles."""
     try:
         yield
     except OSError as error:

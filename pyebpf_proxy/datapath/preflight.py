@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before anything is touched: is what the data plane needs there?  Each answer is one line with a remedy."""
+"""Checks before anything is changed: does the machine have what the data plane needs?  Each failure names a remedy."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import NamedTuple
 
 from pyebpf_proxy.errors import FatalError
 
-# Devices, nftables and attaching; the verifier, which lets only those compare packet pointers whom it trusts with them;
-# bpf() itself. tests/netns/test_deploy_capabilities.py tries without each.
+# For devices, nftables and attaching; for comparing packet pointers, which the verifier allows only with CAP_PERFMON;
+# for bpf() itself. tests/netns/test_deploy_capabilities.py tries without each.
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_PERFMON": 38, "CAP_BPF": 39}
 _SYS_ADMIN = 21
-#: What CAP_SYS_ADMIN stands for as well (capabilities(7)).
+#: Capabilities that CAP_SYS_ADMIN includes (capabilities(7)).
 _IN_SYS_ADMIN = frozenset({"CAP_PERFMON", "CAP_BPF"})
 _BTF = Path("/sys/kernel/btf/vmlinux")
 # include/uapi/asm-generic/socket.h
 SO_NETNS_COOKIE = 71
 _OBJECTS = Path(__file__).resolve().parent.parent / "bpf"
 
-#: The oldest kernel that has all that is used; only named in messages, features are found by trying them.
+#: The oldest kernel with all used features; for messages only, features are probed.
 OLDEST_KERNEL = (6, 1)
 
 
 class Need(NamedTuple):
-    """Something that must be there. ``look`` says in a few words what was found; FatalError if it is missing."""
+    """A requirement. ``look`` returns in a few words what was found; FatalError if it is missing."""
 
     what: str
     look: Callable[[], str]
@@ -44,7 +44,7 @@ def check() -> None:
 
 
 def needs() -> tuple[Need, ...]:
-    """What the data plane needs of the machine, besides rights."""
+    """The data plane's requirements on the machine, apart from capabilities."""
     return (
         Need("BTF", _kernel_types),
         Need("namespace cookies", _namespace_cookies),
@@ -64,7 +64,7 @@ def _kernel_types() -> str:
 
 
 def _namespace_cookies() -> str:
-    """The programs of sockets go by the cookie of a socket's network namespace."""
+    """The socket programs identify a network namespace by its cookie."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8)
@@ -97,7 +97,7 @@ def _objects() -> str:
 
 
 def check_rights(needed: Collection[str] = tuple(_CAPABILITIES)) -> None:
-    """FatalError if this process may not do what must be done."""
+    """FatalError if this process lacks a capability."""
     held = effective_capabilities()
     privileged = bool(held >> _SYS_ADMIN & 1)
     missing = [
@@ -111,13 +111,13 @@ def check_rights(needed: Collection[str] = tuple(_CAPABILITIES)) -> None:
 
 
 def unreachable_conntrack() -> str:
-    """Why conntrack cannot be asked from BPF though the kernel has it, "" if it can, or if it is no module.
+    """Why conntrack cannot be looked up from BPF although the kernel has it; "" if it can, or if it is built in.
 
-    Type information of a module is had by number, and that takes CAP_SYS_ADMIN (bpf(2), BPF_BTF_GET_FD_BY_ID).
+    The BTF of a module is opened by id, which needs CAP_SYS_ADMIN (bpf(2), BPF_BTF_GET_FD_BY_ID).
     """
     if not (_BTF.parent / "nf_conntrack").exists() or effective_capabilities() >> _SYS_ADMIN & 1:
         return ""
-    return "nf_conntrack is a module: asking it from BPF takes CAP_SYS_ADMIN"
+    return "nf_conntrack is a module: lookups from BPF need CAP_SYS_ADMIN"
 
 
 def effective_capabilities() -> int:
@@ -137,7 +137,7 @@ def _loads(library: str) -> bool:
 
 
 def old_kernel() -> str:
-    """Words for a message when the running kernel is older than what is known to work, else nothing."""
+    """Text for a message if the running kernel is older than the oldest supported one, else ""."""
     release = os.uname().release
     parts = release.split("-")[0].split(".")
     try:

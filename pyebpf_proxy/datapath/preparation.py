@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data plane that only prepares (``--init-only``): the loop's first sync makes the places, nothing is served."""
+"""A data plane that only prepares (``--init-only``): the first sync creates mounts and tables; nothing is served."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyebpf_proxy.services.model import ServicePort, ServicePortName
 
 
 class Preparation:
-    """``done`` once the first sync has been."""
+    """``done`` is set by the first sync."""
 
     def __init__(self, datapath: Datapath) -> None:
         self._datapath = datapath
@@ -24,14 +24,14 @@ class Preparation:
         return ()
 
     def apply(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> Collection[str]:
-        """Nothing: services are for the agent."""
+        """Does nothing: the agent handles services."""
         return ()
 
     def node_changed(self, facts: NodeFacts) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def refresh(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def collect(self) -> None:
-        """Nothing."""
+        """Does nothing."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a clean-up has to say."""
+"""The report of a clean-up."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Report:
-    """What was removed, and what could not be, one line each."""
+    """What was removed, and what could not be removed, one line each."""
 
     removed: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    #: What the operator should know though nothing has failed.
+    #: Information for the operator although nothing has failed.
     warnings: list[str] = field(default_factory=list)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the settings in force and the Nodes to what the programs are told before they are loaded."""
+"""From the configuration and the Nodes to the settings of the programs before they are loaded."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from pyebpf_proxy.services.model import IPFamily, Protocol
 # enum detector of bpf/settings.h
 DETECT_NOTHING, DETECT_CIDR, DETECT_DEVICE = range(3)
 
-# Of the memory; bytes of an entry with what the kernel puts around it; bounds.
+# Share of the memory (1/512); bytes of an entry with the kernel's overhead; bounds.
 _FLOW_SHARE, _FLOW_BYTES = 512, 256
 _FLOWS_LEAST, _FLOWS_MOST = 4096, 1 << 17
 _BE_LIBERAL = Path("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
-# Of this network namespace; IPv6 goes by it, too.
+# Of this network namespace; also used for IPv6.
 _LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _STRONG_MEMORY = ("x86_64", "i386", "i586", "i686", "s390x", "s390")
-# Source ports below 1024 are given by neither. A part that is smaller than _FEWEST would soon be used up.
+# Neither uses source ports below 1024. A part smaller than _FEWEST would soon be used up.
 _FIRST_PORT, _KERNELS_FIRST, _LAST_PORT, _FEWEST = 1024, 32768, 65535, 4096
 
 
 class SnatPorts(NamedTuple):
-    """Who masquerades with which source ports: the programs, for flows of the fast path, and the nft table."""
+    """Source ports for masquerading: those of the programs, for flows of the fast path, and those of the nft table."""
 
     fast: range
     netfilter: range
@@ -58,7 +58,7 @@ def settings(effective: Effective, facts: NodeFacts) -> Settings:
         fast_path=bool(effective.fast_path),
         snat_port_min=ports.fast.start if ports is not None else 0,
         snat_port_max=ports.fast.stop - 1 if ports is not None else 0,
-        # Two entries a flow, and half of them for one device.
+        # Two entries per flow, and half of them for one device.
         flow_quota=flow_entries(effective) // 4,
         weak_memory=platform.machine() not in _STRONG_MEMORY,
         pod_cidr4=cidr4,
@@ -86,7 +86,7 @@ def detector_cidrs(effective: Effective, facts: NodeFacts) -> Mapping[IPFamily, 
 
 
 def node_config(effective: Effective, facts: NodeFacts) -> NodeConfig:
-    """What decides which addresses serve NodePorts and which devices are pods'."""
+    """The configuration of NodePort addresses and of pods' devices."""
     mode = effective.detect_local_mode
     return NodeConfig(
         node_port_addresses=effective.node_port_addresses,
@@ -99,7 +99,7 @@ def node_config(effective: Effective, facts: NodeFacts) -> NodeConfig:
 
 
 def host_traffic(effective: Effective, facts: NodeFacts) -> HostTraffic:
-    """What decides on packets that the node itself sends, where our nft table decides."""
+    """The decisions for the node's own packets, where the nft table makes them."""
     cidrs = detector_cidrs(effective, facts)
     by_device = effective.detect_local_mode in ("BridgeInterface", "InterfaceNamePrefix")
     config = node_config(effective, facts)
@@ -121,7 +121,7 @@ def xdp_config(effective: Effective) -> XdpConfig:
 
 
 def flow_entries(effective: Effective) -> int:
-    """Entries of the flow table, two for a flow: as configured, else by the memory, a 512th of it, at most 131072."""
+    """Entries of the flow table, two per flow: as configured, else a 512th of the memory, at most 131072."""
     if effective.fast_path_entries is not None:
         return effective.fast_path_entries
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -135,9 +135,9 @@ def map_sizes(effective: Effective) -> dict[str, int]:
 
 
 def snat_ports(local: tuple[int, int]) -> SnatPorts | None:
-    """The parts, by the ports that the node's own sockets are given (``net.ipv4.ip_local_port_range``).
+    """Divides the source ports, given the ports of the node's own sockets (``net.ipv4.ip_local_port_range``).
 
-    The programs ask nobody whether a port is free, so none of theirs may be a socket's own. None: too few are left.
+    The programs cannot check whether a port is free, so they use none that a socket may use. None: too few are left.
     """
     end = min(_KERNELS_FIRST, local[0])
     if end - _FIRST_PORT < _FEWEST:
@@ -146,7 +146,7 @@ def snat_ports(local: tuple[int, int]) -> SnatPorts | None:
 
 
 def beside_fast_path(behaviour: Behaviour, there_is_one: bool) -> Behaviour:
-    """What the nft table does for the fast path: it says which packets are first, and keeps off its source ports."""
+    """Support for the fast path in the nft table: it marks first packets and avoids the fast path's source ports."""
     ports = snat_ports(local_ports()) if there_is_one else None
     kernels = None if ports is None else (ports.netfilter.start, ports.netfilter.stop - 1)
     return behaviour._replace(prove_new=there_is_one, masquerade_ports=kernels)
@@ -162,7 +162,7 @@ def local_ports() -> tuple[int, int]:
 
 
 def conntrack_is_liberal() -> bool:
-    """Whether conntrack lets TCP segments outside of their window pass as valid; it does not when it starts."""
+    """Whether conntrack accepts TCP segments outside of their window as valid; off when conntrack is loaded."""
     try:
         return int(_BE_LIBERAL.read_text()) != 0
     except (OSError, ValueError):
@@ -170,7 +170,7 @@ def conntrack_is_liberal() -> bool:
 
 
 def netns_cookie() -> int:
-    """The kernel's number of the network namespace this process is in."""
+    """The cookie of this process's network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         cookie: int = struct.unpack("=Q", probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8))[0]
     return cookie

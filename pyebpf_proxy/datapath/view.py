@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the running data plane says of itself, to commands on the node and to metrics. Safe in any thread.
+"""The state of the running data plane, for commands on the node and for metrics. Safe in any thread.
 
-Commands read the kernel where they can. This is what the kernel does not tell: why a device or a family is closed, and,
-to who lacks CAP_SYS_ADMIN, what the programs were loaded with.
+Commands read the kernel where they can. This has what the kernel does not show: why a device or a family is closed and,
+without CAP_SYS_ADMIN, the settings that the programs were loaded with.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ZERO = bytes(4)
 
 
 class FlowTable(NamedTuple):
-    """What the last sweep found: entries, two for each flow, room for them, and young flows."""
+    """The result of the last sweep: entries (two per flow), capacity, and young flows."""
 
     entries: int
     room: int
@@ -39,7 +39,7 @@ def flow_table(loaded: Loaded) -> FlowTable | None:
 
 
 def view(loaded: Loaded, node: Node, fast: FastPath | None, promoter: Promoter | None) -> dict[str, Any]:
-    """Plain values, as JSON has them; addresses of settings as hexadecimal digits."""
+    """Plain JSON values; addresses of settings as hexadecimal digits."""
     settings = {
         name: value.hex() if isinstance(value, bytes) else value for name, value in asdict(loaded.settings).items()
     }
@@ -85,5 +85,5 @@ def promotion(promoter: Promoter) -> dict[str, Any]:
 
 
 def closed(fast: FastPath | None) -> Mapping[str, str]:
-    """Families that are closed, and the code of the reason."""
+    """Closed families, and the code of the reason."""
     return {} if fast is None else {f"IPv{family}": why.code.lower() for family, why in fast.closed.items()}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Kubernetes objects come from, and what they look like."""
+"""Sources of Kubernetes objects, and the types of these objects."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which object is in which file, and which of two wins. No I/O: texts go in, changes come out."""
+"""Which object is in which file, and which duplicate wins. No I/O: texts go in, changes come out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import decode
 from .decode import Decoded, ObjectKey
 from .source import Change, Object
 
-#: In the place of a kind, for what has no name, or cannot be read at all.
+#: Used as the kind of objects that have no name or cannot be read.
 UNREADABLE = "unreadable"
 
 
@@ -21,12 +21,12 @@ class _File(NamedTuple):
 
 
 class Catalogue:
-    """The objects of a folder of files, by file.
+    """The objects of a directory of files, by file.
 
-    An object that goes bad keeps its last good state; in two files, the last in the order of file names counts.
+    An object that becomes invalid keeps its last good state. Of duplicates, the one in the last file by name counts.
 
-    :param report: is given one line for everything that somebody should mend.
-    :param note: is given one line for what is left aside on purpose.
+    :param report: called with one line for each problem that the user should fix.
+    :param note: called with one line for everything that is ignored on purpose.
     """
 
     def __init__(self, report: Callable[[str], None], note: Callable[[str], None]) -> None:
@@ -46,12 +46,12 @@ class Catalogue:
 
     @property
     def files(self) -> Iterable[str]:
-        """Names of the files that have been read (whatever was in them)."""
+        """Names of the files that have been read (whatever their content)."""
         return self._files.keys()
 
     @property
     def bad(self) -> dict[str, tuple[int, int]]:
-        """By kind, how many objects are refused and how many are used in part. Kind UNREADABLE: nobody can tell."""
+        """Numbers of objects refused and used in part, by kind. Kind UNREADABLE: the kind is unknown."""
         found = dict.fromkeys((*decode.KINDS, UNREADABLE), (0, 0))
         for of in self._bad.values():
             for kind, (refused, in_part) in of.items():
@@ -59,7 +59,7 @@ class Catalogue:
         return found
 
     def read(self, name: str, data: bytes) -> None:
-        """A file's text now. One that was not changed costs a hash."""
+        """Update a file's text. An unchanged text costs one hash."""
         digest = hashlib.blake2b(data, digest_size=16).digest()
         before = self._files.get(name)
         if before is not None and before.digest == digest:
@@ -67,7 +67,7 @@ class Catalogue:
         old = before.objects if before is not None else {}
         objects, complete = self._decode(name, data, old)
         if not complete:
-            # Something in the file could not be told: whatever is missing now may be just that.
+            # A part of the file could not be identified: it may be any object that is missing now.
             objects = {**old, **objects}
         for key in old.keys() - objects.keys():
             self._release(key, name)
@@ -77,7 +77,7 @@ class Catalogue:
         self._files[name] = _File(digest, objects)
 
     def remove(self, name: str) -> None:
-        """A file that is gone, and its objects with it."""
+        """Remove a file and its objects."""
         file = self._files.pop(name, None)
         self._bad.pop(name, None)
         if file is None:
@@ -87,9 +87,9 @@ class Catalogue:
         self._touched |= file.objects.keys()
 
     def changes(self, leaving: Iterable[str] = ()) -> list[Change]:
-        """What differs from the last time this was asked.
+        """The difference from the previous call.
 
-        :param leaving: files that are gone, but perhaps only for a moment: they count no more than any other file.
+        :param leaving: files that are gone, but perhaps only for a moment: they have no precedence over other files.
         """
         touched, self._touched = self._touched, set()
         changes = []
@@ -108,7 +108,7 @@ class Catalogue:
         return changes
 
     def _decode(self, name: str, data: bytes, old: dict[ObjectKey, Object]) -> tuple[dict[ObjectKey, Object], bool]:
-        """The file's objects, bad ones in their old state; and whether everything in it could be told apart."""
+        """The file's objects, bad ones in their old state; and whether all objects in it could be identified."""
         objects: dict[ObjectKey, Object] = {}
         complete = True
         bad: dict[str, list[int]] = {}
@@ -139,7 +139,7 @@ class Catalogue:
         return objects, complete
 
     def _documents(self, name: str, data: bytes) -> Iterator[Decoded | None]:
-        """Every document; None for the rest of a text that cannot be read."""
+        """Every document; None for the rest of an unreadable text."""
         try:
             yield from decode.decode_json(data) if name.endswith(".json") else decode.decode_yaml(data)
         except decode.UnreadableError as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents (YAML or JSON) to valid objects, each by itself: a bad one is a message, never an exception.
+"""Documents (YAML or JSON) to valid objects, one by one. An invalid object gives a message, never an exception.
 
-JSON goes straight from bytes into the structs. YAML goes through libyaml and plain values, which is about ten times
-slower: large folders are better written as JSON.
+JSON is decoded directly into the structs. YAML is decoded by libyaml via plain values, which is about ten times slower:
+prefer JSON for large directories.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ObjectKey(NamedTuple):
 class Decoded(NamedTuple):
     """One document's outcome.
 
-    ``key`` is None for what has no identity: then either ``messages`` says what is wrong, or ``ignored`` names a kind
-    that is none of ours. ``object`` is None for an object that is refused; ``messages`` says why.
+    ``key`` is None for a document without identity: then ``messages`` describes the error, or ``ignored`` names a kind
+    that is not used. ``object`` is None for a refused object; ``messages`` gives the reason.
     """
 
     key: ObjectKey | None = None
@@ -45,7 +45,7 @@ class Decoded(NamedTuple):
 
 
 class UnreadableError(Exception):
-    """The text is no YAML or JSON: nothing (more) of it can be read. The message begins with the line if known."""
+    """The text is not YAML or JSON; the rest of it cannot be read. The message begins with the line if known."""
 
 
 class _Group(NamedTuple):
@@ -57,7 +57,7 @@ class _Group(NamedTuple):
     namespaced: bool
 
 
-#: What is used, by kind.
+#: The kinds that are used.
 KINDS: dict[str, _Group] = {
     "Service": _Group(Service, "", validation.check_service, validation.default_service, True, True),
     "EndpointSlice": _Group(
@@ -84,7 +84,7 @@ _READERS = {kind: msgspec.json.Decoder(group.type) for kind, group in KINDS.item
 
 
 class _Header(msgspec.Struct, rename="camel", gc=False):
-    """Enough to know what a JSON text is without reading all of it twice."""
+    """The fields that identify a JSON text without decoding all of it twice."""
 
     api_version: Any = None
     kind: Any = None
@@ -94,7 +94,7 @@ _read_header = msgspec.json.Decoder(_Header)
 
 
 class _Loader(yaml.CSafeLoader):
-    """The C loader without YAML 1.1's dates (creationTimestamp is a text) and without the ``=`` value type."""
+    """The C loader without YAML 1.1's dates (creationTimestamp is a string) and without the ``=`` value type."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -115,7 +115,7 @@ def decode_json(data: bytes) -> Iterator[Decoded]:
             yield _finish(kind, _READERS[kind].decode(data))
             return
     except msgspec.ValidationError:
-        pass  # some field has a wrong type: the way over plain values finds out which, and what stands there
+        pass  # a field has a wrong type: decoding via plain values finds the field and its value
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableError(_json_message(data, error)) from None
     try:
@@ -131,7 +131,7 @@ def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
         try:
             return _finish(kind, _READERS[kind].decode(data))
         except msgspec.ValidationError:
-            document = _read_any.decode(data)  # the way over plain values finds out what is wrong
+            document = _read_any.decode(data)  # decoding via plain values finds the error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableError(_json_message(bytes(data), error)) from None
     if isinstance(document, dict):
@@ -161,9 +161,9 @@ def decode_yaml(data: bytes) -> Iterator[Decoded]:
 
 
 def _check_depth(data: bytes) -> None:
-    """Refuse a text that is nested so deeply that composing it, in C and recursively, could overflow the stack.
+    """Reject nesting so deep that libyaml's recursive composer could overflow the stack.
 
-    A text without many brackets and far indentation cannot be; any other is measured by its events.
+    Texts with few brackets and little indentation pass at once; for others the depth is counted from the events.
     """
     if data.count(b"[") + data.count(b"{") <= _MANY_BRACKETS and _FAR_INDENTATION.search(data) is None:
         return
@@ -218,7 +218,7 @@ def decode_document(
 
 
 def _with_text_keys(document: dict[Any, Any]) -> dict[Any, Any]:
-    """YAML has annotations whose keys are numbers: none that is read, so they are left out."""
+    """Drop annotations whose keys are numbers, as YAML allows; none of those that are read is."""
     metadata = document.get("metadata")
     if not isinstance(metadata, dict) or not isinstance(annotations := metadata.get("annotations"), dict):
         return document
@@ -233,7 +233,7 @@ def _finish(kind: str, value: Object) -> Decoded:
     if not group.namespaced:
         namespace = ""
     else:
-        namespace = intern(metadata.namespace or "default")  # once for all its objects
+        namespace = intern(metadata.namespace or "default")  # one string for all its objects
         if problem := validation.check_name(namespace, label=True):
             return Decoded(messages=(f"{kind} {validation.quote(metadata.name)}: metadata.namespace: {problem}",))
     if problem := validation.check_name(metadata.name, label=group.label):
@@ -254,14 +254,14 @@ def _api_version(group: _Group) -> str:
 
 
 def _same_group(group: _Group, version: object) -> bool:
-    """Whether the object is of our kind's group, in whatever version (a Knative Service is not a Service)."""
+    """Whether the object is of the expected API group, in any version (a Knative Service is not a Service)."""
     if not isinstance(version, str) or not version:
         return True
     return version.rpartition("/")[0] == group.group
 
 
 def _key_of(kind: str, document: dict[Any, Any]) -> ObjectKey | None:
-    """The identity of an object that cannot be decoded as a whole, if it can be told."""
+    """The identity of an object that cannot be decoded as a whole, if known."""
     metadata = document.get("metadata")
     if not isinstance(metadata, dict):
         return None
@@ -283,7 +283,7 @@ def _prefix(kind: str, document: dict[Any, Any]) -> str:
 
 
 def _type_message(document: object, error: Exception) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.spec.ports[0].port`": path first, and the value that is there."""
+    """msgspec's "Expected `int`, got `str` - at `$.spec.ports[0].port`": path first, with the actual value."""
     text, separator, path = str(error).rpartition(" - at ")
     if not separator:
         return str(error)

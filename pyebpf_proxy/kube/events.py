@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events about Nodes and Services, as kube-proxy records them: an interface; who has an API server sends them there."""
+"""Events about Nodes and Services, as kube-proxy records them: an interface, implemented for the API server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class About(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Takes events. Never blocks and never fails: an event that can't be sent is lost, with a line in the log."""
+    """Records events. Never blocks and never fails: an event that cannot be sent is dropped and logged."""
 
     def event(self, about: About, event_type: EventType, reason: str, action: str, note: str) -> None:
         """Record one event; safe in any thread."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of Kubernetes manifests as a source of objects, followed by inotify.
+"""A directory of Kubernetes manifests as a source of objects, watched by inotify.
 
-Files are ``*.yaml``, ``*.yml`` and ``*.json`` of the folder itself; hidden ones and sub-folders are not looked at.
-An event costs the file that it names and nothing else. Only a swap of ``..data`` (how a ConfigMap volume replaces all
-files at once), a folder that was replaced, and an overflow of the kernel's queue make us look at every file, and then
-only those are read that have another inode, time or size.
+Files are ``*.yaml``, ``*.yml`` and ``*.json`` of the directory itself; hidden files and subdirectories are ignored. An
+event causes only its file to be read. All files are checked only when ``..data`` is swapped (a ConfigMap volume
+replaces all files at once that way), when the directory is replaced, or when the kernel's queue overflows. Then only
+files with a changed inode, time or size are read.
 
-Not seen: writes to the target of a symbolic link that leads out of the folder.
+Not detected: writes to the target of a symbolic link that leads out of the directory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..log import Logger
 from .catalogue import Catalogue
 from .source import Batch, Change, Critic
 
-#: A file that disappears counts as deleted only after this time: editors rename the old one away before they write
-#: the new one, and no service may blink because of that.
+#: A file that disappears counts as deleted only after this time: editors rename the old file before they write the new
+#: one, and no service may be interrupted by that.
 DELETION_DELAY = 0.2
 
-#: A timestamp this young may not change although the content does (the kernel's clock for files has ticks): seconds.
+#: Seconds for which the content may change without a new timestamp (the kernel's file clock has ticks).
 _TOO_YOUNG = 0.1
 
-#: Of one file: more than ten thousand Services take.
+#: Size limit of one file: more than ten thousand Services need.
 MAX_FILE_BYTES = 64 << 20
 
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -73,7 +73,7 @@ class _Stamp(NamedTuple):
 
 
 class _Events(NamedTuple):
-    """What happened since the last look: files to read, files that may be gone, or everything is to be looked at."""
+    """Events since the last call: files to read, files that may be gone, or a request to check everything."""
 
     written: set[str]
     gone: set[str]
@@ -86,9 +86,9 @@ def is_manifest(name: str) -> bool:
 
 
 class ManifestSource:
-    """``report`` is given one line for everything that somebody should mend, ``note`` for what is left aside.
+    """``report`` is called with one line for each problem that the user should fix, ``note`` for what is ignored.
 
-    ``critic`` is told how many objects have something wrong in them.
+    ``critic`` receives the numbers of invalid objects.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ManifestSource:
         self._missing = False
 
     async def run(self, deliver: Callable[[Batch], None]) -> None:
-        """Deliver the folder's objects, then every change, until cancelled."""
+        """Deliver the directory's objects, then every change, until cancelled."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         try:
@@ -123,7 +123,7 @@ class ManifestSource:
             loop.add_reader(self._inotify.fileno(), readable.set)
             try:
                 self._watch()
-                # Nothing may be pruned on the word of a folder that is not there.
+                # A missing directory does not mean that its objects are deleted.
                 complete = self._folder_watch is not None
                 await self._look_at_everything()
                 deliver(Batch(self._changes(), complete))
@@ -155,7 +155,7 @@ class ManifestSource:
         return self._catalogue.changes(self._leaving)
 
     async def _wait(self, readable: asyncio.Event) -> None:
-        """Until there are events, or a deletion becomes final."""
+        """Wait until there are events, or a deletion becomes final."""
         if not self._leaving:
             await readable.wait()
             return
@@ -168,16 +168,16 @@ class ManifestSource:
     # ---- events ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Watch the folder, and above it the nearest folder that exists, to see it come, go and be replaced."""
+        """Watch the directory and its nearest existing ancestor, to detect creation, deletion and replacement."""
         watches = self._add_watches()
-        # Until nothing appears any more between looking for it and watching for it.
+        # Repeated until nothing new appears between the check and the watch.
         while (again := self._add_watches()) != watches:
             watches = again
         for old in {self._folder_watch, self._parent_watch} - {*watches, None}:
             try:
                 self._inotify.rm_watch(old)
             except OSError:
-                pass  # the kernel removed it together with the folder
+                pass  # the kernel removed it together with the directory
         self._folder_watch, self._parent_watch = watches
         if self._folder_watch is None and not self._missing:
             self._report(f"{self._directory}: the manifests folder is not there; what was in it stays until it is back")
@@ -208,7 +208,7 @@ class ManifestSource:
             if mask & (flags.Q_OVERFLOW | flags.DELETE_SELF | flags.MOVE_SELF | flags.UNMOUNT):
                 everything = True
             elif watch == self._parent_watch and watch != self._folder_watch:
-                # While the folder is missing, anything above may be a part of its path.
+                # While the directory is missing, anything above may be a part of its path.
                 everything |= self._folder_watch is None or name == self._directory.name
             elif watch != self._folder_watch:
                 continue
@@ -219,14 +219,14 @@ class ManifestSource:
                     gone.add(name)
                     written.discard(name)
                 elif mask & flags.ATTRIB:
-                    if name in self._unreadable:  # perhaps it was only the permissions
+                    if name in self._unreadable:  # perhaps only the permissions changed
                         written.add(name)
                 elif not mask & flags.CREATE or self._is_complete(name):
                     written.add(name)
         return _Events(written, gone - written, everything)
 
     def _is_complete(self, name: str) -> bool:
-        """Whether a file that was just created has its content: links have, others come again when they are closed."""
+        """Whether a new file is complete: links are; other files cause another event when they are closed."""
         try:
             status = os.lstat(self._directory / name)
         except OSError:
@@ -236,7 +236,7 @@ class ManifestSource:
     # ---- files -------------------------------------------------------------------------------------------------
 
     async def _look_at_everything(self) -> None:
-        """Read every file that has changed by its stamp; what is not there any more is missing."""
+        """Read all files with a changed stamp, and note the missing ones."""
         if self._folder_watch is None:
             return
         try:
@@ -261,9 +261,9 @@ class ManifestSource:
             return False
 
     def _read(self, name: str) -> None:
-        """Read one file and hand its text on. One that is no file, or cannot be read, is reported once."""
+        """Read one file and pass its text on. An unreadable file, or one that is not regular, is reported once."""
         try:
-            # A pipe must not block us, and what is no regular file is not read.
+            # A pipe must not block, and only regular files are read.
             descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             self._miss({name})
@@ -281,9 +281,7 @@ class ManifestSource:
                 with open(descriptor, "rb", closefd=False) as file:
                     data = file.read(MAX_FILE_BYTES + 1)
             if max(status.st_size, len(data)) > MAX_FILE_BYTES:
-                self._cannot(
-                    name, "read", f"larger than {MAX_FILE_BYTES >> 20} MiB; several files may have what it has"
-                )
+                self._cannot(name, "read", f"larger than {MAX_FILE_BYTES >> 20} MiB; split it into several files")
                 return
         except OSError as error:
             self._cannot(name, "read", error)
@@ -299,7 +297,7 @@ class ManifestSource:
         self._catalogue.read(name, data)
 
     def _cannot(self, name: str, what: str, error: OSError | str) -> None:
-        """Report, once, what cannot be read, listed or watched. What was in it stays."""
+        """Report once what cannot be read, listed or watched. Its objects stay."""
         self._stamps.pop(name, None)
         self._leaving.pop(name, None)
         why = error if isinstance(error, str) else error.strerror or str(error)
@@ -312,7 +310,7 @@ class ManifestSource:
             self._leaving.setdefault(name, time.monotonic() + DELETION_DELAY)
 
     def _bury(self) -> None:
-        """Forget files that have been away long enough. One that is back comes by an event of its own."""
+        """Remove files that have been missing long enough. One that is back causes an event of its own."""
         now = time.monotonic()
         for name in [name for name, final in self._leaving.items() if final <= now]:
             del self._leaving[name]
@@ -327,7 +325,7 @@ class ManifestSource:
         except FileNotFoundError:
             return True
         except OSError:
-            return False  # there is something, though we cannot have it
+            return False  # it exists, but is not accessible
         return False
 
 
@@ -336,7 +334,7 @@ def _stamp(status: os.stat_result) -> _Stamp:
 
 
 def _portions(names: Iterable[str]) -> Iterator[list[str]]:
-    """In order, in portions between which others may run."""
+    """Iterate in order, in portions between which other tasks may run."""
     ordered = sorted(names)
     for start in range(0, len(ordered), _FILES_PER_TURN):
         yield ordered[start : start + _FILES_PER_TURN]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Service, EndpointSlice and Node: the fields that are used, by their API names; others are tolerated.
 
-Every field may be absent or null, as the API's Go types allow. What a value means, and what is refused, is said in
-``kube.validation``; here are only shapes.
+Every field may be absent or null, as the API's Go types allow. ``kube.validation`` defines which values are refused;
+this module only has the types.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class EndpointHints(msgspec.Struct, rename="camel", gc=False):
 
 
 class TargetRef(msgspec.Struct, gc=False):
-    """``endpoints[].targetRef``: whose address it is; its namespace is the slice's. For people; decides nothing.
+    """``endpoints[].targetRef``: the pod of an endpoint, in the slice's namespace. Only displayed; decides nothing.
 
-    Only while an object is read: then the slice has the names, packed.
+    Exists only while an object is read; afterwards the slice has the packed names.
     """
 
     kind: str | None = None
@@ -143,7 +143,7 @@ class EndpointPort(msgspec.Struct, gc=False):
 
 
 class EndpointSlice(msgspec.Struct, rename="camel", gc=False):
-    """``discovery.k8s.io/v1`` EndpointSlice. ``pods``: names of its pods (services/pods.py), no field of the API's."""
+    """``discovery.k8s.io/v1`` EndpointSlice. ``pods``: names of its pods (services/pods.py), not an API field."""
 
     metadata: ObjectMeta = field(default_factory=ObjectMeta)
     address_type: str | None = None

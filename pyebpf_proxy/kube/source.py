@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of every source of objects: batches of changes, nothing else.
 
-A source guarantees: objects are valid (``kube.validation``), defaulted as the API server would, and a change is
-delivered only when the object really differs from what was delivered before.
+A source guarantees that objects are valid (``kube.validation``) and defaulted as by the API server, and that a change
+is delivered only if the object differs from the one delivered before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Object = Service | EndpointSlice | Node | ServiceCIDR
 
 
 class Change(NamedTuple):
-    """One object as it is now; ``object`` is None when it is gone. The namespace of a Node or ServiceCIDR is empty."""
+    """The new state of one object; ``object`` is None if it is deleted. Nodes and ServiceCIDRs have no namespace."""
 
     kind: Kind
     namespace: str
@@ -26,21 +26,21 @@ class Change(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Changes to apply together. ``complete``: with this batch everything that exists has been delivered once."""
+    """Changes to apply together. ``complete``: with this batch all existing objects have been delivered once."""
 
     changes: list[Change]
     complete: bool
 
 
 class Critic(Protocol):
-    """Who is told how many objects have something wrong in them. Called in the source's threads; must not block."""
+    """Receives the numbers of invalid objects. Called in the source's threads; must not block."""
 
     def bad(self, kind: str, refused: int, in_part: int) -> None:
-        """So many objects of a kind are not used as they are now, and so many are without what is wrong in them."""
+        """The numbers of objects of a kind that are refused, and that are used without their invalid parts."""
 
 
 class Source(Protocol):
-    """Something that delivers objects until it is cancelled."""
+    """Delivers objects until it is cancelled."""
 
     async def run(self, deliver: Callable[[Batch], None]) -> None:
         """Deliver batches, in order, from the event loop's thread, until cancelled."""

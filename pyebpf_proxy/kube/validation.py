@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with an object, field by field, and the defaults that the API server would have filled in.
+"""Validation of objects, field by field, and the defaults that the API server would have filled in.
 
-Two kinds of findings. *Refused*: the object cannot be used as a whole; its last good state stays. *Noted*: one entry
-is left out as kube-proxy leaves it out (spec/service-semantics §1.2, §1.4), the rest of the object is used.
+Two kinds of findings. *Refused*: the whole object is rejected; its last good state stays. *Noted*: one entry is left
+out, as in kube-proxy (spec/service-semantics §1.2, §1.4); the rest of the object is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 
 def quote(value: object) -> str:
-    """A bad value for a message: texts in quotes, everything on one line and short."""
+    """An invalid value for a message: strings in quotes, on one line, and shortened."""
     if isinstance(value, list | tuple):
         return "a list"
     if isinstance(value, dict):
@@ -45,7 +45,7 @@ def quote(value: object) -> str:
 
 
 def check_name(name: str | None, *, label: bool) -> str | None:
-    """What is wrong with a name (DNS label of at most 63, or DNS subdomain of at most 253 characters)."""
+    """The error in a name (a DNS label of at most 63, or a DNS subdomain of at most 253 characters), if any."""
     if not name:
         return "missing"
     if label:
@@ -57,7 +57,7 @@ def check_name(name: str | None, *, label: bool) -> str | None:
 
 
 def check_service(service: Service) -> Iterator[Finding]:
-    """Findings of a Service. One that is not served in any case (ExternalName) has none."""
+    """Findings of a Service. A Service that is never served (ExternalName) has none."""
     spec = service.spec
     if spec.type == "ExternalName":
         return
@@ -141,7 +141,7 @@ def _check_service_ports(service: Service) -> Iterator[Finding]:
 
 
 def _check_service_addresses(service: Service) -> Iterator[Finding]:
-    """External addresses and source ranges: what cannot be read is left out, one by one."""
+    """External addresses and source ranges: each malformed one is left out."""
     for i, text in enumerate(service.spec.external_ips or ()):
         yield from _check_entry(f"spec.externalIPs[{i}]", text)
     balancer = service.status.load_balancer if service.status else None
@@ -158,7 +158,7 @@ def _check_service_addresses(service: Service) -> Iterator[Finding]:
 
 
 def _check_open_to_everyone(service: Service) -> Iterator[Finding]:
-    """Ranges are in force by family (spec/service-semantics §7): a VIP without any of its own is not guarded."""
+    """Source ranges apply per family (spec/service-semantics §7): a VIP without a range of its family is open."""
     texts = service.spec.load_balancer_source_ranges
     balancer = service.status.load_balancer if service.status else None
     if not texts or balancer is None:
@@ -235,7 +235,7 @@ def check_service_cidr(service_cidr: ServiceCIDR) -> Iterator[Finding]:
 
 
 def default_service(service: Service) -> None:
-    """Fill in, in place, what the API server would have: clusterIP, clusterIPs and ipFamilies from each other."""
+    """Set the API server's defaults in place: clusterIP, clusterIPs and ipFamilies from each other."""
     spec = service.spec
     if spec.cluster_ip and not spec.cluster_ips:
         spec.cluster_ips = (spec.cluster_ip,)
@@ -248,10 +248,10 @@ def default_service(service: Service) -> None:
 
 
 def default_endpoint_slice(endpoint_slice: EndpointSlice) -> None:
-    """Fill in, in place, what the API server would have: an absent port name is the empty name.
+    """Set the API server's defaults in place: an absent port name is the empty name.
 
-    Names of pods are packed: a hundred thousand objects for them alone would take 17 MB. A target whose name is none
-    stays as it is, for :func:`check_endpoint_slice`.
+    Names of pods are packed: a hundred thousand objects just for them would take 17 MB. A target with an invalid name
+    remains unchanged, for :func:`check_endpoint_slice`.
     """
     for port in endpoint_slice.ports or ():
         if port.name is None:
@@ -259,7 +259,7 @@ def default_endpoint_slice(endpoint_slice: EndpointSlice) -> None:
     endpoints = endpoint_slice.endpoints or ()
     targets = (endpoint.target_ref for endpoint in endpoints)
     names = [target.name or "" if target is not None and target.kind == "Pod" else "" for target in targets]
-    # All at once, for there are a hundred thousand of them; a name must not bring the mark between two.
+    # Checked all at once because there may be a hundred thousand; a name must not contain the separator.
     bad = set()
     together = "/".join(names)
     usual = _NAMES.fullmatch(together) is not None and together.count("/") == max(0, len(names) - 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's agent: the real command, started in the node's namespace as ``ip netns exec`` starts it."""
+"""A node's agent: the real command, run in the node's namespace by ``ip netns exec``."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _STAMP = r'^kubeproxy_sync_proxy_rules_%s_seconds\{.*?ip_family="(\w+)".*?\} (\S
 SYNCED = re.compile(_STAMP % "last_timestamp", re.MULTILINE)
 QUEUED = re.compile(_STAMP % "last_queued_timestamp", re.MULTILINE)
 START_DEADLINE = 120.0
-#: Environment variable: with 1 every agent has the fast path on, with 0 off, unless its test says which.
+#: Environment variable: 1 turns the fast path of every agent on, 0 off, unless the test sets it.
 FAST_PATH = "PEP_FAST_PATH"
-#: With 1 every agent has XDP on its node's eth0 (and the fast path with it), unless its test says which devices.
+#: With 1 every agent has XDP on its node's eth0 (and the fast path on), unless the test sets the devices.
 XDP = "PEP_XDP"
 
 
 def command() -> list[str]:
-    """The installed console script beside this interpreter, else the module."""
+    """The console script in the interpreter's folder, else the module."""
     script = Path(sys.executable).with_name("pyebpf-proxy")
     return [str(script)] if script.exists() else [sys.executable, "-m", "pyebpf_proxy"]
 
 
 class Agent:
-    """One agent: its configuration, its process, its log. It may be started and ended many times."""
+    """One agent: its configuration, its process, its log. It may be started and stopped repeatedly."""
 
     def __init__(self, node_name: str, namespace: Namespace, folder: Path, manifests: Path) -> None:
         self.node_name = node_name
@@ -58,11 +58,11 @@ class Agent:
         return self.folder / "agent.log"
 
     def log(self) -> str:
-        """Everything that all runs of this agent have said."""
+        """The log of all runs of this agent."""
         return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
 
     def mount_bpffs(self) -> None:
-        """A bpffs of the lab's own where the agent looks first, so that its pins go with the lab."""
+        """Mount a bpffs where the agent looks first, so that its pins are removed with the lab."""
         point = self.directory / "bpf"
         point.mkdir(parents=True)
         libc = ctypes.CDLL(None, use_errno=True)
@@ -72,7 +72,7 @@ class Agent:
         self._bpffs = True
 
     def configuration(self, changes: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The KubeProxyConfiguration used: the lab's, with top-level fields replaced by ``changes``."""
+        """The lab's KubeProxyConfiguration, with top-level fields replaced by ``changes``."""
         base: dict[str, Any] = {
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
             "kind": "KubeProxyConfiguration",
@@ -89,12 +89,12 @@ class Agent:
         own: dict[str, Any] | None = None,
         enter: Sequence[str] = (),
     ) -> None:
-        """Start the process. Does not wait: ``wait_synced``. ``own``: fields of a DatapathConfiguration, for a file.
+        """Start the process without waiting (see ``wait_synced``). ``own``: fields of a DatapathConfiguration file.
 
-        ``enter``: the command that runs it in the node's network namespace, if not ``ip netns exec``.
+        ``enter``: the command that runs it in the node's network namespace, instead of ``ip netns exec``.
         """
         if self.process is not None:
-            raise LabError(f"the agent of {self.node_name} runs already")
+            raise LabError(f"the agent of {self.node_name} is already running")
         self.folder.mkdir(exist_ok=True, parents=True)
         path = self.folder / "config.yaml"
         path.write_text(yaml.safe_dump(self.configuration(config), sort_keys=False))
@@ -113,17 +113,17 @@ class Agent:
                 stdout=log,
                 stderr=log,
                 preexec_fn=die_with_parent,
-                start_new_session=True,  # Ctrl-C reaches the lab, which ends the agent
+                start_new_session=True,  # Ctrl-C reaches only the lab, which ends the agent
             )
 
     def _directory(self) -> list[str]:
         return ["--directory", str(self.directory)]
 
     def wait_synced(self, since: float | None = None, deadline: float = START_DEADLINE) -> None:
-        """Wait until both families have what was written at ``since`` (default: the start). Seconds, ``time.time``.
+        """Wait until both families are synced with files written at ``since`` (default: the start; ``time.time``).
 
-        That is when a sync that was asked for since then has ended: one that ends later may have begun before it.
-        Of several files written one after the other, wait for each: the agent may be reading one while the next comes.
+        That is when a sync requested after ``since`` has ended: one that only ends later may have started earlier.
+        If several files are written one after the other, wait for each: the agent may read one before the next exists.
         """
         threshold = self.started if since is None else since
         end = time.monotonic() + deadline
@@ -135,16 +135,16 @@ class Agent:
             if self.process is None or self.process.poll() is not None:
                 raise LabError(f"the agent of {self.node_name} ended:\n{self.log()}")
             if time.monotonic() > end:
-                known = f"ended {stamps}, asked for {queued}"
+                known = f"ended {stamps}, requested {queued}"
                 raise LabError(f"no sync on {self.node_name} after {deadline} s ({known}):\n{self.log()}")
             time.sleep(0.02)
 
     def synced(self) -> dict[str, float]:
-        """When each family was programmed last, by the agent's own metric; empty while it does not answer."""
+        """Time of each family's last sync, from the agent's metrics; empty while it does not answer."""
         return _stamps(SYNCED, self.metrics())
 
     def metrics(self) -> str:
-        """The agent's metrics page, empty while nobody answers."""
+        """The agent's metrics page, empty while it does not answer."""
         return self.namespace.call(_scrape)
 
     def signal(self, number: int) -> None:
@@ -155,7 +155,7 @@ class Agent:
         self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """kill -9, and wait until it is gone."""
+        """Send SIGKILL, and wait for the end."""
         self.signal(signal.SIGKILL)
         self.wait_ended()
 
@@ -174,18 +174,18 @@ class Agent:
         return status
 
     def stop(self) -> int:
-        """SIGTERM and wait."""
+        """Send SIGTERM and wait."""
         self.terminate()
         return self.wait_ended()
 
     def cleanup(self, *flags: str) -> str:
-        """``--cleanup``; what it printed. Raises LabError if it fails."""
+        """Run ``--cleanup``; returns its output. Raises LabError if it fails."""
         return self.namespace.run(
             "ip", "netns", "exec", self.namespace.name, *command(), "--cleanup", *flags, *self._directory()
         )
 
     def close(self) -> None:
-        """The end with the lab. What dies with the namespace and the lab's own bpffs needs no clean-up."""
+        """Called at the end of the lab. With the lab's own bpffs no clean-up is needed."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -194,7 +194,7 @@ class Agent:
             self.cleanup()
 
     def pin(self, name: str) -> Path:
-        """Path of a pinned map, seen from here. Raises LabError if there is none."""
+        """Path of a pinned map. Raises LabError if there is none."""
         for path in self.directory.glob(f"bpf/**/{name}"):
             return path
         raise LabError(f"no pinned map {name} below {self.directory}/bpf")
@@ -206,7 +206,7 @@ def _stamps(which: re.Pattern[str], page: str) -> dict[str, float]:
 
 
 def _as_the_run_says(own: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A whole run of tests may say how it is where a test does not say."""
+    """The test's fields, with defaults for the whole test run from the environment."""
     said: dict[str, Any] = {}
     if _wanted(XDP):
         said = {"fastPath": True, "xdpDevices": ["eth0"]}
@@ -216,10 +216,10 @@ def _as_the_run_says(own: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _wanted(variable: str) -> bool | None:
-    """None: it does not say."""
+    """None: it is not set."""
     said = os.environ.get(variable, "")
     if said not in ("", "0", "1"):
-        raise LabError(f"{variable} is {said}: 1 turns it on, 0 off")
+        raise LabError(f"{variable} is {said}: must be 1 (on) or 0 (off)")
     return said == "1" if said else None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy lab``: the demonstration, and a cluster to play with."""
+"""``pyebpf-proxy lab``: a demonstration, and a cluster for experiments."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .namespace import LabError, note
 
 
 def main(argv: list[str]) -> int:
-    """Run one subcommand; the exit status."""
+    """Run one subcommand. The result is the exit status."""
     arguments = _parser().parse_args(argv)
     if os.geteuid() != 0:
-        note("pyebpf-proxy lab: makes network namespaces, so it needs root: try sudo")
+        note("pyebpf-proxy lab: it creates network namespaces, which requires root: use sudo")
         return 1
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
@@ -35,17 +35,17 @@ def main(argv: list[str]) -> int:
     return status
 
 
-#: In a shell of `lab shell`: the name of its lab.
+#: Environment variable in a shell of `lab shell`: the name of its lab.
 OF_THIS_SHELL = "PYEBPF_PROXY_LAB"
-END = b"\0"  # of what `lab up` says: the pipe itself stays open in the lab's processes
+END = b"\0"  # end of the output of `lab up`: the lab's processes keep the pipe open
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # so that every context manager tears down
+    raise SystemExit(128 + number)  # so that context managers clean up
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pyebpf-proxy lab", description="A cluster made of network namespaces.")
+    parser = argparse.ArgumentParser(prog="pyebpf-proxy lab", description="A cluster of network namespaces.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, function: object, text: str, runs_examples: bool = False) -> argparse.ArgumentParser:
@@ -54,23 +54,23 @@ def _parser() -> argparse.ArgumentParser:
         if runs_examples:
             command.add_argument("--examples", type=Path, default=EXAMPLES, help="folder with config.yaml, manifests/")
             command.add_argument("--pod-network", choices=("routed", "bare", "bridge"), default="routed",
-                                 help="how pods hang on their node (docs/lab.md)")  # fmt: skip
+                                 help="how pods are connected to their node (docs/lab.md)")  # fmt: skip
         return command
 
-    add("demo", _demo, "send requests through the services of examples/ and compare with the rules", True)
-    add("shell", _shell, "bring the lab up and open a shell in the outside client; Ctrl-D takes it down", True)
+    add("demo", _demo, "send requests to the services of examples/ and compare the results with the rules", True)
+    add("shell", _shell, "start a lab and open a shell in the outside client; Ctrl-D removes the lab", True)
     add(
         "inspect",
         _inspect,
-        "the maps of a node as bpftool reads them: from a VIP to its backends, then every map",
+        "show a node's maps with bpftool: from a VIP to its backends, then every map",
         True,
     )
-    add("up", _up, "bring the lab up and leave it running in the background", True)
-    add("down", _down, "take down what `up` started")
-    run = add("exec", _exec, "run a command in a node, a pod, the client or the core of a running lab")
+    add("up", _up, "start a lab in the background", True)
+    add("down", _down, "remove the labs that `up` started")
+    run = add("exec", _exec, "run a command on a node, in a pod, the client or the core router of a running lab")
     run.add_argument("name", help="node1, node2, web-1, web-2, web-3, toolbox, client, core")
     run.add_argument("command", nargs=argparse.REMAINDER, help="default: $SHELL")
-    add("clean", _clean, "remove what labs that died left behind")
+    add("clean", _clean, "remove leftovers of crashed labs")
     return parser
 
 
@@ -86,10 +86,10 @@ def _shell(arguments: argparse.Namespace) -> int:
     with open_example(arguments.examples, arguments.pod_network) as lab:
         populate(lab, arguments.examples)
         print(_guide(lab), flush=True)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to what runs in the shell
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the commands in the shell
         shell = ["ip", "netns", "exec", lab.client.name, os.environ.get("SHELL", "/bin/sh")]
         subprocess.call(shell, env={**os.environ, OF_THIS_SHELL: lab.tag})
-        print("Taking the lab down.")
+        print("Removing the lab.")
     return 0
 
 
@@ -111,17 +111,17 @@ The lab {lab.tag} is up: node1 (web-1, toolbox), node2 (web-2, web-3), and you a
 
   curl http://203.0.113.10/                        LB VIP, policy Cluster: the pod sees a node's address
   curl http://[2001:db8:3::10]/                    the same over IPv6
-  curl http://203.0.113.20/                        policy Local: the pod sees yours
-  curl http://192.0.2.12:30080/                    NodePort at node2
+  curl http://203.0.113.20/                        policy Local: the pod sees your address
+  curl http://192.0.2.12:30080/                    NodePort on node2
   curl http://203.0.113.30/                        no endpoints: refused at once
   echo hi | nc -u -w1 203.0.113.10 53              UDP
   {script} lab exec toolbox curl -s http://10.96.0.10/       from a pod to the ClusterIP
-  {script} lab exec node1 conntrack -L                       the flows as the kernel sees them
+  {script} lab exec node1 conntrack -L                       the kernel's conntrack entries
   {script} lab exec node1 bpftool map dump pinned {first.pin("frontends4")}
   $EDITOR {folder / "web-endpoints.yaml"}   add web-3 (10.244.2.11), save, curl again
   tail -f {first.log_file}
 
-Ctrl-D takes it all down.
+Ctrl-D removes the lab.
 """
 
 
@@ -130,7 +130,7 @@ def _up(arguments: argparse.Namespace) -> int:
     if os.fork() == 0:
         os.close(read)
         os.setsid()
-        # The terminal may go away; what goes wrong until then is said through the pipe.
+        # The terminal may be closed. Errors during the start go through the pipe.
         with open(os.devnull, "r+b") as null:
             for fd in (0, 1, 2):
                 os.dup2(null.fileno(), fd)
@@ -139,7 +139,7 @@ def _up(arguments: argparse.Namespace) -> int:
             with open_example(arguments.examples, arguments.pod_network) as lab:
                 populate(lab, arguments.examples)
                 (lab.folder / "pid").write_text(str(os.getpid()))
-                os.write(write, _guide(lab).replace("Ctrl-D takes", "pyebpf-proxy lab down takes").encode() + END)
+                os.write(write, _guide(lab).replace("Ctrl-D removes", "pyebpf-proxy lab down removes").encode() + END)
                 while True:
                     signal.pause()
         except LabError as error:
@@ -166,34 +166,34 @@ def _down(arguments: argparse.Namespace) -> int:
     for tag in _living():
         file = leftovers.folder_of(tag) / "pid"
         if not file.exists():
-            continue  # somebody's shell or test run: theirs to end
+            continue  # it belongs to a shell or a test run
         pid = int(file.read_text())
         watch = os.pidfd_open(pid)
         signal.pidfd_send_signal(watch, signal.SIGTERM)
         import select
 
         if not select.select([watch], [], [], 30)[0]:
-            note(f"{tag} (process {pid}) does not end")
+            note(f"{tag} (process {pid}) did not end")
             status = 1
         else:
-            print(f"{tag} is gone")
+            print(f"{tag} removed")
     return status
 
 
 def _exec(arguments: argparse.Namespace) -> int:
-    # In a shell of `lab shell` its own lab is meant, elsewhere that of `lab up`; labs of tests may run beside them.
+    # In a shell of `lab shell` its own lab, elsewhere that of `lab up`. Labs of tests may run at the same time.
     tags = sorted(
         _living(), key=lambda tag: (tag == os.environ.get(OF_THIS_SHELL), (leftovers.folder_of(tag) / "pid").exists())
     )
     found = [name for tag in tags for name in leftovers.namespaces_of(tag) if name == f"{tag}-{arguments.name}"]
     if not found:
-        raise LabError(f"no running lab has a {arguments.name!r}: start one with `lab up` or `lab shell`")
+        raise LabError(f"no running lab contains {arguments.name!r}: start one with `lab up` or `lab shell`")
     command = arguments.command or [os.environ.get("SHELL", "/bin/sh")]
     return subprocess.call(["ip", "netns", "exec", found[-1], *command], env=_environment(found[-1]))
 
 
 def _environment(namespace: str) -> dict[str, str]:
-    """The commands that look at a node find this interpreter's pyebpf-proxy, and the run folder of the node's agent."""
+    """An environment in which commands find this interpreter's pyebpf-proxy and the run folder of the node's agent."""
     tag, _, name = namespace.rpartition("-")
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     state = leftovers.folder_of(tag) / name / "state"
@@ -202,5 +202,5 @@ def _environment(namespace: str) -> dict[str, str]:
 
 def _clean(arguments: argparse.Namespace) -> int:
     for tag in leftovers.clean():
-        print(f"removed what {tag} left")
+        print(f"removed leftovers of {tag}")
     return 0

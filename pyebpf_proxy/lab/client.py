@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The asking side: one request, and in one word what came of it.
+"""The client side: one request and its outcome.
 
-Functions here run inside a namespace (``namespace.call(ask, …)``). Whatever the network does is an
-``Outcome``, never an exception: *answered*, *refused* (RST, or ICMP port unreachable), *timed out*,
-*unreachable* (any other ICMP error), *reset* (after it had been accepted; a UDP socket that somebody has ended).
+These functions run inside a namespace (``namespace.call(ask, …)``). The result is always an ``Outcome``, never an
+exception: *answered*, *refused* (RST, or ICMP port unreachable), *timed out*, *unreachable* (any other ICMP error),
+*reset* (after it had been accepted; or a UDP socket that was destroyed).
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ RESET = "reset"
 
 
 class Answer(NamedTuple):
-    """What the server said (``servers``)."""
+    """The reply of the server (``servers``)."""
 
     pod: str
     node: str
     local: tuple[str, int]  # where the request arrived, as the pod saw it
-    peer: tuple[str, int]  # who it came from, as the pod saw it
+    peer: tuple[str, int]  # its source, as the pod saw it
     received: int  # bytes of the request
 
 
 class Outcome(NamedTuple):
-    """What came of one request. Times in seconds (monotonic clock for ``begun``)."""
+    """The outcome of one request. Times in seconds (monotonic clock for ``begun``)."""
 
     kind: str
     answer: Answer | None
-    local: tuple[str, int] | None  # our own socket's address
-    peer: tuple[str, int] | None  # TCP, connected UDP: getpeername; unconnected UDP: who the answer came from
+    local: tuple[str, int] | None  # the client socket's address
+    peer: tuple[str, int] | None  # TCP, connected UDP: getpeername; unconnected UDP: the source of the reply
     begun: float
     took: float
     error: str = ""
-    size: int = 0  # bytes of the answer
+    size: int = 0  # bytes of the reply
 
     def __str__(self) -> str:
         if self.answer:
@@ -54,14 +54,14 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def read_answer(text: bytes) -> Answer:
-    """The answer of a lab server. Raises ValueError for anything else."""
+    """Parse the reply of a lab server. Raises ValueError for anything else."""
     fields = json.loads(text)
     local, peer = fields["local"], fields["peer"]
     return Answer(fields["pod"], fields["node"], (local[0], local[1]), (peer[0], peer[1]), fields["received"])
 
 
 def classify(error: OSError) -> str:
-    """The word for an error of a socket call."""
+    """The kind of outcome for an error of a socket call."""
     if isinstance(error, TimeoutError):
         return TIMED_OUT
     if error.errno == errno.ECONNREFUSED:
@@ -86,11 +86,11 @@ def ask(
     connected: bool = True,
     fragment: bool = False,
 ) -> Outcome:
-    """Send one request to a lab server and say what came of it.
+    """Send one request to a lab server and return the outcome.
 
-    ``size``: bytes of the request, at least; ``reply_size``: bytes of the answer wanted. ``connected``: UDP with
-    connect() (ICMP errors then come back as refused); without it sendto/recvfrom are used and ``peer`` is the
-    source that the answer carried. ``fragment``: UDP may be fragmented instead of respecting a path MTU.
+    ``size``: minimum bytes of the request; ``reply_size``: requested bytes of the reply. ``connected``: UDP with
+    connect() (ICMP errors are then reported as refused); without it sendto/recvfrom are used and ``peer`` is the
+    source of the reply. ``fragment``: UDP may be fragmented instead of respecting a path MTU.
     """
     family = family_of(address)
     kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
@@ -132,7 +132,7 @@ def _ask_http(sock: socket.socket, size: int, reply_size: int) -> bytes:
         received += data
     head, _, body = bytes(received).partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 200"):
-        raise ConnectionResetError(errno.ECONNRESET, f"not a whole answer: {bytes(received[:80])!r}")
+        raise ConnectionResetError(errno.ECONNRESET, f"incomplete reply: {bytes(received[:80])!r}")
     length = next(int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length:"))
     if len(body) != length:
         raise ConnectionResetError(errno.ECONNRESET, f"{len(body)} of {length} bytes")
@@ -165,6 +165,6 @@ def _allow_fragments(sock: socket.socket, family: int) -> None:
 def ask_many(
     count: int, address: str, port: int, protocol: str = "tcp", *, first_port: int = 0, **options: Any
 ) -> list[Outcome]:
-    """``count`` requests, one after the other; from ``first_port``, the next port, … if that is given."""
+    """``count`` requests, one after the other; from consecutive source ports if ``first_port`` is given."""
     ports = range(first_port, first_port + count) if first_port else [0] * count
     return [ask(address, port, protocol, source_port=each, **options) for each in ports]

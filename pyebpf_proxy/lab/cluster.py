@@ -7,9 +7,9 @@
                      │           └── pod      network (a bridge, so nodes are neighbours) and the VIPs
                      └── node2 ──── pod       nodes: one route per other node's pod network
 
-Pods hang on their node by a veth, either *routed* (a /32 and a /128 route per pod, the gateway address on every
-veth, as the ptp plugin does it), *bare* (the same without an address on the veth, as Calico does it) or by a
-*bridge* (cbr0 with the gateway address, as the bridge plugin and kubenet do it).
+Pods are connected to their node by a veth: *routed* (a /32 and a /128 route per pod, the gateway address on every
+veth, as the ptp plugin), *bare* (the same without an address on the veth, as Calico) or *bridge* (cbr0 with the
+gateway address, as the bridge plugin and kubenet).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .servers import Ports, start_servers
 
 PodNetwork = Literal["routed", "bare", "bridge"]
 
-# The kernel sends one client about one ICMP error a second; a test that counts refusals would meet that limit.
+# The kernel sends one client about one ICMP error a second, too few for tests that count refusals.
 _HOST = {
     "net.ipv6.conf.default.accept_dad": 0,
     "net.ipv4.icmp_ratelimit": 0,
@@ -61,14 +61,14 @@ class Pod:
         self.servers = start_servers(self.namespace, identity, ports or Ports())
 
     def stop(self) -> None:
-        """End the servers; the pod stays, and refuses connections."""
+        """Stop the servers; the pod stays, and refuses connections."""
         if self.servers is not None:
             self.servers.stop()
             self.servers = None
 
 
 class Node:
-    """A node: a router with pods behind it and an agent of its own."""
+    """A node: a router with pods and its own agent."""
 
     def __init__(self, name: str, number: int, namespace: Namespace, lab: Lab) -> None:
         self.name = name
@@ -83,11 +83,11 @@ class Node:
         self._servers: list[Task[None]] = []
 
     def serve(self, ports: Ports) -> None:
-        """Start servers in the node's own network: a pod with ``hostNetwork: true``."""
+        """Start servers in the node's network namespace, as a pod with ``hostNetwork: true``."""
         self._servers.append(start_servers(self.namespace, {"pod": f"host-{self.name}", "node": self.name}, ports))
 
     def source_towards(self, pod: Pod) -> Dual:
-        """The address that MASQUERADE, and the node's own sockets, take towards a pod (spec/service-semantics §5)."""
+        """The source address of MASQUERADE and of the node's sockets towards a pod (spec/service-semantics §5)."""
         if pod.node is not self or self.lab.pod_network == "bare":
             return self.address
         return self.gateway
@@ -98,10 +98,10 @@ class Node:
 
 
 class Lab:
-    """A running lab; a context manager: everything is gone after the block, whatever happened in it.
+    """A running lab; a context manager, which always removes everything at its end.
 
-    ``nodes``: how many. Agents are not started here: ``start_agents``. ``own_bpffs``: each node's agent finds a
-    bpffs mounted in its directory (pins vanish with the lab); False leaves it to the agent to find or mount one.
+    ``nodes``: their number. Agents are started by ``start_agents``. ``own_bpffs``: mount a bpffs in the directory of
+    each node's agent (pins are removed with the lab); False: the agent finds or mounts one.
     """
 
     _counter = itertools.count(1)
@@ -134,7 +134,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Stop agents and servers, remove every namespace, mount and file. Never leaves half of it for an error."""
+        """Stop agents and servers, remove every namespace, mount and file. An error does not stop the clean-up."""
         problems: list[BaseException] = []
         for node in self.nodes:
             _try(problems, node.agent.close)
@@ -236,7 +236,7 @@ class Lab:
             host, inside = links.routed_pod(namespace.name, device, address, gateway)
         elif self.pod_network == "bridge":
             host = links.veth(namespace.name, device)
-            # A pod that meets itself through a service comes back to the port it came from (hairpinMode of the plugin).
+            # Hairpin packets of a pod leave by the port they entered (hairpinMode of the plugin).
             host += [f"link set {device} master cbr0", f"link set {device} type bridge_slave hairpin on"]
             inside = [
                 "link set eth0 up",
@@ -268,32 +268,32 @@ class Lab:
     # ---- agents -----------------------------------------------------------
 
     def start_agents(self, config: dict[str, object] | None = None, own: dict[str, Any] | None = None) -> None:
-        """Start every node's agent and wait until all have programmed both families."""
+        """Start every node's agent and wait until all have synced both families."""
         for node in self.nodes:
             node.agent.start(config, own=own)
         for node in self.nodes:
             node.agent.wait_synced()
 
     def stop_agents(self) -> None:
-        """SIGTERM to all, then wait for all."""
+        """Send SIGTERM to all agents, then wait for all."""
         for node in self.nodes:
             node.agent.terminate()
         for node in self.nodes:
             node.agent.wait_ended()
 
     def write(self, file: str, objects: Sequence[object]) -> float:
-        """Put a manifest file into the folder that all agents watch; returns when it was (``time.time``)."""
+        """Write a manifest file into the folder that all agents watch; returns the time (``time.time``)."""
         from .manifests import write
 
         return write(self.manifests / file, objects)
 
     def copy_manifests(self, source: Path) -> None:
-        """Take all manifests of a folder."""
+        """Copy all manifests of a folder."""
         for path in sorted(source.glob("*.yaml")):
             shutil.copy(path, self.manifests / path.name)
 
     def wait_synced(self, since: float) -> None:
-        """Wait until every agent has programmed what was written before ``since``."""
+        """Wait until every agent is synced with files written before ``since``."""
         for node in self.nodes:
             node.agent.wait_synced(since)
 

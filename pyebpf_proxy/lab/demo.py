@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demonstration: real requests through real Services, each compared with what the rules say must happen."""
+"""The demonstration: real requests to real Services, each compared with the rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .load import Load, Sample, failed, first_answer, last_answer
 from .rules import decide
 from .scenario import Client, Target, observe
 
-CHANGE_DEADLINE = 10.0  # seconds for a change to arrive under load
+CHANGE_DEADLINE = 10.0  # seconds for a change to take effect under load
 LINE = "{:<9} {:<26} {:<5} {:<4} {:<14} {:<38} {}"
 
 
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 def run(lab: Lab, examples: Path) -> bool:
-    """Everything, inside an entered lab. Prints as it goes; True if every row is as expected."""
+    """Run the demonstration in an entered lab. It prints its progress; True if every row is as expected."""
     begun = time.monotonic()
     populate(lab, examples)
     print(f"Two nodes, four pods and a client are up, agents synced, after {time.monotonic() - begun:.1f} s.\n")
@@ -99,7 +99,7 @@ def _pairs(lab: Lab) -> list[tuple[Client, Target]]:
 
 
 def request_row(client: Client, target: Target, family: int, protocol: str, patience: float = 4.0) -> Row:
-    """Ask until every endpoint that may answer has answered, and compare with the rules."""
+    """Send requests until every permitted endpoint has answered, and compare with the rules."""
     decision = decide(target.kind, client.kind, external_local=target.external_local)
     observed = observe(client, target, family, protocol, decision, patience)
     answers = [outcome.answer for outcome in observed.outcomes if outcome.answer]
@@ -109,7 +109,7 @@ def request_row(client: Client, target: Target, family: int, protocol: str, pati
 
 
 def _show_conntrack(lab: Lab) -> Row:
-    """One flow as the kernel's own connection tracking shows it."""
+    """Show the conntrack entry of one flow."""
     vip = addresses.vip(10).v4
     outcome = lab.client.call(ask, vip, 80)
     row = Row("node1", "conntrack -L", "IPv4", "tcp", "", "", "")
@@ -125,7 +125,7 @@ def _show_conntrack(lab: Lab) -> Row:
 
 
 def _show_frontend(lab: Lab) -> Row:
-    """One frontend as bpftool prints it."""
+    """Show one frontend by bpftool."""
     address = addresses.vip(10).v4
     path = lab.nodes[0].agent.pin("frontends4")
     command = ("bpftool", "map", "dump", "pinned", str(path))
@@ -145,7 +145,7 @@ def _show_frontend(lab: Lab) -> Row:
 
 
 def _change_under_load(lab: Lab) -> list[Row]:
-    """web-3 becomes an endpoint and stops being one while requests run; nothing may fail."""
+    """Add web-3 as an endpoint and remove it again while requests run; no request may fail."""
     cluster_ip, vip = addresses.cluster_ip(10), addresses.vip(10)
     toolbox = lab.pods["toolbox"].namespace
     loads = {
@@ -182,7 +182,7 @@ def _judge(who: str, load: Load, samples: Sequence[Sample], added: float, remove
     elif gone > CHANGE_DEADLINE:
         problem = f"web-3 still answers after {gone:.1f} s"
     elif samples[-1].pod == "web-3":
-        problem = "web-3 answered to the end"
+        problem = "web-3 answered until the end"
     took = "-" if arrived is None else f"in after {arrived * 1000:.0f} ms, out after {gone * 1000:.0f} ms"
     protocol, _, target = load.name.partition(" to ")
     family = "IPv6" if target.count(":") > 1 else "IPv4"
@@ -190,7 +190,7 @@ def _judge(who: str, load: Load, samples: Sequence[Sample], added: float, remove
 
 
 def _replace(path: Path, text: str) -> tuple[float, float]:
-    """Rename a new version into place; when that was by the monotonic clock and by the time of day."""
+    """Rename a new version into place; returns the time by the monotonic clock and by ``time.time``."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(text)
     moment = (time.monotonic(), time.time())

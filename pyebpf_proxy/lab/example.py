@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab that ``examples/`` describes: two nodes, web-1 on node1, web-2 and web-3 on node2, a toolbox on node1."""
+"""The lab of ``examples/``: two nodes, web-1 on node1, web-2 and web-3 on node2, a toolbox on node1."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SLICES = "web-endpoints.yaml"
 
 
 def open_example(folder: Path = EXAMPLES, pod_network: PodNetwork = "routed") -> Lab:
-    """A lab, not yet entered, for the examples. Raises LabError if they are not there."""
+    """A lab, not yet entered, for the examples. Raises LabError if they do not exist."""
     if not (folder / "manifests" / SLICES).exists():
         raise LabError(f"no examples in {folder}: name their folder with --examples")
     return Lab(nodes=2, pod_network=pod_network)
 
 
 def populate(lab: Lab, folder: Path = EXAMPLES) -> None:
-    """Pods, manifests and agents; returns when every agent has programmed everything."""
+    """Add pods, manifests and agents; returns when every agent is synced."""
     first, second = lab.nodes
     lab.add_pod("web-1", first)
     lab.add_pod("toolbox", first)

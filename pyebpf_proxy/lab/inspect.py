@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pyebpf-proxy lab inspect``: the maps of a node, read by bpftool alone (docs/maps.md).
+"""``pyebpf-proxy lab inspect``: the maps of a node, read by bpftool (docs/maps.md).
 
-Nothing here knows a layout: what is printed is what bpftool makes of the types that the kernel has of each map.
+It knows no layouts: bpftool formats the entries by the type information of each map.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOT_LISTED = {"queue", "sk_storage"}
 
 
 class Step(NamedTuple):
-    """One command and the entry that it showed."""
+    """One command and the entry that it printed."""
 
     command: str
     entry: dict[str, Any]
@@ -43,7 +43,7 @@ def follow(node: Node, pins: Path, address: str, port: int, protocol: str = "TCP
 
 
 def _bytes(number: int, size: int) -> list[int]:
-    """As bpftool takes a number: byte by byte, in the machine's order."""
+    """A number as arguments of bpftool: its bytes in the machine's order."""
     import sys
 
     return list(number.to_bytes(size, sys.byteorder))
@@ -56,7 +56,7 @@ def _lookup(node: Node, pin: Path, key: list[int]) -> Step:
 
 
 def examples(node: Node, pins: Path) -> Iterator[tuple[str, dict[str, Any] | None, int]]:
-    """Every map that can be listed: name, an entry in which something stands (None: it is empty), how many it shows."""
+    """Every map that can be listed: name, a non-empty entry (None: there is none), number of non-empty entries."""
     for pin in sorted(pins.iterdir()):
         if json.loads(node.namespace.run("bpftool", "-j", "map", "show", "pinned", str(pin)))["type"] in _NOT_LISTED:
             continue
@@ -67,7 +67,7 @@ def examples(node: Node, pins: Path) -> Iterator[tuple[str, dict[str, Any] | Non
 
 
 def _tells(entry: dict[str, Any]) -> bool:
-    """Arrays have an entry for every index: those that hold nothing but zeroes tell nothing."""
+    """Whether an entry is not empty. Arrays have an entry for every index; those with only zeroes are empty."""
     if "values" in entry:
         return any(_tells({"value": each["value"]}) for each in entry["values"])
     return ("key" in entry and isinstance(entry["key"], dict)) or _is_set(entry["value"])
@@ -82,7 +82,7 @@ def _is_set(value: Any) -> bool:
 
 
 def tour(lab: Lab) -> None:
-    """Print it all: some requests first, so that there is something to see."""
+    """Print all maps, after some requests that fill them."""
     node = lab.nodes[0]
     pins = node.agent.pin("frontends4").parent
     for address, port, protocol in (

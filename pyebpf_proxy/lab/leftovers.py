@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of labs, and finding what a run that died left behind.
+"""Names of labs, and removal of the leftovers of crashed labs.
 
-A lab is called ``pep-<pid>-<n>``. Its folder in the temporary directory holds a lock file that is locked for as
-long as the lab lives: a lab whose lock can be taken is dead, however it died.
+A lab is called ``pep-<pid>-<n>``. Its folder in the temporary directory has a lock file that is locked as long as the
+lab runs: a lab whose lock can be taken is dead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MNT_DETACH = 2
 
 
 class Claim:
-    """The lock of a living lab."""
+    """The lock of a running lab."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -45,24 +45,24 @@ def folder_of(tag: str) -> Path:
 
 
 def claim(tag: str) -> Claim:
-    """Make the lab's folder and hold its lock. Raises FileExistsError if the folder is there already."""
+    """Create the lab's folder and take its lock. Raises FileExistsError if the folder exists."""
     folder = folder_of(tag)
     if folder.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
-    # Made aside: nobody who looks for dead labs ever sees it without the lock.
+    # Created under another name, so that a search for dead labs never sees it without the lock.
     aside = folder.with_name(f"new-{tag}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(mode=0o755)
     fd = os.open(aside / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     aside.rename(folder)
-    # Children inherit the lock (flock belongs to the open file): that is meant for none of them, and they all
-    # die with us, so the lock ends when the last of us does.
+    # Children inherit the lock (flock belongs to the open file). They all die with this process, so the lock ends
+    # with the last of them.
     return Claim(fd)
 
 
 def is_dead(tag: str) -> bool:
-    """True if nobody runs this lab any more."""
+    """True if no process runs this lab any more."""
     try:
         fd = os.open(folder_of(tag) / "lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -77,7 +77,7 @@ def is_dead(tag: str) -> bool:
 
 
 def all_tags() -> list[str]:
-    """Every lab there is a trace of."""
+    """Every lab with a folder or a namespace."""
     names = [path.name for path in Path(tempfile.gettempdir()).glob("pep-*")]
     with contextlib.suppress(FileNotFoundError):
         names += os.listdir(NETNS_FOLDER)
@@ -92,23 +92,23 @@ def namespaces_of(tag: str) -> list[str]:
 
 
 def remove(tag: str) -> None:
-    """Remove a dead lab: processes that are still in its namespaces, the namespaces, mounts, files."""
+    """Remove a dead lab: remaining processes in its namespaces, the namespaces, mounts, files."""
     names = namespaces_of(tag)
     inodes = {os.stat(f"{NETNS_FOLDER}/{name}").st_ino for name in names}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            # The process may end while we look, or be a kernel thread that shows nothing.
+            # The process may end meanwhile, or be a kernel thread without namespaces.
             with contextlib.suppress(OSError):
                 if os.stat(f"/proc/{entry}/ns/net").st_ino in inodes:
                     os.kill(int(entry), signal.SIGKILL)
     for name in names:
-        # An agent without a bpffs of the lab's own pinned its programs elsewhere: only it knows where.
+        # Without a bpffs of the lab, the agent pinned its programs in another one, which only --cleanup finds.
         state = folder_of(tag) / name.removeprefix(f"{tag}-") / "state"
         if state.exists() and not os.path.ismount(state / "bpf"):
             subprocess.run(
                 ["ip", "netns", "exec", name, *command(), "--cleanup", "--directory", str(state)],
                 stdout=subprocess.DEVNULL,
-                check=False,  # what it says about trouble is said; the namespace goes in any case
+                check=False,  # its errors are printed; the namespace is removed in any case
             )
     if names:
         batch(f"netns del {name}" for name in names)
@@ -116,7 +116,7 @@ def remove(tag: str) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Unmount whatever is mounted in a lab's folder, then delete it."""
+    """Unmount everything in a lab's folder, then delete it."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/mountinfo", encoding="utf-8") as file:
         mounts = [line.split()[4] for line in file]

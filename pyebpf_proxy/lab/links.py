@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a pod hangs on its node by a veth, in lines of ``ip``: of the lab here, and of nodes that are machines."""
+"""Lines of ``ip`` that connect a pod to its node by a veth, for the lab and for nodes that are machines."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from .addresses import Dual
 
 
 def veth(namespace: str, device: str) -> list[str]:
-    """The pair: ``device`` on the node, eth0 in the pod's namespace."""
+    """A veth pair: ``device`` on the node, eth0 in the pod's namespace."""
     return [f"link add {device} type veth peer name eth0 netns {namespace}", f"link set {device} up"]
 
 
 def routed_pod(namespace: str, device: str, address: Dual, gateway: Dual) -> tuple[list[str], list[str]]:
-    """A pod with a route of its own, as the ptp plugin makes it: lines for the node, lines for the pod."""
+    """A pod with its own route, as the ptp plugin creates it: lines for the node, lines for the pod."""
     node = [
         *veth(namespace, device),
         f"addr add {gateway.v4}/32 dev {device}",
@@ -28,7 +28,7 @@ def pod_routes(device: str, address: Dual) -> list[str]:
 
 
 def alone(address: Dual, via: Dual) -> list[str]:
-    """A pod's addresses, and its way to a gateway that is in no network of its own."""
+    """A pod's addresses, and its route to a gateway outside of its networks."""
     return [
         f"addr add {address.v4}/32 dev eth0",
         f"addr add {address.v6}/128 dev eth0 nodad",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load: requests one after the other until told to stop, and what came of each."""
+"""Load: requests one after the other until it is stopped, with the outcome of each."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Sample(NamedTuple):
 
 
 class Load:
-    """Requests from one namespace to one address, in a process of their own, from ``start`` to ``stop``.
+    """Requests from one namespace to one address, in a separate process, until ``stop``.
 
-    ``pause``: seconds between two, so that slow machines do something else, too.
+    ``pause``: seconds between two requests, which leave slow machines time for other work.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Load:
 
     @property
     def made(self) -> int:
-        """How many requests are through by now, answered or not."""
+        """The number of finished requests, answered or not."""
         return int(self._made.value)
 
     def stop(self) -> list[Sample]:
-        """End the load; everything it saw."""
+        """Stop the load; returns all samples."""
         self._stop.set()
         return self._task.result(120)
 
@@ -77,17 +77,17 @@ def _ask_until(
 
 
 def failed(samples: Sequence[Sample]) -> list[Sample]:
-    """Those that nobody answered."""
+    """The requests without an answer."""
     return [sample for sample in samples if sample.kind != ANSWERED]
 
 
 def first_answer(samples: Sequence[Sample], pod: str, since: float) -> float | None:
-    """Seconds from ``since`` until ``pod`` answered for the first time; None: it never did."""
+    """Seconds from ``since`` until the first answer of ``pod``; None: there was none."""
     answers = [sample.begun + sample.took for sample in samples if sample.pod == pod and sample.begun >= since]
     return min(answers) - since if answers else None
 
 
 def last_answer(samples: Sequence[Sample], pod: str, since: float) -> float:
-    """Seconds from ``since`` until the last request that was begun and still answered by ``pod``; 0: none was."""
+    """Seconds from ``since`` until the start of the last request that ``pod`` answered; 0: there was none."""
     begun = [sample.begun for sample in samples if sample.pod == pod and sample.begun >= since]
     return max(begun) - since if begun else 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes objects for tests, as plain dicts, and writing them as an editor or a ConfigMap volume does."""
+"""Kubernetes objects for tests as plain dicts. They are written as an editor or a ConfigMap volume writes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Port:
 
 
 def service(name: str, ports: Sequence[Port], cluster_ip: Dual, **spec: Any) -> Object:
-    """A dual-stack Service. ``vip`` (Dual) becomes status.loadBalancer; everything else goes into spec."""
+    """A dual-stack Service. ``vip`` (Dual) becomes status.loadBalancer; all other fields go into spec."""
     vip: Dual | None = spec.pop("vip", None)
     body: Object = {
         "type": "LoadBalancer" if vip else ("NodePort" if any(port.node_port for port in ports) else "ClusterIP"),
@@ -70,7 +70,7 @@ def slices(name: str, ports: Sequence[Port], endpoints: Iterable[tuple[Dual, str
 def endpoint_slice(
     service: str, family: int, ports: Sequence[Port], endpoints: Sequence[Object], name: str = ""
 ) -> Object:
-    """One EndpointSlice of a service; of several of a family each has its ``name``. ``endpoints``: as ``endpoint``."""
+    """One EndpointSlice of a service. Several slices of one family need a ``name``. ``endpoints``: see ``endpoint``."""
     return {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",
@@ -98,9 +98,9 @@ def node(name: str, address: Dual, pod_cidr: Dual, zone: str = "") -> Object:
 
 
 def write(path: Path, objects: Sequence[object]) -> float:
-    """Write YAML documents beside ``path`` and rename into place; returns the time just before the rename.
+    """Write YAML documents to a temporary file and rename it to ``path``; returns the time before the rename.
 
-    The same text as before is not written again: nothing would be programmed, and nobody need wait (0.0).
+    Unchanged text is not written again: the result is 0.0, since there is no sync to wait for.
     """
     text = yaml.dump_all(objects, Dumper=_DUMPER, sort_keys=False)
     if path.exists() and path.read_text() == text:
@@ -112,5 +112,5 @@ def write(path: Path, objects: Sequence[object]) -> float:
     return moment
 
 
-# libyaml's emitter where PyYAML was built with it: ten times faster.
+# libyaml's emitter, if PyYAML was built with it, is ten times faster.
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)

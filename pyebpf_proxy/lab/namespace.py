@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Network namespaces, and code that runs inside them.
 
-A namespace is a named one (``/run/netns/NAME``, so that ``ip netns exec`` works for a person, too). Python
-code runs in it in forked children that enter it with setns: one persistent worker per namespace for short
-calls (well under a millisecond each), and a child of its own for everything that runs beside the caller.
-Every child dies with its parent.
+Namespaces are named (``/run/netns/NAME``), so that ``ip netns exec`` works, too. Python code runs in forked children
+that enter the namespace by setns: one persistent worker per namespace for short calls (well under a millisecond
+each), and a separate child for everything that runs concurrently with the caller. Every child dies with its parent.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _fork = multiprocessing.get_context("fork")
 
 
 class LabError(RuntimeError):
-    """The lab could not do what it was asked to; the text says what and why."""
+    """An operation of the lab failed. The text names it and the cause."""
 
 
 def set_network_namespace(path: str) -> None:
@@ -47,12 +46,12 @@ def set_network_namespace(path: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
+    """Have the kernel kill this process when its parent ends."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def batch(lines: Iterable[str], namespace: str | None = None) -> None:
-    """Run lines of the ``ip`` command in one process (``ip -batch``). Raises LabError with ip's own words."""
+    """Run lines of the ``ip`` command in one process (``ip -batch``). Raises LabError with ip's message."""
     text = "\n".join(lines) + "\n"
     command = ["ip", *(["-n", namespace] if namespace else []), "-batch", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
@@ -62,7 +61,7 @@ def batch(lines: Iterable[str], namespace: str | None = None) -> None:
 
 
 class Task(Generic[T]):
-    """A call that runs in its own process, inside a namespace, beside the caller."""
+    """A call that runs in its own process, inside a namespace, concurrently with the caller."""
 
     def __init__(self, path: str, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._receive, send = _fork.Pipe(duplex=False)
@@ -76,7 +75,7 @@ class Task(Generic[T]):
         return cast(int, self._process.pid)
 
     def done(self) -> bool:
-        """True when the result is there (or the process is gone)."""
+        """Whether the result is available, or the process has ended."""
         return self._outcome is not None or self._receive.poll(0)
 
     def result(self, timeout: float = 60.0) -> T:
@@ -94,7 +93,7 @@ class Task(Generic[T]):
         return cast(T, _unpack(self._outcome))
 
     def stop(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         self._process.join(5)
 
@@ -116,7 +115,7 @@ def _run_worker(path: str, channel: Connection) -> None:
 
 def _enter_child(path: str) -> None:
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business: it tears down
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and cleans up
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     set_network_namespace(path)
 
@@ -150,7 +149,7 @@ class Namespace:
         batch(["link set lo up"], self.name)
 
     def remove(self) -> None:
-        """End the worker and take the name away; the kernel removes what was inside with the last process."""
+        """End the worker and remove the name; the kernel removes the namespace with its last process."""
         if self._worker is not None:
             self._worker.kill()
             self._worker.join(5)
@@ -166,7 +165,7 @@ class Namespace:
         batch(lines, self.name)
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a module-level function inside, in the namespace's worker; its result or exception comes back."""
+        """Run a module-level function in the namespace's worker; returns its result or raises its exception."""
         if self._channel is None:
             self._channel, other = _fork.Pipe()
             self._worker = _fork.Process(target=_run_worker, args=(self.path, other), daemon=True)
@@ -179,11 +178,11 @@ class Namespace:
             raise LabError(f"the worker of {self.name} died") from None
 
     def start(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Task[T]:
-        """Run a function inside beside the caller. Closures are fine: the child is forked."""
+        """Run a function inside, concurrently with the caller. Closures work: the child is forked."""
         return Task(self.path, function, args, kwargs)
 
     def run(self, *command: str, check: bool = True, stdin: str | None = None) -> str:
-        """Run a program inside and return what it printed. Raises LabError with its error text if it fails."""
+        """Run a program inside and return its output. Raises LabError with its error text if it fails."""
         done = self.call(_run_program, command, stdin)
         if check and done.returncode != 0:
             raise LabError(f"{' '.join(command)} in {self.name}: exit {done.returncode}: {done.stderr.strip()}")
@@ -206,5 +205,5 @@ def _write_sysctls(settings: dict[str, str]) -> None:
 
 
 def note(text: str) -> None:
-    """One line for the person who watches."""
+    """Print one line on stderr."""
     print(text, file=sys.stderr, flush=True)

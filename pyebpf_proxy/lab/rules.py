@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must happen to a request, computed from the rules (spec/service-semantics §5), not from what happened."""
+"""The expected result of a request, computed from the rules (spec/service-semantics §5)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SourceClass = Literal["pod", "node", "external"]
 
 
 class Decision(NamedTuple):
-    """A row of the decision table: which endpoints, and is the source translated (hairpin not counted)."""
+    """A row of the decision table: the endpoints, and whether the source is masqueraded (apart from hairpin)."""
 
     endpoints: Literal["cluster", "local"]
     masquerade: bool
@@ -28,7 +28,7 @@ def decide(
     masquerade_all: bool = False,
     detector: bool = True,
 ) -> Decision:
-    """The decision table for a service that has endpoints. Without a detector a pod is an external source."""
+    """The decision table for a service with endpoints. Without a detector a pod is an external source."""
     if not detector and source == "pod":
         source = "external"
     if destination == "ClusterIP":
@@ -43,9 +43,9 @@ def decide(
 
 
 class Expected(NamedTuple):
-    """Who may answer, and which source each of them must see."""
+    """The pods that may answer, and the source address that each must see."""
 
-    sources: dict[str, str]  # pod name -> address; empty: nobody
+    sources: dict[str, str]  # pod name -> address; empty: none
     nobody: Literal["", "refused", "timed out"] = ""
 
 
@@ -58,10 +58,10 @@ def expect(
     *,
     own_process: bool = False,
 ) -> Expected:
-    """What a request that ``entrance`` handles must come to.
+    """The expected result of a request that the node ``entrance`` handles.
 
-    ``source``: the client's address. ``own_process``: a process of the node itself: it is connected straight to
-    the endpoint (no NAT), so its source is the one the node's routes give it. ``endpoints``: all ready ones.
+    ``source``: the client's address. ``own_process``: a process of the node itself: it is connected directly to
+    the endpoint (no NAT), so the node's routes select its source. ``endpoints``: all ready ones.
     """
     if not endpoints:
         return Expected({}, "refused")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request in words - who asks what - and the comparison of what came of it with what the rules say."""
+"""Requests from a client to a target, and the comparison of their outcomes with the rules."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .cluster import Node, Pod
 from .namespace import Namespace
 from .rules import Decision, Destination, Expected, SourceClass, expect
 
-MAX_REQUESTS = 64  # two endpoints: one of them silent by chance once in 2^63 runs
-DROPPED_AFTER = 0.7  # seconds without an answer that count as dropped, where dropping is expected
+MAX_REQUESTS = 64  # with two endpoints, one is never selected by chance once in 2^63 runs
+DROPPED_AFTER = 0.7  # seconds without an answer that count as dropped if a drop is expected
 
 
 class Client(NamedTuple):
-    """Who asks: a pod, a node, or the outside client."""
+    """The client: a pod, a node, or the outside client."""
 
     name: str
     namespace: Namespace
@@ -27,21 +27,21 @@ class Client(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What is asked: an address that stands for a service."""
+    """The destination: a frontend address of a service."""
 
     name: str
     kind: Destination
     address: Dual
     ports: dict[str, int]  # by protocol
     endpoints: tuple[Pod, ...]
-    entrance: Node  # where packets from outside arrive
+    entrance: Node  # the node where packets from outside arrive
     external_local: bool = False
     internal_local: bool = False
     families: tuple[int, ...] = (4, 6)
 
 
 class Observed(NamedTuple):
-    """What came of it, and what is wrong with it (empty: nothing)."""
+    """The outcomes, and the problem with them ("": none)."""
 
     outcomes: list[Outcome]
     expected: Expected
@@ -51,9 +51,9 @@ class Observed(NamedTuple):
 def observe(
     client: Client, target: Target, family: int, protocol: str, decision: Decision, patience: float = 4.0
 ) -> Observed:
-    """Ask until every endpoint that may answer has answered, or something is not as expected.
+    """Send requests until every permitted endpoint has answered, or an outcome is not as expected.
 
-    ``patience``: seconds for one answer, where there must be one.
+    ``patience``: seconds to wait for an expected answer.
     """
     entrance = client.node or target.entrance
     own = client.kind == "node"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real servers of a pod: HTTP, TCP echo and UDP, one process, any number of ports, both families.
+"""The servers of a pod: HTTP, TCP echo and UDP, one process, any number of ports, both families.
 
-Whoever asks is told who answers, the address and port the request was sent to as the pod saw it, and the
-source it came from. All answers are JSON, so ``curl`` shows them readably.
+A reply names the pod, and the destination and source of the request as the pod saw them. Replies are JSON, which is
+readable with ``curl``.
 
-* HTTP: ``GET /`` the answer; ``GET /bytes/N`` the answer padded with blanks to N bytes. One request per connection.
-* echo: sends back what it gets.
-* UDP: any datagram is answered; ``size N`` asks for an answer padded to N bytes.
+* HTTP: ``GET /`` the reply; ``GET /bytes/N`` the reply padded with spaces to N bytes. One request per connection.
+* echo: sends the received data back.
+* UDP: every datagram gets a reply; ``size N`` requests a reply padded to N bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 class Ports(NamedTuple):
-    """What a pod listens on."""
+    """The ports that a pod listens on."""
 
     http: tuple[int, ...] = (8080,)
     echo: tuple[int, ...] = (7007,)
@@ -50,7 +50,7 @@ class _Server:
     def run(self) -> None:
         while True:
             for key, _ in self.selector.select():
-                # A peer that reset its connection costs only its own connection.
+                # A reset affects only its own connection.
                 with contextlib.suppress(ConnectionError, BlockingIOError):
                     key.data()
 
@@ -152,7 +152,7 @@ class _Server:
         waiting = bytearray()
 
         def turn() -> None:
-            # Reading stops while the peer does not take what it is owed, so memory stays small.
+            # Reading pauses while the peer does not read its replies, to limit memory.
             try:
                 if len(waiting) < 1 << 18:
                     data = connection.recv(65536)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the person on call asks of a node: commands that need no agent (docs/commands.md).
+"""Inspection commands, which need no agent (docs/commands.md).
 
-``maps``, ``programs`` and ``wanted`` read; everything else makes answers of what they have read.
+``maps``, ``programs`` and ``wanted`` read the state; the other modules make answers of it.
 """
 
-#: Words that the command line may begin with, beside ``lab``. Here, because kube-proxy's flags must not wait for more.
+#: Subcommands other than ``lab``. They are here so that the agent starts without importing the commands.
 COMMANDS = frozenset(
     (
         "status",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which process the agent of a run folder is: the one that holds the folder's lock. Nothing is asked of it."""
+"""Finds the agent of a run folder: the process that holds the folder's lock. The agent is not contacted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Agent(NamedTuple):
 
 
 def running_agent(directory: Path) -> Agent | None:
-    """The agent of a run folder, if one runs. The lock is looked at, never taken: an agent may just be starting."""
+    """The agent of a run folder, if one runs. The lock is never taken, since an agent may be starting."""
     pid = lock_holder(directory / LOCK)
     if pid is None:
         return None
@@ -39,6 +39,6 @@ def running_agent(directory: Path) -> Agent | None:
 
 
 def _own_arguments(words: Sequence[str]) -> tuple[str, ...]:
-    """Without the interpreter and the program: everything from the first flag on that is ours."""
+    """The arguments without interpreter and program: everything from the first flag on."""
     at = next((i for i, word in enumerate(words) if i and word.startswith("--")), len(words))
     return tuple(words[at:])

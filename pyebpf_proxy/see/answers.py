@@ -1,40 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every command may end with: exit statuses, and the one line that says why there is no answer."""
+"""Exit statuses of the commands, and errors for missing answers."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-#: Answered, and all is right.
+#: Answered, no problem found.
 RIGHT = 0
-#: Answered, and something is not right: a warning, a difference, a packet that is refused.
+#: Answered, a problem was found: a warning, a difference, a refused packet.
 NOT_RIGHT = 1
-#: The question cannot be understood: usage, an unknown or ambiguous name, a wrong family.
+#: Wrong usage: invalid arguments, an unknown or ambiguous name, different IP families.
 QUESTION = 2
-#: No answer can be had: nothing is installed, no permission, maps of another layout, no agent where one is needed.
+#: No answer: nothing is installed, no permission, maps of another layout, no agent where one is needed.
 NO_ANSWER = 3
 
 
 class SeeError(Exception):
-    """There is no answer; one line says why and what to do."""
+    """There is no answer. The text is one line with the cause and the remedy."""
 
     status = NO_ANSWER
 
 
 class QuestionError(SeeError):
-    """The question cannot be understood."""
+    """The arguments are wrong."""
 
     status = QUESTION
 
 
 def near(wrong: str, known: Iterable[str]) -> str:
-    """Words for a message: what may have been meant, or nothing."""
+    """For a message: similar names, or nothing."""
     found = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
-    """Names for one line, the first few of them."""
+    """The first few names, on one line."""
     every = list(names)
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")

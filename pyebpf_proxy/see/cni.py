@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the node's CNI configuration says that clashes with us. Files are read, nothing is asked of anybody."""
+"""Conflicts of the node's CNI configuration with pyebpf-proxy. Only files are read."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: Where container runtimes look; the first file in alphabetical order is the one that counts.
+#: Where container runtimes look; they use the first file in alphabetical order.
 FOLDERS = (Path("/etc/cni/net.d"), Path("/var/lib/rancher/k3s/agent/etc/cni/net.d"))
-#: What Cilium's agent was started with.
+#: The settings of Cilium's agent.
 CILIUM = Path("/var/run/cilium/state/agent-runtime-config.json")
 _ENDINGS = frozenset({".conf", ".conflist", ".json"})
 _PORTMAP_BIT = 13
@@ -19,7 +19,7 @@ Plugin = Mapping[str, Any]
 
 
 class Clash(NamedTuple):
-    """``bad``: Services are not served, or twice."""
+    """A conflict. ``bad``: Services are not handled, or handled twice."""
 
     bad: bool
     text: str
@@ -27,7 +27,7 @@ class Clash(NamedTuple):
 
 
 class Read(NamedTuple):
-    """``file``: the one that counts, None: there is none. ``plugins``: their types. ``problem``: it cannot be read."""
+    """``file``: the one in use, or None. ``plugins``: their types. ``problem``: why the file cannot be read, or ""."""
 
     file: Path | None
     plugins: list[str]
@@ -36,7 +36,7 @@ class Read(NamedTuple):
 
 
 def read(mark: int, folders: tuple[Path, ...] = FOLDERS, cilium: Path = CILIUM) -> Read:
-    """The configuration in force, and what in it clashes. ``mark``: the masquerade bit in use."""
+    """The configuration in use, and its conflicts. ``mark``: the masquerade bit in use."""
     path = next((path for folder in folders for path in _files(folder)), None)
     if path is None:
         return Read(None, [], [])
@@ -77,12 +77,12 @@ def _cilium(state: Path) -> Iterator[Clash]:
     try:
         said = json.loads(state.read_bytes()).get("KubeProxyReplacement")
     except (OSError, ValueError, AttributeError):
-        return  # what it serves is seen by its maps
+        return  # another check finds its maps
     if str(said).lower() not in ("none", "", "false", "disabled"):
         yield Clash(
             True,
-            f"Cilium runs with kubeProxyReplacement {said}: it serves Services itself, before us",
-            "kubeProxyReplacement: false (Helm), or do without this agent",
+            f"Cilium runs with kubeProxyReplacement {said}: it implements Services itself, before pyebpf-proxy",
+            "set kubeProxyReplacement: false (Helm), or do not run pyebpf-proxy",
         )
 
 
@@ -92,21 +92,21 @@ def _portmap(plugin: Plugin, mark: int) -> Iterator[Clash]:
     if chain:
         yield Clash(
             False,
-            f"portmap marks by the chain {chain}, which kube-proxy makes and we do not: pods with hostPorts do not"
-            " start once it is gone",
-            "take externalSetMarkChain out: portmap masquerades by itself then",
+            f"portmap uses the chain {chain}, which kube-proxy creates and pyebpf-proxy does not: without the chain,"
+            " pods with hostPorts do not start",
+            "remove externalSetMarkChain: portmap then masquerades by itself",
         )
     elif isinstance(bit, int) and 0 <= bit < 32 and 1 << bit == mark:
         yield Clash(
             False,
-            f"portmap's markMasqBit {bit} is our masquerade bit: what it marks is masqueraded by us",
-            "take another markMasqBit, or another masqueradeBit of iptables or nftables",
+            f"portmap's markMasqBit {bit} is pyebpf-proxy's masquerade bit: packets that portmap marks are masqueraded",
+            "use another markMasqBit, or another masqueradeBit of iptables or nftables",
         )
     conditions = [name for name in ("conditionsV4", "conditionsV6") if plugin.get(name)]
     if conditions:
         yield Clash(
             False,
-            f"portmap's {' and '.join(conditions)} hold for hostPorts alone: NodePorts and VIPs are translated before"
+            f"portmap's {' and '.join(conditions)} apply to hostPorts only: NodePorts and VIPs are translated before"
             " iptables sees a packet",
             "for Services use loadBalancerSourceRanges, nodePortAddresses or a NetworkPolicy",
         )
@@ -115,23 +115,23 @@ def _portmap(plugin: Plugin, mark: int) -> Iterator[Clash]:
 def _bandwidth(plugin: Plugin) -> Iterator[Clash]:
     yield Clash(
         False,
-        "bandwidth: packets of pods with the annotation kubernetes.io/egress-bandwidth go to an ifb device before our"
-        " program sees them, and may not reach Services",
-        "socketLB: all serves such pods' sockets; or limit them elsewhere",
+        "bandwidth: packets of pods with the annotation kubernetes.io/egress-bandwidth go to an ifb device before the"
+        " tc program sees them, and may not reach Services",
+        "use socketLB: all, which translates at the sockets of these pods; or limit their bandwidth by other means",
     )
 
 
 def _calico(plugin: Plugin) -> Iterator[Clash]:
     if str(plugin.get("linuxDataplane", plugin.get("dataplane", ""))).lower() in ("bpf", "ebpf"):
-        yield Clash(True, "Calico's eBPF data plane serves Services itself", "linuxDataplane: Iptables or Nftables")
+        yield Clash(True, "Calico's eBPF data plane implements Services itself", "linuxDataplane: Iptables or Nftables")
 
 
 _SERVE_THEMSELVES = {
-    "ovn-k8s-cni-overlay": Clash(True, "OVN-Kubernetes serves Services itself", "do without this agent"),
+    "ovn-k8s-cni-overlay": Clash(True, "OVN-Kubernetes implements Services itself", "do not run pyebpf-proxy"),
     "antrea": Clash(
         False,
-        "AntreaProxy serves the ClusterIPs of pods itself, in Open vSwitch",
-        "antreaProxy.enable: false, or do without this agent",
+        "AntreaProxy implements ClusterIPs for pods itself, in Open vSwitch",
+        "set antreaProxy.enable: false, or do not run pyebpf-proxy",
     ),
 }
 _BY_KIND: Mapping[str, Callable[[Plugin], Iterator[Clash]]] = {"bandwidth": _bandwidth, "calico": _calico}

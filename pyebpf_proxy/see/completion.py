@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shell completion: scripts for bash, zsh and fish, made of the commands' own arguments. Pure."""
+"""Shell completion: scripts for bash, zsh and fish, generated from the commands' arguments. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["", "folder", "file", "namespace"]
 
-#: Options whose value is something that there is.
+#: Options whose values can be completed.
 _KINDS: Mapping[str, Kind] = {
     "--directory": "folder",
     "--manifests": "folder",
@@ -22,7 +22,7 @@ _NAMES = ("NAME", "FILTER")
 
 
 class Option(NamedTuple):
-    """An option of a command. ``takes``: a word follows; ``values``: which it may be; ``kind``: or what it is."""
+    """An option of a command. ``takes``: it has a value; ``values``: the choices; ``kind``: or its kind."""
 
     names: Sequence[str]
     help: str
@@ -32,12 +32,12 @@ class Option(NamedTuple):
 
     @property
     def metavar(self) -> str:
-        """A word for its value."""
+        """The name of its value."""
         return self.names[-1].lstrip("-")
 
 
 class Command(NamedTuple):
-    """A command. ``services``: its words may be names of Services, ``many``: more than one; ``words``: others."""
+    """A command. ``services``: it takes names of Services; ``many``: more than one; ``words``: other arguments."""
 
     name: str
     help: str
@@ -48,7 +48,7 @@ class Command(NamedTuple):
 
 
 def read(parsers: Mapping[str, argparse.ArgumentParser]) -> list[Command]:
-    """What the parsers take, by the commands' names."""
+    """The commands of these parsers."""
     found = []
     for name, parser in parsers.items():
         positional = [action for action in parser._actions if not action.option_strings]
@@ -71,7 +71,7 @@ def read(parsers: Mapping[str, argparse.ArgumentParser]) -> list[Command]:
 
 
 def _short(text: str) -> str:
-    """The beginning of a description, for a narrow column."""
+    """The first part of a description, for a narrow column."""
     begin = text.rstrip(".").partition(": ")[0].partition("; ")[0].partition("? ")[0]
     return begin[:1].lower() + begin[1:]
 
@@ -99,7 +99,7 @@ _pyebpf_proxy() {
 }
 complete -o default -F _pyebpf_proxy pyebpf-proxy"""
 
-#: Bash takes : for the end of a word, so names are offered without ports.
+#: Bash breaks words at ":", so names are completed without ports.
 _BASH_NAMES = "$(pyebpf-proxy services -o name 2>/dev/null | cut -d: -f1 | sort -u)"
 _BASH_NAMESPACES = _BASH_NAMES.replace("-d:", "-d/")
 
@@ -163,7 +163,7 @@ fi"""
 
 
 def zsh(commands: Sequence[Command]) -> str:
-    """The script for zsh; as a file of $fpath, too."""
+    """The script for zsh, also usable as a file in $fpath."""
     told = {command.name: command.help for command in commands} | {"lab": _LAB}
     listed = [f"        {_zsh_quoted(f'{name}:{text}')}" for name, text in told.items()]
     cases = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision table once more, in words: what must become of a packet (spec/service-semantics §5–§9). Pure.
+"""The decision table in Python: what must happen to a packet (spec/service-semantics §5–§9). Pure.
 
-Written from the rules, not from the programs, so that comparing the two says something. ``explain`` compares.
+Written from the rules, independently of the programs. ``explain`` compares the two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BY_CIDR, _BY_DEVICE = 1, 2
 
 
 class Packet(NamedTuple):
-    """The first packet of a flow. ``device``: where it comes in; 0: a process of this node asks."""
+    """The first packet of a flow. ``device``: the ingress device; 0: a process of this node sends it."""
 
     source: bytes
     source_port: int
@@ -34,7 +34,7 @@ class Packet(NamedTuple):
 
 
 class World(NamedTuple):
-    """What decides beside the services. ``own``: addresses of this node, and whether NodePorts are served there."""
+    """The node's state. ``own``: addresses of this node, and whether they serve NodePorts."""
 
     settings: Mapping[str, Any]
     own: Mapping[bytes, bool]
@@ -43,7 +43,7 @@ class World(NamedTuple):
 
 
 class Decision(msgspec.Struct):
-    """``reason``: as the programs count it, "" if served or left. ``steps``: the rules that applied, in words."""
+    """``reason``: the programs' counter, "" if served or left. ``steps``: the rules that applied, as text."""
 
     verdict: Verdict = "left"
     reason: str = ""
@@ -55,12 +55,12 @@ class Decision(msgspec.Struct):
     masquerade: bool = False
 
     def say(self, text: str) -> None:
-        """One more rule."""
+        """Add a rule that applied."""
         self.steps.append(text)
 
 
 def decide(packet: Packet, world: World, state: State) -> Decision:
-    """What must become of the packet, if it is of no flow that is known."""
+    """What must happen to the packet, if its flow is new."""
     found = Decision()
     frontend = _find(packet, world, state, found)
     if frontend is None:
@@ -69,7 +69,7 @@ def decide(packet: Packet, world: World, state: State) -> Decision:
     found.service, found.kind = service, KINDS[kind]
     found.say(f"{_destination(packet)} is a {KINDS[kind]} of {name_text(service.name)}")
     if not packet.device and not world.sockets:
-        found.say("the socket programs are not attached (socketLB: off): nftables decides on what this node sends")
+        found.say("the socket programs are not attached (socketLB: off): nftables handles what this node sends")
     if not served:
         return _unserved(packet, world, service, found)
     nft = bool(world.settings["nft_mode"])
@@ -100,19 +100,19 @@ def _find(packet: Packet, world: World, state: State, found: Decision) -> tuple[
             found.say("from outside to 127.0.0.0/8: dropped")
             return None
     if entry is None:
-        found.say(f"{_destination(packet)} is no service's: the kernel does what it does without us")
+        found.say(f"{_destination(packet)} is not a frontend of any service: the packet is not changed")
         found.say(_instead(packet, world, state))
         found.steps = [step for step in found.steps if step]
         return None
     service = state.services.get(entry[0])
     if service is None:
-        found.say(f"{_destination(packet)} leads to service {entry[0]}, which is not in force")
+        found.say(f"{_destination(packet)} is a frontend of service {entry[0]}, which is not active")
         return None
     return service, entry[1], served
 
 
 def _instead(packet: Packet, world: World, state: State) -> str:
-    """What there is at the same address: the usual mistakes are the port and the protocol."""
+    """Frontends at the same address: the usual mistakes are the port and the protocol."""
     there = [
         f"{port}/{Protocol(protocol).name} ({name_text(state.services[number].name)})"
         for (address, port, protocol), (number, _) in sorted(state.frontends.items())
@@ -123,24 +123,24 @@ def _instead(packet: Packet, world: World, state: State) -> str:
     if not there:
         return ""
     more = f" and {len(there) - 8} more" if len(there) > 8 else ""
-    return f"at {format_address(packet.destination)} there are: {', '.join(there[:8])}{more}"
+    return f"frontends at {format_address(packet.destination)}: {', '.join(there[:8])}{more}"
 
 
 def _unserved(packet: Packet, world: World, service: Service, found: Decision) -> Decision:
-    found.say(f"{format_address(packet.destination)} is an address of this node that serves no NodePorts")
+    found.say(f"{format_address(packet.destination)} is an address of this node that does not serve NodePorts")
     if world.settings["nft_mode"]:
-        found.say("mode nftables: nobody's, the kernel does what it does without us")
+        found.say("mode nftables: not a frontend, the packet is not changed")
     elif not service.any_endpoints:
-        _refuse(packet, found, "no endpoint is usable: refused at every address of the node (mode iptables)")
+        _refuse(packet, found, "no usable endpoint: refused at every address of the node (mode iptables)")
     elif service.external_local and not service.local:
         _drop(
             packet,
             found,
             "drop_no_local_endpoints",
-            "policy Local, and none is here: dropped (mode iptables)",
+            "externalTrafficPolicy Local, no local endpoint: dropped (mode iptables)",
         )
     else:
-        found.say("the kernel does what it does without us")
+        found.say("the packet is not changed")
     return found
 
 
@@ -164,19 +164,19 @@ def _source_allowed(packet: Packet, service: Service, kind: FrontendKind, state:
             return True
     own = state.frontends.get((packet.source, packet.destination_port, int(packet.protocol)))
     if service.vip_source_allowed and own == (service.id, FrontendKind.LOAD_BALANCER):
-        found.say(f"{source} is a load balancer's address of the Service itself, and the node is in a range: allowed")
+        found.say(f"{source} is a load balancer IP of the same Service, and the node is in a source range: allowed")
         return True
     ranges = ", ".join(map(format_prefix, sorted(service.ranges)))
-    _drop(packet, found, "drop_source_range", f"{source} is in none of loadBalancerSourceRanges ({ranges}): dropped")
+    _drop(packet, found, "drop_source_range", f"{source} is not in loadBalancerSourceRanges ({ranges}): dropped")
     return False
 
 
 def _no_endpoints(packet: Packet, world: World, kind: FrontendKind, found: Decision) -> Decision:
     outside = kind in (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
     if not packet.device and outside and not world.settings["nft_mode"] and packet.destination not in world.own:
-        found.say("no endpoint is usable; what this node itself sends to such an address is let go (mode iptables)")
+        found.say("no usable endpoint; packets from this node to this address are not changed (mode iptables)")
         return found
-    _refuse(packet, found, "no endpoint is usable anywhere: refused (port unreachable)")
+    _refuse(packet, found, "no usable endpoint on any node: refused (port unreachable)")
     return found
 
 
@@ -187,17 +187,17 @@ def _is_pod(packet: Packet, world: World, found: Decision) -> bool:
     if how == _BY_DEVICE:
         pod = packet.device in world.pod_devices
         found.say(
-            f"{source} {'comes' if pod else 'does not come'} in by a pod's device: {'a' if pod else 'no'} local pod"
+            f"{source} {'enters' if pod else 'does not enter'} by a pod's device: {'a' if pod else 'not a'} local pod"
         )
         return pod
     if how != _BY_CIDR:
-        found.say("nothing says who is a local pod (detectLocalMode)")
+        found.say("detectLocalMode detects no local pods: not a local pod")
         return False
     address = ip_address(world.settings[f"pod_cidr{family}"])
     length = sum(byte.bit_count() for byte in world.settings[f"pod_mask{family}"])
     network = ip_network((address, length))
     pod = ip_address(packet.source) in network
-    found.say(f"{source} is {'in' if pod else 'not in'} {network}: {'a' if pod else 'no'} local pod")
+    found.say(f"{source} is {'in' if pod else 'not in'} {network}: {'a' if pod else 'not a'} local pod")
     return pod
 
 
@@ -209,7 +209,7 @@ def _entitle(packet: Packet, world: World, service: Service, kind: FrontendKind,
     if kind is FrontendKind.CLUSTER_IP:
         local = service.internal_local
         found.masquerade = bool(world.settings["masquerade_all"]) or (detector and not pod)
-        why = "masqueradeAll" if world.settings["masquerade_all"] else "the source is no local pod"
+        why = "masqueradeAll" if world.settings["masquerade_all"] else "the source is not a local pod"
         found.say(
             f"internalTrafficPolicy {'Local: endpoints of this node only' if local else 'Cluster: all endpoints'}"
         )
@@ -228,12 +228,12 @@ def _entitle(packet: Packet, world: World, service: Service, kind: FrontendKind,
         found.say("externalTrafficPolicy Local, from outside: endpoints of this node only, not masqueraded")
     chosen = service.local if local else service.cluster
     found.eligible = [state.backends[number] for number in chosen if number in state.backends]
-    why_not = "not on this node" if local else "only for traffic with policy Local"
+    why_not = "not on this node" if local else "only for traffic policy Local"
     found.not_eligible = [(b, why_not) for b in state.endpoints(service) if b.id not in chosen]
     if found.eligible:
         found.verdict = "served"
         return
     if local:
-        _drop(packet, found, "drop_no_local_endpoints", "there is none on this node: dropped")
+        _drop(packet, found, "drop_no_local_endpoints", "no local endpoint: dropped")
     else:
-        _refuse(packet, found, "there is none: refused (port unreachable)")
+        _refuse(packet, found, "no endpoint: refused (port unreachable)")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where kernel and wanted state differ, in words. Pure."""
+"""Differences between the kernel's state and the desired state, as text. Pure."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ KINDS = {
 
 
 def differences(kernel: ServicePort, wanted: ServicePort | None) -> list[str]:
-    """What of a service port is not as it is wanted, in words."""
+    """Differences of a service port from the desired one, as text."""
     if wanted is None:
-        return ["is in the kernel, and not wanted"]
+        return ["in the kernel, but not desired"]
     found = sets("address", set(kernel.frontends), set(wanted.frontends), _frontend_text)
     for what in ("cluster", "local"):
         ours = {(e.address, e.port, e.local) for e in getattr(kernel, what)}
@@ -34,7 +34,7 @@ def differences(kernel: ServicePort, wanted: ServicePort | None) -> list[str]:
     for field, text in _FIELDS.items():
         ours, theirs = getattr(kernel, field), getattr(wanted, field)
         if ours != theirs:
-            found.append(f"{text}: {ours} in the kernel, {theirs} wanted")
+            found.append(f"{text}: {ours} in the kernel, {theirs} desired")
     return found
 
 
@@ -48,10 +48,10 @@ _FIELDS = {
 
 
 def sets(what: str, ours: set[T], theirs: set[T], text: Callable[[T], str]) -> list[str]:
-    """What is on one side only."""
+    """Elements of one side only."""
     return [
-        *(f"{what} {text(each)} is in the kernel, and not wanted" for each in sorted(ours - theirs)),  # type: ignore[type-var]
-        *(f"{what} {text(each)} is wanted, and not in the kernel" for each in sorted(theirs - ours)),  # type: ignore[type-var]
+        *(f"{what} {text(each)} is in the kernel, but not desired" for each in sorted(ours - theirs)),  # type: ignore[type-var]
+        *(f"{what} {text(each)} is desired, but not in the kernel" for each in sorted(theirs - ours)),  # type: ignore[type-var]
     ]
 
 

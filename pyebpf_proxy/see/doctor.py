@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``doctor``: whether this machine can carry services, before or after an installation; each finding with its fix.
+"""``doctor``: whether this machine can run pyebpf-proxy, before or after an installation; each finding with its fix.
 
-Features are tried, not guessed from versions: the programs are loaded as the agent would load them, attached to nothing
-and thrown away.
+Features are tested, not derived from versions: the programs are loaded as the agent loads them, but not attached.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from pyebpf_proxy.see.text import Cell, Colour, Terminal, table, terminal, wrapp
 _PROC = Path("/proc/sys")
 _FILES_LEAST, _WATCHES_LEAST = 1024, 16
 _MARK = 0x4000
-#: Pins of others that serve Services in BPF, too.
+#: Pins of other eBPF implementations of Services.
 _OTHERS = {
     "tc/globals/cilium_lb4_services_v2": (
-        "Cilium serves Services here",
+        "Cilium implements Services on this node",
         "kubeProxyReplacement: false",
     ),
-    "tc/globals/cali_v4_nat_fe3": ("Calico serves Services here", "bpfEnabled: false"),
+    "tc/globals/cali_v4_nat_fe3": ("Calico implements Services on this node", "bpfEnabled: false"),
 }
 
 Found = Iterator[model.Finding]
@@ -50,12 +49,12 @@ def _bad(what: str, text: str, remedy: str) -> model.Finding:
 
 
 def examine(directory: Path) -> Found:
-    """Every finding, in the order in which they stand in each other's way."""
+    """Every finding. Checks that others depend on come first."""
     for check in (_needs, _rights):
         found = list(check())
         yield from found
         if any(each.state == "bad" for each in found):
-            return  # what follows would only say the same once more
+            return  # later checks would fail for the same reason
     yield from _programs()
     yield from _mounts(directory)
     yield from _fast_path(directory)
@@ -66,7 +65,7 @@ def examine(directory: Path) -> Found:
 
 
 def _needs() -> Found:
-    """What the agent itself asks for at its start, in its words; kernels that are too old are refused here."""
+    """The agent's own start-up checks, with their messages; kernels that are too old fail here."""
     release = os.uname().release
     old = preflight.old_kernel()
     if old:
@@ -91,11 +90,11 @@ def _rights() -> Found:
         return
     held = preflight.effective_capabilities()
     every = "all" if not ~held & (1 << 38) - 1 else "CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON"
-    yield _good("rights", f"enough for the agent: {every}")
+    yield _good("rights", f"sufficient for the agent: {every}")
 
 
 def _programs() -> Found:
-    """Each option, by loading."""
+    """Load the programs with each option."""
     from pyebpf_proxy.datapath.loader.libbpf import BpfError
     from pyebpf_proxy.see.loading import ATTEMPTS, OPTIONAL, attempt
 
@@ -103,12 +102,11 @@ def _programs() -> Found:
         try:
             attempt(object_name, settings)
         except (BpfError, FatalError) as error:
-            why = f"the kernel does not take it: {error}"
+            why = f"the kernel rejects it: {error}"
             if name not in OPTIONAL:
                 yield _warn(name, why, without)
             else:
-                # Nothing of what is served needs it.
-                yield _good(name, f"not there, and not needed: {preflight.unreachable_conntrack() or why}")
+                yield _good(name, f"not available, not required: {preflight.unreachable_conntrack() or why}")
         else:
             yield _good(name, text)
 
@@ -126,7 +124,7 @@ def _mounts(directory: Path) -> Found:
         return
     os.close(cgroup.descriptor)
     if cgroup.warning:
-        yield _warn("cgroup2", cgroup.warning, "run it where the root of the cgroups is to be seen")
+        yield _warn("cgroup2", cgroup.warning, "run it where the root cgroup is visible")
     else:
         yield _good("cgroup2", cgroup.found)
 
@@ -134,7 +132,7 @@ def _mounts(directory: Path) -> Found:
 def _conntrack() -> Found:
     fill = facts.conntrack_fill()
     if fill is None:
-        yield _warn("conntrack", "nf_conntrack is not loaded yet; the agent does", "modprobe nf_conntrack")
+        yield _warn("conntrack", "nf_conntrack is not loaded; the agent loads it", "modprobe nf_conntrack")
     elif fill.used >= 0.9 * fill.room:
         yield _bad(
             "conntrack", f"{fill.used} of {fill.room} entries in use", "raise nf_conntrack_max (conntrack.maxPerCore)"
@@ -145,7 +143,7 @@ def _conntrack() -> Found:
         if facts.number(_PROC / "net/netfilter" / name) == 0:
             what = "bytes" if name.endswith("acct") else "age"
             yield _good(
-                name, f"off: pyebpf-proxy flows does not know the {what} of flows (sysctl -w net.netfilter.{name}=1)"
+                name, f"off: pyebpf-proxy flows does not show the {what} of flows (sysctl -w net.netfilter.{name}=1)"
             )
 
 
@@ -153,11 +151,9 @@ def _sysctls() -> Found:
     for family, path in (("IPv4", "net/ipv4/ip_forward"), ("IPv6", "net/ipv6/conf/all/forwarding")):
         if facts.number(_PROC / path) == 0:
             name = path.replace("/", ".")
-            yield _warn(
-                name, f"{family} packets are not forwarded: pods elsewhere are not reached", f"sysctl -w {name}=1"
-            )
+            yield _warn(name, f"{family} packets are not forwarded: remote pods are unreachable", f"sysctl -w {name}=1")
         else:
-            yield _good(path.replace("/", "."), "forwards")
+            yield _good(path.replace("/", "."), "on")
     strict = [
         path.parent.name
         for path in sorted((_PROC / "net/ipv4/conf").glob("*/rp_filter"))
@@ -166,11 +162,11 @@ def _sysctls() -> Found:
     if strict:
         yield _warn(
             "rp_filter",
-            f"strict on {', '.join(strict[:5])}: replies that take another way than requests are dropped",
-            "sysctl -w net.ipv4.conf.all.rp_filter=2 (and of each device), if ways differ here",
+            f"strict on {', '.join(strict[:5])}: packets on asymmetric routes are dropped",
+            "sysctl -w net.ipv4.conf.all.rp_filter=2 (and for each device), if routes are asymmetric here",
         )
     if (_PROC / "net/bridge").is_dir() and facts.number(_PROC / "net/bridge/bridge-nf-call-iptables") == 0:
-        yield _good("bridge-nf-call-iptables", "0: our programs lift replies between its pods (data-plane.md)")
+        yield _good("bridge-nf-call-iptables", "0: the tc programs lift replies between its pods (docs/data-plane.md)")
 
 
 def _others(directory: Path) -> Found:
@@ -178,14 +174,14 @@ def _others(directory: Path) -> Found:
 
     try:
         modes = sorted(leftovers.running())
-    except Exception as error:  # tools that are missing or refuse: others' rules cannot be seen
-        yield _warn("kube-proxy", f"its rules cannot be looked for: {error}", "install iptables and nftables")
+    except Exception as error:  # tools are missing or fail
+        yield _warn("kube-proxy", f"its rules cannot be listed: {error}", "install iptables and nftables")
     else:
         if modes:
-            what = f"rules of kube-proxy are here, mode {', '.join(modes)}"
-            yield _warn("kube-proxy", what, "stop it; the agent's next start, or --cleanup, removes them")
+            what = f"rules of kube-proxy exist, mode {', '.join(modes)}"
+            yield _warn("kube-proxy", what, "stop kube-proxy; the agent's next start, or --cleanup, removes the rules")
         else:
-            yield _good("kube-proxy", "no rules of it")
+            yield _good("kube-proxy", "no rules found")
     for path, (text, remedy) in _OTHERS.items():
         if (mounts.SYSTEM_BPFFS / path).exists():
             yield _bad("other proxies", text, remedy)
@@ -199,9 +195,9 @@ def _cni(mark: int) -> Found:
 
     found = cni.read(mark)
     if found.problem:
-        yield _warn("CNI", found.problem, "mend or remove the file: pods are not started with it either")
+        yield _warn("CNI", found.problem, "repair or remove the file: the kubelet cannot start pods with it either")
     elif found.file is None:
-        # Before an installation, or in a container, which does not see the node's.
+        # Before an installation, or in a container, which does not see the node's files.
         yield _good("CNI", f"no configuration in {cni.FOLDERS[0]}")
     else:
         for clash in found.clashes:
@@ -225,10 +221,10 @@ def _mark_users(directory: Path, mark: int) -> Found:
         }
     )
     if users:
-        what = f"{mark:#x} is set by somebody else, too: {', '.join(users[:5])}: what they mark is masqueraded"
-        yield _warn("masquerade bit", what, "give one of them another bit: masqueradeBit of iptables or nftables")
+        what = f"{mark:#x} is also set by other rules: {', '.join(users[:5])}: packets that they mark are masqueraded"
+        yield _warn("masquerade bit", what, "use another bit: masqueradeBit of iptables or nftables")
     else:
-        yield _good("masquerade bit", f"{mark:#x} is nobody else's in nftables")
+        yield _good("masquerade bit", f"no other nftables rule sets {mark:#x}")
 
 
 def _masquerade_mark(directory: Path) -> int:
@@ -240,12 +236,12 @@ def _masquerade_mark(directory: Path) -> int:
         with Pinned(directory) as maps:
             settings = programs.read(maps).settings
     except SeeError:
-        return _MARK  # nothing is installed yet: the default
+        return _MARK  # not installed yet: the default
     return int(settings["masquerade_mark"]) if settings is not None else _MARK
 
 
 def _sets_bit(expression: Any, mark: int) -> bool:
-    """Whether an expression of a rule writes packets' marks with this bit set: ``meta mark set …``."""
+    """Whether a rule's expression sets this bit of the packet mark: ``meta mark set …``."""
     mangle = expression.get("mangle") if isinstance(expression, dict) else None
     if mangle is None or mangle.get("key") != {"meta": {"key": "mark"}}:
         return False
@@ -264,12 +260,12 @@ def _numbers(value: Any) -> Iterator[int]:
 def _limits() -> Found:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < _FILES_LEAST:
-        yield _warn("open files", f"at most {files}", f"ulimit -n {_FILES_LEAST}, LimitNOFILE= of the service")
+        yield _warn("open files", f"limit {files}", f"ulimit -n {_FILES_LEAST}, or LimitNOFILE= of the service")
     else:
-        yield _good("open files", f"at most {files}")
+        yield _good("open files", f"limit {files}")
     watches = facts.number(_PROC / "fs/inotify/max_user_instances")
     if watches is not None and watches < _WATCHES_LEAST:
-        yield _warn("inotify", f"{watches} instances a user", "sysctl -w fs.inotify.max_user_instances=128")
+        yield _warn("inotify", f"{watches} instances per user", "sysctl -w fs.inotify.max_user_instances=128")
 
 
 # ---- text -------------------------------------------------------------------------------------------------------
@@ -278,9 +274,9 @@ _COLOURS: dict[str, Colour] = {"good": "green", "warning": "yellow", "bad": "red
 
 
 def text(findings: list[model.Finding], terminal: Terminal) -> list[str]:
-    """A table; then, for what is not good, what to do."""
+    """A table, then the remedy for each finding that is not good."""
     rows: list[list[Cell | str]] = [[each.what, Cell(each.state, _COLOURS[each.state]), each.text] for each in findings]
-    lines = table(terminal, ["WHAT", "STATE", "FOUND"], rows)
+    lines = table(terminal, ["CHECK", "STATE", "FOUND"], rows)
     for each in findings:
         if each.state != "good":
             lines += wrapped(terminal, f"{each.what}: {each.text}", colour=_COLOURS[each.state])
@@ -289,7 +285,7 @@ def text(findings: list[model.Finding], terminal: Terminal) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """``doctor``. Status 1: something is a warning or bad."""
+    """``doctor``. Exit status 1: some finding is a warning or bad."""
     from pyebpf_proxy.see.output import show
 
     found = list(examine(arguments.directory))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``doctor``: what on this node closes the fast path, or makes it slower; looked at as the agent looks at it."""
+"""``doctor``: what closes or slows the fast path on this node. It uses the agent's own checks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pyebpf_proxy.see.answers import listed
 
 Found = Iterator[model.Finding]
 _RULES = (
-    "new flows take the slow path; take the rule away, limit it to what must meet it, or fastPath: true if packets of"
-    " Services need not meet it (docs/fast-path.md)"
+    "new flows take the slow path; remove the rule, narrow its match, or set fastPath: true if packets of Services"
+    " may bypass it (docs/fast-path.md)"
 )
 
 
 def findings(directory: Path) -> Found:
-    """Rules of others by family, then devices."""
+    """Rules of other programs by family, then devices."""
     yield from _families()
     try:
         state = _state(directory)
     except OSError as error:
-        yield _finding("devices", "warning", f"they cannot be looked at: {error}", "run it as root, on the node")
+        yield _finding("devices", "warning", f"they cannot be examined: {error}", "run it as root, on the node")
         return
     yield from _devices(state)
 
@@ -45,10 +45,10 @@ def _families() -> Found:
         verdict = verdicts.get(family)
         if family in on_node:
             yield _finding(
-                what, "warning", f"closed: {on_node[family].text}", "new flows take the slow path, as before"
+                what, "warning", f"closed: {on_node[family].text}", "no action required: new flows take the slow path"
             )
         elif verdict is not None and verdict.closes:
-            yield _finding(what, "warning", f"closed by rules of others: {verdict}", _RULES)
+            yield _finding(what, "warning", f"closed by other rules: {verdict}", _RULES)
         else:
             yield _finding(what, "good", "no rule closes it")
 
@@ -79,8 +79,9 @@ def _devices(state: State) -> Found:
         to.setdefault(why, []).append(state.links[index].name)
     for why, names in closed.items():
         text = f"the fast path does not use {listed(names)}: {why}"
-        yield _finding("devices", "warning", text, "what is there must see every packet: take it away, or leave it so")
+        yield _finding("devices", "warning", text, "remove it if it need not see every packet; otherwise leave it")
     for why, names in slower.items():
-        yield _finding("devices", "good", f"{listed(names)} is sent to by its queue, not straight into the pod: {why}")
+        text = f"packets to {listed(names)} pass its queue and are not redirected directly into the pod: {why}"
+        yield _finding("devices", "good", text)
     if not closed and not slower:
-        yield _finding("devices", "good", "nothing stands in the way of the fast path")
+        yield _finding("devices", "good", "the fast path uses every device")

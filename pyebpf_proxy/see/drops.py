@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``drops``: what was refused or dropped, how often, whose it was last, and what that means."""
+"""``drops``: refused and dropped packets by reason, with counts, the latest packet and the meaning."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pyebpf_proxy.see.text import Cell, Terminal, ago, table, terminal, wrapped
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import Protocol
 
-#: Seconds: what is newer is told as happening now.
+#: Seconds: later drops are reported as current.
 RECENT = 60.0
-#: Seconds of a period that refusals are counted by (REFUSED_PERIOD of bpf/maps.h), and how many make a minute.
+#: Seconds of one counting period (REFUSED_PERIOD of bpf/maps.h), and periods per minute.
 PERIOD = 4
 _PERIODS = 60 // PERIOD
 
 
 def read(maps: Pinned) -> list[model.Drop]:
-    """Every reason for which something was refused, the newest first. SeeError."""
+    """Every reason with drops or refusals, the latest first. SeeError."""
     from pyebpf_proxy.see.programs import device_name
 
     counts = maps.counts()
@@ -37,7 +37,7 @@ def read(maps: Pinned) -> list[model.Drop]:
         drop = model.Drop(
             reason=reason,
             count=count,
-            meaning=meaning.text if meaning is not None else "not known to this version",
+            meaning=meaning.text if meaning is not None else "unknown to this version",
             remedy=meaning.remedy if meaning is not None else "",
         )
         number = maps.enum("reason")[reason.upper()]
@@ -69,7 +69,7 @@ def _newest(maps: Pinned) -> Iterator[tuple[int, tuple[int, bytes, bytes, int, i
 
 
 def _lately(maps: Pinned) -> dict[int, int] | None:
-    """How many came within the last minute, by reason; None: maps of an agent that does not count that."""
+    """Counts of the last minute by reason; None: the maps are of an agent that does not count them."""
     if "recent_refusals" not in maps.names:
         return None
     opened = maps.map("recent_refusals")
@@ -85,7 +85,7 @@ def _lately(maps: Pinned) -> dict[int, int] | None:
 
 
 def whose(drops: Sequence[model.Drop], maps: Pinned) -> None:
-    """Say which service port each newest packet was for."""
+    """Fill in the service port of each latest packet."""
     from pyebpf_proxy.see.partial_maps import Asked, PartialMaps
     from pyebpf_proxy.see.services import name_text
     from pyebpf_proxy.see.state import read_names
@@ -102,9 +102,9 @@ def whose(drops: Sequence[model.Drop], maps: Pinned) -> None:
 
 
 def text(drops: Sequence[model.Drop], terminal: Terminal) -> list[str]:
-    """A table of the newest packets, then what the reasons mean."""
+    """A table of the latest packets, then the meanings of the reasons."""
     if not drops:
-        return wrapped(terminal, "nothing was refused or dropped since the maps were made")
+        return wrapped(terminal, "no packet was refused or dropped since the maps were created")
     rows: list[list[Cell | str]] = [
         [
             Cell(drop.reason, "red" if _is_recent(drop) else ""),
@@ -117,7 +117,7 @@ def text(drops: Sequence[model.Drop], terminal: Terminal) -> list[str]:
         ]
         for drop in drops
     ]
-    lines = table(terminal, ["REASON", "COUNT", "LAST MINUTE", "NEWEST", "PACKET", "SERVICE", "FROM"], rows)
+    lines = table(terminal, ["REASON", "COUNT", "LAST MINUTE", "LATEST", "PACKET", "SERVICE", "FROM"], rows)
     lines.append("")
     for drop in drops:
         lines += wrapped(terminal, f"{drop.reason}: {drop.meaning}")
@@ -126,12 +126,12 @@ def text(drops: Sequence[model.Drop], terminal: Terminal) -> list[str]:
 
 
 def sender(drop: model.Drop) -> str:
-    """Who sent the newest, for people: a socket has no port yet when it asks."""
+    """The source of the latest packet, as text. A socket has no port yet when it connects."""
     return drop.source.removesuffix(":0")
 
 
 def minute(drop: model.Drop) -> str:
-    """How many came within the last minute, for a table; "" where that is not counted."""
+    """The count of the last minute for a table; "" if it is not counted."""
     return str(drop.last_minute) if drop.last_minute is not None else ""
 
 
@@ -140,12 +140,12 @@ def _is_recent(drop: model.Drop) -> bool:
 
 
 def recent(drops: Sequence[model.Drop]) -> list[model.Drop]:
-    """Those of the last minute."""
+    """Reasons with a packet in the last minute."""
     return [drop for drop in drops if _is_recent(drop)]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """``drops``. Status 1: something was refused within the last minute."""
+    """``drops``. Exit status 1: a packet was refused or dropped in the last minute."""
     from pyebpf_proxy.see.output import show
 
     with Pinned(arguments.directory) as maps:

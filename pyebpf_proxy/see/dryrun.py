@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real program, run on a made-up packet: with the maps in force, and without leaving anything.
+"""A dry run of the real program on a made-up packet: with the maps in use, and without side effects.
 
-Loaded once more with the constants of the one that is attached and ``dry_run`` set (bpf/settings.h), and with maps of
-its own for everything that programs write: counters, affinity, turns.
+A second copy of the program is loaded with the constants of the attached one and ``dry_run`` set (bpf/settings.h). It
+has maps of its own for everything that programs write: counters, affinity, round-robin cursors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pyebpf_proxy.services.model import Protocol
 _SHOT = 2
 _XDP_DROP = 1
 _REJECT = 0xEC000001
-#: Counted, in a dry run, whenever a backend was chosen: there are no paths.
+#: In a dry run, counted for every selected backend: there are no paths.
 _CHOSEN = "new_flow_netfilter"
 _SMALL = 64
 #: Maps that programs write; a dry run has its own.
@@ -55,7 +55,7 @@ _OWN = frozenset(
 
 
 class Outcome(NamedTuple):
-    """What the program did. ``reasons``: what it counted."""
+    """The result of the program. ``reasons``: the counters that it incremented."""
 
     verdict: Verdict
     reasons: list[str]
@@ -66,9 +66,9 @@ class Outcome(NamedTuple):
 def run(
     maps: Pinned, program: str, settings: Mapping[str, Any], packet: Packet, mac: bytes, affinity: bytes | None
 ) -> Outcome:
-    """Run ``program`` on the packet. ``mac``: the device's, or the frame would be another host's, which is left alone.
+    """Run ``program`` on the packet. ``mac``: the device's; the program ignores frames to other hosts.
 
-    ``affinity``: key and value of the entry that it shall find. SeeError.
+    ``affinity``: key and value of the client's affinity entry. SeeError.
     """
     with _in_words(), _loaded(maps, "tc", program, settings, affinity) as loaded:
         result = loaded.programs[program].test_run(frame(packet, mac), SkBuff(ifindex=packet.device))
@@ -79,9 +79,9 @@ def run(
 def run_xdp(
     maps: Pinned, settings: Mapping[str, Any], packet: Packet, mac: bytes, affinity: bytes | None = None
 ) -> Outcome:
-    """Run the XDP program, which the packet's device must carry; ``mac``: the device's. As ``run``.
+    """Run the XDP program, which must be attached to the packet's device. Arguments as of ``run``.
 
-    "left": the frame goes up to tc. "served": XDP has chosen, and tc carries it out.
+    "left": the frame is passed to tc. "served": XDP selected the backend, and tc translates the packet.
     """
     with _in_words(), _loaded(maps, "xdp", "xdp_ethernet", settings, affinity) as loaded:
         result = loaded.programs["xdp_ethernet"].run_frame(frame(packet, mac), packet.device)
@@ -94,10 +94,10 @@ def _in_words() -> Iterator[None]:
         yield
     except StaleObjectError as error:
         raise SeeError(
-            f"the program cannot be run dry: {error.what} is missing in the objects beside this command"
+            f"the dry run of the program failed: {error.what} is missing in the BPF objects of this command"
         ) from None
     except BpfError as error:
-        raise SeeError(f"the program cannot be run dry: {error}") from None
+        raise SeeError(f"the dry run of the program failed: {error}") from None
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def _counted(loaded: Object) -> list[str]:
 
 
 def _chosen(loaded: Object, counted: list[str]) -> Outcome | None:
-    """What the program noted (struct dry_result); None: it has chosen nothing."""
+    """The program's selection (struct dry_result); None: it selected no backend."""
     if _CHOSEN not in counted:
         return None
     value = loaded.maps["dry_results"].lookup(U32.pack(0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``explain``: what would happen to a packet, and why: the rules in words, and the real program on the same packet."""
+"""``explain``: what would happen to a packet, and why. It applies the rules, and runs the real program as a check."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from pyebpf_proxy.services.model import Protocol
 if TYPE_CHECKING:
     from pyebpf_proxy.see.wanted import Wanted
 
-#: For so many endpoints the way out is asked for.
+#: The route is looked up for at most this many endpoints.
 _MOST_WAYS = 16
 _PORT = 49152
 
 
 class Node:
-    """What of this node decides, read once."""
+    """The node's state that decides about packets, read once."""
 
     def __init__(self, maps: Pinned, attached: Programs, told: Mapping[str, Any] | None = None) -> None:
-        """``told``: what the agent says (see/local.py), None: it does not answer."""
+        """``told``: the agent's state (see/local.py); None if the agent does not answer."""
         if attached.settings is None:
             raise SeeError(
                 attached.hidden
-                or "no program is on any device, so nothing is done with packets: see pyebpf-proxy status"
+                or "no program is attached to any device, so packets are not changed: see pyebpf-proxy status"
             )
         self.maps = maps
         self.attached = attached
@@ -62,30 +62,30 @@ class Node:
         self.world = World(self.settings, self.own, frozenset(pods), bool(attached.links))
 
     def entrance(self, source: bytes, name: str | None) -> int:
-        """Where a packet of this source comes in: the device it would be answered by. 0: it is this node's own."""
+        """The ingress device of a packet from this source: the device of the route to it. 0: this node sent it."""
         if name is not None:
             known = {device.name: device for device in self.attached.devices}
             if name not in known:
-                raise QuestionError(f"no device {name} carries a program, or should{near(name, known)}")
+                raise QuestionError(f"no program is attached to a device {name}, or should be{near(name, known)}")
             return known[name].ifindex
         if source in self.own or ip_address(source).is_loopback:
             return 0
         way = routes.way(source)
         if way is None:
-            raise QuestionError(f"no route leads to {format_address(source)}: name the device it comes in by: --device")
+            raise QuestionError(f"no route to {format_address(source)}: name the ingress device with --device")
         if way.local:
             return 0
         ports = [device for device, bridge in self.bridges.items() if bridge == way.device]
         return min(ports) if ports else way.device
 
     def ip_device(self, device: int) -> int:
-        """The device as the IP layer has it: a port's bridge."""
+        """The device that the IP layer sees: of a bridge port, the bridge."""
         return self.bridges.get(device) or device
 
     def masquerade(self, way: routes.Way, destination: bytes) -> bytes:
-        """The address that netfilter's masquerade takes: of the device, the one nearest to where the packet goes.
+        """The address that netfilter masquerades with: the device's address nearest to the next hop.
 
-        As inet_select_addr() and ipv6_dev_get_saddr() of the kernel, as far as that tells.
+        An approximation of inet_select_addr() and ipv6_dev_get_saddr() of the kernel.
         """
         hop = int.from_bytes(destination if len(destination) == 16 else way.gateway or destination, "big")
         bits = 8 * len(destination)
@@ -133,11 +133,11 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
         view.left_out = list(_left_out(decision, known, wanted))
         bound = _affinity(maps, packet, decision)
         if any(each.address == packet.source for each in decision.eligible):
-            decision.say("the sender is an endpoint itself: masqueraded if it is chosen, or it would answer itself")
+            decision.say("the source is an endpoint itself: masqueraded if it is selected (hairpin)")
         if decision.verdict == "served":
             if _by_socket(packet, node):
-                other = ", bound to another one it is masqueraded" if decision.masquerade else ""
-                decision.say(f"its socket is connected to the endpoint, from the address that the route gives{other}")
+                other = "; masqueraded if it is bound to another address" if decision.masquerade else ""
+                decision.say(f"the socket connects to the endpoint from the route's source address{other}")
             ways = decision.eligible[:_MOST_WAYS]
             sockets = bool(node.attached.links)
             paths = Paths(
@@ -155,20 +155,20 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
 
 
 def _say_full(view: model.Explanation) -> None:
-    """The kernel makes the entry, after our programs: it drops what it has no room for, and nobody of us counts it."""
+    """The kernel makes the conntrack entry after the programs. If the table is full, its drop is not counted here."""
     fill = facts.conntrack_fill()
     if view.verdict != "served" or not view.device or fill is None or fill.used < fill.room:
         return
     full = f"conntrack is full, {fill.used} of {fill.room} entries"
     if any(each.path == "fast" for each in view.endpoints):
-        view.steps.append(f"{full}: a new flow by netfilter is dropped, one of the fast path needs no entry")
+        view.steps.append(f"{full}: a new flow through netfilter is dropped, a fast-path flow needs no entry")
         return
     view.verdict = "dropped"
-    view.steps.append(f"{full}: the kernel drops a new flow, flows that exist go on")
+    view.steps.append(f"{full}: the kernel drops new flows, existing flows continue")
 
 
 def _is_known(packet: Packet, view: model.Explanation) -> bool:
-    """The program left it alone because it is of a flow that exists: no rule is asked then, and that is said."""
+    """Whether the program passed the packet because its flow exists. Then no rule applies, and a step reports it."""
     if view.program.verdict != "left" or view.verdict == "left":
         return False
     from pyebpf_proxy.see.flows import dump
@@ -180,7 +180,7 @@ def _is_known(packet: Packet, view: model.Explanation) -> bool:
     if flow is None:
         return False
     where = format_address_port(*flow.endpoint)
-    view.steps.append(f"a flow of these addresses and ports exists ({flow.state}): its packets go on to {where}")
+    view.steps.append(f"a flow with these addresses and ports exists ({flow.state}): its packets still go to {where}")
     return True
 
 
@@ -194,28 +194,28 @@ def _left_out(decision: Decision, known: state.State, wanted: Wanted | None) -> 
 
 
 def _affinity(maps: Pinned, packet: Packet, decision: Decision) -> bytes | None:
-    """The client's entry, if it is bound to an endpoint that it may still go to."""
+    """The client's affinity entry, if there is one."""
     service = decision.service
     if service is None or not service.affinity_seconds or decision.verdict != "served":
         return None
     key = maps.packer("affinity_key", "service", "client").pack(service.id, packet.source.ljust(16, b"\0"))
     value = maps.map("affinities").lookup(key)
     if value is None:
-        decision.say(f"session affinity, {service.affinity_seconds} s: this client is bound to no endpoint yet")
+        decision.say(f"session affinity, {service.affinity_seconds} s: this client has no entry yet")
         return None
     last, backend, _ = maps.packer("affinity", "last_used", "backend", "position").unpack(value)
     age = time.clock_gettime(time.CLOCK_MONOTONIC) - last / 1e9
     bound = next((each for each in decision.eligible if each.id == backend), None)
     if age < service.affinity_seconds and bound is not None:
-        decision.say(f"session affinity: bound to {bound.text} since a connection {ago(age)}: it goes there again")
+        decision.say(f"session affinity: the client's last connection, {ago(age)}, selected {bound.text}: reused")
         decision.eligible = [bound]
     else:
-        decision.say("session affinity: what this client was bound to is too old, or gone: any endpoint")
+        decision.say("session affinity: the client's entry has expired, or its endpoint is gone: any endpoint")
     return key + value
 
 
 def _by_socket(packet: Packet, node: Node) -> bool:
-    """A process of this node asks, and a program at its socket: of SCTP none is asked."""
+    """Whether a socket program handles it: a process of this node sends it, and it is not SCTP."""
     return not packet.device and node.world.sockets and packet.protocol is not Protocol.SCTP
 
 
@@ -233,7 +233,7 @@ def _choice(
         way_out="",
     )
     if _by_socket(packet, node):
-        # A socket is connected to the endpoint: its own address is what the node's routes give it.
+        # The socket connects to the endpoint itself, from the route's source address.
         view.masquerade = False
     if with_way:
         source = packet.source if packet.device else b""
@@ -252,15 +252,15 @@ def _choice(
 
 def _program(maps: Pinned, packet: Packet, node: Node, affinity: bytes | None) -> model.ProgramView:
     if not packet.device:
-        who = "a socket's call cannot be run dry"
+        who = "socket programs have no test run"
         if not _by_socket(packet, node):
-            who = f"nftables decides on {packet.protocol.name} of this node's own"
-        return model.ProgramView(ran=False, why=f"{who}: these are the rules alone")
+            who = f"nftables handles {packet.protocol.name} packets of this node"
+        return model.ProgramView(ran=False, why=f"{who}; the answer is from the rules alone")
     device = next((each for each in node.attached.devices if each.ifindex == packet.device), None)
     if device is None or device.program is None:
         name = device_name(packet.device)
-        return model.ProgramView(ran=False, why=f"{name} carries no program: nothing of this happens to its packets")
-    # A test run has an Ethernet header for every program of tc.
+        return model.ProgramView(ran=False, why=f"no program is attached to {name}: its packets are not handled")
+    # A test run has an Ethernet header for every tc program.
     name = "tc_ethernet" if device.program.name == "tc_l3" else device.program.name
     return _ran(dryrun.run(maps, name, node.settings, packet, device.mac, affinity))
 
@@ -283,37 +283,39 @@ def _ran(out: dryrun.Outcome) -> model.ProgramView:
 
 
 def disagreements(view: model.Explanation, decision: Decision, program: model.ProgramView) -> Iterator[str]:
-    """Where a program did not do what the rules say."""
+    """Differences between the program's result and the rules."""
     if program.verdict != view.verdict:
         counted = f" ({', '.join(program.counted)})" if program.counted else ""
-        yield f"by the rules it is {view.verdict}, the program says {program.verdict}{counted}"
+        yield f"verdict: {view.verdict} by the rules, {program.verdict} by the program{counted}"
         return
     if view.reason and view.reason not in program.counted:
-        yield f"by the rules the reason is {view.reason}, the program counted {', '.join(program.counted) or 'nothing'}"
+        yield f"reason: {view.reason} by the rules, the program counted {', '.join(program.counted) or 'nothing'}"
     if view.verdict != "served":
         return
     choice = next((each for each in view.endpoints if each.backend == program.backend), None)
     if choice is None or all(each.id != program.backend for each in decision.eligible):
-        yield f"the program chose backend {program.backend}, which is not among the endpoints"
+        yield f"the program selected backend {program.backend}, which is not among the endpoints"
         return
     if choice.masquerade != program.masquerade:
-        yield f"by the rules it is {'' if choice.masquerade else 'not '}masqueraded, the program does the contrary"
+        yes, no = "masqueraded", "not masqueraded"
+        rules, ran = (yes, no) if choice.masquerade else (no, yes)
+        yield f"masquerade: {rules} by the rules, {ran} by the program"
 
 
 # ---- the question -----------------------------------------------------------------------------------------------
 
 
 def parse_packet(source: str, destination: str, protocol: str) -> tuple[bytes, int, bytes, int, Protocol]:
-    """The question. QuestionError: what of it cannot be read."""
+    """The packet's addresses, ports and protocol. QuestionError: an argument is invalid."""
     number = Protocol.__members__.get(protocol.upper())
     if number is None:
-        raise QuestionError(f"{protocol} is no protocol of Services: TCP, UDP, SCTP")
+        raise QuestionError(f"{protocol} is not a protocol of Services: use TCP, UDP or SCTP")
     from_, from_port = _place(source, "SRC")
     to, to_port = _place(destination, "DST")
     if to_port is None:
-        raise QuestionError(f"DST needs a port: {format_address_port(to, 80)}, an IPv6 address in brackets")
+        raise QuestionError(f"DST needs a port, as in {format_address_port(to, 80)}; put IPv6 addresses in brackets")
     if len(from_) != len(to):
-        raise QuestionError(f"{source} and {destination} are of two families: no packet has both")
+        raise QuestionError(f"{source} and {destination} are of different IP families")
     return from_, from_port if from_port is not None else _PORT, to, to_port, number
 
 
@@ -340,7 +342,7 @@ def ask(
     device: str | None = None,
     wanted: Callable[[int], Wanted | None] = lambda service_ports: None,
 ) -> model.Explanation:
-    """The answer to a question in words. ``wanted`` is given how many service ports there are. SeeError."""
+    """The answer to a question in words. ``wanted`` takes the number of service ports. SeeError."""
     asked = parse_packet(source, destination, protocol)
     with Pinned(directory) as maps:
         node = Node(maps, programs.read(maps), local.state(directory))
@@ -353,7 +355,7 @@ def ask(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """``explain SRC DST [PROTO]``. Status 1: refused or dropped, or model and program disagree."""
+    """``explain SRC DST [PROTO]``. Exit status 1: refused or dropped, or rules and program disagree."""
     from pyebpf_proxy.see.explain_text import text
     from pyebpf_proxy.see.output import show
     from pyebpf_proxy.see.run_services import maybe_wanted

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer of ``explain`` for people."""
+"""The answer of ``explain`` as text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _VERDICTS = {
     "served": ("green", "goes to one of these endpoints"),
     "refused": ("red", "is refused: ICMP port unreachable, or ECONNREFUSED"),
     "dropped": ("red", "is dropped"),
-    "left": ("yellow", "is left to the kernel: no service has a say in it"),
+    "left": ("yellow", "is passed to the kernel: no service handles it"),
 }
 
 
 def text(view: model.Explanation, terminal: Terminal) -> list[str]:
-    """The answer for people."""
+    """The lines of the answer."""
     where = f"from {view.device}" if view.device else "from a process of this node"
     colour, verdict = _VERDICTS[view.verdict]
     lines = wrapped(terminal, f"{view.source} > {view.destination} {view.protocol}, {where}", colour="bold")
@@ -29,9 +29,9 @@ def text(view: model.Explanation, terminal: Terminal) -> list[str]:
             lines += wrapped(terminal, f"{', '.join(addresses)}{why}")
     if view.left_out:
         rows: list[list[Cell | str]] = [
-            [e.address, e.pod, "here" if e.local else "elsewhere", e.left_out] for e in view.left_out
+            [e.address, e.pod, "local" if e.local else "remote", e.left_out] for e in view.left_out
         ]
-        lines += ["", *table(terminal, ["LEFT OUT", "POD", "NODE", "WHY"], rows)]
+        lines += ["", *table(terminal, ["EXCLUDED", "POD", "NODE", "WHY"], rows)]
     lines.append("")
     if not view.program.ran:
         return lines + wrapped(terminal, f"Not run: {view.program.why}.", colour="yellow")
@@ -39,7 +39,7 @@ def text(view: model.Explanation, terminal: Terminal) -> list[str]:
         lines += wrapped(terminal, f"{_ran_text('XDP program', view.xdp, view)}.")
     ran = _ran_text("program" if view.xdp is None else "tc program", view.program, view)
     if not view.disagreements:
-        return lines + wrapped(terminal, f"{ran}. It agrees.")
+        return lines + wrapped(terminal, f"{ran}. It agrees with the rules.")
     lines += wrapped(terminal, f"{ran}.")
     for each in view.disagreements:
         lines += wrapped(terminal, f"disagreement: {each}", colour="red")
@@ -52,19 +52,19 @@ def _ran_text(which: str, program: model.ProgramView, view: model.Explanation) -
     verdict = program.verdict
     if which.startswith("XDP"):
         verdict = {
-            "left": "left to tc",
-            "served": "chooses, tc opens the flow",
+            "left": "passed to tc",
+            "served": "selects the endpoint, tc opens the flow",
         }.get(verdict, verdict)
-    return f"The {which}, run dry: {verdict}" + (f" by {chose}" if chose else "") + counted
+    return f"Dry run of the {which}: {verdict}" + (f" by {chose}" if chose else "") + counted
 
 
 def _row(view: model.ChoiceView) -> list[Cell | str]:
     masquerade = view.masquerade_as or ("an address of this node" if view.masquerade else "-")
-    return [view.address, view.pod, "here" if view.local else "elsewhere", view.path, masquerade, view.way_out]
+    return [view.address, view.pod, "local" if view.local else "remote", view.path, masquerade, view.way_out]
 
 
 def _whys(view: model.Explanation) -> dict[str, list[str]]:
-    """Why a new flow takes its path, and to which endpoints; nobody of them is named where it is so for all."""
+    """Why a new flow takes its path, with the endpoints; a single reason applies to all and lists none."""
     found: dict[str, list[str]] = {}
     for each in view.endpoints:
         if each.path_why:
@@ -72,5 +72,5 @@ def _whys(view: model.Explanation) -> dict[str, list[str]]:
             found.setdefault(f"{each.path}: {each.path_why}{reason}", []).append(each.address)
     if len(found) == 1:
         (why,) = found
-        return {f"A new flow takes the path {why}": []}
+        return {f"Path of a new flow: {why}": []}
     return {f" by {why}": addresses for why, addresses in found.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``status`` and ``doctor`` read of the node beside maps and programs."""
+"""State of the node that ``status`` and ``doctor`` read, other than maps and programs."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def number(path: Path) -> int | None:
 
 
 def conntrack_fill() -> model.Fill | None:
-    """How full the kernel's connection table is. The limit counts for all network namespaces, the use for this one."""
+    """Usage of the conntrack table. The limit applies to all network namespaces, the count to this one."""
     used, room = number(_NETFILTER / "nf_conntrack_count"), number(_NETFILTER / "nf_conntrack_max")
     return model.Fill(name="conntrack", used=used, room=room) if used is not None and room is not None else None
 
 
 def nft_rules(directory: Path) -> int | None:
-    """How many rules our nft table has; None: there is no table. OSError where nftables cannot be asked."""
+    """The number of rules in the agent's nftables table; None: no table. OSError: nftables cannot be read."""
     name = mounts.table_name(directory)
     listed = nft("list table inet " + name)
     return None if listed is None else sum("rule" in entry for entry in listed)
 
 
 def nft(command: str) -> list[dict[str, Any]] | None:
-    """What nftables lists, its set elements left out; None: there is no such thing. OSError: it cannot be asked."""
+    """The output of an nftables list command; None: no such object. OSError: nftables cannot be read."""
     from pyebpf_proxy.datapath.netfilter.nft import LIBRARY
 
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of the fast path, as the programs go by it (bpf/flow_maps.h), and why: that the agent says."""
+"""The state of the fast path from the programs' maps (bpf/flow_maps.h), with the causes that the agent reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAPS = {"fast_path", "flows", "permits", "sweep_results", "young_counts"}
 
 
 class Word(NamedTuple):
-    """The map ``fast_path``. ``alive``: an agent follows rules and routes. ``closed``: reasons by family, "": open."""
+    """The map ``fast_path``. ``alive``: an agent follows rules and routes. ``closed``: reason by family, "" if open."""
 
     alive: bool
     generation: int
@@ -42,7 +42,7 @@ def word(maps: Pinned) -> Word | None:
 
 
 def read(maps: Pinned, counts: Mapping[str, int], told: Mapping[str, Any]) -> model.FastPathView | None:
-    """What there is; None where there is none. ``counts``: of every reason. ``told``: by the agent. SeeError."""
+    """The fast path's view, None without one. ``counts``: by reason. ``told``: the agent's state. SeeError."""
     found = word(maps)
     if found is None:
         return None
@@ -74,12 +74,12 @@ def read(maps: Pinned, counts: Mapping[str, int], told: Mapping[str, Any]) -> mo
 
 def _why(closed: Mapping[str, Any], family: int, found: Word) -> str:
     said = closed.get(str(family), {})
-    # What the agent said may be of another moment.
+    # The agent's report and the map may be of different times.
     return str(said["text"]) if said.get("reason") == found.closed[family] else ""
 
 
 def _permits(maps: Pinned, found: Word) -> int:
-    """How many hold now. A person must be quick to see one: they hold for a second."""
+    """How many are valid now. A permit lasts about a second."""
     layout = maps.packer("permit", "until", "back_until", "generation")
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     _, values = maps.map("permits").dump()
@@ -90,19 +90,19 @@ def _permits(maps: Pinned, found: Word) -> int:
 
 
 def text(view: model.FastPathView) -> list[str]:
-    """For people: what it has, then what closes it."""
+    """Lines of text: its contents, then what closes it."""
     kernel = max(0, view.used - 2 * view.young) // 2
     lines = [
-        f"{view.young} young flows, about {kernel} of the kernel's, {view.used} of {view.room} entries,"
+        f"{view.young} young flows, about {kernel} in conntrack, {view.used} of {view.room} entries,"
         f" {view.permits} permits; {view.sent} packets sent, {view.promoted} flows promoted"
     ]
     if not view.watched:
         lines.append("closed: no agent follows rules and routes (stack_no_agent)")
     if view.draining:
-        lines.append("draining: no new flow enters it")
+        lines.append("draining: new flows take the slow path")
     closed = (("IPv4", view.closed4, view.why4), ("IPv6", view.closed6, view.why6))
     lines += [f"closed for {family}: {reason}{f', {why}' if why else ''}" for family, reason, why in closed if reason]
-    lines += [f"{family}: not seen by rules of others: {text}" for family, text in view.rules.items()]
+    lines += [f"{family}: packets bypass other rules: {text}" for family, text in view.rules.items()]
     if view.failed:
         failed = ", ".join(f"{outcome} {count}" for outcome, count in view.failed.items())
         lines.append(f"not promoted: {failed}" + (f" ({view.last_error})" if view.last_error else ""))
@@ -110,8 +110,8 @@ def text(view: model.FastPathView) -> list[str]:
 
 
 def slow_text(view: model.FastPathView, most: int = 4) -> str:
-    """New flows by path, and what made packets take the slow path most often."""
+    """New flows by path, and the most frequent reasons for the slow path."""
     parts = [f"{path} {count}" for path, count in view.new_flows.items()]
     often = sorted(view.slow.items(), key=lambda entry: -entry[1])[:most]
-    why = "; the slow path: " + ", ".join(f"{name} {count}" for name, count in often) if often else ""
+    why = "; slow path: " + ", ".join(f"{name} {count}" for name, count in often) if often else ""
     return ", ".join(parts) + why

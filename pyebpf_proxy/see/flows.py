@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flows``: service flows with names: those that conntrack has, and young ones (see/young.py)."""
+"""``flows``: service flows with names, from conntrack and from the flow table (see/young.py)."""
 
 from __future__ import annotations
 
-import argparse
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, NamedTuple
@@ -12,11 +11,11 @@ from pyebpf_proxy.datapath.connections import ctnetlink
 from pyebpf_proxy.datapath.connections.ctnetlink import FAMILY_HEADER, PROTOINFO, TUPLE_ORIG, TUPLE_REPLY, read_tuple
 from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attributes
 from pyebpf_proxy.see import model
-from pyebpf_proxy.see.answers import RIGHT, QuestionError, SeeError
+from pyebpf_proxy.see.answers import QuestionError, SeeError
 from pyebpf_proxy.see.filters import means, split
 from pyebpf_proxy.see.names import suggested
 from pyebpf_proxy.see.state import State
-from pyebpf_proxy.see.text import Cell, Terminal, duration, table, terminal
+from pyebpf_proxy.see.text import Cell, Terminal, duration, table
 from pyebpf_proxy.services.addresses import format_address, format_address_port, parse_address
 from pyebpf_proxy.services.model import Protocol
 
@@ -34,7 +33,7 @@ _UDP_STATES = ("ASSURED", "REPLIED", "UNREPLIED")
 _PORTS = 65536 - 1024
 _PROTOCOLS = frozenset(map(int, Protocol))
 
-#: Who knows a flow: the programs alone, or conntrack; and which way its packets take.
+#: Age: known to the programs alone, or to conntrack. Path of its packets.
 YOUNG: Final = "young"
 KERNEL: Final = "kernel"
 FAST: Final = "fast"
@@ -44,7 +43,7 @@ Place = tuple[bytes, int]
 
 
 class Flow(NamedTuple):
-    """One entry. ``client`` asked for ``asked``, ``endpoint`` answers to ``seen``. Counters: None where not counted."""
+    """One flow. ``client`` sends to ``asked``, ``endpoint`` replies to ``seen``. Counters: None if not counted."""
 
     protocol: Protocol
     client: Place
@@ -57,12 +56,12 @@ class Flow(NamedTuple):
     packets: int | None
     bytes: int | None
     started: float | None
-    #: Only the programs know it, conntrack does not.
+    #: It has no conntrack entry yet.
     young: bool = False
 
     @property
     def masqueraded(self) -> bool:
-        """The endpoint sees another address than the client's."""
+        """Whether the endpoint sees another address than the client's."""
         return self.seen[0] != self.client[0]
 
 
@@ -75,7 +74,7 @@ def dump() -> Iterator[Flow]:
                 if flow is not None:
                     yield flow
         except OSError as error:
-            raise SeeError(f"the kernel's flows cannot be listed: {error.strerror}; run it as root") from None
+            raise SeeError(f"conntrack entries cannot be listed: {error.strerror}; run it as root") from None
 
 
 def _flow(message: bytes) -> Flow | None:
@@ -138,7 +137,7 @@ def _state(message: bytes, places: Mapping[int, tuple[int, int]], protocol: int,
 
 
 def busiest(most: int = 5) -> list[model.Fill]:
-    """The endpoints with the most masqueraded flows: each takes a source port of the address it is masqueraded with."""
+    """The endpoints with the most masqueraded flows. Each flow uses a source port of its masquerade address."""
     counts: dict[tuple[Place, bytes, Protocol], int] = {}
     for flow in dump():
         if flow.masqueraded and flow.status & DST_NAT:
@@ -156,10 +155,10 @@ def busiest(most: int = 5) -> list[model.Fill]:
 
 
 class Names:
-    """From addresses to names: services by what was asked for, endpoints by whose they are."""
+    """Names of addresses: services by frontend, pods by address."""
 
     def __init__(self, state: State, own: frozenset[bytes], pods: Mapping[bytes, str] | None = None) -> None:
-        """``own``: addresses of this node. ``pods``: names of the pods with these addresses."""
+        """``own``: addresses of this node. ``pods``: names of pods by address."""
         from pyebpf_proxy.see.services import name_text
 
         self._state = state
@@ -168,7 +167,7 @@ class Names:
         self._text = name_text
 
     def service(self, flow: Flow) -> str:
-        """The service port that the client asked for, "" for none."""
+        """The service port that the client sent to, "" for none."""
         address, port = flow.asked
         key = (address, port, int(flow.protocol))
         found = self._state.frontends.get(key)
@@ -178,7 +177,7 @@ class Names:
         return self._text(service.name) if service is not None else ""
 
     def place(self, address: bytes) -> str:
-        """Whose an address is: this node's, a pod's, or "" if nobody says."""
+        """The owner of an address: this node, a pod, or "" if unknown."""
         return "this node" if address in self._own else self._pods.get(address, "")
 
 
@@ -208,9 +207,9 @@ Filter = Callable[[model.FlowView], bool]
 
 
 def parse_filter(words: list[str], services: set[str], pods: Collection[str] = ()) -> Filter:
-    """``FIELD=VALUE …`` or bare words (address, name, protocol, state): all must fit. QuestionError.
+    """``FIELD=VALUE …`` or bare words (address, name, protocol, state). A flow must match all. QuestionError.
 
-    ``services``, ``pods``: names that there are, with their namespaces.
+    ``services``, ``pods``: existing names, with their namespaces.
     """
     checks: list[Filter] = []
     for word in words:
@@ -243,9 +242,9 @@ _VALUES: dict[str, Collection[str]] = {
 
 
 def _known(field: str, value: str) -> None:
-    """QuestionError: no flow can ever be like that."""
+    """QuestionError: no flow can match."""
     if not value:
-        raise QuestionError(f"{field}= says nothing: give a value")
+        raise QuestionError(f"{field}= needs a value")
     known = _VALUES.get(field)
     if known is not None and value.upper() not in map(str.upper, known):
         raise QuestionError(f"there is no {field} {value}: {', '.join(known)}")
@@ -273,7 +272,7 @@ def _check(fields: tuple[str, ...], value: str) -> Filter:
 
 
 def text(flows: list[model.FlowView], terminal: Terminal, filtered: bool = False) -> list[str]:
-    """A table. ``filtered``: there may be others."""
+    """A table. ``filtered``: a filter was given."""
 
     def named(address: str, name: str) -> str:
         return f"{address} ({name})" if name else address
@@ -293,24 +292,9 @@ def text(flows: list[model.FlowView], terminal: Terminal, filtered: bool = False
         for flow in flows
     ]
     head = ["SERVICE", "PROTO", "CLIENT", "ENDPOINT", "MASQUERADED AS", "STATE", "AGE", "BYTES", "PATH"]
-    return table(terminal, head, rows) or ["no service flows" + (" that fit" if filtered else "")]
+    return table(terminal, head, rows) or ["no service flows" + (" match the filter" if filtered else "")]
 
 
 def _age(flow: model.FlowView) -> str:
     words = [YOUNG] if flow.age == YOUNG else []
     return " ".join([*words, *([duration(flow.seconds)] if flow.seconds is not None else [])])
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """``flows [FILTER …]``."""
-    from pyebpf_proxy.see.output import show
-    from pyebpf_proxy.see.run_flows import flows
-
-    found = flows(arguments)
-    show(
-        arguments,
-        model.Flows(flows=found),
-        text(found, terminal(), bool(arguments.filter)),
-        (flow.client for flow in found),
-    )
-    return RIGHT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs loaded to see whether this kernel takes them: pinned nowhere, attached to nothing, gone at once."""
+"""Loads the programs to test this kernel, without pinning or attaching them."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.loader.programs import object_file, unused_maps
 
 _BASE = {"conntrack_lookup": 0, "masquerade_mark": 0x4000}
-#: Entries of each map: what is tried is code, not room.
+#: Entries of each map. Their sizes are not tested.
 _ENTRIES = 64
 
-#: What is tried: a name, what it means that it loads, the constants, the object's name, and what happens without it.
+#: The attempts: name, meaning of success, constants, name of the object, consequence of failure.
 ATTEMPTS = (
     (
         "programs",
         "they load",
         _BASE,
         "tc",
-        "services cannot be carried here: report the kernel's version and this text",
+        "pyebpf-proxy does not work on this kernel: report the kernel version and this text",
     ),
     (
         "conntrack lookup",
-        "the programs can ask conntrack whether a flow is known",
+        "the programs can look flows up in conntrack",
         {**_BASE, "conntrack_lookup": 1},
         "tc",
-        "services work without it: the kernel itself knows its flows",
+        "services work without it: netfilter finds existing flows itself",
     ),
     (
         "socket programs",
-        "this node's own connections are translated when they connect",
+        "connections of this node are translated at the socket",
         _BASE,
         "sock",
-        "socketLB: off; nftables serves this node's own processes then",
+        "set socketLB: off; nftables then translates packets of this node's processes",
     ),
     (
         "socketLB: all",
-        "sockets of pods could be translated, too",
+        "connections of pods can be translated at the socket, too",
         {**_BASE, "pod_sockets": 1},
         "sock",
         "leave socketLB at node",
     ),
     (
         "fast path",
-        "flows could be sent on by the programs",
+        "the programs can forward flows",
         {**_BASE, "fast_path": 1},
         "tc",
-        "fastPath: false",
+        "set fastPath: false",
     ),
     (
         "XDP",
-        "flows of the fast path could be sent by XDP",
+        "XDP can forward flows of the fast path",
         {**_BASE, "fast_path": 1, "xdp": 1},
         "xdp",
         "leave xdpDevices empty",
@@ -59,12 +59,12 @@ ATTEMPTS = (
 )
 
 
-#: What the agent does as well without.
+#: Optional features.
 OPTIONAL = frozenset(("conntrack lookup",))
 
 
 def attempt(object_name: str, settings: Mapping[str, int]) -> None:
-    """Load an object with these constants. BpfError says why the kernel refuses; FatalError: it was not built."""
+    """Load an object with these constants. BpfError: the kernel rejects it; FatalError: it was not built."""
     lookup = object_name != "tc" or bool(settings.get("conntrack_lookup"))
     path = object_file(object_name, lookup)
     with Object.open(path) as unset:

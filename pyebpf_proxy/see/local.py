@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agent says of itself, while it runs: asked by the socket in its run folder (servers/local.py)."""
+"""Queries of a running agent through the socket in its run folder (servers/local.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyebpf_proxy.services.addresses import format_address, parse_address
 
 _SECONDS = 2.0
 _SAMPLE = re.compile(r"^(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-#: The agent takes requests of 64 KiB.
+#: The agent accepts requests of up to 64 KiB.
 _AT_ONCE = 1000
 
 
@@ -30,7 +30,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _ask(directory: Path, path: str, body: bytes | None = None) -> bytes:
-    """The page; b"": there is no agent, or it is of a version without it."""
+    """The page; b"": there is no agent, or its version has no such page."""
     connection = _Connection(directory)
     try:
         connection.request("GET" if body is None else "POST", path, body)
@@ -48,7 +48,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 
 def samples(directory: Path) -> dict[str, list[float]]:
-    """The agent's own metrics, by name, labels left out; empty if it does not answer."""
+    """The agent's metrics by name, without labels; empty if it does not answer."""
     values: dict[str, list[float]] = {}
     for name, value in _SAMPLE.findall(_ask(directory, "/metrics").decode(errors="replace")):
         values.setdefault(name, []).append(float(value))
@@ -56,7 +56,7 @@ def samples(directory: Path) -> dict[str, list[float]]:
 
 
 def state(directory: Path) -> Mapping[str, Any] | None:
-    """``version``; ``refusals``: what was asked for and is not there, and why; ``datapath``: see datapath/view.py.
+    """``version``; ``refusals``: configured features that are unavailable, and why; ``datapath``: datapath/view.py.
 
     None: the agent does not answer.
     """
@@ -65,7 +65,7 @@ def state(directory: Path) -> Mapping[str, Any] | None:
 
 
 def pods(directory: Path, addresses: Iterable[bytes]) -> dict[bytes, str]:
-    """``namespace/name`` of the pods that have these addresses, as far as the agent knows."""
+    """``namespace/name`` of the pods with these addresses, if the agent knows them."""
     wanted = sorted({*addresses})
     found: dict[bytes, str] = {}
     for at in range(0, len(wanted), _AT_ONCE):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where pinned maps are read. Their types come from the kernel, so nothing of the agent is needed.
+"""Reads pinned maps. Their types come from the kernel, so no agent is needed.
 
-Types are had by number, which takes CAP_SYS_ADMIN. In the agent's own pod, which lacks it, they are those of the object
-file beside this command; the sizes of the maps must agree.
+Opening types by id requires CAP_SYS_ADMIN. The agent's own pod lacks it: there the types of this command's object file
+are used, and the sizes of the maps must match.
 
-A map is dumped by batches; it is no snapshot. What is read goes to :mod:`state`, which looks whether it fits together.
+Maps are dumped in batches, not atomically; :mod:`state` checks the consistency.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Row = tuple[Any, ...]
 
 
 class Pinned:
-    """The maps of one instance, to be used by ``with``. Every method raises SeeError for what cannot be read."""
+    """The maps of one instance; a context manager. Every method raises SeeError if something cannot be read."""
 
     def __init__(self, directory: Path) -> None:
         if os.geteuid() != 0:
-            raise SeeError("not allowed to read the kernel's maps: run it as root (sudo)")
-        #: The folder of the pins of this layout: ``maps`` and ``links`` are in it.
+            raise SeeError("not permitted to read the BPF maps: run it as root (sudo)")
+        #: The folder with the pins of this layout, in ``maps`` and ``links``.
         self.folder = _find(directory)
         #: The run folder of the instance.
         self.directory = directory
@@ -52,11 +52,11 @@ class Pinned:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Which maps there are."""
+        """The names of the pinned maps."""
         return frozenset(path.name for path in (self.folder / "maps").iterdir())
 
     def map(self, name: str) -> Map:
-        """A map by its name."""
+        """A map by name."""
         if name not in self._maps:
             try:
                 self._maps[name] = Map.open_pinned(self.folder / "maps" / name)
@@ -68,11 +68,11 @@ class Pinned:
 
     @cached_property
     def btf(self) -> Btf:
-        """The types of all of them, as the map ``services`` was made with."""
+        """The types of all maps, from the map ``services``."""
         try:
             number = kernel_objects.map_info(self.map("services").fd).btf_id
             if not number:
-                raise SeeError(f"the maps in {self.folder} were made without types: {_OTHER}")
+                raise SeeError(f"the maps in {self.folder} have no type information: {_OTHER}")
             return kernel_objects.types(number)
         except BpfError as error:
             if error.errno != errno.EPERM:
@@ -82,7 +82,7 @@ class Pinned:
             raise SeeError(f"the types of the maps cannot be read: {error}") from None
 
     def _own_types(self) -> Btf:
-        """As this command's objects have them, if the maps look as if they were made from those."""
+        """The types of this command's objects, if the sizes of the maps match."""
         try:
             with Object.open(OBJECTS / "tc.bpf.o") as unset:
                 types, structs = unset.btf, _STRUCTS
@@ -95,7 +95,7 @@ class Pinned:
         return types
 
     def packer(self, struct: str, *fields: str) -> Struct:
-        """How to read these fields of a struct."""
+        """The unpacker of these fields of a struct."""
         try:
             return self.btf.struct(struct).packer(*fields)
         except StaleObjectError as error:
@@ -120,7 +120,7 @@ class Pinned:
             raise SeeError(str(error)) from None
 
     def counts(self) -> dict[str, int]:
-        """The counters of every reason (lower case), all CPUs together."""
+        """The counters of every reason (lower case), summed over all CPUs."""
         found = {}
         opened = self.map("counters")
         names = {number: name.lower() for name, number in self.enum("reason").items()}
@@ -138,7 +138,7 @@ class Pinned:
 
 
 U32 = Struct("=I")
-#: Values of maps: if they have the size that these structs have, the maps are of this version.
+#: The values of these maps must have the sizes of these structs.
 _STRUCTS = {
     "service_configs": "service_config",
     "backends4": "backend4",
@@ -150,8 +150,8 @@ _STRUCTS = {
     "last_refused": "refused",
 }
 _ORDER = sys.byteorder
-_HALF = "an agent is being started or was cleaned up half; try again, or pyebpf-proxy --cleanup and start the agent"
-_OTHER = "ask with the pyebpf-proxy that the agent is of"
+_HALF = "the agent is starting, or a clean-up was incomplete; try again, or run --cleanup and start the agent"
+_OTHER = "use the pyebpf-proxy command of the agent's version"
 
 
 def _find(directory: Path) -> Path:
@@ -173,8 +173,8 @@ def _find(directory: Path) -> Path:
         raise SeeError(
             f"the maps of {directory} have layout {listed(layouts)}, this program reads v{LAYOUT_VERSION}: {_OTHER}"
         )
-    there = f"; there are the pins of {listed(sorted(others))}" if others else ""
+    there = f" (other instances have pins: {listed(sorted(others))})" if others else ""
     raise SeeError(
-        f"nothing of pyebpf-proxy is in the kernel for the run folder {directory}{there}: start the agent, or name"
-        " its folder with --directory"
+        f"no maps are pinned for the run folder {directory}{there}: start the agent, or name its run folder with"
+        " --directory"
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets and bytes of services and endpoints, by a program of our own that is there while somebody looks.
+"""Packets and bytes of services and endpoints, counted by a BPF program that is attached while ``top`` runs.
 
-bpf/meter.bpf.c runs before the programs that carry traffic, on the same devices, with the maps in force, and changes
-nothing. Its links are held by this process alone: however it ends, the kernel takes them off. The agent knows it by its
-name or, where it may not ask for that, by what is said beside the pins: it leaves it in its place.
+bpf/meter.bpf.c runs before the proxy's programs, on the same devices and maps, and changes no packet. Only this process
+holds its links, so the kernel detaches it when the process ends. The agent recognizes it by its name or, without the
+rights to read names, by a note next to the pins, and leaves it attached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LEAST_ENTRIES = 4096
 
 
 class Place(NamedTuple):
-    """An endpoint of a service; address and port empty: not known."""
+    """An endpoint of a service; empty address and port: unknown."""
 
     service: int
     address: bytes
@@ -38,14 +38,14 @@ class Place(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """Since the meter began."""
+    """Counts since the meter started."""
 
     packets: int
     bytes: int
 
 
 class Meter:
-    """The program on every device that has ours, to be used by ``with``. SeeError: this kernel cannot have it."""
+    """The meter program on every device with a proxy program; a context manager. SeeError: not on this kernel."""
 
     def __init__(self, maps: Pinned, endpoints: int) -> None:
         self._maps = maps
@@ -57,11 +57,11 @@ class Meter:
         self._amounts: dict[Place, Amount] = {}
         attached = programs.read(maps)
         if attached.settings is None:
-            raise SeeError("no program of ours is attached")
+            raise SeeError("no program of pyebpf-proxy is attached")
         try:
             self._object = _load(maps, attached.settings, endpoints)
         except StaleObjectError as error:
-            raise SeeError(f"{error.what} is missing in the objects beside this command") from None
+            raise SeeError(f"{error.what} is missing in the BPF objects of this command") from None
         except BpfError as error:
             raise SeeError(f"the program cannot be loaded: {error}") from None
         try:
@@ -81,7 +81,7 @@ class Meter:
         self.close()
 
     def close(self) -> None:
-        """Off all devices."""
+        """Detach from all devices."""
         for link in self._links.values():
             os.close(link)
         self._links.clear()
@@ -92,11 +92,11 @@ class Meter:
         try:
             announce(self._pins, self._numbers)
         except OSError as error:
-            raise SeeError(f"the agent cannot be told of the program: {self._pins}: {error.strerror}") from None
+            raise SeeError(f"the program cannot be announced to the agent: {self._pins}: {error.strerror}") from None
 
     @property
     def one_in(self) -> int:
-        """One of so many packets is looked at."""
+        """One of this many packets is sampled."""
         return self._one_in[0] or 1
 
     @one_in.setter
@@ -104,7 +104,7 @@ class Meter:
         self._one_in[0] = number
 
     def follow(self) -> None:
-        """Devices come and go: be on those that have our program now."""
+        """Attach to devices that have a proxy program now, and detach from the others."""
         there = frozenset(socket.if_nameindex())
         if there == self._devices:
             return
@@ -121,12 +121,12 @@ class Meter:
                 self._links[ifindex] = self._object.programs[wanted[ifindex]].attach_tcx(ifindex)
             except BpfError as error:
                 if error.errno == errno.EINVAL:
-                    raise SeeError("this kernel is older than Linux 6.6, and has no place for the program") from None
+                    raise SeeError("the meter needs tcx, Linux 6.6 or newer") from None
                 if error.errno != errno.ENODEV:
                     raise SeeError(str(error)) from None
 
     def read(self) -> Mapping[Place, Amount]:
-        """What was counted, all CPUs together."""
+        """The counts, summed over all CPUs."""
         meters = self._object.maps["meters"]
         for key, value in meters.items():
             if self._raw.get(key) == value:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers as ``-o json`` gives them. docs/commands.schema.json is made of these types (tools/commands_schema.py).
+"""The answers of ``-o json``. tools/commands_schema.py generates docs/commands.schema.json from these types.
 
-Fields are added, never renamed and never given another meaning: scripts read them.
+Scripts read them: fields may be added, but must not be renamed or change their meaning.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pyebpf_proxy.printable import printable_json
 
 
 class Answer(msgspec.Struct, rename="camel", kw_only=True):
-    """What all answers have in common."""
+    """The base of all answers."""
 
 
 class EndpointView(Answer, kw_only=True):
-    """``lists``: which traffic it is for. ``leftOut``: why it is in none, "" if it is in one. ``pod``: as the agent
-    knows it, "" without it; so everywhere.
+    """An endpoint. ``lists``: the traffic policies whose traffic it receives. ``leftOut``: why it is in no list, else
+    "". ``pod``: reported by the agent, "" without an agent (everywhere).
     """
 
     address: str
@@ -32,7 +32,7 @@ class EndpointView(Answer, kw_only=True):
 
 
 class FrontendView(Answer, kw_only=True):
-    """An address that services are reached at. A NodePort's address is 0.0.0.0 or ::."""
+    """A frontend address. A NodePort's address is 0.0.0.0 or ::."""
 
     address: str
     port: int
@@ -42,7 +42,7 @@ class FrontendView(Answer, kw_only=True):
 
 
 class ServiceView(Answer, kw_only=True):
-    """One service port of one IP family. ``differences``: only with --diff, in words."""
+    """One service port of one IP family. ``differences``: text, only with --diff."""
 
     name: str
     namespace: str
@@ -63,14 +63,14 @@ class ServiceView(Answer, kw_only=True):
 
 
 class Services(Answer, kw_only=True, tag_field="kind", tag="Services"):
-    """``pyebpf-proxy services``. ``problems``: what in the maps does not fit together."""
+    """``pyebpf-proxy services``. ``problems``: inconsistencies in the maps."""
 
     services: list[ServiceView]
     problems: list[str] = []
 
 
 class BackendView(Answer, kw_only=True):
-    """One entry of backends4 or backends6 that is in force."""
+    """One active entry of backends4 or backends6."""
 
     id: int
     address: str
@@ -93,8 +93,8 @@ class Frontends(Answer, kw_only=True, tag_field="kind", tag="Frontends"):
 
 
 class Drop(Answer, kw_only=True):
-    """A reason for which packets or socket calls were refused. ``lastMinute``: null where that is not counted;
-    ``secondsAgo`` and the rest: of the newest, if known.
+    """A reason for which packets or socket calls were refused or dropped. ``lastMinute``: null if it is not counted.
+    ``secondsAgo`` and later fields: the latest packet, if known.
     """
 
     reason: str
@@ -111,20 +111,20 @@ class Drop(Answer, kw_only=True):
 
 
 class Drops(Answer, kw_only=True, tag_field="kind", tag="Drops"):
-    """``pyebpf-proxy drops``. Counted since the maps were made."""
+    """``pyebpf-proxy drops``. Counts start when the maps are created."""
 
     drops: list[Drop]
 
 
 class Trouble(Answer, kw_only=True):
-    """Something that is not right, and what to do."""
+    """A warning and its remedy."""
 
     what: str
     remedy: str
 
 
 class AgentView(Answer, kw_only=True):
-    """The agent, if it runs. Seconds; None where its metrics do not say. ``answers``: at the socket in its folder."""
+    """The agent, if it runs. Seconds: null if its metrics lack the value. ``answers``: on the socket in its folder."""
 
     running: bool
     pid: int = 0
@@ -137,9 +137,9 @@ class AgentView(Answer, kw_only=True):
 
 
 class DeviceView(Answer, kw_only=True):
-    """A device that packets enter by. ``program``, ``xdp``: how it carries ours; XDP "foreign": somebody else's.
-    ``attached``: by tcx, at the chain's head, or by a filter of clsact. ``redirect``: how the fast path sends by it;
-    ``limit``: why not, or no better; ``others``: programs of others. These two as the agent says.
+    """An ingress device. ``program``, ``xdp``: the attached programs; XDP "foreign": a program of another owner.
+    ``attached``: by tcx, at the head of the chain, or as a filter of clsact. ``redirect``: how the fast path redirects
+    to it. ``limit``: why it does not, or not by peer. ``others``: other programs. The agent reports the last two.
     """
 
     name: str
@@ -153,12 +153,12 @@ class DeviceView(Answer, kw_only=True):
 
 
 class FastPathView(Answer, kw_only=True):
-    """The flow table. ``watched``: an agent follows rules and routes; else all takes the slow path. ``closed4``,
-    ``closed6``: the reason for which a family takes the slow path, "" if it does not; ``why4``, ``why6``: what on this
-    node it is, as the agent says. ``rules``: by family, rules that its packets do not meet (fastPath: true).
-    ``used``: entries, two a flow, and ``young`` flows, by the last sweep. ``permits``: that hold now. The rest counts:
-    ``sent`` packets, young flows ``promoted`` to conntrack or ``ended``, ``failed`` promotions by outcome since the
-    agent's start, ``newFlows`` by path, ``slow``: why new flows and packets took the slow path.
+    """The flow table. ``watched``: an agent follows rules and routes; without one all packets take the slow path.
+    ``closed4``, ``closed6``: the reason for which a family takes the slow path, else "". ``why4``, ``why6``: the cause
+    on this node, reported by the agent. ``rules``: by family, rules that its packets bypass (fastPath: true).
+    ``used``: entries, two per flow, and ``young`` flows, both by the last sweep. ``permits``: valid now. The others are
+    counters: ``sent`` packets, young flows ``promoted`` to conntrack or ``ended``, ``failed`` promotions by outcome
+    since the agent's start, ``newFlows`` by path, ``slow``: reasons for which new flows and packets took the slow path.
     """
 
     watched: bool
@@ -182,7 +182,7 @@ class FastPathView(Answer, kw_only=True):
 
 
 class Fill(Answer, kw_only=True):
-    """How full something is."""
+    """Usage of a table: ``used`` of ``room`` entries."""
 
     name: str
     used: int
@@ -190,7 +190,7 @@ class Fill(Answer, kw_only=True):
 
 
 class Status(Answer, kw_only=True, tag_field="kind", tag="Status"):
-    """``pyebpf-proxy status``. ``sourcePorts``: of the busiest endpoints. ``fastPath``: null where there is none."""
+    """``pyebpf-proxy status``. ``sourcePorts``: of the busiest endpoints. ``fastPath``: null without a fast path."""
 
     version: str
     kernel: str
@@ -210,9 +210,9 @@ class Status(Answer, kw_only=True, tag_field="kind", tag="Status"):
 
 
 class FlowView(Answer, kw_only=True):
-    """A flow to a service. ``seconds``, ``packets``, ``bytes``: null where the kernel does not keep them
-    (nf_conntrack_timestamp, nf_conntrack_acct). ``fastPath``: null where there is no fast path. ``age``: young flows
-    are known to the BPF programs alone, the others to conntrack. ``path``: the way of its packets.
+    """A flow to a service. ``seconds``, ``packets``, ``bytes``: null if the kernel does not record them
+    (nf_conntrack_timestamp, nf_conntrack_acct). ``fastPath``: null without a fast path. ``age``: "young" if only the
+    BPF programs know the flow, "kernel" if conntrack knows it. ``path``: the path of its packets.
     """
 
     protocol: str
@@ -240,8 +240,8 @@ class Flows(Answer, kw_only=True, tag_field="kind", tag="Flows"):
 
 
 class TopBackend(Answer, kw_only=True):
-    """An endpoint of a service port. Rates are a second; ``packets``, ``bytes``: both directions, null: not measured.
-    ``share``, 0 to 1: of its service's new flows; where there were none, of its bytes.
+    """An endpoint of a service port. Rates are per second; ``packets``, ``bytes``: both directions, null if not
+    measured. ``share``, 0 to 1: of its service's new flows; if there were none, of its bytes.
     """
 
     address: str
@@ -254,7 +254,9 @@ class TopBackend(Answer, kw_only=True):
 
 
 class TopService(Answer, kw_only=True):
-    """A service port of one IP family. ``packets``, ``bytes``: also those of no known endpoint, as a flow's first."""
+    """A service port of one IP family. ``packets``, ``bytes``: including packets without a known endpoint, for
+    example the first of a flow.
+    """
 
     name: str
     namespace: str
@@ -270,17 +272,17 @@ class TopService(Answer, kw_only=True):
 
 
 class TopDrops(Answer, kw_only=True):
-    """How many packets and socket calls a second were refused or dropped for a reason."""
+    """Packets and socket calls refused or dropped for a reason, per second."""
 
     reason: str
     drops: float
 
 
 class Top(Answer, kw_only=True, tag_field="kind", tag="Top"):
-    """``pyebpf-proxy top``, an object for each interval, each on a line. ``time``: Unix time of its end; ``seconds``:
-    its length. First the rates of these services together, and ``drops``, by ``reasons``, of anything. ``services`` and
-    their backends: those with traffic, and all of those that are named; ``atRest``: how many other services.
-    ``oneIn``: one of so many packets was looked at.
+    """``pyebpf-proxy top``: one object for each interval, one per line. ``time``: Unix time of its end. ``seconds``:
+    its length. The first rates are totals of these services; ``drops``, by ``reasons``, are those of the node.
+    ``services``, with backends: those with traffic, and all that are named. ``atRest``: the number of other services.
+    ``oneIn``: one of this many packets was sampled.
     """
 
     time: float
@@ -297,8 +299,8 @@ class Top(Answer, kw_only=True, tag_field="kind", tag="Top"):
 
 
 class ChoiceView(Answer, kw_only=True):
-    """An endpoint that the packet may go to. ``wayOut``: in words. ``path``: that of a new flow to it, now;
-    ``pathReason`` as the programs count it, "" if it is fast or a socket's; ``pathWhy`` in words.
+    """An endpoint that the packet may go to. ``wayOut``: the egress interface, as text. ``path``: the path that a new
+    flow to it takes now. ``pathReason``: the programs' counter, "" for "fast" and "socket". ``pathWhy``: as text.
     """
 
     address: str
@@ -314,7 +316,7 @@ class ChoiceView(Answer, kw_only=True):
 
 
 class ProgramView(Answer, kw_only=True):
-    """What the real program did, run dry. ``ran``: false where it cannot be, ``why`` says why."""
+    """The result of a dry run of the real program. ``ran``: false if it was not run, for the reason in ``why``."""
 
     ran: bool
     why: str = ""
@@ -325,8 +327,8 @@ class ProgramView(Answer, kw_only=True):
 
 
 class Explanation(Answer, kw_only=True, tag_field="kind", tag="Explanation"):
-    """``pyebpf-proxy explain``. ``steps``: the rules that applied, in order. ``disagreements``: model and programs.
-    ``xdp``: what the XDP program did, which sees the frame first; null where the device carries none of ours.
+    """``pyebpf-proxy explain``. ``steps``: the rules that applied, in order. ``disagreements``: differences between
+    rules and programs. ``xdp``: the result of the XDP program, which runs first; null if the device has none.
     """
 
     source: str
@@ -346,7 +348,7 @@ class Explanation(Answer, kw_only=True, tag_field="kind", tag="Explanation"):
 
 
 class Finding(Answer, kw_only=True):
-    """Something that ``doctor`` looked at."""
+    """The result of one check of ``doctor``."""
 
     what: str
     state: Literal["good", "warning", "bad"]
@@ -361,12 +363,11 @@ class Findings(Answer, kw_only=True, tag_field="kind", tag="Findings"):
 
 
 class Decision(Answer, kw_only=True, tag_field="kind", tag="Decision"):
-    """One line of ``pyebpf-proxy trace``: what a program decided on a packet, or on a socket's call.
+    """One line of ``pyebpf-proxy trace``: a program's decision on a packet or a socket call.
 
-    ``time``: UTC. ``device``: where the packet came in, "" for a socket's call of ``process``. ``path``: of what was
-    refused or dropped "". ``endpoint``: "" if none was chosen. ``masqueradedAs``: "" where it is not known.
-    ``sourceName``, ``endpointName``: pods, as the agent knows them; "" without it. ``slow``: why a new flow took the
-    slow path, "" where nothing said so.
+    ``time``: UTC. ``device``: the ingress device, "" for a socket call of ``process``. ``path``: "" if refused or
+    dropped. ``endpoint``: "" if none was selected. ``masqueradedAs``: "" if unknown. ``sourceName``, ``endpointName``:
+    pods, reported by the agent; "" without an agent. ``slow``: why a new flow took the slow path, "" if not recorded.
     """
 
     time: str
@@ -391,10 +392,10 @@ class Decision(Answer, kw_only=True, tag_field="kind", tag="Decision"):
 
 
 class KernelDrop(Answer, kw_only=True, tag_field="kind", tag="KernelDrop"):
-    """A line of ``pyebpf-proxy trace``: the kernel dropped a packet, of a flow that was decided on before.
+    """A line of ``pyebpf-proxy trace``: the kernel dropped a packet of a flow with an earlier decision.
 
-    ``client`` and ``asked``: the flow's. ``reason``: enum skb_drop_reason. ``where``: a function of the kernel.
-    ``netns``: 0 for the network namespace that ``trace`` runs in, else its number; ``device`` is of that namespace.
+    ``client`` and ``asked``: the flow's client and frontend. ``reason``: enum skb_drop_reason. ``where``: a kernel
+    function. ``netns``: 0 for the network namespace of ``trace``, else its number; ``device`` is of that namespace.
     """
 
     time: str
@@ -411,9 +412,9 @@ class KernelDrop(Answer, kw_only=True, tag_field="kind", tag="KernelDrop"):
 
 
 class TcpState(Answer, kw_only=True, tag_field="kind", tag="TcpState"):
-    """A line of ``pyebpf-proxy trace``: a socket of a flow that was decided on before is connected, or closed.
+    """A line of ``pyebpf-proxy trace``: a socket of a flow with an earlier decision was connected or closed.
 
-    ``source`` is the socket's own end. The rest as of KernelDrop.
+    ``source``: the socket's own end. Other fields as in KernelDrop.
     """
 
     time: str
@@ -429,7 +430,7 @@ class TcpState(Answer, kw_only=True, tag_field="kind", tag="TcpState"):
 
 
 class Lost(Answer, kw_only=True, tag_field="kind", tag="Lost"):
-    """A line of ``pyebpf-proxy trace``: so many events that there was no room for, since the last such line."""
+    """A line of ``pyebpf-proxy trace``: events lost because a buffer was full, since the last line of this kind."""
 
     time: str
     what: Literal["decisions", "kernel events"]
@@ -437,12 +438,12 @@ class Lost(Answer, kw_only=True, tag_field="kind", tag="Lost"):
 
 
 def encode(answer: msgspec.Struct) -> str:
-    """The answer as JSON, for scripts."""
+    """The answer as JSON."""
     return printable_json(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
 
 
 def schema() -> dict[str, object]:
-    """JSON schema of all answers, by the word in their field ``kind``."""
+    """JSON schema of all answers, distinguished by the field ``kind``."""
     answers = [each for each in Answer.__subclasses__() if each.__struct_config__.tag_field]
     references, definitions = msgspec.json.schema_components(answers, ref_template="#/$defs/{name}")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "anyOf": list(references), "$defs": definitions}

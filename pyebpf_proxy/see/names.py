@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which services a person means by a name. Pure."""
+"""Matches names on the command line with services. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pyebpf_proxy.services.model import ServicePortName
 
 
 def matching(wanted: str, names: Collection[ServicePortName]) -> list[ServicePortName]:
-    """The service ports that ``[NAMESPACE/]NAME[:PORT]`` names; the beginning of one Service's name is enough.
+    """The service ports that ``[NAMESPACE/]NAME[:PORT]`` names; a unique prefix of a Service's name is enough.
 
-    QuestionError for a name that nobody has, and for one that more than one Service has.
+    QuestionError for an unknown name, and for one that matches more than one Service.
     """
     text, colon, port = wanted.partition(":")
     namespace, slash, service = text.rpartition("/")
@@ -21,7 +21,7 @@ def matching(wanted: str, names: Collection[ServicePortName]) -> list[ServicePor
     if not found:
         found = {key for key in every if service and key[1].startswith(service)}
     if len(found) > 1:
-        raise QuestionError(f"{wanted} may be {listed(_texts(found))}: say which")
+        raise QuestionError(f"{wanted} is ambiguous: it may be {listed(_texts(found))}")
     ports = [name for name in names if (name.namespace, name.name) in found]
     if not found:
         raise QuestionError(f"no Service is called {wanted}{_suggested(text, names)}")
@@ -46,7 +46,7 @@ def _suggested(text: str, names: Collection[ServicePortName]) -> str:
 
 
 def suggested(text: str, services: Collection[tuple[str, str]]) -> str:
-    """Words for a message: which Service may have been meant by ``[NAMESPACE/]NAME``."""
+    """For a message: Services with names similar to ``[NAMESPACE/]NAME``."""
     namespace, slash, name = text.rpartition("/")
     there = {each for space, each in services if space == namespace}
     if slash and there:

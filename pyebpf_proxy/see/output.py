@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command's last step: its answer, printed as it was asked for."""
+"""Prints the answer of a command in the requested format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyebpf_proxy.see.text import safe
 def show(
     arguments: argparse.Namespace, answer: msgspec.Struct, lines: Sequence[str], names: Iterable[str] = ()
 ) -> None:
-    """Print an answer as it was asked for."""
+    """Print an answer in the requested format."""
     if arguments.output == "json":
         print(encode(answer))
     elif arguments.output == "name":

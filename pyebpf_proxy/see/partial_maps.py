@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service maps, as far as a few services go: not everything is read where one is asked for."""
+"""A part of the service maps: the entries of a few services."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ _SLOT = Struct("=II")
 
 
 class PartialMaps:
-    """What :func:`state.read` asks of the maps, for a few services: looked up one by one. ``whole``: maps that are read
-    all the same; of others, such as addresses and ranges, nothing is there.
+    """The maps for :func:`state.read` with the entries of a few services, looked up one by one.
+
+    ``whole``: maps that are read completely. Other maps, for example of addresses and ranges, appear empty.
     """
 
     def __init__(self, maps: Pinned, tables: dict[int, int], whole: Container[str] = ()) -> None:
-        """``tables``: by the number of the service."""
+        """``tables``: by service id."""
         self._maps = maps
         self._tables = tables
         self._whole = whole
@@ -27,7 +28,7 @@ class PartialMaps:
         self.packer = maps.packer
 
     def words(self, name: str) -> list[int]:
-        """``services``: zero but for those that are meant."""
+        """The words of an array; of ``services``, zero for all other services."""
         words = self._maps.words(name)
         if name != "services":
             return words
@@ -59,13 +60,13 @@ class PartialMaps:
 
 
 def halves(word: int) -> tuple[int, int]:
-    """The two numbers of a word as the programs have them: the first is the one at the lower address."""
+    """The two 32-bit halves of a word; the first is at the lower address."""
     first, second = _SLOT.unpack(word.to_bytes(8, sys.byteorder))
     return first, second
 
 
 def reached(maps: Pinned, address: bytes, protocol: Protocol) -> PartialMaps:
-    """The services that are reached at an address, and those with NodePorts; every frontend. SeeError."""
+    """The services with this frontend address or a NodePort, and every frontend. SeeError."""
     family = 4 if len(address) == 4 else 6
     key = maps.packer(f"frontend{family}_key", "address", "port", "protocol")
     value = maps.packer("frontend", "service", "kind")
@@ -73,13 +74,13 @@ def reached(maps: Pinned, address: bytes, protocol: Protocol) -> PartialMaps:
     numbers = {number for (at, _, _), (number, _) in rows if at == address or not any(at)}
     words = maps.words("services")
     whole = {"frontends4", "frontends6", "source_ranges4", "source_ranges6"}
-    # Only of UDP is it kept who serves on.
+    # Serving endpoints are recorded for UDP only.
     whole |= {"endpoints4", "endpoints6"} if protocol is Protocol.UDP else set()
     return PartialMaps(maps, {number: halves(words[number])[0] for number in numbers if words[number]}, whole)
 
 
 class Asked:
-    """From what was asked for to the service, one look-up each."""
+    """Looks up the service of a destination."""
 
     def __init__(self, maps: Pinned) -> None:
         self._maps = maps
@@ -89,7 +90,7 @@ class Asked:
         }
 
     def service(self, address: bytes, port: int, protocol: int) -> int:
-        """The number of the service with that address, or NodePort; 0: there is none."""
+        """The id of the service with this frontend or NodePort; 0: none."""
         key = self._keys[len(address)]
         frontends = self._maps.map("frontends4" if len(address) == 4 else "frontends6")
         for each in (address, bytes(len(address))):

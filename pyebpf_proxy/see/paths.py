@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which path the next new flow of a client to an endpoint takes, and why: as open_young() of bpf/young.h decides.
+"""The path that the next new flow of a client to an endpoint takes, and why, as open_young() of bpf/young.h decides.
 
-A dry run has no fast path: it must not make an entry. So this reads what the program would read.
+A dry run must not make an entry, so it has no fast path. This module reads the maps that the program would read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pyebpf_proxy.see.reasons import SLOW
 from pyebpf_proxy.see.state import Backend
 from pyebpf_proxy.services.model import Protocol
 
-#: enum scheduler of bpf/settings.h: from here on by connections, which conntrack counts.
+#: enum scheduler of bpf/settings.h: this and higher ones count connections in conntrack.
 _LEAST_CONNECTIONS = 5
 _PERMIT = ("until", "back_until", "generation", "out", "back", "snat")
 
 
 class Path(NamedTuple):
-    """``reason``: as the programs count it, "" where they count none. ``snat``: b"", or what it is masqueraded with."""
+    """``reason``: the programs' counter, "" if there is none. ``snat``: the masquerade address, or b""."""
 
     path: Literal["fast", "netfilter", "socket"]
     reason: str = ""
@@ -33,7 +33,7 @@ class Path(NamedTuple):
 
 
 class Paths:
-    """For one packet. ``told``: what the agent says of the data plane, ``refusals``: what it could not have."""
+    """For one packet. ``told``: the data plane's state, ``refusals``: unavailable features, both from the agent."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class Paths:
         self._refusals = refusals
         self._word = fast_path.word(maps) if self._settings.get("fast_path") else None
         self._program = next((d.program.name for d in attached.devices if d.ifindex == packet.device and d.program), "")
-        #: Whatever the endpoint is.
+        #: The path if it does not depend on the endpoint.
         self._all = self._of_packet()
 
     def to(self, backend: Backend, masquerade: bool, way_out: int) -> Path:
-        """The path to an endpoint. ``way_out``: the device that the route to it gives, 0: none."""
+        """The path to an endpoint. ``way_out``: the egress interface of the route to it, 0: none."""
         if self._all is not None:
             return self._all
         for device in (self._packet.device, way_out):
@@ -71,7 +71,7 @@ class Paths:
             return self._own()
         if word is None:
             why = self._refusals.get("fast path", "")
-            return Path("netfilter", "", "there is no fast path" + (f": {why}" if why else ""))
+            return Path("netfilter", "", "the fast path is off" + (f": {why}" if why else ""))
         if self._program == "tc_l3":
             return Path("netfilter", "", "packets of this device have no Ethernet header")
         if packet.protocol is Protocol.SCTP:
@@ -85,23 +85,23 @@ class Paths:
         if word.draining:
             return _slow("stack_draining")
         if self._settings["scheduler"] >= _LEAST_CONNECTIONS:
-            return _slow("slow_no_permit", "the scheduler goes by connections, and conntrack counts them")
+            return _slow("slow_no_permit", "the scheduler uses connection counts, which conntrack keeps")
         if self._quota():
             return _slow("slow_quota")
         return None
 
     def _own(self) -> Path:
         if self._packet.protocol is not Protocol.SCTP and self._sockets:
-            return Path("socket", "", "its socket is translated when it connects, or sends")
+            return Path("socket", "", "the socket programs translate its address when it connects or sends")
         who = "SCTP" if self._packet.protocol is Protocol.SCTP else "socketLB: off"
-        return Path("netfilter", "", f"{who}: nftables translates what this node itself sends")
+        return Path("netfilter", "", f"{who}: nftables translates packets of this node")
 
     def _quota(self) -> bool:
         found = self._maps.map("young_counts").lookup(U32.pack(self._packet.device))
         return found is not None and U32.unpack(found)[0] >= self._settings["flow_quota"]
 
     def _closed_device(self, device: int) -> Path | None:
-        """A device by which the fast path does not send. One that the programs do not know is one such."""
+        """The result for a device that the fast path does not redirect to, or that is not in the map ``devices``."""
         if not device:
             return None
         found = self._maps.map("devices").lookup(U32.pack(device))
@@ -126,7 +126,7 @@ class Paths:
         )
         value = maps.map("permits").lookup(key)
         if value is None:
-            return _slow("slow_no_permit", "no permit yet: the second new flow within a second gives one")
+            return _slow("slow_no_permit", "no permit yet: the second new flow within a second creates one")
         until, back_until, generation, out, back, snat = maps.packer("permit", *_PERMIT).unpack(value)
         link = maps.packer("link", "device", "redirect")
         for each in (out, back):
@@ -135,16 +135,16 @@ class Paths:
                 return _slow("stack_device", f"{device_name(device)} is closed")
         now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
         if generation != word.permit_generation:
-            return _slow("slow_no_permit", "its permit is void: rules or devices have changed since")
+            return _slow("slow_no_permit", "its permit is invalid: rules or devices have changed since")
         if now >= until:
-            return _slow("slow_no_permit", f"its permit has run out {(now - until) / 1e9:.1f} s ago")
+            return _slow("slow_no_permit", f"its permit expired {(now - until) / 1e9:.1f} s ago")
         if now >= back_until:
-            return _slow("slow_no_permit", "its permit lacks the way back: no answer was seen lately")
+            return _slow("slow_no_permit", "its permit does not cover replies: none was seen recently")
         if masquerade and not self._settings["snat_port_min"]:
             return _slow("slow_no_port")
         left = (min(until, back_until) - now) / 1e9
         snat = snat[: len(packet.source)] if masquerade else b""
-        return Path("fast", "", f"the pair has a permit for {left:.1f} s more", snat)
+        return Path("fast", "", f"the permit of this pair is valid for {left:.1f} s", snat)
 
 
 def _slow(reason: str, why: str = "") -> Path:

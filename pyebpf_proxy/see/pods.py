@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of pods by their addresses: the agent's to say, or of a source of objects that is named."""
+"""Names of pods by their addresses, from the agent or from the source on the command line."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pyebpf_proxy.services.addresses import parse_address
 if TYPE_CHECKING:
     from pyebpf_proxy.see.wanted import Wanted
 
-#: More addresses than that are not asked for: it would take seconds.
+#: Larger sets of addresses are not looked up: it would take seconds.
 MOST = 2000
-#: Seconds: an older name is asked for again, for an address may have gone to another pod.
+#: Seconds after which a name is looked up again: another pod may have the address now.
 _KEPT = 10.0
-#: Of its time a command that goes on may wait so much for names, and so many seconds at the beginning.
+#: Share of its time that a running command may wait for names, and seconds at its start.
 _PART, _AT_FIRST = 0.05, 1.0
 _ROOM = 32768
 
 
 def known_to(directory: Path, wanted: Wanted | None) -> Callable[[Collection[bytes]], Mapping[bytes, str]]:
-    """Who says ``namespace/name`` of the pods that have addresses: what was read of a source, or else the agent."""
+    """The lookup of pod names, ``namespace/name``, by address: in ``wanted``, else in the agent."""
     return wanted.pods if wanted is not None else partial(local.pods, directory)
 
 
@@ -33,7 +33,7 @@ View = model.EndpointView | model.BackendView | model.ChoiceView | model.TopBack
 
 
 def tell(views: Iterable[View], names: Callable[[Collection[bytes]], Mapping[bytes, str]]) -> None:
-    """Put names beside these addresses, all or, if they are too many, none."""
+    """Fill in the pod names of these views; of none if there are too many."""
     addresses = [(view, parse_address(view.address.rpartition(":")[0].strip("[]")) or b"") for view in views]
     found = names({address for _, address in addresses}) if len(addresses) <= MOST else {}
     for view, address in addresses:
@@ -41,7 +41,7 @@ def tell(views: Iterable[View], names: Callable[[Collection[bytes]], Mapping[byt
 
 
 class Pods:
-    """Names for a command that goes on. What is not known yet is asked for by :meth:`look`, as time allows."""
+    """Names for a command that keeps running. :meth:`look` looks unknown ones up, as time allows."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Pods:
         self._at = clock()
 
     def look(self, addresses: Iterable[bytes]) -> None:
-        """Ask for those of these addresses that are not known, or not any more."""
+        """Look up the addresses that are unknown or outdated."""
         now = self._clock()
         self._credit = min(_AT_FIRST, self._credit + (now - self._at) * _PART)
         self._at = now
@@ -72,10 +72,10 @@ class Pods:
         self._credit -= self._at - now
 
     def name(self, address: bytes) -> str:
-        """As it was when it was asked for last; "" for what is no pod's, or not known."""
+        """The name of the last lookup; "" if it is no pod's address, or unknown."""
         return self._names.get(address, ("", 0.0))[0]
 
     def names(self, addresses: Collection[bytes]) -> Mapping[bytes, str]:
-        """What is known of these addresses, after a look."""
+        """The names of these addresses, after a lookup."""
         self.look(addresses)
         return {address: self.name(address) for address in addresses}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which programs are where, and what they were told when they were loaded. Read from the kernel, without the agent.
+"""The attached programs and their load-time settings, read from the kernel without the agent.
 
-Programs are had by number, which takes CAP_SYS_ADMIN. Who lacks it, as in the agent's own pod, is told by the agent.
+Opening programs by id requires CAP_SYS_ADMIN. Without it, as in the agent's own pod, the agent is asked.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ XdpMode = Literal["", "native", "generic", "foreign"]
 
 
 class Device(NamedTuple):
-    """A device that packets enter by. ``program``: what it carries of ours, None: nothing; ``wanted``: its name.
+    """An ingress device. ``program``: the attached proxy program or None; ``wanted``: the name of the desired one.
 
-    ``xdp``: how it carries our XDP program; "foreign": it carries somebody else's.
+    ``xdp``: how the proxy's XDP program is attached; "foreign": another XDP program is.
     """
 
     ifindex: int
@@ -40,14 +40,14 @@ class Device(NamedTuple):
     same_maps: bool
     xdp: XdpMode = ""
     mac: bytes = bytes(6)
-    #: Or by a filter of a clsact qdisc.
+    #: Else by a filter of a clsact qdisc.
     by_tcx: bool = True
 
 
 class Programs(NamedTuple):
-    """``devices`` that carry a program or should; ``settings`` as in bpf/settings.h, None: nothing attached.
+    """``devices`` with an attached or desired program; ``settings`` as in bpf/settings.h, None: nothing attached.
 
-    ``hidden``: programs are attached, but what they were loaded with cannot be seen; says why.
+    ``hidden``: why the settings of attached programs cannot be read, else "".
     """
 
     devices: list[Device]
@@ -91,7 +91,7 @@ def read(maps: Pinned) -> Programs:
 
 
 def _ids(pins: Path) -> tuple[dict[int, int], set[int]]:
-    """The program of ours at ingress, by device, and which devices have it by tcx. OSError."""
+    """The proxy's ingress program by device, and the devices that have it by tcx. OSError."""
     attachments = Attachments(pins, pins, use_tcx=True)
     try:
         return attachments.ingress_programs(), attachments.by_tcx()
@@ -100,7 +100,7 @@ def _ids(pins: Path) -> tuple[dict[int, int], set[int]]:
 
 
 def _xdp_pins(folder: Path) -> Iterator[tuple[int, XdpMode]]:
-    """How our program was put on each device (datapath/node/xdp.py names the pins)."""
+    """The XDP mode of each device (datapath/node/xdp.py names the pins)."""
     for name in os.listdir(folder) if folder.is_dir() else ():
         index, _, mode = name.partition("-")
         if index.isdigit():
@@ -108,7 +108,7 @@ def _xdp_pins(folder: Path) -> Iterator[tuple[int, XdpMode]]:
 
 
 def _info(number: int) -> ProgramInfo | None:
-    """None: it was replaced just now. BpfError."""
+    """None: it was just replaced. BpfError."""
     try:
         return kernel_objects.program_info(number)
     except BpfError as error:
@@ -119,13 +119,13 @@ def _info(number: int) -> ProgramInfo | None:
 
 _Told = tuple[dict[int, ProgramInfo], Mapping[str, Any] | None]
 _HIDDEN = (
-    "what the programs were loaded with takes CAP_SYS_ADMIN to see, and the agent, which knows it, does not answer:"
-    " ask on the node as root"
+    "reading the programs' settings requires CAP_SYS_ADMIN, and the agent, which knows them, does not answer:"
+    " run this command on the node as root"
 )
 
 
 def _told(maps: Pinned, ids: Mapping[int, int], own: int) -> _Told:
-    """What the agent says of the programs with these ids, by device. Of a program: its name; that it is ours."""
+    """The agent's report on the programs with these ids, by device: their names and settings."""
     known = (local.state(maps.directory) or {}).get("datapath", {})
     devices = known.get("devices", {})
     infos = {
@@ -160,7 +160,7 @@ def _settings(program: ProgramInfo) -> Mapping[str, Any] | None:
 
 
 def device_name(ifindex: int) -> str:
-    """The name of a device of this network namespace, its number where it is gone."""
+    """The name of a device of this network namespace, its index if it is gone."""
     try:
         return socket.if_indextoname(ifindex)
     except OSError:

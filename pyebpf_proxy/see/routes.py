@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way the kernel would send a packet, asked of the kernel (rtnetlink)."""
+"""Route lookups in the kernel (rtnetlink)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SENT = (1, LOCAL)  # unicast, to this node itself
 
 
 class Way(NamedTuple):
-    """Out by ``device``, to ``gateway`` (b"": the destination is a neighbour). ``local``: it is for this node."""
+    """A route: egress interface ``device``, ``gateway`` (b"": the destination is on-link). ``local``: to this node."""
 
     device: int
     gateway: bytes
@@ -27,9 +27,9 @@ class Way(NamedTuple):
 
 
 def way(destination: bytes, source: bytes = b"", device: int = 0) -> Way | None:
-    """The way to ``destination`` (packed), of a packet of ``source`` that came in by ``device``; None: there is none.
+    """The route of a packet from ``source`` to ``destination`` (packed) that entered by ``device``; None: no route.
 
-    Without a device: of this node's own packets.
+    Without a device: of a packet that this node sends.
     """
     family = socket.AF_INET if len(destination) == 4 else socket.AF_INET6
     bits = 8 * len(destination)

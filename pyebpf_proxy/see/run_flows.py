@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``flows`` reads beside conntrack: names of pods, addresses of the node, the flow cache."""
+"""Reads for ``flows``, in addition to conntrack: names of pods, addresses of the node, the flow table."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from struct import Struct
 
 from pyebpf_proxy.see import flows as made
 from pyebpf_proxy.see import model, state, young
-from pyebpf_proxy.see.flows import DST_NAT, Flow, Names
+from pyebpf_proxy.see.answers import RIGHT
+from pyebpf_proxy.see.flows import DST_NAT, Flow, Names, text
 from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.output import show
 from pyebpf_proxy.see.pods import known_to
+from pyebpf_proxy.see.text import terminal
 
 
 def flows(arguments: argparse.Namespace) -> list[model.FlowView]:
-    """The service flows that fit the filter, the oldest first."""
+    """The service flows that match the filter, the oldest first."""
     with Pinned(arguments.directory) as maps:
         known = state.read(maps)
         own = own_addresses(maps)
@@ -32,7 +35,7 @@ def flows(arguments: argparse.Namespace) -> list[model.FlowView]:
 
 
 def _pods(arguments: argparse.Namespace) -> Callable[[Collection[bytes]], Mapping[bytes, str]]:
-    """Who knows the pods: a source that is named, or the agent."""
+    """The lookup of pod names: in the source on the command line, else in the agent."""
     from pyebpf_proxy.see.run_services import source_flags
 
     flags = source_flags(arguments)
@@ -48,7 +51,7 @@ def _strangers(flows: Iterable[Flow], own: frozenset[bytes]) -> set[bytes]:
 
 
 def own_addresses(maps: Pinned) -> frozenset[bytes]:
-    """Every address of this node, as the programs know it."""
+    """Every address of this node in the programs' maps."""
     found = set()
     for family in "46":
         key, value = maps.packer(f"address{family}", "address"), Struct("=I")
@@ -57,7 +60,7 @@ def own_addresses(maps: Pinned) -> frozenset[bytes]:
 
 
 def _cache(maps: Pinned) -> Callable[[Flow], bool | None]:
-    """Whether the flow cache has a flow; None everywhere where there is none. Good for as long as the maps are open."""
+    """Whether the flow table has a flow; None if there is no table. Valid while the maps are open."""
     if "flows" not in maps.names:
         return lambda flow: None
     key = maps.packer("flow_key", "source", "destination", "source_port", "destination_port", "protocol", "ipv6")
@@ -69,3 +72,15 @@ def _cache(maps: Pinned) -> Callable[[Flow], bool | None]:
         return opened.lookup(packed) is not None
 
     return has
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """``flows [FILTER …]``."""
+    found = flows(arguments)
+    show(
+        arguments,
+        model.Flows(flows=found),
+        text(found, terminal(), bool(arguments.filter)),
+        (flow.client for flow in found),
+    )
+    return RIGHT

@@ -18,21 +18,21 @@ from pyebpf_proxy.see.text import terminal
 if TYPE_CHECKING:
     from pyebpf_proxy.see.wanted import Wanted
 
-#: With more service ports than that a source is read only if it is named: it takes seconds.
+#: With more service ports than this, the source is read only if it is named: it takes seconds.
 MOST_PORTS = 2000
 
 
 def source_flags(arguments: argparse.Namespace) -> list[str]:
-    """The source that is named on the command line, as flags of the agent. QuestionError: a node without a source."""
+    """The source on the command line, as flags of the agent. QuestionError: a node name without a source."""
     node = arguments.hostname_override
     flags = [f"--{name}={value}" for name in ("config", "manifests") if (value := getattr(arguments, name))]
     if node and not flags:
-        raise QuestionError("--hostname-override is of no use without --manifests or --config")
+        raise QuestionError("--hostname-override requires --manifests or --config")
     return [*flags, f"--hostname-override={node}"] if node else flags
 
 
 def maybe_wanted(arguments: argparse.Namespace, service_ports: int) -> Wanted | None:
-    """The wanted state if it can be had, and soon: it only adds to what the kernel says."""
+    """The desired state if it is available quickly: it only supplements the kernel's state."""
     flags = source_flags(arguments)
     if not flags and (service_ports > MOST_PORTS or running_agent(arguments.directory) is None):
         return None
@@ -66,7 +66,7 @@ def services(arguments: argparse.Namespace) -> int:
             pods.tell(endpoints, pods.known_to(arguments.directory, wanted))
         lines = services_text.services_text(answer, terminal(), arguments.name is not None)
     if arguments.diff and not answer.services and not answer.problems:
-        lines = ["the kernel has what is wanted"]
+        lines = ["the kernel has the desired state"]
     show(arguments, answer, lines, (view.name for view in answer.services))
     differs = any(view.differences for view in answer.services)
     return NOT_RIGHT if differs or answer.problems else RIGHT

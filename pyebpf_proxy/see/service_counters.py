@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of the maps, read again and again: new flows from the slots, refusals by service and reason.
+"""Counters of the maps, sampled repeatedly: new flows from the slots, refusals by service and reason.
 
-Everything is read once; after that only what the control plane has changed, so that a sample of ten thousand services
-at rest is two copies of memory.
+Everything is read once; after that only the control plane's changes are read. A sample of ten thousand idle services
+costs two memory copies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORD = 0xFFFFFFFF
 
 
 class Sample(NamedTuple):
-    """``flows`` and ``refused`` since the last sample; ``amounts`` since the meter began, None: there is no meter."""
+    """``flows``, ``refused``: since the last sample. ``amounts``: since the meter started, None without a meter."""
 
     flows: dict[int, dict[int, int]]
     refused: dict[tuple[int, str], int]
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
 
 class ServiceCounters:
-    """The services in force, and what happened to them since the last :meth:`sample`. SeeError as of ``maps``."""
+    """The active services, and their counts since the last :meth:`sample`. SeeError as of ``maps``."""
 
     def __init__(self, maps: Pinned, meter: Meter | None = None) -> None:
         self._maps = maps
@@ -48,11 +48,11 @@ class ServiceCounters:
         self._chosen = bytes(self._slots)
         self._refused = dict(self._refusals())
         self._xdp = self._xdp_count()
-        #: Packets that XDP has sent since the last sample: the meter does not see them.
+        #: Packets that XDP sent since the last sample. The meter does not see them.
         self.sent_by_xdp = 0
 
     def sample(self) -> Sample:
-        """What happened since the last one, or since this board was made."""
+        """The counts since the last sample, or since this object was created."""
         if self.meter is not None:
             self.meter.follow()
         now, chosen = bytes(self._words), bytes(self._slots)
@@ -93,7 +93,7 @@ class ServiceCounters:
             yield (service, self._reasons.get(reason, str(reason))), sum(counts)
 
     def _changed(self, now: bytes) -> list[int]:
-        """Bring ``services`` up to date; the numbers of those that have another list now."""
+        """Update ``services``; the result: ids of those with a new list."""
         new, old = memoryview(now).cast("Q"), memoryview(self._in_force).cast("Q")
         step = 512
         numbers = [
@@ -112,14 +112,14 @@ class ServiceCounters:
 
 
 def _since(before: int, now: int) -> int:
-    """What to count from: what was there before, or nothing, if the counter began anew."""
+    """The base of the difference: the previous value, or 0 if the counter was reset."""
     return before if now >= before else 0
 
 
 def _add(counts: dict[int, int], now: bytes, before: bytes) -> None:
-    """Add, by backend, what these slots were chosen since. ``before`` is empty for slots that were not in force."""
+    """Add, by backend, the selections of these slots since ``before``, which is empty for new slots."""
     earlier = _SLOT.iter_unpack(before) if before else repeat((0, 0))
     for (backend, chosen), (was, until) in zip(_SLOT.iter_unpack(now), earlier, strict=False):
-        # Another backend's by now: the list was given up, and what it counted last is lost.
+        # The slot belongs to another backend now: the old list's last counts are lost.
         if backend and (not before or was == backend) and chosen != until:
             counts[backend] = counts.get(backend, 0) + (chosen - until & _WORD)

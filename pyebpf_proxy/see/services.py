@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``services``, ``backends``, ``frontends``: the table as the kernel has it. Pure, but for what is given."""
+"""``services``, ``backends``, ``frontends``: the views of the kernel's state. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def name_text(name: ServicePortName) -> str:
-    """``namespace/name:port``; protocol and family stand beside it."""
+    """``namespace/name:port``, without protocol and family."""
     return f"{name.namespace}/{name.name}" + (f":{name.port}" if name.port else "")
 
 
@@ -27,7 +27,7 @@ def name_text(name: ServicePortName) -> str:
 
 
 def service_view(state: State, service: Service, wanted: Wanted | None = None) -> model.ServiceView:
-    """One service port; with ``wanted`` also the endpoints that are left out."""
+    """One service port; with ``wanted`` also the excluded endpoints."""
     name = service.name
     return model.ServiceView(
         name=name_text(name),
@@ -96,7 +96,7 @@ def _endpoints(state: State, service: Service, wanted: Wanted | None) -> list[mo
                 local=False,
                 lists=[],
                 serving=True,
-                left_out="serves flows that exist, gets no new ones",
+                left_out="serves existing flows, gets no new ones",
             )
         )
     return found
@@ -105,7 +105,7 @@ def _endpoints(state: State, service: Service, wanted: Wanted | None) -> list[mo
 def services(
     state: State, names: Collection[ServicePortName], wanted: Wanted | None = None, diff: bool = False
 ) -> model.Services:
-    """The service ports with these names. ``diff``: only those that are not as ``wanted`` says, with what differs."""
+    """The service ports with these names. ``diff``: only those that differ from ``wanted``, with the differences."""
     known = state.by_name
     views = [service_view(state, known[name], wanted) for name in names if name in known]
     if diff and wanted is not None:
@@ -134,7 +134,7 @@ def _different(
         port = wanted.get(name)
         if name not in known and port is not None:
             view = service_view(State(), _unwritten(port))
-            view.differences = ["is wanted, and not in the kernel"]
+            view.differences = ["desired, but not in the kernel"]
             found.append(view)
     return found
 
@@ -163,7 +163,7 @@ def _unwritten(port: ServicePort) -> Service:
 def chosen(
     state: State, wanted: str | None, namespace: str | None, others: Iterable[ServicePortName] = ()
 ) -> list[ServicePortName]:
-    """The names a command is about: all, those of a namespace, those that ``wanted`` names. QuestionError."""
+    """The selected names: all, those of a namespace, those that match ``wanted``. QuestionError."""
     names = sorted({*(service.name for service in state.services.values()), *others})
     if namespace is not None:
         there = [name for name in names if name.namespace == namespace]
@@ -191,7 +191,7 @@ def _backend_view(name: ServicePortName, backend: Backend) -> model.BackendView:
 
 
 def frontends(state: State, names: Collection[ServicePortName], address: str | None) -> model.Frontends:
-    """The addresses of these service ports; of all kinds, or one address alone. QuestionError: that is no address."""
+    """The frontends of these service ports, or those of one address. QuestionError: it is not an address."""
     known = state.by_name
     every = [frontend_view(name, each) for name in names for each in sorted(known[name].frontends)]
     if address is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers of ``services``, ``backends`` and ``frontends`` for people."""
+"""The answers of ``services``, ``backends`` and ``frontends`` as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pyebpf_proxy.see.text import Cell, Terminal, duration, fields, table, wrapp
 
 
 def services_text(answer: model.Services, terminal: Terminal, details: bool) -> list[str]:
-    """A table, or with ``details`` everything of each."""
+    """A table, or with ``details`` each service port in full."""
     lines: list[str] = []
     if details:
         for view in answer.services:
@@ -68,7 +68,7 @@ def _details(view: model.ServiceView, terminal: Terminal) -> list[str]:
         ("affinity", f"ClientIP, {duration(view.affinity_seconds)}" if view.affinity_seconds else "none"),
         (
             "sources",
-            ", ".join(view.source_ranges) + " only, to the LoadBalancer addresses" if view.source_ranges else "any",
+            f"LoadBalancer addresses: only from {', '.join(view.source_ranges)}" if view.source_ranges else "any",
         ),
         ("in the kernel", f"service {view.id}, table {view.table}" if view.id else "no"),
     ]
@@ -81,7 +81,7 @@ def _details(view: model.ServiceView, terminal: Terminal) -> list[str]:
         [
             each.address,
             each.pod,
-            "here" if each.local else "elsewhere",
+            "local" if each.local else "remote",
             Cell(each.left_out, "yellow") if each.left_out else _used_for(view, each),
             str(each.backend or ""),
         ]
@@ -95,16 +95,15 @@ def _used_for(view: model.ServiceView, endpoint: model.EndpointView) -> str:
     if "cluster" in endpoint.lists and "local" in endpoint.lists:
         return "all traffic"
     if "local" in endpoint.lists:
-        return "traffic with policy Local"
+        return "traffic policy Local"
     policies = (view.internal_traffic_policy, view.external_traffic_policy)
-    return "traffic with policy Cluster" if "Local" in policies else "all traffic"
+    return "traffic policy Cluster" if "Local" in policies else "all traffic"
 
 
 def backends_text(answer: model.Backends, terminal: Terminal) -> list[str]:
     """A table."""
     rows: list[list[Cell | str]] = [
-        [str(v.id), v.address, v.pod, v.protocol, v.service, "here" if v.local else "elsewhere"]
-        for v in answer.backends
+        [str(v.id), v.address, v.pod, v.protocol, v.service, "local" if v.local else "remote"] for v in answer.backends
     ]
     head = ["ID", "ENDPOINT", "POD", "PROTO", "SERVICE", "NODE"]
     return table(terminal, head, rows) if rows else ["no endpoints"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service maps as things: service ports with their frontends, policies and endpoints. No kernel here.
+"""The service maps as objects: service ports with their frontends, policies and endpoints. It calls no kernel.
 
-What is read is no snapshot. A service that changes meanwhile may name a table that was not there yet when tables were
-read: then everything is read again. What still does not fit together is said.
+The maps are not read atomically. A service that changes meanwhile may refer to a table that did not exist when tables
+were read: then everything is read again. Remaining inconsistencies are reported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pyebpf_proxy.services.model import (
 )
 
 _ATTEMPTS = 3
-# Enums by a dictionary: calling the class for every row is a fifth of the time.
+# Dictionaries, since calling the enum class for every row takes a fifth of the time.
 _PROTOCOLS = {member.value: member for member in Protocol}
 _FAMILIES = {member.value: member for member in IPFamily}
 _KINDS = {member.value: member for member in FrontendKind}
@@ -36,7 +36,7 @@ _WORD = 0xFFFFFFFF
 
 
 class Rows(Interface):
-    """What is used of ``maps.Pinned``."""
+    """The part of ``maps.Pinned`` that this module uses."""
 
     def packer(self, struct: str, *fields: str) -> Struct: ...
 
@@ -46,7 +46,7 @@ class Rows(Interface):
 
 
 class Backend(msgspec.Struct, frozen=True, gc=False):
-    """One endpoint of one service port, as the programs have it."""
+    """One backend of one service port, as in the maps."""
 
     id: int
     family: IPFamily
@@ -63,7 +63,7 @@ class Backend(msgspec.Struct, frozen=True, gc=False):
 
 
 class Service(msgspec.Struct, gc=False):
-    """One service port in force. ``cluster`` and ``local`` are backend ids; ``serving`` address and port, UDP only."""
+    """One active service port. ``cluster``, ``local``: backend ids. ``serving``: addresses and ports, UDP only."""
 
     id: int
     name: ServicePortName
@@ -88,7 +88,7 @@ class Service(msgspec.Struct, gc=False):
 
 
 class State(msgspec.Struct):
-    """All of it. ``problems``: what does not fit together, in words."""
+    """All services. ``problems``: inconsistencies, as text."""
 
     services: dict[int, Service] = {}
     backends: dict[int, Backend] = {}
@@ -97,16 +97,16 @@ class State(msgspec.Struct):
 
     @property
     def by_name(self) -> dict[ServicePortName, Service]:
-        """Service ports by their names, in the order of the names."""
+        """Service ports by name, sorted by name."""
         return {service.name: service for service in sorted(self.services.values(), key=lambda s: s.name)}
 
     def endpoints(self, service: Service) -> list[Backend]:
-        """Every endpoint of a service port that is there, in the order of the text."""
+        """Every existing backend of a service port, sorted by text."""
         found = [self.backends[number] for number in service.backends if number in self.backends]
         return sorted(found, key=lambda backend: backend.text)
 
     def plan(self, service: Service) -> ServicePort:
-        """The service port as the planner would have it, to compare it with."""
+        """The service port in the planner's form, for comparison."""
 
         def those(ids: tuple[int, ...]) -> tuple[Endpoint, ...]:
             known = (self.backends[number] for number in ids if number in self.backends)
@@ -127,7 +127,7 @@ class State(msgspec.Struct):
 
 
 def read(maps: Rows) -> State:
-    """Everything that the service maps say. SeeError for what cannot be read."""
+    """The contents of the service maps. SeeError if they cannot be read."""
     for _ in range(_ATTEMPTS):
         with without_cycle_search():
             state = _Reading(maps).state
@@ -137,7 +137,7 @@ def read(maps: Rows) -> State:
 
 
 def read_names(maps: Rows) -> tuple[dict[int, ServicePortName], list[str]]:
-    """The names of service ports by their numbers, and which cannot be read, in words. SeeError."""
+    """The names of service ports by id, and those that are unreadable, as text. SeeError."""
     layout = maps.packer("service_name", "namespace_name", "name", "port", "family", "protocol")
     names: dict[int, ServicePortName] = {}
     problems = []
@@ -146,7 +146,7 @@ def read_names(maps: Rows) -> tuple[dict[int, ServicePortName], list[str]]:
         try:
             names[number] = ServicePortName(namespace, name, port, _PROTOCOLS[protocol], _FAMILIES[family])
         except KeyError:
-            problems.append(f"service {number} has a name that cannot be read")
+            problems.append(f"service {number} has an unreadable name")
     return names, problems
 
 
@@ -178,8 +178,8 @@ class _Reading:
         for number, table in in_force.items():
             found, name = tables.get(table), names.get(number)
             if found is None or name is None:
-                what = f"table {table}, which is missing" if found is None else "nobody's name"
-                self.state.problems.append(f"service {number} has {what}")
+                what = f"refers to table {table}, which is missing" if found is None else "has no name"
+                self.state.problems.append(f"service {number} {what}")
                 continue
             _, first, cluster, local, affinity, *rest = found
             any_endpoints, internal, external, ranges, vips = (bool(each) for each in rest)
@@ -252,4 +252,4 @@ class _Reading:
         for service in self.state.services.values():
             missing = [number for number in service.backends if number not in backends]
             if missing:
-                self.state.problems.append(f"{service.name} names backend {missing[0]}, which is missing")
+                self.state.problems.append(f"{service.name} refers to backend {missing[0]}, which is missing")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``status``: is it right? Everything of one node on one page, and for what is not right what to do."""
+"""``status``: the state of one node on one page, with a remedy for each warning."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pyebpf_proxy.see.programs import Programs
 from pyebpf_proxy.see.text import Cell, Terminal, ago, fields, table, terminal, wrapped
 
 _FULL = 0.9
-#: Flows that are looked at for the source ports in use: more would take longer than the answer may.
+#: With more flows than this, the source ports in use are not counted: it would take too long.
 _MOST_FLOWS = 5000
 _SOCKET_PROGRAMS = 8
-#: Maps that fill up with services; those that the programs write make room by themselves.
+#: Maps that fill up with services. Maps that the programs write evict entries by themselves.
 _FILLED = (
     *(
         "frontends4",
@@ -46,7 +46,7 @@ _FEATURES = {
 
 
 def read(directory: Path) -> model.Status:
-    """The whole page. SeeError if there is nothing to look at."""
+    """The whole page. SeeError if no maps are pinned."""
     known = local.state(directory)
     told = known["datapath"] if known is not None else {}
     with Pinned(directory) as maps:
@@ -87,8 +87,8 @@ def read(directory: Path) -> model.Status:
 def _about_refusals(refusals: Mapping[str, str]) -> Iterator[model.Trouble]:
     for what, why in refusals.items():
         yield model.Trouble(
-            what=f"{what}: not there: {why}",
-            remedy="pyebpf-proxy doctor tries it; or take it out of the datapath configuration",
+            what=f"{what} is not available: {why}",
+            remedy="run pyebpf-proxy doctor to test it, or remove it from the datapath configuration",
         )
 
 
@@ -147,23 +147,24 @@ def _fills(maps: Pinned) -> Iterator[model.Fill]:
 def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Trouble]:
     if not status.agent.running:
         yield model.Trouble(
-            what="the agent does not run: traffic goes on, changes of Services do not arrive",
-            remedy="start it; its log says why it ended",
+            what="the agent is not running: traffic continues, but changes to Services are not applied",
+            remedy="start it; its log shows why it stopped",
         )
     elif status.agent.source_complete is False:
         yield model.Trouble(
-            what="the source of objects has not delivered everything yet",
-            remedy="see the agent's log: the API server, or the manifests folder, is out of reach",
+            what="the agent has not received all objects yet",
+            remedy="see the agent's log: the API server or the manifests folder is unreachable",
         )
     if status.agent.running and not status.agent.answers:
         yield model.Trouble(
-            what=f"the agent, process {status.agent.pid}, does not answer: traffic goes on, changes may not arrive",
-            remedy="ask again if it was started just now; else see its log, and restart it",
+            what=f"the agent (process {status.agent.pid}) does not respond: traffic continues, but changes to Services"
+            " may not be applied",
+            remedy="if it has just started, try again; otherwise see its log and restart it",
         )
     if status.agent.version not in ("", status.version):
         yield model.Trouble(
-            what=f"the agent is of version {status.agent.version}, this command of {status.version}",
-            remedy="restart the agent if it was upgraded, or ask with the pyebpf-proxy that it is of",
+            what=f"the agent has version {status.agent.version}, this command has version {status.version}",
+            remedy="restart the agent if it was upgraded, or use the pyebpf-proxy command of the agent's version",
         )
     yield from _about_programs(status, attached)
     yield from _about_netfilter(Path(status.directory))
@@ -176,37 +177,35 @@ def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Troubl
         *status.source_ports,
     ):
         if fill.used >= _FULL * fill.room:
-            yield model.Trouble(
-                what=f"{fill.name}: {fill.used} of {fill.room} are in use", remedy=_fill_remedy(fill.name)
-            )
+            yield model.Trouble(what=f"{fill.name}: {fill.used} of {fill.room} in use", remedy=_fill_remedy(fill.name))
     for drop in drops.recent(status.drops):
-        whom = f", the newest from {drops.sender(drop)} to {drop.destination} {drop.protocol}" if drop.source else ""
+        whom = f", the latest from {drops.sender(drop)} to {drop.destination} {drop.protocol}" if drop.source else ""
         whom += f" ({drop.service})" if drop.service else ""
         times = f"{drop.last_minute} times " if (drop.last_minute or 0) > 1 else "once " if drop.last_minute else ""
-        yield model.Trouble(what=f"{times}within the last minute: {drop.meaning}{whom}", remedy=drop.remedy)
+        yield model.Trouble(what=f"{times}in the last minute: {drop.meaning}{whom}", remedy=drop.remedy)
 
 
 def _about_programs(status: model.Status, attached: Programs) -> Iterator[model.Trouble]:
     if attached.hidden:
-        yield model.Trouble(what="the features are not known", remedy=attached.hidden)
+        yield model.Trouble(what="the enabled features are unknown", remedy=attached.hidden)
     bare = [device.name for device in attached.devices if device.program is None]
     if bare:
         yield model.Trouble(
-            what=f"no program is on {listed(bare)}: services are not reached through it",
-            remedy="restart the agent; if it happens again somebody removes the tc programs: see its log",
+            what=f"no program is attached to {listed(bare)}: packets that enter there do not reach services",
+            remedy="restart the agent; if it happens again, another process removes the programs: see the agent's log",
         )
     strange = [device.name for device in attached.devices if device.program is not None and not device.same_maps]
     if strange:
         yield model.Trouble(
-            what=f"the program on {listed(strange)} uses other maps than those of {status.pins}",
-            remedy="two instances on one node, or --directory names another one: keep one",
+            what=f"the program on {listed(strange)} does not use the maps pinned in {status.pins}",
+            remedy="two instances run on this node, or --directory names another instance: keep one",
         )
     if attached.settings and attached.settings.get("xdp") and not any(_has_xdp(device) for device in status.devices):
         foreign = [device.name for device in status.devices if device.xdp == "foreign"]
         yield model.Trouble(
-            what="XDP is configured, and no device carries the program: tc does all of it"
-            + (f"; {listed(foreign)} carries somebody else's" if foreign else ""),
-            remedy="see the agent's log, or take the device out of xdpDevices",
+            what="XDP is configured, but the program is attached to no device: tc handles all packets"
+            + (f"; another XDP program is attached to {listed(foreign)}" if foreign else ""),
+            remedy="see the agent's log, or remove the device from xdpDevices",
         )
     if 0 < len(status.socket_programs) < _SOCKET_PROGRAMS:
         yield model.Trouble(
@@ -215,8 +214,8 @@ def _about_programs(status: model.Status, attached: Programs) -> Iterator[model.
         )
     if facts.number(Path("/proc/sys/net/ipv4/ip_forward")) == 0:
         yield model.Trouble(
-            what="net.ipv4.ip_forward is 0: nothing that is not for this node itself gets through",
-            remedy="sysctl -w net.ipv4.ip_forward=1, and find who switched it off",
+            what="net.ipv4.ip_forward is 0: this node does not forward packets",
+            remedy="sysctl -w net.ipv4.ip_forward=1, and find out what turned it off",
         )
 
 
@@ -225,31 +224,32 @@ def _about_netfilter(directory: Path) -> Iterator[model.Trouble]:
         rules = facts.nft_rules(directory)
     except OSError as error:
         yield model.Trouble(
-            what=f"the nft table cannot be looked at: {error}", remedy="apt-get install python3-nftables"
+            what=f"the nftables table cannot be read: {error}", remedy="apt-get install python3-nftables"
         )
         return
     if not rules:
         yield model.Trouble(
-            what=f"our nft table is {'missing' if rules is None else 'empty'}: nothing is translated by the kernel",
-            remedy="the agent makes it again within syncPeriod, or when it is restarted; find who took it away",
+            what=f"the nftables table of pyebpf-proxy is {'missing' if rules is None else 'empty'}:"
+            " the kernel performs no NAT for services",
+            remedy="the agent restores it within syncPeriod, or when it restarts; find out what removed it",
         )
 
 
 def _fill_remedy(name: str) -> str:
     if name == "conntrack":
-        return "raise nf_conntrack_max (conntrack.maxPerCore), or find who opens so many flows: pyebpf-proxy flows"
+        return "raise nf_conntrack_max (conntrack.maxPerCore), or find the clients with most flows: pyebpf-proxy flows"
     if name == "flows":
-        return "fastPathEntries of the datapath configuration: more; until then new flows take the slow path"
+        return "raise fastPathEntries in the datapath configuration; until then new flows take the slow path"
     if name.startswith("source ports"):
-        return "more endpoints of that Service, or externalTrafficPolicy Local, which masquerades nobody"
-    return f"give it more room: maps.{name} of the datapath configuration (docs/datapath-configuration.md)"
+        return "add endpoints to that Service, or use externalTrafficPolicy Local, which preserves client addresses"
+    return f"raise maps.{name} in the datapath configuration (docs/datapath-configuration.md)"
 
 
 # ---- text -------------------------------------------------------------------------------------------------------
 
 
 def text(status: model.Status, terminal: Terminal) -> list[str]:
-    """The page; warnings first."""
+    """The page, warnings first."""
     lines: list[str] = []
     for trouble in status.warnings:
         lines += wrapped(terminal, f"warning: {trouble.what}", colour="red")
@@ -262,7 +262,7 @@ def text(status: model.Status, terminal: Terminal) -> list[str]:
         ("agent", _agent_text(status.agent)),
         ("features", ", ".join(status.features) or "none"),
         ("devices", _devices_text(status.devices)),
-        ("sockets", f"{len(status.socket_programs)} programs on the cgroup"),
+        ("sockets", f"{len(status.socket_programs)} programs attached to the cgroup"),
         ("services", f"{status.service_ports} service ports"),
         ("pins", status.pins),
     ]
@@ -276,11 +276,11 @@ def text(status: model.Status, terminal: Terminal) -> list[str]:
         pairs.append(("conntrack", _fill_text(status.conntrack)))
     lines += fields(terminal, pairs, indent="")
     used = [fill for fill in status.maps if fill.used]
-    lines += ["", *table(terminal, ["MAP", "USED", "ROOM", ""], [_fill_row(fill) for fill in used])]
+    lines += ["", *table(terminal, ["MAP", "USED", "SIZE", ""], [_fill_row(fill) for fill in used])]
     if status.source_ports:
         lines += [
             "",
-            *table(terminal, ["BUSIEST ENDPOINTS", "USED", "ROOM", ""], list(map(_fill_row, status.source_ports))),
+            *table(terminal, ["BUSIEST ENDPOINTS", "USED", "SIZE", ""], list(map(_fill_row, status.source_ports))),
         ]
     if status.drops:
         rows: list[list[str | Cell]] = [
@@ -292,7 +292,7 @@ def text(status: model.Status, terminal: Terminal) -> list[str]:
             ]
             for drop in status.drops
         ]
-        lines += ["", *table(terminal, ["REFUSED OR DROPPED", "COUNT", "LAST MINUTE", "NEWEST"], rows)]
+        lines += ["", *table(terminal, ["REFUSED OR DROPPED", "COUNT", "LAST MINUTE", "LATEST"], rows)]
     return lines
 
 
@@ -301,32 +301,32 @@ def _has_xdp(device: model.DeviceView) -> bool:
 
 
 def _devices_text(devices: list[model.DeviceView]) -> str:
-    """Devices by what they carry."""
+    """Devices, grouped by the attached program."""
     by_program: dict[str, list[str]] = {}
     for device in devices:
         carried = f"{device.program} ({device.attached})" if device.program else "no program"
         by_program.setdefault(carried, []).append(device.name)
     for device in devices:
         if device.xdp:
-            what = "somebody else's XDP" if device.xdp == "foreign" else f"XDP {device.xdp}"
+            what = "another XDP program" if device.xdp == "foreign" else f"XDP {device.xdp}"
             by_program.setdefault(what, []).append(device.name)
     return "; ".join(f"{program} on {listed(names)}" for program, names in by_program.items()) or "none"
 
 
 def _limits_text(devices: list[model.DeviceView]) -> Iterator[str]:
-    """Why the fast path does not send by devices, or not straight into a pod: devices with the same reason together."""
+    """Why the fast path does not redirect to devices, or not directly into a pod. One line per reason."""
     limits: dict[tuple[str, str], list[str]] = {}
     for device in devices:
         if device.limit or device.redirect == "none":
             limits.setdefault((device.redirect, device.limit), []).append(device.name)
     for (redirect, limit), names in limits.items():
-        closed = "closed" if redirect == "none" else "by its queue, not straight into the pod"
+        closed = "closed" if redirect == "none" else "redirect through its queue, not directly into the pod"
         yield f"{listed(names)}: {closed}" + (f": {limit}" if limit else "")
 
 
 def _agent_text(agent: model.AgentView) -> Cell:
     if not agent.running:
-        return Cell("does not run", "red")
+        return Cell("not running", "red")
     parts = [f"process {agent.pid}, started {ago(agent.seconds)}"]
     if agent.synced_seconds_ago is not None:
         parts.append(f"synced {ago(agent.synced_seconds_ago)}")
@@ -345,7 +345,7 @@ def _fill_row(fill: model.Fill) -> list[Cell | str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """``status``. Status 1: there are warnings."""
+    """``status``. Exit status 1: there are warnings."""
     from pyebpf_proxy.see.output import show
 
     status = read(arguments.directory)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables for people: as wide as the is_terminal, never less than the whole truth.
+"""Tables as wide as the terminal, without truncation.
 
-Cells that do not fit are broken over lines between words, not cut: an address must be there to be copied. Where columns
-would get too narrow for that, each row becomes a block of lines. What does not go to a is_terminal is never broken.
+Cells that do not fit are wrapped between words, not cut: addresses must stay copyable. If columns would get too narrow
+for that, each row becomes a block of lines. Output that does not go to a terminal is not wrapped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cell(NamedTuple):
 
 
 class Terminal(NamedTuple):
-    """Where text goes: how wide it is, and whether it shows colours."""
+    """The output: its width, and whether it shows colours."""
 
     width: int = UNLIMITED
     colour: bool = False
@@ -43,7 +43,7 @@ class Terminal(NamedTuple):
 
 
 def terminal() -> Terminal:
-    """What stdout is. COLUMNS is obeyed everywhere, NO_COLOR on a is_terminal."""
+    """The terminal of stdout. COLUMNS always applies, NO_COLOR on a terminal."""
     is_terminal = sys.stdout.isatty()
     given = os.environ.get("COLUMNS", "")
     width = shutil.get_terminal_size().columns if is_terminal or given.isdigit() else UNLIMITED
@@ -52,7 +52,7 @@ def terminal() -> Terminal:
 
 
 def table(terminal: Terminal, head: Sequence[str], rows: Sequence[Sequence[Cell | str]]) -> list[str]:
-    """Lines of a table; a column in which nothing stands is left out."""
+    """Lines of a table, without empty columns."""
     cells = [[_clean(cell) for cell in row] for row in rows]
     if not rows:
         return []
@@ -73,13 +73,13 @@ def table(terminal: Terminal, head: Sequence[str], rows: Sequence[Sequence[Cell 
 
 
 def wrapped(terminal: Terminal, text: str, indent: str = "", colour: Colour = "") -> list[str]:
-    """A sentence over as many lines as it takes, broken between words where that is possible."""
+    """A sentence, wrapped between words where possible."""
     room = max(terminal.width - len(indent), 10)
     return [indent + terminal.paint(part, colour) for part in _broken(printable(text), room)]
 
 
 def fields(terminal: Terminal, pairs: Sequence[tuple[str, str | Cell]], indent: str = "  ") -> list[str]:
-    """``name  value`` lines, values under each other."""
+    """``name  value`` lines with aligned values."""
     shown = [(printable(name), _clean(value)) for name, value in pairs]
     margin = max((len(name) for name, _ in shown), default=0) + _GAP + len(indent)
     longest = max((len(word) for _, value in shown for word in value.text.split()), default=0)
@@ -99,12 +99,12 @@ def fields(terminal: Terminal, pairs: Sequence[tuple[str, str | Cell]], indent: 
 
 
 def safe(line: str) -> str:
-    """A line that was put together elsewhere: nothing in it but text and our own colours gets to a is_terminal."""
+    """A finished line with everything removed but printable text and the colours of this module."""
     return "".join(part if _COLOUR.fullmatch(part) else printable(part) for part in _COLOUR.split(line))
 
 
 def duration(seconds: float) -> str:
-    """``3h``, ``90s``: in the largest unit that leaves no rest, else in seconds."""
+    """``3h``, ``90s``: in the largest unit without a remainder, else in seconds."""
     whole = int(seconds)
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if whole >= size and whole % size == 0:
@@ -125,7 +125,7 @@ def _clean(cell: Cell | str) -> Cell:
 
 
 def _widths(natural: list[int], least: list[int], width: int) -> list[int] | None:
-    """Natural widths, the widest made narrower until all fit, no narrower than its longest word; None: they cannot."""
+    """Natural widths, the widest shrunk until all fit, but not below the longest word; None: they do not fit."""
     widths = list(natural)
     while (over := sum(widths) + _GAP * (len(widths) - 1) - width) > 0:
         flexible = [i for i in range(len(widths)) if widths[i] > least[i]]
@@ -162,7 +162,7 @@ def _blocks(terminal: Terminal, head: Sequence[str], rows: Sequence[Sequence[Cel
 
 
 def _broken(text: str, width: int) -> list[str]:
-    """At blanks, else after the last comma or slash, else anywhere."""
+    """Wrapped at spaces, else after the last comma or slash, else anywhere."""
     lines = []
     while len(text) > width:
         at = text.rfind(" ", 1, width + 1)

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``top``: services by what happens to them just now, and their endpoints' shares."""
+"""``top``: live rates of services and their endpoints."""
 
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from types import FrameType
 
 import msgspec
 
 from pyebpf_proxy.printable import printable, printable_json
 from pyebpf_proxy.see import local, model, services
 from pyebpf_proxy.see.agent import running_agent
-from pyebpf_proxy.see.answers import RIGHT, SeeError
+from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.meter import Amount, Meter, Place
 from pyebpf_proxy.see.pods import Pods, tell
@@ -27,13 +24,13 @@ from pyebpf_proxy.see.state import State
 from pyebpf_proxy.see.text import Cell, Terminal, safe, table, terminal, wrapped
 from pyebpf_proxy.see.top_arguments import Order
 
-#: Packets a second that are looked at one by one. Of more, one in two, four, … is looked at.
+#: Packets a second that are all counted. At higher rates one in two, four, … is sampled.
 MOST_PACKETS = 50_000
 _MOST_ONE_IN = 256
 
 
 class Watch:
-    """What is looked at, from one interval to the next."""
+    """The measurement, from one interval to the next."""
 
     def __init__(self, arguments: argparse.Namespace, maps: Pinned, stack: ExitStack) -> None:
         self._arguments = arguments
@@ -55,7 +52,7 @@ class Watch:
         self._at = time.monotonic()
 
     def look(self) -> model.Top:
-        """The rates since the last look. SeeError: the maps are gone."""
+        """The rates since the last call. SeeError: the maps are gone."""
         sample = self._board.sample()
         now = time.monotonic()
         seconds = max(now - self._at, 1e-6)
@@ -81,14 +78,14 @@ class Watch:
     def _notes(self, found: model.Top) -> Iterator[str]:
         yield from self.notes
         if running_agent(self._arguments.directory) is None:
-            yield "the agent does not run"
+            yield "the agent is not running"
         sent = self._board.sent_by_xdp / found.seconds
         if sent >= 1 and found.packets is not None:
-            yield f"{short(sent)} packets a second were sent by XDP: they are not in packets and bytes"
+            yield f"XDP sent {short(sent)} packets a second, which packets and bytes do not include"
 
 
 def one_in(packets: float) -> int:
-    """How many packets one shall be looked at of, at this rate of a second."""
+    """The sampling interval at this rate: one packet of how many."""
     number = 1
     while packets / number > MOST_PACKETS and number < _MOST_ONE_IN:
         number *= 2
@@ -96,7 +93,7 @@ def one_in(packets: float) -> int:
 
 
 def head(found: model.Top) -> str:
-    """The rates of all, in a line."""
+    """The total rates, on one line."""
     words = [f"{short(found.new_flows)} new flows"]
     if found.packets is not None:
         about = "about " if found.one_in > 1 else ""
@@ -106,17 +103,17 @@ def head(found: model.Top) -> str:
 
 
 def notes(found: model.Top) -> list[str]:
-    """What must be known to read the rates."""
+    """Notes on the rates."""
     every = list(found.notes)
     if found.one_in > 1:
-        every.append(f"one of {found.one_in} packets is looked at")
+        every.append(f"packets and bytes are estimates: one of {found.one_in} packets is sampled")
     if found.reasons:
         every.append("drops: " + ", ".join(f"{each.reason} {short(each.drops)}" for each in found.reasons))
     return every
 
 
 def text(found: model.Top, order: Order, backends: int, terminal: Terminal) -> list[str]:
-    """One interval for what is no terminal."""
+    """One interval as plain text."""
     rows: list[list[Cell | str]] = []
     for view in ordered(found.services, order):
         rows.append([view.name, view.protocol, *_rates(view), short(view.drops), ""])
@@ -125,13 +122,13 @@ def text(found: model.Top, order: Order, backends: int, terminal: Terminal) -> l
     titles = ["SERVICE", "PROTO", "FLOWS/S", "PACKETS/S", "BYTES/S", "DROPS/S", "SHARE"]
     lines += table(terminal, titles, rows)
     if found.at_rest:
-        lines.append(f"{found.at_rest} service ports at rest")
+        lines.append(f"{found.at_rest} idle service ports")
     return lines
 
 
 def place(view: model.TopBackend) -> str:
-    """Who a backend is: its address, its pod, and whether it is of this node."""
-    return " ".join([view.address, *([view.pod] if view.pod else []), *(["(here)"] if view.local else [])])
+    """A backend: its address, its pod, and whether it is local."""
+    return " ".join([view.address, *([view.pod] if view.pod else []), *(["(local)"] if view.local else [])])
 
 
 def _rates(view: model.TopService | model.TopBackend) -> list[str]:
@@ -139,7 +136,7 @@ def _rates(view: model.TopService | model.TopBackend) -> list[str]:
 
 
 def show(arguments: argparse.Namespace, found: model.Top) -> None:
-    """One interval on stdout, as it was asked for. BrokenPipeError."""
+    """Print one interval in the requested format. BrokenPipeError."""
     if arguments.output == "json":
         found.services = ordered(found.services, arguments.sort)
         print(printable_json(msgspec.json.encode(found).decode()), flush=True)
@@ -149,31 +146,3 @@ def show(arguments: argparse.Namespace, found: model.Top) -> None:
     else:
         lines = text(found, arguments.sort, arguments.backends, terminal())
         print("\n".join([*map(safe, lines), ""]), flush=True)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    # So that the terminal is as it was.
-    raise SystemExit(128 + number)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """``top``. Until it is interrupted, or ``--count`` intervals."""
-    count = 1 if arguments.once else arguments.count
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
-    with ExitStack() as stack:
-        maps = stack.enter_context(Pinned(arguments.directory))
-        watch = Watch(arguments, maps, stack)
-        if sys.stdout.isatty() and sys.stdin.isatty() and arguments.output == "table" and not arguments.once:
-            from pyebpf_proxy.see.top_screen import live
-
-            live(watch, arguments, count)
-            return RIGHT
-        due = time.monotonic()
-        done = 0
-        while count is None or done < count:
-            due = max(due + arguments.interval, time.monotonic())
-            time.sleep(max(0.0, due - time.monotonic()))
-            show(arguments, watch.look())
-            done += 1
-    return RIGHT

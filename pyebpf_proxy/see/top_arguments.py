@@ -11,14 +11,14 @@ ORDERS: tuple[Order, ...] = ("flows", "packets", "bytes", "drops", "name")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """All but the name, which other commands have too."""
-    parser.add_argument("-s", "--sort", choices=ORDERS, default="flows", help="what comes first (default: flows)")
-    parser.add_argument("-i", "--interval", type=seconds, default=1.0, metavar="SECONDS", help="default: 1")
-    parser.add_argument("-c", "--count", type=count, metavar="N", help="end after so many intervals")
-    parser.add_argument("--once", action="store_true", help="one interval, in plain text; as --count 1")
-    text = "endpoints shown of each service (default: 3)"
+    """All arguments but the name, which other commands share."""
+    parser.add_argument("-s", "--sort", choices=ORDERS, default="flows", help="sort by this column (default: flows)")
+    parser.add_argument("-i", "--interval", type=seconds, default=1.0, metavar="SECONDS", help="interval (default: 1)")
+    parser.add_argument("-c", "--count", type=count, metavar="N", help="stop after N intervals")
+    parser.add_argument("--once", action="store_true", help="print one interval as plain text and stop")
+    text = "endpoints shown for each service (default: 3)"
     parser.add_argument("-b", "--backends", type=number, default=3, metavar="N", help=text)
-    text = "attach no program: new flows and drops, neither packets nor bytes"
+    text = "do not attach the measuring program: only new flows and drops, no packets and bytes"
     parser.add_argument("--light", action="store_true", help=text)
 
 
@@ -27,14 +27,14 @@ def seconds(word: str) -> float:
     try:
         found = float(word)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{word} is no number of seconds") from None
+        raise argparse.ArgumentTypeError(f"{word} is not a number of seconds") from None
     if not 0.1 <= found <= 3600:
         raise argparse.ArgumentTypeError(f"{word} is not between 0.1 and 3600 seconds")
     return found
 
 
 def count(word: str) -> int:
-    """How many intervals, as an argument: 1 or more."""
+    """A number of intervals, as an argument: 1 or more."""
     if number(word) < 1:
         raise argparse.ArgumentTypeError(f"{word}: at least 1")
     return int(word)
@@ -43,5 +43,5 @@ def count(word: str) -> int:
 def number(word: str) -> int:
     """A count, as an argument: 0 or more."""
     if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word} is no number")
+        raise argparse.ArgumentTypeError(f"{word} is not a number")
     return int(word)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``top`` on a terminal: drawn anew each interval, with keys."""
+"""``top`` on a terminal: redrawn each interval, with keys."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from pyebpf_proxy.see.text import Terminal, wrapped
 from pyebpf_proxy.see.top import Watch, head, notes, place
 from pyebpf_proxy.see.top_arguments import Order
 
-#: Keys, and the order they stand for.
+#: Keys and their sort orders.
 ORDER_KEYS: dict[str, Order] = {"f": "flows", "p": "packets", "b": "bytes", "d": "drops", "n": "name"}
 _TICK = 0.25
-#: From so many columns on there is room for what a narrower terminal does without.
+#: Terminal widths from which more columns are shown.
 _WIDE, _MIDDLE = 78, 58
 
 
 class Screen:
-    """What is on the terminal: the last rates, and what the keys have set."""
+    """The picture on the terminal, and the settings changed by keys."""
 
     def __init__(self, order: Order, backends: int, interval: float) -> None:
         self.order = order
@@ -44,7 +44,7 @@ class Screen:
         self._usual = backends or 3
 
     def press(self, key: str) -> bool:
-        """One key; whether that changes the picture."""
+        """Handle one key. The result: whether the picture changes."""
         if key in ORDER_KEYS:
             self.order = ORDER_KEYS[key]
         elif key == "e":
@@ -62,14 +62,14 @@ class Screen:
         return True
 
     def draw(self, found: model.Top, width: int, height: int) -> Group:
-        """The picture, no wider and no higher than that."""
+        """The picture, within this width and height."""
         terminal = Terminal(width)
         parts: list[Text | Table] = [_line(line, "bold") for line in wrapped(terminal, head(found))]
         said = [line for note in notes(found) for line in wrapped(terminal, note)]
         parts += [_line(line, "yellow") for line in said[: max(0, height // 3)]]
         room = max(0, height - len(parts) - 3)
         parts.append(self._table(found, width, room))
-        rest = f"{found.at_rest} at rest, " if found.at_rest else ""
+        rest = f"{found.at_rest} idle, " if found.at_rest else ""
         state = "paused" if self.paused else f"every {self.interval:g} s"
         parts.append(_line(f"{rest}{state}, by {self.order}", "dim"))
         parts.append(_line("q quit  f p b d n order  e endpoints  + - interval  space pause", "dim"))
@@ -94,7 +94,7 @@ class Screen:
 
 
 def _lines(found: model.Top, order: Order, backends: int, most: int) -> list[Part]:
-    """What fits on so many lines: services, each followed by its endpoints."""
+    """The rows that fit: services, each followed by its endpoints."""
     lines: list[Part] = []
     for view in ordered(found.services, order):
         if len(lines) >= most:
@@ -127,7 +127,7 @@ def _cells(view: Part) -> dict[str, Text]:
 
 @contextmanager
 def _keys() -> Iterator[None]:
-    """Keys arrive one by one, and are not shown; afterwards the terminal is as it was."""
+    """Read keys one by one without echo; restore the terminal afterwards."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
@@ -137,7 +137,7 @@ def _keys() -> Iterator[None]:
 
 
 def live(watch: Watch, arguments: argparse.Namespace, count: int | None) -> None:
-    """Until q, Ctrl-C, or ``count`` intervals."""
+    """Run until q, Ctrl-C, or ``count`` intervals."""
     screen = Screen(arguments.sort, arguments.backends, arguments.interval)
     console = Console()
     with _keys(), Live(console=console, screen=True, auto_refresh=False, transient=True) as shown:
@@ -160,7 +160,7 @@ def live(watch: Watch, arguments: argparse.Namespace, count: int | None) -> None
 
 
 def _pressed(screen: Screen, seconds: float) -> bool:
-    """Wait for keys as long as that."""
+    """Wait for keys for at most this long."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     if not ready:
         return False

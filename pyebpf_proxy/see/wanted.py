@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel ought to have: the planner, run over the source that the agent has, or that is named.
+"""The desired state: the planner's result for the agent's source, or for the source on the command line.
 
-Which source the agent has is told by its command line. Nothing is asked of the agent itself.
+The agent's source is derived from its command line. The agent itself is not contacted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SECONDS = 20.0
 
 
 class Wanted:
-    """What the source says, planned. ``settings``: of the agent, as far as its command line says them."""
+    """The planned contents of the source. ``settings``: the agent's, derived from its command line."""
 
     def __init__(self, settings: Effective, planner: Planner, batch: Sequence[Batch]) -> None:
         self.settings = settings
@@ -48,7 +48,7 @@ class Wanted:
 
     @property
     def ports(self) -> dict[ServicePortName, ServicePort]:
-        """Every service port that ought to be there."""
+        """Every desired service port."""
         found = {name: self._planner.get(name) for name in self._planner.names}
         return {name: port for name, port in found.items() if port is not None}
 
@@ -66,12 +66,12 @@ class Wanted:
         return self._planner.pods(addresses)
 
     def known(self, name: ServicePortName) -> list[SliceEndpoint]:
-        """Every endpoint of a service port that its slices name, whether it is used or not."""
+        """Every endpoint of a service port in its slices, used or not."""
         views = [v for v in self._views.get((name.namespace, name.name), []) if v.family is name.family]
         return endpoints.merge(views, (name.port, name.protocol))
 
     def left_out(self, name: ServicePortName, used: set[tuple[bytes, int]]) -> list[tuple[SliceEndpoint, str]]:
-        """The endpoints of the slices that are in no list, and why (spec/service-semantics §3)."""
+        """The endpoints of the slices that are excluded, and why (spec/service-semantics §3)."""
         known = self.known(name)
         ready = any(entry.flags & READY for entry in known)
         others = (entry for entry in known if (entry.endpoint.address, entry.endpoint.port) not in used)
@@ -82,17 +82,17 @@ def _why_left_out(entry: SliceEndpoint, others_ready: bool) -> str:
     if entry.flags & READY:
         if entry.hints.zones or entry.hints.nodes:
             meant = entry.hints.nodes or entry.hints.zones or ()
-            return f"meant for {', '.join(sorted(meant))} (hints of its slice)"
-        return "elsewhere, and only endpoints of this node are used" if not entry.flags & LOCAL else "not used"
+            return f"for {', '.join(sorted(meant))} (topology hints)"
+        return "remote, and only local endpoints are used" if not entry.flags & LOCAL else "not used"
     if entry.flags & FALLBACK == FALLBACK:
-        return "terminating, and others are ready" if others_ready else "terminating, and elsewhere"
-    return "terminating, serves no more" if entry.flags & TERMINATING else "not ready"
+        return "terminating, and others are ready" if others_ready else "terminating, and remote"
+    return "terminating, not serving" if entry.flags & TERMINATING else "not ready"
 
 
 def read_wanted(directory: Path, arguments: Sequence[str]) -> Wanted:
-    """The wanted state. ``arguments``: flags as the agent takes them that name a source; none: those of the agent.
+    """The desired state. ``arguments``: agent flags that name a source; none: the running agent's.
 
-    SeeError if no agent runs and no source is named, and for a source that does not answer.
+    SeeError if no agent runs and no source is named, or if the source does not answer.
     """
     from pyebpf_proxy.config.flags import UsageError, parse
 
@@ -101,7 +101,7 @@ def read_wanted(directory: Path, arguments: Sequence[str]) -> Wanted:
         agent = running_agent(directory)
         if agent is None:
             raise SeeError(
-                f"no agent runs on {directory}, so nobody says what is wanted: name the source with --manifests or"
+                f"no agent runs on {directory}, so the desired state is unknown: name the source with --manifests or"
                 " --config"
             )
         arguments, folder = agent.arguments, agent.folder
@@ -114,7 +114,7 @@ def read_wanted(directory: Path, arguments: Sequence[str]) -> Wanted:
 
 
 def _absolute(arguments: Sequence[str], folder: str) -> list[str]:
-    """Files that are named relative to where the agent was started."""
+    """The arguments with paths relative to the agent's working directory made absolute."""
     names = ("--manifests", "--config", "--datapath-config", "--kubeconfig")
     found: list[str] = []
     for word in arguments:
@@ -147,7 +147,7 @@ def _source(settings: Effective) -> Source:
         from pyebpf_proxy.kube.manifests import ManifestSource
 
         if not settings.manifests.is_dir():
-            what = "is no folder" if settings.manifests.exists() else "is not there"
+            what = "is not a folder" if settings.manifests.exists() else "does not exist"
             raise SeeError(f"the manifests folder {settings.manifests} {what}")
         return ManifestSource(settings.manifests, lambda text: None, lambda text: None)
     from pyebpf_proxy.kube.api.connect import api_server

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Young flows: those that live in the map ``flows`` only, and that conntrack does not know yet (docs/fast-path.md)."""
+"""Young flows: flows in the map ``flows`` that have no conntrack entry yet (docs/fast-path.md)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPEN, CLOSING = "OPEN", "CLOSING"
 
 
 class _Snapshot:
-    """A map as it was dumped."""
+    """The dump of a map."""
 
     def __init__(self, entries: dict[bytes, bytes]) -> None:
         self._entries = entries
@@ -27,7 +27,7 @@ class _Snapshot:
 
 
 def flows(maps: Pinned) -> Iterator[Flow]:
-    """Every young flow, as the other flows are given: OPEN or CLOSING, no time-out, bytes are not counted. SeeError."""
+    """Every young flow, in state OPEN or CLOSING, without timeout and byte counts. SeeError."""
     if "flows" not in maps.names:
         return
     try:
@@ -55,7 +55,7 @@ def flows(maps: Pinned) -> Iterator[Flow]:
             DST_NAT | (SRC_NAT if entry.source else 0) | (SEEN_REPLY | ASSURED if answers else 0),
             CLOSING if found.closing else OPEN,
             0,
-            # The packet that made the entry was sent without it.
+            # The entry does not count the packet that created it.
             1 + packets + answers,
             None,
             now - (clock - started) / 1e9,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the API client tells about itself, as kube-proxy's ``rest_client_*`` metrics and ours (spec/metrics §5)."""
+"""Metrics of the API client: kube-proxy's ``rest_client_*`` and pyebpf-proxy's own (spec/metrics §5)."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class ClientMetrics(SourceMetrics):
             "rate_limiter_duration_seconds", "Client side rate limiter latency in seconds.", "verb, and", _SECONDS
         )
         self._connected = Gauge(
-            "pyebpf_proxy_api_connected", "1 while the resource of the API server is followed", _RESOURCE
+            "pyebpf_proxy_api_connected", "1 while the resource of the API server is watched", _RESOURCE
         )
         self._last_event = Gauge(
-            "pyebpf_proxy_api_last_event_timestamp_seconds", "When a watch last brought something", _RESOURCE
+            "pyebpf_proxy_api_last_event_timestamp_seconds", "When a watch last delivered an event", _RESOURCE
         )
-        self._lists = Counter("pyebpf_proxy_api_lists_total", "How often everything of a resource was read", _RESOURCE)
+        self._lists = Counter("pyebpf_proxy_api_lists_total", "Number of complete lists of a resource", _RESOURCE)
         self._retries = Counter(
-            "pyebpf_proxy_api_retries_total", "How often following a resource broke off and was tried again", _RESOURCE
+            "pyebpf_proxy_api_retries_total", "Number of retries after a list or watch of a resource failed", _RESOURCE
         )
 
     @property
     def families(self) -> Sequence[MetricFamily]:
-        """What a registry is to take in."""
+        """The metrics for a registry."""
         return (
             self._requests,
             self._duration,

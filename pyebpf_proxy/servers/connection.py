@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP connection: bytes in, requests to the handler, answers out. h11 knows HTTP; the bounds are here."""
+"""One HTTP connection: bytes in, requests to the handler, answers out. h11 implements HTTP; the limits are here."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from pyebpf_proxy.servers.http import Handler, Pool, Request, Response, Source, 
 
 #: As Go's net/http.
 MAX_HEADER_BYTES = (1 << 20) + 4096
-#: A request without much in it; larger ones are not taken while many bytes are kept.
+#: Size of a small request; larger ones are refused while many bytes are buffered.
 SMALL_BYTES = 16 << 10
-#: No client needs more; parsing them is what would cost.
+#: No client needs more header lines; parsing many would be expensive.
 MAX_HEADER_LINES = 500
 MAX_BODY_BYTES = 64 << 10
-#: Seconds for a request to be complete, for the next one to begin, and for an answer to be taken.
+#: Seconds for a request to arrive completely, for the next one to begin, and for an answer to be read.
 REQUEST_SECONDS = 10.0
 IDLE_SECONDS = 120.0
 WRITE_SECONDS = 30.0
-#: For the peer to read why it was refused.
+#: Time for the peer to read why it was refused.
 LINGER_SECONDS = 0.5
-#: So many pipelined requests are answered before others have their turn.
+#: Pipelined requests answered before other connections are served.
 TURN = 8
 WRITE_BUFFER = 256 << 10
 
-#: What h11 may keep of what is not complete, within a body: a chunk's header, trailers.
+#: Limit of incomplete data that h11 buffers within a body: a chunk's header, trailers.
 MAX_INCOMPLETE_BYTES = 16 << 10
-#: What a kept header line costs besides its bytes, which h11 has twice (name as sent and in lower case).
+#: Overhead of a buffered header line besides its bytes, which h11 stores twice (name as sent and in lower case).
 LINE_BYTES = 300
-#: What a new connection costs, and one that is refused (seconds of processor time, reckoned).
+#: Estimated cost of a new connection, and of a refused one (seconds of CPU time).
 CONNECTION_SECONDS = 0.0002
 REFUSAL_SECONDS = 0.00002
 
@@ -55,11 +55,11 @@ class Connection(asyncio.Protocol):
         self._siblings = siblings
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray()
-        self._seen = 0  # up to there no end of a header was found
+        self._seen = 0  # no end of a header was found before this offset
         self._parser: h11.Connection | None = None
         self._request: h11.Request | None = None
         self._body = b""
-        self._head_bytes = 0  # what the header of the request in progress takes
+        self._head_bytes = 0  # memory of the current request's header
         self._kept = 0
         self._resting = False
         self._ended = False
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         self._turn()
 
     def eof_received(self) -> bool:
-        # A peer that has sent all may still read: what is complete is answered, then the connection is closed.
+        # A peer that has finished sending may still read: complete requests are answered, then the connection closes.
         self._ended = True
         if self._refused:
             return False
@@ -118,11 +118,11 @@ class Connection(asyncio.Protocol):
     # ---- bounds ------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Cut it off."""
+        """Abort the connection."""
         self._transport.abort()
 
     def look(self, now: float) -> None:
-        """Cut it off if it takes too long."""
+        """Abort the connection if it takes too long."""
         if now >= self._deadline:
             self.abort()
 
@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
         self._kept = count
 
     def _keep_all(self) -> None:
-        """Count all that is held of the request in progress, here and in the parser."""
+        """Count all buffered bytes of the current request, here and in the parser."""
         held = len(self._buffer)
         if self._request is not None and self._parser is not None:
             held += self._head_bytes + len(self._body) + len(self._parser.trailing_data[0])
@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
         )
 
     def _rest(self) -> bool:
-        """Whether its source has had its share; then nothing is read or answered until it has it again."""
+        """Whether its source has used up its share; then it waits, and nothing is read or answered meanwhile."""
         if not self._resting and (seconds := self.source.rest(self._loop.time())) > 0:
             self._resting = True
             self._transport.pause_reading()
@@ -161,12 +161,12 @@ class Connection(asyncio.Protocol):
     # ---- requests ----------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Answer what is complete, a few at a time."""
+        """Answer the complete requests, a few at a time."""
         self._scheduled = False
         if self._refused or not self._writing or self._transport.is_closing():
             return
         if self._rest():
-            # What was read before it rested is held, too.
+            # Data that was read before the pause counts as well.
             self._keep_all()
             if self._too_much():
                 self._refuse(431)
@@ -179,7 +179,7 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._turn)
 
     def _some(self) -> bool:
-        """Answer a few requests; whether there may be more."""
+        """Answer a few requests; returns whether there may be more."""
         for _ in range(TURN):
             if self._refused or not self._writing or self._transport.is_closing():
                 return False
@@ -195,7 +195,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _step(self) -> bool:
-        """Take one request; False if none is complete."""
+        """Process one request; False if none is complete."""
         try:
             if self._request is None and not self._head():
                 return False
@@ -259,7 +259,7 @@ class Connection(asyncio.Protocol):
                     self._refuse(413)
                     return False
             elif isinstance(event, h11.EndOfMessage):
-                # What came behind it is the next request.
+                # The remaining data is the next request.
                 self._buffer[:0] = parser.trailing_data[0]
                 return True
             else:
@@ -270,7 +270,7 @@ class Connection(asyncio.Protocol):
         parser, request = self._parser, self._request
         assert parser is not None
         assert request is not None
-        # What the parser has of the next request was taken over.
+        # The parser's data of the next request was taken over.
         self._request = self._parser = None
         self._deadline = self._loop.time() + IDLE_SECONDS
         self._pool.touch(self)
@@ -293,7 +293,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _refuse(self, status: int) -> None:
-        """What is no request, or too much of one, is answered as Go does, and the connection closed."""
+        """Answer a malformed or too large request as Go does, and close the connection."""
         text = f"{status} {HTTPStatus(status).phrase}"
         head = f"HTTP/1.1 {text}\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n"
         self._buffer.clear()
@@ -301,7 +301,7 @@ class Connection(asyncio.Protocol):
         self._body = b""
         self._keep(0)
         self._write((head + text).encode())
-        # Closed by the peer, or by us a little later: a socket closed with unread data in it takes the answer back.
+        # The peer closes, or this side a little later: closing a socket with unread data would discard the answer.
         self._refused = True
         self._deadline = self._loop.time() + LINGER_SECONDS
         if self._transport.can_write_eof() and not self._transport.is_closing():
@@ -313,6 +313,6 @@ class Connection(asyncio.Protocol):
 
 
 def _origin(target: str) -> str:
-    """Path and query of a request's target: a client that takes us for its proxy names the whole URL."""
+    """Path and query of a request's target; a client that uses this server as its proxy sends the whole URL."""
     _, scheme, rest = target.partition("://")
     return target if target.startswith("/") or not scheme else "/" + rest.partition("/")[2]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the proxy keeps up with its changes (spec/service-semantics §11.2), and ``/healthz`` and ``/livez``.
 
-:class:`Health` is pure: every method is given the present :class:`Moment`. It is written by the thread that programs
-and read by the servers' thread; each step is one operation on a dict, so no lock is needed.
+:class:`Health` is pure: every method is given the current :class:`Moment`. The syncing thread writes it and the
+servers' thread reads it. Each step is one operation on a dict, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NEVER = "0001-01-01T00:00:00Z"
 
 
 class Moment(NamedTuple):
-    """A point in time by both clocks: seconds that never jump, and nanoseconds since 1970."""
+    """A point in time by both clocks: monotonic seconds, and nanoseconds since 1970."""
 
     monotonic: float
     wall: int
@@ -62,25 +62,25 @@ class Report(NamedTuple):
 
 
 class Health:
-    """Changes that were asked for and not yet written, by family."""
+    """Requested changes that are not yet written, by family."""
 
     def __init__(self, timeout: float) -> None:
-        """``timeout``: seconds after which a change that is not written means unhealthy: 2 × syncPeriod."""
+        """``timeout``: seconds after which an unwritten change means unhealthy: 2 × syncPeriod."""
         self._timeout = timeout
         self._oldest: dict[IPFamily, float] = {}
         self._updated: dict[IPFamily, Moment] = {}
 
     def queued(self, family: IPFamily, now: Moment) -> None:
-        """A change came; starts the family's timer if none runs."""
+        """Record a change; starts the family's timer if none runs."""
         self._oldest.setdefault(family, now.monotonic)
 
     def updated(self, family: IPFamily, now: Moment) -> None:
-        """Everything asked for is written."""
+        """Record that all changes are written."""
         self._oldest.pop(family, None)
         self._updated[family] = now
 
     def report(self, now: Moment) -> Report:
-        """How it stands."""
+        """The current health."""
         oldest = self._oldest.copy()
         families = {
             family: FamilyHealth(updated, now.monotonic - oldest.get(family, now.monotonic) < self._timeout)
@@ -101,7 +101,7 @@ class HealthPages:
         count: Callable[[str, int], None],
         clock: Callable[[], Moment] = Moment.now,
     ) -> None:
-        """``eligible``: whether the Node may get traffic; ``count`` is told path and code of every answer."""
+        """``eligible``: whether the Node may get traffic; ``count`` is called with path and code of every answer."""
         self._health = health
         self._eligible = eligible
         self._count = count
@@ -122,7 +122,7 @@ class HealthPages:
 
 
 def _body(report: Report, eligible: bool | None, good: bool) -> bytes:
-    """As Go marshals it. Of a good answer, ``lastUpdated`` is the present, as old releases had it."""
+    """The JSON as Go marshals it. In a good answer ``lastUpdated`` is the current time, as in old releases."""
     latest = max((family.last_updated for family in report.families.values()), key=lambda m: m.wall, default=None)
     last_updated = report.now.text() if good else _NEVER if latest is None else latest.text()
     answer: dict[str, object] = {"lastUpdated": last_updated, "currentTime": report.now.text()}

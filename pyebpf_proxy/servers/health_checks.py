@@ -15,7 +15,7 @@ from pyebpf_proxy.servers.server import BindError, Network, Open, Server
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
 from pyebpf_proxy.services.model import IPFamily
 
-#: Connections at a time, of all health check node ports together.
+#: Concurrent connections of all health check node ports together.
 CONNECTIONS = 256
 
 Addresses = Mapping[IPFamily, tuple[str, ...]]
@@ -26,9 +26,9 @@ _log = Logger("servers")
 
 
 def listen_addresses(configured: Iterable[str], node_ips: Iterable[bytes], local: Iterable[Address]) -> Addresses:
-    """Where to listen: ``configured`` are nodePortAddresses, ``local`` the addresses of this node's devices.
+    """The listening addresses: ``configured`` are nodePortAddresses, ``local`` those of this node's interfaces.
 
-    A family of which nothing is configured, or everything, is listened on at its unspecified address.
+    For a family with nothing or everything configured, this is the unspecified address.
     """
     texts = list(configured)
     if texts == ["primary"]:
@@ -47,7 +47,7 @@ def listen_addresses(configured: Iterable[str], node_ips: Iterable[bytes], local
 
 
 class HealthCheckPorts:
-    """Opens and closes them. ``sync`` is for the thread that programs, everything else happens in the servers'."""
+    """Opens and closes the listeners. The syncing thread calls ``sync``; the rest runs in the servers' thread."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class HealthCheckPorts:
         addresses: Callable[[], Addresses],
         clock: Callable[[], Moment] = Moment.now,
     ) -> None:
-        """``addresses`` is asked, in the thread that programs, when something may have to be opened."""
+        """``addresses`` is called in the syncing thread when a listener may have to be opened."""
         self._server = server
         self._pool = server.pool(CONNECTIONS)
         self._health = health
@@ -73,7 +73,7 @@ class HealthCheckPorts:
         self._said: dict[HealthCheckName, str] = {}
 
     def sync(self, wanted: Mapping[HealthCheckName, HealthCheck]) -> None:
-        """After a sync: these are to be there; what could not be opened is tried again. Returns at once."""
+        """After a sync: the wanted listeners. Listeners that failed to open are retried. Returns at once."""
         if wanted is self._last and not self._failing:
             return
         self._last = wanted
@@ -83,7 +83,7 @@ class HealthCheckPorts:
 
     def _apply(self, wanted: Mapping[HealthCheckName, HealthCheck], addresses: Addresses) -> None:
         self._wanted = wanted
-        # First all that go: their ports may be others' now.
+        # Close first: a new listener may use a port that becomes free.
         for name, (port, opened) in list(self._open.items()):
             if name not in wanted or wanted[name].port != port:
                 self._close(opened)
@@ -100,7 +100,7 @@ class HealthCheckPorts:
         self._failing = len(self._open) < len(wanted)
 
     def _listen(self, name: HealthCheckName, port: int, addresses: tuple[str, ...]) -> list[Open]:
-        """All of the addresses, or BindError and none."""
+        """Listen on all of the addresses, or raise BindError and listen on none."""
         if not addresses:
             raise BindError("no address of this node is in nodePortAddresses")
         opened: list[Open] = []
@@ -118,12 +118,12 @@ class HealthCheckPorts:
             self._server.close(one)
 
     def _tell(self, name: HealthCheckName, port: int, error: str) -> None:
-        """Once for each error, until it is over."""
+        """Log each error once, until it is resolved."""
         if self._said.get(name) == error:
             return
         self._said[name] = error
         service = f"{name.namespace}/{name.name}"
-        _log.error("health check node port cannot be served, tried again", service=service, port=port, error=error)
+        _log.error("health check node port cannot be served, retrying", service=service, port=port, error=error)
         if self._events is not None:
             note = f'node {self._node_name} failed to start healthcheck "{service}" on port {port}: {error}'
             about = About("Service", name.namespace, name.name)

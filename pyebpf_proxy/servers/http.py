@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connection is given: requests, answers, and the bounds that it shares with others."""
+"""Requests, answers, and the limits that connections share."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ipaddress import ip_address
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-#: The share of one processor that other hosts and pods get when they ask for more, and what one of them may use in one
-#: go (seconds). The node itself (its kubelet, commands) has a share of the same size of its own.
+#: The share of one CPU for all other hosts and pods under load, and the burst of one source (seconds). The node itself
+#: (kubelet, commands) has a separate share of the same size.
 SHARE = 0.15
 BURST_SECONDS = 0.01
-#: The share is split between so many sources at least: a second one always has something left.
+#: The share is split into at least this many parts, so that a second source always has something left.
 LEAST_SOURCES = 8
-#: Of a pool's connections, one source may have this part.
+#: The part of a pool's connections that one source may have.
 SOURCE_PART = 4
 
 
 class Request(NamedTuple):
-    """One request. ``path`` is as it was sent, without the query; names of ``headers`` are in lower case."""
+    """One request. ``path`` is as sent, without the query; names of ``headers`` are in lower case."""
 
     method: str
     path: str
@@ -42,28 +42,28 @@ Handler = Callable[[Request], Response]
 
 
 class Member(Protocol):
-    """A connection, as its pool sees it."""
+    """The interface of a connection for its pool."""
 
     @property
     def source(self) -> Source:
-        """Who is at its other end."""
+        """The source at the other end."""
 
     def abort(self) -> None:
-        """Cut it off."""
+        """Abort the connection."""
 
     def look(self, now: float) -> None:
-        """Cut it off if it takes too long; ``now`` is the loop's clock."""
+        """Abort the connection if it takes too long; ``now`` is the loop's clock."""
 
 
 class Pool:
-    """Connections that share a bound. A new one is always let in: the one that has rested longest goes for it."""
+    """Connections that share a limit. A new one is always admitted: the one that is idle longest is closed for it."""
 
     def __init__(self, limit: int, kept_bytes: int = 4 << 20) -> None:
-        """``kept_bytes``: of requests that are not complete; beyond it, only small requests are taken."""
+        """``kept_bytes``: limit of buffered incomplete requests; beyond it, only small requests are accepted."""
         self.limit = limit
         self.kept_bytes = kept_bytes
         self.kept = 0
-        # In the order of their last complete request.
+        # Ordered by their last complete request.
         self._connections: dict[Member, None] = {}
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class Pool:
         return iter(list(self._connections))
 
     def add(self, connection: Member) -> None:
-        """Let a connection in. It is another of the same source that goes if that has its part; the node's go last."""
+        """Admit a connection. A source at its limit loses one of its own connections; the node's are closed last."""
         source = connection.source
         same = [each for each in self._connections if each.source is source]
         if len(same) >= self.most_of(source):
@@ -84,7 +84,7 @@ class Pool:
         self._connections[connection] = None
 
     def most_of(self, source: Source) -> int:
-        """How many connections one source may have: a part, the node itself all."""
+        """The number of connections that one source may have: a part, the node itself all."""
         return self.limit if source.own else max(1, self.limit // SOURCE_PART)
 
     def _drop(self, connection: Member) -> None:
@@ -92,34 +92,34 @@ class Pool:
         connection.abort()
 
     def touch(self, connection: Member) -> None:
-        """A connection had a complete request."""
+        """Record a complete request of a connection."""
         if connection in self._connections:
             del self._connections[connection]
             self._connections[connection] = None
 
     def remove(self, connection: Member) -> None:
-        """A connection is over."""
+        """Remove a connection."""
         self._connections.pop(connection, None)
 
 
 class Source:
-    """Who sends requests: the node itself, one IPv4 address, or one IPv6 network of 64 bits."""
+    """A source of requests: the node itself, one IPv4 address, or one IPv6 /64 network."""
 
     __slots__ = ("connections", "free", "own")
 
     def __init__(self, own: bool) -> None:
         self.own = own
         self.connections = 0
-        #: When it has paid for what it used, by the loop's clock.
+        #: Time (of the loop's clock) when the CPU time it used is paid off.
         self.free = 0.0
 
     def rest(self, now: float) -> float:
-        """Seconds before it is served again; 0: it is now."""
+        """Seconds until it is served again; 0: now."""
         return max(0.0, self.free - now)
 
 
 class Sources:
-    """The processor time of each source. Who has used up its share waits; nobody else does."""
+    """The CPU time of each source. A source that has used up its share waits; the others do not."""
 
     def __init__(self, share: float = SHARE, burst: float = BURST_SECONDS) -> None:
         self._share = share
@@ -131,33 +131,33 @@ class Sources:
         return len(self._others)
 
     def of(self, peer: str | None, here: str | None) -> Source:
-        """The source of a connection by the addresses of its ends; None: it came by a socket of this machine."""
+        """The source of a connection, by its two addresses; None: it came by a Unix socket."""
         if peer is None or is_own(peer, here):
             return self._own
         key = address_key(peer)
         return self._others.setdefault(key, Source(own=False))
 
     def charge(self, source: Source, used: float, now: float) -> None:
-        """``used``: seconds of processor time that were spent on a source."""
+        """``used``: seconds of CPU time spent on a source."""
         rate = self._share if source.own else self._share / max(LEAST_SOURCES, len(self._others))
         source.free = max(source.free, now - self._burst / rate) + used / rate
 
     def forget(self, now: float) -> None:
-        """Drop what is known of sources that have no connection and owe nothing."""
+        """Forget sources without connections and without debt."""
         idle = [key for key, source in self._others.items() if not source.connections and source.free <= now]
         for key in idle:
             del self._others[key]
 
 
 def is_own(peer: str, here: str | None) -> bool:
-    """Whether a peer is this node: it connects to an address of its own from that address, or from loopback."""
+    """Whether the peer is this node: it connects from the same address that it connects to, or from loopback."""
     address = ip_address(peer.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return peer == here or (mapped or address).is_loopback
 
 
 def address_key(peer: str) -> bytes:
-    """What tells sources apart. An IPv6 host has all addresses of its network."""
+    """The identity of a source. An IPv6 host may use all addresses of its /64 network."""
     address = ip_address(peer.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).packed[:8]
@@ -167,7 +167,7 @@ _date = ("", 0)
 
 
 def http_date() -> str:
-    """The Date header, made once a second."""
+    """The Date header, built once per second."""
     global _date
     now = int(time.time())
     if _date[1] != now:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands on the node ask of the agent, by a socket in its run folder that root alone may use.
+"""The Unix socket in the run directory by which commands on the node query the agent. Only root may use it.
 
-Nothing that they need stands here alone: without the agent they answer from the kernel, and these words are missing.
+The commands do not depend on it: without the agent they answer from the kernel, without this additional information.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BAD = Response(400, (("Content-Type", "text/plain; charset=utf-8"),), b"address
 
 
 class Local(NamedTuple):
-    """``pods``: names of the pods with these addresses. ``refusals``: what was asked for and is not there, and why.
+    """``pods``: names of the pods with these addresses. ``refusals``: requested features that are off, and why.
 
     All are called in the servers' thread.
     """
@@ -28,12 +28,12 @@ class Local(NamedTuple):
     directory: Path
     pods: Callable[[Collection[bytes]], Mapping[bytes, str]]
     refusals: Callable[[], Mapping[str, str]]
-    #: What the data plane says of itself (datapath/view.py).
+    #: The state of the data plane (datapath/view.py).
     datapath: Callable[[], Mapping[str, object]] = dict
 
 
 def pages(local: Local) -> Mapping[str, Handler]:
-    """``/state``, and ``/pods`` for addresses that are in the body."""
+    """``/state``, and ``/pods`` for the addresses in the body."""
 
     def state(request: Request) -> Response:
         return _json({"version": __version__, "refusals": dict(local.refusals()), "datapath": local.datapath()})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of kube-proxy that apply here, by its names, labels, buckets and words (spec/metrics), and our own."""
+"""kube-proxy's metrics that apply here, with its names, labels, buckets and help (spec/metrics), and own metrics."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pyebpf_proxy.servers.numbers import EXP15, NETPROG, Counter, Gauge, Histogr
 
 _ALPHA = "[ALPHA] "
 _FAMILY = ("ip_family",)
-#: enum redirect_mode of bpf/node_maps.h in words; none: the slow path.
+#: Names of enum redirect_mode of bpf/node_maps.h; none: the slow path.
 REDIRECTS = ("none", "device", "peer")
-#: The reasons that say which way a new flow went, by the value of the label ``path``.
+#: The reasons that count new flows by their path, by the value of the label ``path``.
 _PATHS = {"new_flow_fast": "fast", "new_flow_netfilter": "netfilter", "new_flow_socket": "socket"}
-#: How reasons begin that say why a new flow, or a packet, took the slow path.
+#: Prefixes of the reasons why a new flow, or a packet, took the slow path.
 _SLOW = ("slow_", "stack_")
 #: The value of the label ``event`` by reason.
 _EVENTS = {
@@ -32,10 +32,10 @@ _EVENTS = {
 
 
 class DatapathNumbers(NamedTuple):
-    """What is read from the data plane at a scrape; each function is quick and safe in any thread.
+    """Sources of data-plane metrics, read at each scrape. Each function is fast and safe in any thread.
 
-    ``reasons``: packets and socket calls by reason. ``maps``: entries used and room, by map. ``xdp_devices``: mode of
-    XDP, by device. ``view``: see datapath/view.py.
+    ``reasons``: packets and socket calls by reason. ``maps``: used entries and capacity, by map. ``xdp_devices``: mode
+    of XDP, by interface. ``view``: see datapath/view.py.
     """
 
     reasons: Callable[[], Mapping[str, int]] = dict
@@ -45,7 +45,7 @@ class DatapathNumbers(NamedTuple):
 
 
 class Metrics:
-    """Every number that our own code writes. The fields are written by one thread each."""
+    """All metrics that the agent's own code writes. Each field is written by one thread only."""
 
     def __init__(self, datapath: DatapathNumbers) -> None:
         self.duration = _histogram("sync_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds", EXP15)
@@ -91,21 +91,23 @@ class Metrics:
         )
         self.healthz = _counter("proxy_healthz_total", "Cumulative proxy healthz HTTP status", ("code",))
         self.livez = _counter("proxy_livez_total", "Cumulative proxy livez HTTP status", ("code",))
-        self.synced_ports = Counter("pyebpf_proxy_synced_service_ports_total", "Service ports that syncs had to change")
-        self.failed_syncs = Counter("pyebpf_proxy_failed_syncs_total", "Syncs that the kernel refused")
+        self.synced_ports = Counter("pyebpf_proxy_synced_service_ports_total", "Service ports changed by syncs")
+        self.failed_syncs = Counter("pyebpf_proxy_failed_syncs_total", "Failed syncs")
         self.problems = Gauge(
-            "pyebpf_proxy_service_port_problems", "Service ports or addresses that cannot be served as they say, now"
+            "pyebpf_proxy_service_port_problems",
+            "Current number of service ports or addresses that are not served as specified",
         )
         self.overlaps = Gauge(
-            "pyebpf_proxy_service_addresses_of_nodes", "Service addresses that are also an address of a Node, now"
+            "pyebpf_proxy_service_addresses_of_nodes",
+            "Current number of service addresses that are also an address of a Node",
         )
         self.over_limit = Gauge(
             "pyebpf_proxy_service_over_limit",
-            "Services that have more than one may have, now: kinds of things that are left out",
+            "Services over a limit: current number of kinds of items that are left out",
             ("namespace", "service"),
         )
         self.source_complete = Gauge(
-            "pyebpf_proxy_source_complete", "1 when everything that exists has been delivered once"
+            "pyebpf_proxy_source_complete", "1 after the source has delivered all existing objects once"
         )
         self.source_delivered = Gauge(
             "pyebpf_proxy_source_last_delivery_timestamp_seconds", "When the source last delivered something"
@@ -120,7 +122,7 @@ class Metrics:
         self.registry.add(*_read(datapath))
 
     def count(self, path: str, code: int) -> None:
-        """An answer of the health server."""
+        """Count an answer of the health server."""
         (self.healthz if path == "/healthz" else self.livez).add(str(code))
 
 
@@ -133,7 +135,7 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
         return [((name,), number) for name, number in last.items()]
 
     def paths() -> Iterable[tuple[Labels, float]]:
-        # Of the same reading: it comes first, below.
+        # Of the same snapshot, which is taken first (below).
         return [((_PATHS[name],), number) for name, number in last.items() if name in _PATHS]
 
     def slow() -> Iterable[tuple[Labels, float]]:
@@ -142,7 +144,7 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
     yield Read(
         CounterMetricFamily,
         "pyebpf_proxy_reasons_total",
-        "Packets and socket calls by why they were treated as they were",
+        "Packets and socket calls, by reason for their treatment",
         ("reason",),
         reasons,
     )
@@ -156,7 +158,7 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
     yield Read(
         CounterMetricFamily,
         "pyebpf_proxy_slow_path_total",
-        "New flows (slow_) and packets (stack_, mostly of known flows) that took the slow path, by why",
+        "New flows (slow_) and packets (stack_, mostly of known flows) that took the slow path, by reason",
         ("reason",),
         slow,
     )
@@ -164,7 +166,7 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
     yield Read(
         GaugeMetricFamily,
         "pyebpf_proxy_xdp_device",
-        "Devices that carry the XDP program: always 1",
+        "Interfaces with the XDP program; always 1",
         ("device", "mode"),
         lambda: [(labels, 1) for labels in sorted(datapath.xdp_devices().items())],
     )
@@ -178,14 +180,14 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
     yield Read(
         GaugeMetricFamily,
         "pyebpf_proxy_map_max_entries",
-        "Entries that a BPF map has room for",
+        "Capacity of a BPF map, in entries",
         ("map",),
         lambda: [((name,), room) for name, (_, room) in datapath.maps().items()],
     )
 
 
 def _read_fast_path(datapath: DatapathNumbers, last: Callable[[], Mapping[str, int]]) -> Iterable[Read]:
-    """``last``: the reasons of this scrape."""
+    """``last``: the reasons read at this scrape."""
 
     def packets() -> Iterable[tuple[Labels, float]]:
         counts = last()
@@ -215,7 +217,7 @@ def _read_fast_path(datapath: DatapathNumbers, last: Callable[[], Mapping[str, i
     yield Read(
         CounterMetricFamily,
         "pyebpf_proxy_fast_path_packets_total",
-        "Packets that were sent by the flow table",
+        "Packets forwarded by the flow table",
         ("hook",),
         packets,
     )
@@ -223,21 +225,21 @@ def _read_fast_path(datapath: DatapathNumbers, last: Callable[[], Mapping[str, i
         CounterMetricFamily,
         "pyebpf_proxy_fast_path_events_total",
         "The flow table: permits for young flows, young flows that ended or were promoted to the kernel, entries of the"
-        " kernel's flows that were learned, confirmed, found changed, forgotten",
+        " kernel's flows that were learned, confirmed, changed, removed",
         ("event",),
         events,
     )
     yield Read(
         GaugeMetricFamily,
         "pyebpf_proxy_young_flows",
-        "Flows that conntrack does not know, by the last sweep",
+        "Flows without a conntrack entry, as of the last sweep",
         (),
         young,
     )
     yield Read(
         CounterMetricFamily,
         "pyebpf_proxy_promotion_failures_total",
-        "Young flows that conntrack did not take, by why; each trial counts",
+        "Failed promotions of young flows to conntrack, by reason; each attempt counts",
         ("outcome",),
         failures,
     )
@@ -251,7 +253,7 @@ def _read_fast_path(datapath: DatapathNumbers, last: Callable[[], Mapping[str, i
     yield Read(
         GaugeMetricFamily,
         "pyebpf_proxy_device",
-        "Devices by how the fast path sends by them: always 1",
+        "Interfaces, by the way in which the fast path redirects to them; always 1",
         ("device", "redirect"),
         devices,
     )

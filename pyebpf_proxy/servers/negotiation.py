@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which form of ``/flagz`` and ``/statusz`` a client gets, by its Accept header, as Kubernetes' servers decide."""
+"""The format of ``/flagz`` and ``/statusz`` by the client's Accept header, as in Kubernetes' servers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Clause(NamedTuple):
     parameters: dict[str, str]
 
     def fits(self, offered: str) -> bool:
-        """Whether this asks for ``offered``."""
+        """Whether this matches ``offered``."""
         kind, _, subtype = offered.partition("/")
         return (self.type, self.subtype) in ((kind, subtype), (kind, "*"), ("*", "*"))
 
 
 class Form(NamedTuple):
-    """What was agreed upon: ``version`` is "" for the text for people."""
+    """The negotiated format: ``version`` is "" for plain text."""
 
     media: str
     version: str
@@ -42,7 +42,7 @@ class Form(NamedTuple):
 
 
 def negotiate(request: Request, kind: str) -> Form | None:
-    """The form for an object of ``kind`` (``Flagz``, ``Statusz``); None if nothing that is asked for can be had."""
+    """The format for an object of ``kind`` (``Flagz``, ``Statusz``); None if no requested format is available."""
     header = request.headers.get("accept", "").strip()
     if not header:
         return Form(_TEXT, "", False)
@@ -60,7 +60,7 @@ def negotiate(request: Request, kind: str) -> Form | None:
 
 
 def clauses(header: str) -> list[Clause]:
-    """The parts of an Accept header, the most wanted first, what names a type before what takes any."""
+    """The parts of an Accept header by descending quality, specific types before wildcards."""
     return sorted(_clauses(header), key=lambda c: (-c.quality, c.type == "*", c.subtype == "*"))
 
 
@@ -113,7 +113,7 @@ def _pairs(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _pretty(request: Request, clause: Clause | None) -> bool:
-    """With line breaks: when it is asked for, and for programs that people use."""
+    """Whether to indent: on request, and for interactive clients."""
     if clause is not None and clause.parameters.get("pretty") == "1":
         return True
     asked = parse_qs(request.query).get("pretty")

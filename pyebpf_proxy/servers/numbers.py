@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters, gauges and histograms as plain numbers, and their text for Prometheus.
 
-Writers add to numbers and never wait; a scrape copies them and does the rest in the servers' thread. Names, help
-and bucket texts are those of kube-proxy's own library, down to ``le="1"`` where Python's says ``le="1.0"``;
-prometheus_client writes the text.
+Writers add to numbers and never wait. A scrape copies them and does the rest in the servers' thread. Names, help and
+bucket labels are those of kube-proxy's library, even ``le="1"`` instead of Python's ``le="1.0"``. prometheus_client
+writes the text.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Counter:
         self._values[labels] = self._values.get(labels, 0.0) + value
 
     def clear(self) -> None:
-        """Forget every combination of label values."""
+        """Remove all combinations of label values."""
         self._values.clear()
 
     def get(self, *labels: str) -> float:
-        """The number as it is now; 0 if it was never written."""
+        """The current number; 0 if it was never written."""
         return self._values.get(labels, 0.0)
 
     def collect(self) -> Metric:
@@ -69,16 +69,16 @@ class Gauge(Counter):
     kind = GaugeMetricFamily
 
     def set(self, *labels: str, value: float) -> None:
-        """Put ``value`` in the place of the number."""
+        """Set the number to ``value``."""
         self._values[labels] = value
 
     def replace(self, values: Mapping[Labels, float]) -> None:
-        """These by their labels, and no others."""
+        """Replace all samples by these, by label values."""
         self._values = dict(values)
 
 
 class Histogram:
-    """How often values fell into which bucket."""
+    """Numbers of values by bucket."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
         self.name = name
@@ -86,11 +86,11 @@ class Histogram:
         self._labels = list(labels)
         self._bounds = tuple(bounds)
         self._texts = [*map(_go_float, bounds), "+Inf"]
-        # One list each: how many in every bucket, then their sum.
+        # One list each: the counts of the buckets, then the sum.
         self._values: dict[Labels, list[float]] = {} if labels else {(): self._zeroes()}
 
     def observe(self, *labels: str, value: float) -> None:
-        """Note one value."""
+        """Record one value."""
         counts = self._values.get(labels)
         if counts is None:
             counts = self._values[labels] = self._zeroes()
@@ -115,7 +115,7 @@ class Histogram:
 
 
 class Read:
-    """Numbers that are somewhere else and are read at every scrape."""
+    """Numbers that are stored elsewhere and read at every scrape."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Read:
         labels: Sequence[str],
         read: Callable[[], Iterable[tuple[Labels, float]]],
     ) -> None:
-        """``read`` is called in the servers' thread and must be quick."""
+        """``read`` is called in the servers' thread and must be fast."""
         self.name = name
         self._make: Callable[[], CounterMetricFamily | GaugeMetricFamily] = partial(
             kind, name, text, labels=list(labels)
@@ -148,21 +148,21 @@ class Registry:
         self._others: list[Callable[[], Iterable[Metric]]] = []
 
     def add(self, *families: MetricFamily) -> None:
-        """Take metrics in; two of one name are a mistake."""
+        """Add metrics; duplicate names are an error."""
         self._families += families
         assert len(self.names) == len(set(self.names)), self.names
 
     def add_collector(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        """Take in something that makes its metrics itself, at every scrape."""
+        """Add a collector that produces its metrics at every scrape."""
         self._others.append(collect)
 
     @property
     def names(self) -> list[str]:
-        """The names of what was taken in by ``add``."""
+        """The names of the metrics given to ``add``."""
         return [family.name for family in self._families]
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric as it is now; one without any sample is left out, as Go's library does."""
+        """All current metrics; one without samples is left out, as in Go's library."""
         metrics = [family.collect() for family in self._families]
         for collect in self._others:
             metrics += collect()
@@ -182,7 +182,7 @@ def text(registry: Registry, accept: str) -> tuple[str, bytes]:
 
 
 class _Collected:
-    """What prometheus_client takes for a registry."""
+    """A registry for prometheus_client."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
@@ -192,7 +192,7 @@ class _Collected:
 
 
 def _canonical(metric: Metric) -> Metric:
-    """OpenMetrics wants ``le="1.0"``."""
+    """OpenMetrics requires ``le="1.0"``."""
     if metric.type == "histogram":
         metric.samples = [
             sample._replace(labels={**sample.labels, "le": repr(float(sample.labels["le"]))})

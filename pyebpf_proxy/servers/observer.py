@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loop tells, turned into metrics and health (spec/metrics §3). No I/O; the clock is given."""
+"""Turns the reports of the sync loop into metrics and health (spec/metrics §3). No I/O; the clock is a parameter."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from pyebpf_proxy.services.locality import NoLocal
 from pyebpf_proxy.services.model import IPFamily, ServicePort, ServicePortName
 from pyebpf_proxy.services.nodes import is_eligible
 
-#: So many Services over a limit have a sample of their own.
+#: At most this many Services over a limit have their own sample.
 MOST_OVER_LIMIT = 100
 
 _TRACKED = {"IPv4", "IPv6"}
 
 
 class SyncedObjects(Protocol):
-    """What is used of ``services.planner.Planner``: what the last sync has taken in."""
+    """The interface of ``services.planner.Planner``: the state as of the last sync."""
 
     def differs(self, namespace: str, name: str, service: Service | None) -> bool:
-        """Whether a Service says anything else than what is in use."""
+        """Whether a Service differs from the one in use."""
 
     def service_of_slice(self, namespace: str, name: str) -> tuple[str, str] | None:
-        """Namespace and name of the Service of a slice that is used."""
+        """Namespace and name of the Service of a slice in use."""
 
     def counts(self) -> Mapping[str, int]:
-        """How many objects of each kind are in use."""
+        """The number of objects in use, by kind."""
 
     @property
     def over(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
-        """Services that have more than one may have, and what of it is left out."""
+        """Services over a limit, and what is left out."""
 
     @property
     def shared(self) -> int:
-        """How many addresses of Services are also a Node's."""
+        """The number of service addresses that are also a Node's."""
 
 
 class Observer:
-    """The ``Observer`` of :class:`pyebpf_proxy.proxy.Proxy`; everything is called in the thread that programs."""
+    """The ``Observer`` of :class:`pyebpf_proxy.proxy.Proxy`; all methods are called in the syncing thread."""
 
     def __init__(
         self,
@@ -66,17 +66,17 @@ class Observer:
         self._start = clock().wall
         self._no_local = NoLocal()
         self._pending_services: set[tuple[str, str]] = set()
-        # By service: (family, trigger time in ns) of what no sync has applied yet; and slices of these.
+        # By service: (family, trigger time in ns) of changes that no sync has applied yet, and their slices.
         self._triggers: dict[tuple[str, str], list[tuple[str, int]]] = {}
         self._service_of_new: dict[tuple[str, str], tuple[str, str]] = {}
         self._eligible = False
 
     def node_eligible(self) -> bool:
-        """Whether our Node may get traffic (§11.2). Safe in any thread."""
+        """Whether this Node may get traffic (spec/service-semantics §11.2). Safe in any thread."""
         return self._eligible
 
     def changed(self, changes: Sequence[Change], complete: bool = True) -> None:
-        """The source delivered. Both families' trackers see a Service, only its own sees a slice."""
+        """The source delivered changes. A Service counts in both families' trackers, a slice only in its own."""
         metrics = self._metrics
         metrics.source_delivered.set(value=self._clock().wall / 1e9)
         metrics.source_complete.set(value=float(complete or metrics.source_complete.get() == 1))
@@ -92,14 +92,14 @@ class Observer:
         metrics.service_pending.set(value=len(self._pending_services))
 
     def queued(self) -> None:
-        """A sync was asked for."""
+        """A sync was requested."""
         now = self._clock()
         for family, text in FAMILIES.items():
             self._metrics.last_queued.set(text, value=now.wall / 1e9)
             self._health.queued(family, now)
 
     def planned(self, delta: Mapping[ServicePortName, ServicePort | None]) -> None:
-        """A sync has taken the changes; ``delta`` is what it has to write."""
+        """A sync has picked up the changes; ``delta`` is what it has to write."""
         self._pending_services.clear()
         self._metrics.service_pending.set(value=0)
         self._metrics.endpoint_pending.set(value=0)
@@ -112,7 +112,7 @@ class Observer:
         self._no_local.update(delta)
 
     def synced(self, seconds: float, ok: bool, full: bool, problems: int = 0) -> None:
-        """A sync, of both families, ended after ``seconds``; so many service ports or addresses are left out."""
+        """A sync of both families ended after ``seconds``; with the number of service ports or addresses left out."""
         now = self._clock()
         metrics = self._metrics
         for family, text in FAMILIES.items():
@@ -135,14 +135,14 @@ class Observer:
         self._applied()
 
     def reconciled(self, family: IPFamily, seconds: float, deleted: int) -> None:
-        """Stale flows of a family were looked for, and so many deleted."""
+        """The conntrack clean-up of a family ended; with the number of deleted flows."""
         self._metrics.reconciled.observe(FAMILIES[family], value=seconds)
         self._metrics.reconciler_deleted.add(FAMILIES[family], value=deleted)
 
     # ---- changes -----------------------------------------------------------------------------------------------
 
     def _service(self, key: tuple[str, str], service: Service | None) -> None:
-        """A change that is undone before a sync took it is none."""
+        """A change that is undone before a sync picks it up does not count."""
         if self._known.differs(*key, service):
             self._pending_services.add(key)
         else:
@@ -153,7 +153,7 @@ class Observer:
             service = self._service_of_new.pop(key, None) or self._known.service_of_slice(*key)
             if service is None:
                 return
-            # The time of a deletion is not known, and what was pending for the service is not measured either.
+            # The time of a deletion is unknown; pending changes of the service are not measured either.
             self._triggers.pop(service, None)
         else:
             name = service_of(endpoint_slice)
@@ -169,7 +169,7 @@ class Observer:
 
 
 def _trigger_time(endpoint_slice: EndpointSlice) -> int | None:
-    """Nanoseconds since 1970 of the annotation; None if it has none that can be read."""
+    """Nanoseconds since 1970 of the annotation; None if it is absent or malformed."""
     annotations = endpoint_slice.metadata.annotations
     text = annotations.last_change_trigger_time if annotations is not None else None
     if text is None:

@@ -13,10 +13,10 @@ from pyebpf_proxy.servers.numbers import Counter, Gauge, Registry, text
 
 
 class Mux:
-    """Paths and who answers them, to the letter; any method, as kube-proxy's."""
+    """Routes exact paths to handlers, for any method, as in kube-proxy."""
 
     def __init__(self, paths: dict[str, Handler], folders: dict[str, Handler]) -> None:
-        """``folders``: for paths that begin so and are not in ``paths``."""
+        """``folders``: handlers by path prefix, for paths that are not in ``paths``."""
         self._paths = paths
         self._folders = folders
 
@@ -28,13 +28,13 @@ class Mux:
 
 
 def fixed(headers: tuple[tuple[str, str], ...], body: str) -> Handler:
-    """A page that is always the same."""
+    """A constant page."""
     answer = Response(200, headers, body.encode())
     return lambda request: answer
 
 
 def scrape(registry: Registry, start: float) -> Handler:
-    """A page of metrics; ``start``: when the process began, seconds since 1970."""
+    """A page of metrics; ``start``: start of the process, seconds since 1970."""
 
     def answer(request: Request) -> Response:
         content_type, body = text(registry, request.headers.get("accept", ""))
@@ -44,10 +44,10 @@ def scrape(registry: Registry, start: float) -> Handler:
 
 
 class Checks:
-    """The generic check of Kubernetes' servers with its one check ``ping``, and what ``/metrics/slis`` says of it."""
+    """The generic health check of Kubernetes' servers with the only check ``ping``, and its ``/metrics/slis``."""
 
     def __init__(self, start: float) -> None:
-        """``start``: when the process began, seconds since 1970."""
+        """``start``: start of the process, seconds since 1970."""
         registry = Registry()
         self._last = Gauge(
             "kubernetes_healthcheck",
@@ -72,7 +72,7 @@ class Checks:
         return Response(200, TEXT_HEADERS, b"ok")
 
     def slis(self, request: Request) -> Response:
-        """``/metrics/slis``; DELETE begins to count anew."""
+        """``/metrics/slis``; DELETE resets the counters."""
         if request.method != "DELETE":
             return self._scrape(request)
         self._last.clear()
@@ -81,7 +81,7 @@ class Checks:
 
 
 def ping(request: Request) -> Response:
-    """The check ``ping`` alone."""
+    """Only the check ``ping``."""
     return Response(200, (("Content-Type", "text/plain; charset=utf-8"),), b"ok")
 
 

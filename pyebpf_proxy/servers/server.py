@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server of all ports: one thread with a loop of its own, whose clients cannot harm anything else.
+"""The HTTP server of all ports: one thread with its own event loop, isolated from the rest of the agent.
 
-What a client can cost is bounded: connections, bytes kept, header lines, requests handled in one go, and the share of
-time that the thread takes from the one that programs. Handlers are plain functions and run on the server's thread.
+The cost of a client is bounded: connections, buffered bytes, header lines, requests handled at a time, and the share
+of CPU time that the thread takes from the syncing thread. Handlers are plain functions and run in the server's thread.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pyebpf_proxy.servers.http import Handler, Pool, Source, Sources
 Network = Literal["tcp", "tcp4", "tcp6"]
 
 BIND_RETRY_SECONDS = 5.0
-#: How often connections that have taken too long are looked for.
+#: Interval of the check for connections that take too long.
 SWEEP_SECONDS = 1.0
 BACKLOG = 1024
-#: So many new connections are taken before others have their turn.
+#: New connections accepted at a time before existing ones are served.
 ACCEPTS = 32
-#: A source that has all its connections and owes so much time gets no new one (seconds). Else it has one that waits:
-#: who is refused at once asks again at once.
+#: A source with its maximum of connections that owes this much time (seconds) gets no new one. Below that, a new
+#: connection is accepted and waits: a refused client would retry at once.
 MOST_DEBT = 0.5
-#: The share of a processor for connections that are refused at once, and how long others wait for it at most (seconds).
+#: The share of a CPU for refusing connections, and the maximum wait for it (seconds).
 REFUSALS = 0.15
 REFUSAL_WAIT = 0.005
 
@@ -40,11 +40,11 @@ _log = Logger("servers")
 
 
 class BindError(Exception):
-    """An address cannot be had; the text is Go's: ``listen tcp 1.2.3.4:5: bind: address already in use``."""
+    """An address cannot be bound; the message is Go's: ``listen tcp 1.2.3.4:5: bind: address already in use``."""
 
 
 def listening_socket(host: str, port: int, network: Network = "tcp") -> socket.socket:
-    """A listening socket as Go makes it: with ``tcp``, 0.0.0.0 and :: both mean all addresses of both families."""
+    """A listening socket as in Go: with ``tcp``, 0.0.0.0 and :: both mean all addresses of both families."""
     address = ip_address(host)
     both = network == "tcp" and address.is_unspecified and socket.has_ipv6
     family = socket.AF_INET6 if both or address.version == 6 else socket.AF_INET
@@ -77,7 +77,7 @@ def listening_socket(host: str, port: int, network: Network = "tcp") -> socket.s
 
 
 class Open:
-    """One address being listened on, with its connections. Only for the server's thread."""
+    """A listening address with its connections. Only for the server's thread."""
 
     def __init__(self, listener: socket.socket, handler: Handler, pool: Pool, sources: Sources) -> None:
         self._sources = sources
@@ -91,7 +91,7 @@ class Open:
         self._loop.add_reader(listener, self._accept)
 
     def close(self) -> None:
-        """Stop listening and cut all connections."""
+        """Stop listening and abort all connections."""
         self._loop.remove_reader(self._listener)
         self._listener.close()
         for connection in list(self._connections):
@@ -104,7 +104,7 @@ class Open:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # No descriptors or memory left: who waits in the queue waits a little longer.
+                # Out of descriptors or memory: connections stay in the queue a little longer.
                 _log.warning("a connection could not be accepted", error=error.strerror)
                 self._loop.remove_reader(self._listener)
                 self._loop.call_later(1, self._again)
@@ -112,7 +112,7 @@ class Open:
             try:
                 source = self._source(accepted)
             except OSError:
-                accepted.close()  # it has gone already
+                accepted.close()  # the peer is gone already
                 continue
             now = self._loop.time()
             if not source.own and source.connections >= self._pool.most_of(source) and source.rest(now) > MOST_DEBT:
@@ -153,7 +153,7 @@ class _TooLate(asyncio.Protocol):
 
 
 class Server:
-    """The thread and its loop. ``call`` is for other threads; what it calls may use ``open`` and ``serve``."""
+    """The thread and its loop. Other threads use ``call``; the called function may use ``open`` and ``serve``."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -175,12 +175,12 @@ class Server:
             self._thread.join(timeout=2)
 
     def call(self, function: Callable[..., None], *arguments: object) -> None:
-        """Run a function on the server's thread, soon. Safe in any thread, also when the server has ended."""
+        """Schedule a function on the server's thread. Safe in any thread, even after the server has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def pool(self, limit: int) -> Pool:
-        """A new bound for connections; those in it are looked after."""
+        """A new pool of connections; the server enforces its timeouts."""
         pool = Pool(limit)
         self._pools.append(pool)
         return pool
@@ -192,11 +192,11 @@ class Server:
         return opened
 
     def open_socket(self, listener: socket.socket, handler: Handler, pool: Pool) -> None:
-        """Serve a socket that listens already. Only in the server's thread."""
+        """Serve a listening socket. Only in the server's thread."""
         self._opened.append(Open(listener, handler, pool, self._sources))
 
     def close(self, opened: Open) -> None:
-        """The opposite of ``open``."""
+        """Undo ``open``."""
         self._opened.remove(opened)
         opened.close()
 
@@ -210,7 +210,7 @@ class Server:
     ) -> None:
         """Listen as soon as it is possible. Safe in any thread.
 
-        ``failed`` is given the reason in the server's thread, and says whether it is tried again in 5 s.
+        ``failed`` is called with the reason in the server's thread; it returns whether to retry in 5 s.
         """
 
         async def retry() -> None:
@@ -256,7 +256,7 @@ class Server:
 
 
 def _say(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What goes wrong with a socket is one line, not a traceback."""
+    """Log an error of a socket as one line, not as a traceback."""
     error = context.get("exception")
     if isinstance(error, OSError):
         _log.warning("a server's socket failed", error=error.strerror or str(error))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All servers of one agent: health, metrics, health check node ports, and what they show."""
+"""All servers of one agent: health, metrics, health check node ports, and their pages."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from pyebpf_proxy.servers.pages import Mux, metrics_pages
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
 from pyebpf_proxy.services.model import IPFamily
 
-#: Connections at a time, of one server.
+#: Concurrent connections of one server.
 CONNECTIONS = 128
-#: Before the agent ends, its last Event needs a moment to get out.
+#: Time for the last Event to be sent before the agent exits.
 EVENT_SECONDS = 2.0
 
 _log = Logger("servers")
 
 
 class Planner(SyncedObjects, Protocol):
-    """What is used of ``services.planner.Planner``."""
+    """The interface of ``services.planner.Planner``."""
 
     @property
     def health_checks(self) -> Mapping[HealthCheckName, HealthCheck]:
-        """Health check node ports, and what is to be answered there."""
+        """Health check node ports and their answers."""
 
     node_ips: dict[IPFamily, bytes]
 
 
 class Servers:
-    """Made and started in the loop that programs; :attr:`observer` is what that loop tells everything to."""
+    """Created and started by the sync loop, which reports to :attr:`observer`."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class Servers:
         more: Iterable[MetricFamily] = (),
         local: Local | None = None,
     ) -> None:
-        """``addresses``: every address of this node's devices. ``more``: other rooms' metrics.
+        """``addresses``: all addresses of this node's interfaces. ``more``: metrics of other packages.
 
-        ``local``: what commands on the node may ask, None: nothing.
+        ``local``: handler of the commands' socket, None: no socket.
         """
         self._settings = settings
         self._events = events
@@ -85,11 +85,11 @@ class Servers:
         self._health_pages = HealthPages(health, self.observer.node_eligible, self.metrics.count)
         self._metrics_pages = metrics_pages(shown, self.metrics, settings.enable_profiling)
         self._local = local
-        #: Why the health server's address is not this agent's; "": it is, or there is to be none.
+        #: Why this agent does not hold the health server's address; "": it does, or none is configured.
         self._health_missing = "" if settings.healthz_address is None else "it is not bound yet"
 
     def start(self) -> None:
-        """Returns at once; what cannot be bound is said, and tried again or fatal (bindAddressHardFail)."""
+        """Returns at once. A failed bind is logged and retried, or fatal (bindAddressHardFail)."""
         self._server.start()
         settings = self._settings
         if settings.healthz_address is not None:
@@ -106,22 +106,23 @@ class Servers:
         try:
             listener = listening_socket(local.directory)
         except OSError as error:
-            _log.warning("commands on this node cannot ask the agent", socket=SOCKET, error=error.strerror)
+            _log.warning("commands on this node cannot query the agent", socket=SOCKET, error=error.strerror)
             return
         self._server.open_socket(listener, handler, self._server.pool(CONNECTIONS))
 
     def _ready(self, request: Request) -> Response:
-        """``/healthz``, and no while another process answers it on this node in our place."""
+        """``/healthz``; 503 while another process serves it on this node instead of this agent."""
         if self._health_missing:
-            return Response(503, TEXT_HEADERS, f"the health server is not ours: {self._health_missing}\n".encode())
+            text = f"this agent does not serve the health address: {self._health_missing}\n"
+            return Response(503, TEXT_HEADERS, text.encode())
         return self._health_pages(request._replace(path="/healthz"))
 
     async def guard(self) -> None:
-        """Waits for ever; FatalError when an address cannot be had and bindAddressHardFail is set."""
+        """Wait forever; FatalError if an address cannot be bound and bindAddressHardFail is set."""
         await self._unserved
 
     def stop(self) -> None:
-        """Close every socket; requests being answered are given up with the process."""
+        """Close every socket; requests in progress are dropped."""
         self._server.stop()
         if self._local is not None:
             remove_socket(self._local.directory)
@@ -135,7 +136,7 @@ class Servers:
                 error = f"failed to start proxy healthz on {shown}: {error}"
             if not self._settings.bind_address_hard_fail:
                 seconds = int(server.BIND_RETRY_SECONDS)
-                _log.error(f"{what} address cannot be bound, tried again", error=error, seconds=seconds)
+                _log.error(f"{what} address cannot be bound, retrying", error=error, seconds=seconds)
                 return True
             reason = "FailedToStartMetricServer"
             if what == "health":

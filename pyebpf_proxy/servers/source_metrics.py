@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every source of objects tells about what it was given."""
+"""Metrics about the objects that a source has read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class SourceMetrics:
         self._lock = threading.Lock()
         self._bad = Gauge(
             "pyebpf_proxy_bad_objects",
-            "Objects that break a rule, now: refused as a whole, or used in part, without what is wrong",
+            "Current number of invalid objects: refused as a whole, or used without the invalid parts",
             ("kind", "outcome"),
         )
 
     @property
     def families(self) -> Sequence[MetricFamily]:
-        """What a registry is to take in."""
+        """The metrics for a registry."""
         return (self._bad,)
 
     def bad(self, kind: str, refused: int, in_part: int) -> None:

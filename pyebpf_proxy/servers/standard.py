@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics that every Kubernetes program has: the process, the build, the feature gates (spec/metrics §5)."""
+"""Metrics that every Kubernetes component has: process, build, feature gates (spec/metrics §5)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from prometheus_client.registry import CollectorRegistry
 from pyebpf_proxy import KUBERNETES_VERSION
 from pyebpf_proxy.servers.numbers import Labels, Registry
 
-#: What RLIMIT_AS is shown as where there is no limit, as Go's library does.
+#: The value shown for an unlimited RLIMIT_AS, as in Go's library.
 _NO_LIMIT = float(1 << 64)
 
 
 def start_time() -> float:
-    """When this process began, seconds since 1970; now where /proc does not say."""
+    """Start of this process, seconds since 1970; the current time if /proc does not have it."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
@@ -32,7 +32,7 @@ def start_time() -> float:
 
 
 def add_process(registry: Registry) -> None:
-    """What prometheus_client knows of the process and of Python, and the limit it leaves out."""
+    """prometheus_client's metrics of the process and of Python, and the memory limit that it lacks."""
     own = CollectorRegistry()
     prometheus_client.ProcessCollector(registry=own)
     prometheus_client.PlatformCollector(registry=own)
@@ -42,7 +42,7 @@ def add_process(registry: Registry) -> None:
 
 
 def add_slis(registry: Registry, start: float) -> None:
-    """What ``/metrics/slis`` has besides checks: the start of the process."""
+    """Metrics of ``/metrics/slis`` besides the checks: the start of the process."""
     registry.add_collector(lambda: [_single("process_start_time_seconds", _START, start)])
 
 
@@ -50,7 +50,7 @@ _START = "[ALPHA] Start time of the process since unix epoch in seconds."
 
 
 def add_build(registry: Registry, gates: Mapping[str, tuple[str, bool]], alpha: int) -> None:
-    """Build and gates; ``gates``: stage and whether it is on, by name. ``alpha``: how many ALPHA metrics there are."""
+    """Build and gates; ``gates``: stage and whether it is on, by name. ``alpha``: the number of ALPHA metrics."""
     build = _family("kubernetes_build_info", _BUILD, build_info(), [(tuple(build_info().values()), 1.0)])
     features = _family(
         "kubernetes_feature_enabled",
@@ -74,7 +74,7 @@ def add_build(registry: Registry, gates: Mapping[str, tuple[str, bool]], alpha: 
 
 
 def build_info() -> dict[str, str]:
-    """Labels of ``kubernetes_build_info``: the release that is followed, and what runs it."""
+    """Labels of ``kubernetes_build_info``: the reference release, and the Python runtime."""
     major, minor = KUBERNETES_VERSION.removeprefix("v").split(".")[:2]
     machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``/flagz``, ``/statusz`` and ``/debug/flags``: for people who look at one agent (spec/service-semantics §11.3)."""
+"""``/flagz``, ``/statusz`` and ``/debug/flags``: debugging pages of one agent (spec/service-semantics §11.3)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ kube-proxy {name}
 Warning: This endpoint is not meant to be machine parseable, has no formatting compatibility guarantees and is for \
 debugging purposes only.
 """
-#: One is chosen at random, so that nobody begins to parse the text.
+#: One is chosen at random, to discourage parsing of the text.
 _SEPARATORS = (":", ": ", "=", " ")
 
 _FLAGS_PAGE = """<html>
@@ -55,7 +55,7 @@ def flagz(flags: Mapping[str, str]) -> Handler:
 
 
 def statusz(paths: Iterable[str], start: float, clock: Callable[[], float] = time.time) -> Handler:
-    """Since when it runs, what it is, and what else is served. ``start``, ``clock``: seconds since 1970."""
+    """Uptime, version and other paths. ``start``, ``clock``: seconds since 1970."""
     start = int(start)
     folders = sorted({f"/{path.split('/')[1]}" for path in paths})
     version = KUBERNETES_VERSION.removeprefix("v")
@@ -93,12 +93,12 @@ def statusz(paths: Iterable[str], start: float, clock: Callable[[], float] = tim
 
 
 def debug_flags(request: Request) -> Response:
-    """Which flags may be set while it runs: v."""
+    """The flags that may be set at run time: v."""
     return Response(200, (("Content-Type", "text/html; charset=utf-8"),), _FLAGS_PAGE.encode())
 
 
 def verbosity(set_to: Callable[[int], None]) -> Handler:
-    """``PUT /debug/flags/v``: another verbosity of the log."""
+    """``PUT /debug/flags/v``: set the log verbosity."""
 
     def answer(request: Request) -> Response:
         if request.method != "PUT":
@@ -119,7 +119,7 @@ def no_profiles(request: Request) -> Response:
     return Response(
         404,
         (("Content-Type", "text/plain; charset=utf-8"), ("X-Content-Type-Options", "nosniff")),
-        b"no profiles are served: this is a Python program, look at its process with py-spy\n",
+        b"no profiles are served: this is a Python program, use py-spy to profile its process\n",
     )
 
 

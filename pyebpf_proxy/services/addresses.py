@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Addresses and prefixes as packed bytes, read as kube-proxy reads them (spec/service-semantics §1.2).
 
-A hundred thousand endpoint addresses are read at start, so the common case is one ``inet_pton``; texts that
-it refuses get a second look for leading zeros, which count as decimal.
+A hundred thousand endpoint addresses are parsed at start, so the common case is one ``inet_pton``. Texts that it
+rejects are parsed again with leading zeros, which count as decimal.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def format_address_port(packed: bytes, port: int) -> str:
 
 
 def parse_prefix(text: str) -> SourceRange | None:
-    """``address/length`` trimmed of white space, leading zeros decimal, host bits cut off; None if it is none."""
+    """``address/length``, trimmed, leading zeros decimal, host bits cut off; None if it is malformed."""
     address, slash, length = text.strip().partition("/")
     packed = parse_address(address)
     if packed is None or not slash or not (length.isascii() and length.isdigit()):
         return None
-    if ":" in address and len(packed) == 4:  # a mapped address: the length would count other bits
+    if ":" in address and len(packed) == 4:  # IPv4-mapped: the length would count IPv6 bits
         return None
     bits = len(packed) * 8
     prefix_length = int(length)
@@ -76,7 +76,7 @@ def format_prefix(prefix: SourceRange) -> str:
 
 
 def contains(prefix: SourceRange, packed: bytes) -> bool:
-    """Whether the address is inside the prefix; never across families."""
+    """Whether the address is inside the prefix; False across families."""
     if len(prefix.address) != len(packed):
         return False
     host_bits = len(packed) * 8 - prefix.prefix_length
@@ -84,13 +84,13 @@ def contains(prefix: SourceRange, packed: bytes) -> bool:
 
 
 def unusable_reason(packed: bytes, *, link_local: bool = False) -> str | None:
-    """Why nothing can be served at (or sent to) this address, as a noun phrase; None for a good address.
+    """Why an address cannot be a frontend or an endpoint, as a noun phrase; None for a usable address.
 
-    These are the addresses that the API server refuses too (spec/service-semantics §1.4). A zero address would
-    moreover be taken for a NodePort in the maps, and loopback or link-local endpoints would let whoever writes
-    an EndpointSlice reach services that are meant for the node alone (its own daemons, a cloud's metadata).
+    The API server rejects these addresses too (spec/service-semantics §1.4). A zero address would denote a NodePort in
+    the maps. Loopback or link-local endpoints would let the author of an EndpointSlice reach services that are only for
+    the node (its daemons, a cloud's metadata server).
 
-    :param link_local: whether link-local addresses are good (they are as a service's address, not as an endpoint's).
+    :param link_local: whether link-local addresses are usable (as frontends, not as endpoints).
     """
     first = packed[0]
     if len(packed) == 4:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is served at an address that two service ports name.
+"""Which service port gets an address that several of them claim.
 
-The API server prevents most of it; with manifests, with stale data, or with an externalIP that somebody names, it
-happens. kube-proxy leaves the outcome to the order of its writes (spec/service-semantics §8). Here the kind of address
-decides first, for anybody may name any externalIP, and only the cluster gives out the others; then the older object
-wins, then the first by namespace and name. The others are served as soon as the winner leaves.
+The API server prevents most conflicts. They occur with manifests, stale data and externalIPs. In kube-proxy the order
+of writes decides (spec/service-semantics §8). Here the kind of address decides first: users may set any externalIP,
+but only the cluster allocates the other kinds. Then the older object wins, then the first by namespace and name. The
+losers are served as soon as the winner is gone.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from .addresses import format_address_port
 from .model import Frontend, FrontendKind, Protocol, ServicePortName
 
-#: Where in a Service an address of each kind stands, for messages.
+#: The field of a Service for each kind of address, for messages.
 FIELDS = {
     FrontendKind.CLUSTER_IP: "spec.clusterIPs",
     FrontendKind.EXTERNAL_IP: "spec.externalIPs",
     FrontendKind.LOAD_BALANCER: "status.loadBalancer.ingress",
     FrontendKind.NODE_PORT: "spec.ports.nodePort",
 }
-#: The smallest has an address. What the cluster allocates comes first, what anybody may write comes last.
+#: The smallest wins. Addresses that the cluster allocates come first, those that any user may set come last.
 KIND_RANK = {
     FrontendKind.CLUSTER_IP: 0,
     FrontendKind.NODE_PORT: 1,
@@ -32,7 +32,7 @@ KIND_RANK = {
 
 
 class Claim(NamedTuple):
-    """An address of the data plane's frontend maps. A NodePort's address is all zero."""
+    """A key of the data plane's frontend maps. A NodePort's address is all zero."""
 
     address: bytes
     port: int
@@ -44,7 +44,7 @@ class Claim(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """One claim with more than one claimant; ``losers`` are not served at it. ``kinds``: what it is to each of them."""
+    """A claim with several claimants. ``losers`` are not served at it; ``kinds``: the kind of address for each."""
 
     claim: Claim
     winner: ServicePortName
@@ -58,7 +58,7 @@ def claim_of(name: ServicePortName, frontend: Frontend) -> Claim:
 
 
 class Claims:
-    """Claimants of every address; only addresses with more than one cost more than a dictionary entry.
+    """The claimants of every address. Only addresses with several of them cost more than a dictionary entry.
 
     :param rank: orders claimants of one kind, the smallest wins.
     """
@@ -69,11 +69,11 @@ class Claims:
         self._contested: dict[Claim, set[ServicePortName]] = {}
 
     def holder(self, claim: Claim) -> ServicePortName | None:
-        """Who is served there, as far as it is settled."""
+        """The service port that is served there, as last settled."""
         return self._holder.get(claim)
 
     def add(self, claim: Claim, name: ServicePortName) -> bool:
-        """Note a claimant. True if the claim is contested (now): settle it."""
+        """Add a claimant. True if the claim is contested and must be settled."""
         contenders = self._contested.get(claim)
         if contenders is not None:
             contenders.add(name)
@@ -85,7 +85,7 @@ class Claims:
         return True
 
     def remove(self, claim: Claim, name: ServicePortName) -> bool:
-        """Forget a claimant. True if the claim was contested: settle it."""
+        """Remove a claimant. True if the claim was contested and must be settled."""
         contenders = self._contested.get(claim)
         if contenders is None:
             if self._holder.get(claim) == name:
@@ -95,9 +95,9 @@ class Claims:
         return True
 
     def settle(self, claim: Claim, kind_of: Callable[[ServicePortName, Claim], FrontendKind]) -> Conflict | None:
-        """Decide a contested claim: the conflict that remains, or None when one claimant (or none) is left.
+        """Decide a contested claim: the remaining conflict, or None if at most one claimant is left.
 
-        ``kind_of`` tells what the address is to a claimant.
+        ``kind_of`` gives the kind of address for a claimant.
         """
         contenders = self._contested.get(claim, set())
         if not contenders:

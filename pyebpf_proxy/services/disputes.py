@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the addresses that it names a service port has: others may claim them, or they are the cluster's own."""
+"""Which addresses a service port gets: others may claim them too, or they belong to the cluster."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Remember = Callable[[ServicePortName], None]
 
 
 class Disputes:
-    """Kept up to date by ``leave`` and ``enter``; ``settle`` ends an update.
+    """Settles claims. ``leave`` and ``enter`` report changes; ``settle`` ends an update.
 
     :param rank: orders claimants of one kind of address, the smallest wins.
-    :param wanted: every service port there is, with all addresses that it names.
+    :param wanted: all service ports, with all addresses that they list.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class Disputes:
         self._overlaps = overlaps
         self._claims = Claims(rank)
         self._conflicts: dict[Claim, Conflict] = {}
-        #: Claims that must be settled, and NodePorts whose holder may be another now.
+        #: Claims that must be settled, and NodePorts whose holder may have changed.
         self._disputed: set[Claim] = set()
         self._node_ports: set[Claim] = set()
         self.losses = Losses()
         self.guard = Guard(check, self._claims.holder)
 
     def leave(self, port: ServicePort) -> None:
-        """A service port goes, or gives way to another version of itself."""
+        """A service port is deleted, or replaced by a new version."""
         for frontend in port.frontends:
             claim = claim_of(port.name, frontend)
             if frontend.kind is FrontendKind.NODE_PORT:
@@ -52,7 +52,7 @@ class Disputes:
                 self._disputed.add(claim)
 
     def enter(self, port: ServicePort) -> None:
-        """A service port is there, with all addresses that it names."""
+        """A service port is added, with all addresses that it lists."""
         for frontend in port.frontends:
             claim = claim_of(port.name, frontend)
             if frontend.kind is FrontendKind.NODE_PORT:
@@ -63,9 +63,9 @@ class Disputes:
                 self._disputed.add(claim)
 
     def settle(self, remember: Remember) -> None:
-        """Decide who has what, for all that is touched. ``remember`` is called before a service port becomes another.
+        """Settle everything that changed. ``remember`` is called before a service port changes.
 
-        NodePorts first: who has one decides whether others may name it on a Node's address.
+        NodePorts are settled first: their holder decides whether others may use them on a Node's address.
         """
         kinds: dict[ServicePortName, dict[Claim, FrontendKind]] = {}
 
@@ -88,7 +88,7 @@ class Disputes:
         self._disputed, self._node_ports = set(), set()
 
     def _review(self, name: ServicePortName, remember: Remember) -> None:
-        """Hold the addresses of a service port against what is the cluster's own now."""
+        """Check the addresses of a service port against the cluster's own."""
         for frontend in self._wanted[name].frontends:
             claim = claim_of(name, frontend)
             lost = self.losses.of(name).get(claim)
@@ -109,7 +109,7 @@ class Disputes:
     def _settle(
         self, claim: Claim, kind_of: Callable[[ServicePortName, Claim], FrontendKind], remember: Remember
     ) -> None:
-        """Decide a disputed claim and mark who lost it."""
+        """Settle a contested claim and record its losers."""
         was = self._conflicts.pop(claim, None)
         conflict = self._claims.settle(claim, kind_of)
         lost = dict(zip(conflict.losers, conflict.kinds, strict=True)) if conflict is not None else {}

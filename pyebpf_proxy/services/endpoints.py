@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """EndpointSlices to the endpoint lists of a service port (spec/service-semantics §1.4, §3).
 
-A slice is read once into a :class:`SliceView`: packed addresses, conditions as bits, local or not. The lists of a
-service port are then made from the views of its service only.
+Each slice is read once into a :class:`SliceView`: packed addresses, conditions as bits, local or not. The lists of a
+service port are built from the views of its Service only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ READY = 1
 SERVING = 2
 TERMINATING = 4
 LOCAL = 8
-# A last resort: no endpoint is ready, but this one still serves while it terminates.
+# Used only if no endpoint is ready: terminating, but still serving.
 FALLBACK = SERVING | TERMINATING
 
 _FAMILIES = {"IPv4": IPFamily.IPV4, "IPv6": IPFamily.IPV6}
@@ -38,7 +38,7 @@ _NO_CONDITIONS = READY | SERVING
 
 
 class Hints(NamedTuple):
-    """For which zones and nodes an endpoint is meant; None: it has no such hint."""
+    """Zone and node hints of an endpoint; None: it has no hint of that kind."""
 
     zones: frozenset[str] | None
     nodes: frozenset[str] | None
@@ -50,10 +50,10 @@ PortNumbers = Mapping[tuple[str, Protocol], tuple[int, ...]]
 
 
 class SliceView(msgspec.Struct, frozen=True, gc=False):
-    """What a slice says: one family, port numbers by (name, protocol), endpoints in the slice's order.
+    """The content of a slice: its family, port numbers by (name, protocol), endpoints in the slice's order.
 
-    Endpoints are kept packed, a hundred thousand of them must not take much: addresses one after the other, one byte
-    of flags for each, and hints for each if any of them has some. Their pods' names, if any has one, by :mod:`pods`.
+    Endpoints are packed to save memory: concatenated addresses, one byte of flags each, and hints if any endpoint has
+    some. Names of pods are stored by :mod:`pods`.
     """
 
     family: IPFamily
@@ -69,7 +69,7 @@ class SliceView(msgspec.Struct, frozen=True, gc=False):
         return zip(addresses, self.flags, self.hints or repeat(NO_HINTS))  # noqa: B905 (one of them has no end)
 
     def first(self, number: int) -> SliceView:
-        """The slice with its first endpoints only, and without their pods' names."""
+        """The slice with only its first endpoints and without names of pods."""
         size = _ADDRESS[self.family].size
         return SliceView(
             self.family, self.ports, self.addresses[: number * size], self.flags[:number], self.hints[:number]
@@ -85,23 +85,23 @@ class Lists(NamedTuple):
     any_endpoints: bool
 
 
-#: Endpoints times ports that one Service may have in a family, so that it cannot fill the maps.
+#: Maximum of endpoints times ports of one Service in a family, so that it cannot fill the maps.
 MOST_ENDPOINTS = 32768
-#: Endpoints that are read of one slice; the API server takes no more than 1000 in one.
+#: Maximum of endpoints read from one slice; the API server allows 1000.
 MOST_IN_SLICE = 10_000
 
 NO_LISTS = Lists((), (), (), False)
 
 
 class Topology(NamedTuple):
-    """Where we are: our node's name and the zone of its label ("" if it has none)."""
+    """The name of this Node, and the zone of its label ("" if it has none)."""
 
     node: str
     zone: str
 
 
 def service_of(endpoint_slice: objects.EndpointSlice) -> str | None:
-    """Name of the Service that a slice belongs to; None for a slice that is not used."""
+    """Name of the Service of a slice; None for a slice that is not used."""
     labels = endpoint_slice.metadata.labels
     if labels is None or HEADLESS_LABEL in labels:
         return None
@@ -109,7 +109,7 @@ def service_of(endpoint_slice: objects.EndpointSlice) -> str | None:
 
 
 def view_slice(endpoint_slice: objects.EndpointSlice, node_name: str) -> SliceView | None:
-    """Read a slice; None if its addressType is no IP family. Endpoints that cannot be used are left out."""
+    """Read a slice; None if its addressType is not an IP family. Unusable endpoints are left out."""
     family = _FAMILIES.get(endpoint_slice.address_type or "")
     if family is None:
         return None
@@ -162,7 +162,7 @@ def _hints(hints: objects.EndpointHints) -> Hints:
     return _shared_hints(zones, nodes) if zones or nodes else NO_HINTS
 
 
-# Most slices of a cluster have one of a few lists of ports, most endpoints one of a few zones: each is kept once.
+# Most slices share a few lists of ports, most endpoints a few zones: each is stored once.
 
 
 @lru_cache(maxsize=1024)
@@ -179,15 +179,15 @@ def _shared_hints(zones: tuple[str, ...], nodes: tuple[str, ...]) -> Hints:
 
 
 class SliceEndpoint(NamedTuple):
-    """One endpoint of a service port, and what its slice says of it."""
+    """One endpoint of a service port, with flags and hints of its slice."""
 
     endpoint: Endpoint
     flags: int
     hints: Hints
 
 
-# Slices of a service with several of them: a change of one must not read all others again. So many are kept, of up to
-# a hundred endpoints each, as the endpoint slice controller makes them: some 200 bytes for an endpoint.
+# Cache for services with several slices: a change of one slice must not read all others again. A slice of the
+# EndpointSlice controller has up to 100 endpoints; an endpoint takes about 200 bytes.
 _KEPT_SLICES = 64
 
 
@@ -195,7 +195,7 @@ _KEPT_SLICES = 64
 def _entries(
     family: IPFamily, number: int, addresses: bytes, flags: bytes, hints: tuple[Hints, ...]
 ) -> dict[str, SliceEndpoint] | None:
-    """What a slice says of one port number, by the text ``ip:port``, in that order; None if it says a text twice."""
+    """The endpoints of a slice for one port number, by the text ``ip:port``, sorted; None if a text occurs twice."""
     view = SliceView(family, {}, addresses, flags, hints)
     found = {
         format_address_port(address, number): SliceEndpoint(Endpoint(address, number, flag & LOCAL != 0), flag, hint)
@@ -205,19 +205,19 @@ def _entries(
 
 
 def count(views: Iterable[SliceView], port: tuple[str, Protocol]) -> int:
-    """How many endpoints one service port has in these slices, those that are there twice counted twice."""
+    """The number of endpoints of one service port in these slices; duplicates count twice."""
     return sum(len(view.flags) * len(view.ports.get(port, ())) for view in views)
 
 
 def entries(protocol: Protocol) -> int:
-    """How many places of the maps an endpoint takes: those of UDP are looked up by Service too."""
+    """The number of map entries of an endpoint: UDP endpoints are also looked up by Service."""
     return 2 if protocol is Protocol.UDP else 1
 
 
 def merge(views: Sequence[SliceView], port: tuple[str, Protocol], most: int = MOST_ENDPOINTS) -> list[SliceEndpoint]:
-    """The endpoints of one service port, each once, in the order of the text ``ip:port``.
+    """The endpoints of one service port, without duplicates, in the order of the text ``ip:port``.
 
-    Of more than ``most`` the first, slice by slice: the others are not even read.
+    At most ``most``, the first ones slice by slice; the others are not read.
     """
     if count(views, port) <= most:
         return _merge(views, port)
@@ -233,10 +233,10 @@ def merge(views: Sequence[SliceView], port: tuple[str, Protocol], most: int = MO
 
 
 def _merge(views: Sequence[SliceView], port: tuple[str, Protocol]) -> list[SliceEndpoint]:
-    """All of them."""
+    """All endpoints of one service port."""
     numbers = [(view, number) for view in views for number in view.ports.get(port, ())]
     if len(numbers) > 1:
-        # The usual case: no endpoint is in two of them.
+        # The usual case: no endpoint is in two slices.
         found: dict[str, SliceEndpoint] = {}
         for view, number in numbers:
             entries = _entries(view.family, number, view.addresses, view.flags, view.hints)
@@ -254,8 +254,8 @@ def _merge_duplicates(numbers: Iterable[tuple[SliceView, int]]) -> list[SliceEnd
     for view, number in numbers:
         for address, flags, hints in view.members():
             text = format_address_port(address, number)
-            # During a hand-over between slices an old terminating copy must not hide a good one. Of two that
-            # terminate kube-proxy keeps the first, though service-semantics §3 would have the later one.
+            # While an endpoint moves between slices, an old terminating copy must not hide a ready one. Of two
+            # terminating copies kube-proxy keeps the first, although service-semantics §3 names the later one.
             if flags & TERMINATING and text in found:
                 continue
             found[text] = SliceEndpoint(Endpoint(address, number, flags & LOCAL != 0), flags, hints)
@@ -265,7 +265,7 @@ def _merge_duplicates(numbers: Iterable[tuple[SliceView, int]]) -> list[SliceEnd
 def choose_lists(
     known: Sequence[SliceEndpoint], topology: Topology, *, cluster: bool, local: bool, serving: bool
 ) -> Lists:
-    """The lists of §3. ``cluster``, ``local``, ``serving``: which of them are asked for."""
+    """The lists of §3. ``cluster``, ``local``, ``serving``: which of them are needed."""
     if not known:
         return NO_LISTS
     cluster_list: list[Endpoint] = []
@@ -289,7 +289,7 @@ def choose_lists(
 def _nearest(ready: list[SliceEndpoint], topology: Topology) -> list[SliceEndpoint]:
     """The ready topology filter: by node hints, else by zone hints, else everything (§3)."""
     if not ready or (ready[0].hints.zones is None and ready[0].hints.nodes is None):
-        return ready  # the usual case, without looking at the others: one endpoint without hints is enough
+        return ready  # the usual case: one endpoint without hints is enough
     if all(entry.hints.nodes for entry in ready):
         near = [entry for entry in ready if topology.node in (entry.hints.nodes or ())]
         if near:

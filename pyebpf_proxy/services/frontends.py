@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Service to its service ports, still without endpoints (spec/service-semantics §§1, 7)."""
+"""From a Service to its service ports, without endpoints (spec/service-semantics §§1, 7)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SERVICE_PROXY_NAME_LABEL = "service.kubernetes.io/service-proxy-name"
 
 DEFAULT_AFFINITY_SECONDS = 10800
 
-# What one Service may have in a family, so that it cannot fill the maps (docs/objects.md, "What one Service may take").
+# Limits of one Service in a family, so that it cannot fill the maps (docs/objects.md, "What one Service may take").
 MOST_PORTS = 1024
 #: Addresses besides the ClusterIP, times ports.
 MOST_EXTERNAL = 2048
@@ -31,7 +31,7 @@ _FAMILIES = {"IPv4": IPFamily.IPV4, "IPv6": IPFamily.IPV6}
 
 
 def is_served(service: objects.Service) -> bool:
-    """Whether the Service is any of our business (spec/service-semantics §1.1)."""
+    """Whether the proxy handles the Service (spec/service-semantics §1.1)."""
     if service.spec.cluster_ip in (None, "", "None") or service.spec.type == "ExternalName":
         return False
     return SERVICE_PROXY_NAME_LABEL not in (service.metadata.labels or ())
@@ -46,16 +46,16 @@ def service_ports(
     external_ips: bool = True,
     denied: Denied = Denied.NOTHING,
 ) -> tuple[ServicePort, ...]:
-    """Every service port of a Service in every family it has, endpoint lists still empty.
+    """Every service port of a Service in each of its families, with empty endpoint lists.
 
-    ``external_ips``: whether they are served (feature gate AllowServiceExternalIPs). ``denied``: what is not made.
+    ``external_ips``: whether they are served (feature gate AllowServiceExternalIPs). ``denied``: what is left out.
 
-    Addresses are in the order ClusterIP, LoadBalancer VIPs, external IPs, NodePort; one that is listed twice counts
-    as the first of these.
+    Addresses are in the order ClusterIP, LoadBalancer VIPs, external IPs, NodePort; a duplicate counts as the first of
+    these kinds.
     """
     if not is_served(service) or denied & Denied.PORTS:
         return ()
-    # The last of two ports of one identity wins.
+    # Of two ports with the same identity the last one wins.
     found: dict[ServicePortName, ServicePort] = {}
     for family in IPFamily:
         cluster_ip = _cluster_ip(service.spec, family)
@@ -108,12 +108,12 @@ def _ports_of_family(
 
 
 def _most_addresses(spec: objects.ServiceSpec) -> int:
-    """How many addresses besides its ClusterIP a Service may have in a family: whole ones, with all of its ports."""
+    """The number of addresses, each with all ports, that a Service may have in a family besides its ClusterIP."""
     return MOST_EXTERNAL // max(1, min(len(spec.ports or ()), MOST_PORTS))
 
 
 def need(service: objects.Service, *, external_ips: bool = True) -> Need:
-    """What a Service takes of its namespace's share, at most: counted, not made."""
+    """An upper bound of what a Service takes of its namespace's share; its ports are counted, not built."""
     spec = service.spec
     number = min(len(spec.ports or ()), MOST_PORTS)
     node_ports = sum(1 for port in (spec.ports or ())[:MOST_PORTS] if port.node_port)
@@ -131,12 +131,12 @@ def need(service: objects.Service, *, external_ips: bool = True) -> Need:
 
 
 def _count(texts: Iterable[str], family: IPFamily) -> int:
-    """How many of them look like addresses or ranges of a family."""
+    """The number of texts that look like addresses or ranges of a family."""
     return sum((":" in text) == (family is IPFamily.IPV6) for text in texts)
 
 
 def reduced(port: ServicePort, denied: Denied) -> ServicePort | None:
-    """A service port without what is denied, None if that is all."""
+    """A service port without what is denied; None if nothing remains."""
     family = port.name.family
     if denied & Denied.PORTS:
         return None
@@ -151,7 +151,7 @@ def reduced(port: ServicePort, denied: Denied) -> ServicePort | None:
 
 
 def over_limits(service: objects.Service, *, external_ips: bool = True) -> tuple[str, ...]:
-    """What of a Service is left out because it is too much, each ``field: what``; counted, not made."""
+    """What is left out of a Service that is over a limit, each ``field: what``; its ports are counted, not built."""
     spec = service.spec
     found = []
     if (ports := len(spec.ports or ())) > MOST_PORTS:
@@ -174,7 +174,7 @@ def over_limits(service: objects.Service, *, external_ips: bool = True) -> tuple
 
 
 def with_node_ip(port: ServicePort, node_ip: bytes | None) -> ServicePort:
-    """The same service port on a node of another address."""
+    """The same service port on a node with other addresses."""
     return msgspec.structs.replace(port, vip_source_allowed=_is_within(node_ip, port.source_ranges))
 
 
@@ -215,12 +215,12 @@ def _usable(family: IPFamily, texts: Iterable[str]) -> list[bytes]:
 
 def _source_ranges(spec: objects.ServiceSpec, family: IPFamily) -> tuple[SourceRange, ...]:
     ranges = set(_ranges_of(spec, family, MOST_RANGES))
-    # One that holds every address is no restriction.
+    # A range with every address is no restriction.
     return () if any(prefix.prefix_length == 0 for prefix in ranges) else tuple(sorted(ranges))
 
 
 def _ranges_of(spec: objects.ServiceSpec, family: IPFamily, most: int | None) -> Iterator[SourceRange]:
-    """The ranges of a family, as many as are asked for."""
+    """The first ranges of a family, at most as many as requested."""
     size = len(UNSPECIFIED[family])
     found = (
         prefix
@@ -239,12 +239,12 @@ def _affinity_seconds(spec: objects.ServiceSpec) -> int:
 
 
 def uses_cluster_list(port: ServicePort) -> bool:
-    """Whether anything may be sent to endpoints anywhere (spec/service-semantics §1.3)."""
+    """Whether the service port uses endpoints on all nodes (spec/service-semantics §1.3)."""
     return not port.internal_local or is_externally_accessible(port)
 
 
 def uses_local_list(port: ServicePort) -> bool:
-    """Whether anything is sent to this node's endpoints only (spec/service-semantics §1.3)."""
+    """Whether the service port uses a list of local endpoints (spec/service-semantics §1.3)."""
     return port.internal_local or (port.external_local and is_externally_accessible(port))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses that a Service may name, and that are somebody else's all the same.
+"""Refuses external IPs that belong to the cluster itself or to another tenant. A tenant is a namespace.
 
-Whoever may write a Service may name any externalIP, and with kube-proxy gets what is sent there (CVE-2020-8554). What
-is the cluster's own is refused: docs/objects.md says what, and why no more than that. A tenant is a namespace.
+A user who may create Services can set any externalIP, and kube-proxy then redirects its traffic (CVE-2020-8554).
+docs/objects.md lists the refused addresses and the reasons.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from .claims import Claim
 from .model import Frontend, FrontendKind, IPFamily, Protocol, ServicePortName
 from .nodes import Network
 
-#: checked: what is known to be another's is refused; strict: any address of a Node too; unchecked: nothing.
+#: checked: refuse addresses known to be in use; strict: also any address of a Node; unchecked: refuse nothing.
 Check = Literal["checked", "strict", "unchecked"]
 #: The Service whose endpoints are the API servers.
 API_SERVER = ("default", "kubernetes")
 
-#: An address, port and protocol where somebody listens.
+#: A listening address, port and protocol.
 Place = tuple[bytes, int, Protocol]
 
 _GUARDED = (FrontendKind.EXTERNAL_IP, FrontendKind.LOAD_BALANCER)
 
 
 class Guard:
-    """What is known of the cluster's own addresses, and what it says of a frontend.
+    """The cluster's own addresses, and the check of frontends against them.
 
-    :param node_port: who has a NodePort, by its claim.
+    :param node_port: returns the holder of a NodePort, by its claim.
     """
 
     def __init__(self, check: Check, node_port: Callable[[Claim], ServicePortName | None]) -> None:
@@ -39,26 +39,26 @@ class Guard:
         self._kubelets: frozenset[tuple[bytes, int]] = frozenset()
         self._api_servers: frozenset[Place] = frozenset()
         self._ranges: dict[IPFamily, list[tuple[int, int, Network]]] = {family: [] for family in IPFamily}
-        #: Something is other than before: every address may have another answer.
+        #: The cluster's addresses changed: every frontend must be checked again.
         self.changed = False
 
     def set_nodes(self, nodes: Mapping[bytes, str]) -> None:
-        """Nodes by their addresses."""
+        """Set the names of Nodes, by address."""
         self._nodes = nodes
         self.changed = True
 
     def set_kubelets(self, places: frozenset[tuple[bytes, int]]) -> None:
-        """Where kubelets listen."""
+        """Set the addresses and ports of kubelets."""
         self.changed |= places != self._kubelets
         self._kubelets = places
 
     def set_api_servers(self, places: frozenset[Place]) -> None:
-        """Where API servers listen."""
+        """Set the listening addresses of API servers."""
         self.changed |= places != self._api_servers
         self._api_servers = places
 
     def set_service_cidrs(self, networks: Iterable[Network]) -> None:
-        """What ClusterIPs are taken from."""
+        """Set the ServiceCIDRs."""
         self.changed = True
         self._ranges = {family: [] for family in IPFamily}
         for network in sorted(networks, key=str):
@@ -66,10 +66,10 @@ class Guard:
             self._ranges[IPFamily(network.version)].append((shift, int(network.network_address) >> shift, network))
 
     def why_not(self, name: ServicePortName, frontend: Frontend) -> str:
-        """What an address of a Service is that it shall not have, as a noun phrase; empty: it may have it.
+        """Why a frontend is refused, as a noun phrase for the address; empty: it is accepted.
 
-        ClusterIPs and NodePorts are given out by the cluster. So are addresses of load balancers, but not their ports:
-        on a Node they may be NodePorts of others.
+        The cluster allocates ClusterIPs and NodePorts. It also allocates load balancer addresses, but not their ports:
+        on a Node's address they may be NodePorts of other Services.
         """
         if frontend.kind not in _GUARDED or self._check == "unchecked":
             return ""

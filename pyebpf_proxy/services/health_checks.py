@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Health check node ports: which there are, and how many endpoints are here (spec/service-semantics §11.1)."""
+"""Health check node ports and their numbers of local endpoints (spec/service-semantics §11.1)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HealthCheckName(NamedTuple):
 
 
 class HealthCheck(NamedTuple):
-    """The port to listen on, and the number of distinct addresses of endpoints that are local and ready."""
+    """The port to listen on, and the number of distinct addresses of local ready endpoints."""
 
     port: int
     local: int
@@ -32,13 +32,13 @@ Touched = tuple[tuple[str, str], int, Sequence[ServicePort], Mapping[str, SliceV
 
 
 class HealthChecks:
-    """Kept up to date by what changes. ``wanted`` is replaced when it changes, never changed in place."""
+    """All health checks, updated incrementally. ``wanted`` is replaced when it changes, never modified."""
 
     def __init__(self) -> None:
         self.wanted: dict[HealthCheckName, HealthCheck] = {}
 
     def update(self, touched: Iterable[Touched]) -> None:
-        """Take in Services that may have changed: name, :func:`health_check_port`, service ports, slices."""
+        """Update Services that may have changed: name, :func:`health_check_port`, service ports, slices."""
         changes: dict[HealthCheckName, HealthCheck | None] = {}
         for key, number, ports, slices in touched:
             families = {port.name.family for port in ports} if number else set()
@@ -53,7 +53,7 @@ class HealthChecks:
 
 
 def health_check_port(service: objects.Service) -> int:
-    """The Service's health check node port, 0 if it has none in force."""
+    """The Service's health check node port, 0 if none is in use."""
     if service.spec.type != "LoadBalancer" or service.spec.external_traffic_policy != "Local":
         return 0
     return service.spec.health_check_node_port or 0

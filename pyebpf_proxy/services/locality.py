@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Service ports whose policy is Local where nobody is local, though there are endpoints elsewhere (spec/metrics §3)."""
+"""Service ports with policy Local that have endpoints on other nodes, but no local ones (spec/metrics §3)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .model import IPFamily, ServicePort, ServicePortName
 
 
 class NoLocal:
-    """Their number, kept up to date by what changes."""
+    """The number of these service ports, updated incrementally."""
 
     def __init__(self) -> None:
         self._internal: dict[IPFamily, set[ServicePortName]] = {family: set() for family in IPFamily}
         self._external: dict[IPFamily, set[ServicePortName]] = {family: set() for family in IPFamily}
 
     def update(self, delta: Mapping[ServicePortName, ServicePort | None]) -> None:
-        """Take in what the service ports are now; None for one that is gone."""
+        """Update service ports; None for a deleted one."""
         for name, port in delta.items():
             lacks = port is not None and port.any_endpoints and not port.local
             for names, local in (
@@ -29,5 +29,5 @@ class NoLocal:
                     names.discard(name)
 
     def counts(self, family: IPFamily) -> dict[str, int]:
-        """By traffic policy: ``internal`` and ``external``."""
+        """The numbers by traffic policy: ``internal`` and ``external``."""
         return {"internal": len(self._internal[family]), "external": len(self._external[family])}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses that service ports name and are not served at: which, why, and what is said of them.
+"""Addresses that a Service lists but that are not served for it: which, why, and the log lines about them.
 
-Texts are made for the Services that changed, when somebody asks for news: a Service with 20 000 conflicts costs
-nothing while others change, and never more than a few lines.
+Lines are formatted only for changed Services, when news are requested. A Service with 20 000 conflicts costs nothing
+while others change, and never logs more than a few lines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .claims import FIELDS, Claim
 from .model import FrontendKind, ServicePortName
 
-#: So many addresses of a Service are named; of more only the number is said.
+#: At most this many addresses of a Service are logged; for the others only their number.
 LINES = 8
 #: The reason of an Event about an address that was refused.
 REFUSED = "AddressRefused"
@@ -22,7 +22,7 @@ OVER_LIMIT = "OverLimit"
 
 
 class Said(NamedTuple):
-    """A line about a Service. ``reason``: of the Event that it is worth, empty for none."""
+    """A log line about a Service. ``reason``: of its Event, empty for no Event."""
 
     namespace: str
     name: str
@@ -31,7 +31,7 @@ class Said(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """A service port is not served at ``claim``: ``winner`` is, or (None) it was refused. A text by ``str``."""
+    """A service port is not served at ``claim``: ``winner`` is, or (None) it was refused. ``str`` gives the message."""
 
     name: ServicePortName
     claim: Claim
@@ -42,18 +42,18 @@ class Loss(NamedTuple):
     def __str__(self) -> str:
         which = f"Service {self.name.namespace}/{self.name.name}: {FIELDS[self.kind]}: {self.claim}"
         if self.winner is None:
-            return f"{which} is {self.why}: refused, is not served there"
-        return f"{which} is that of Service {self.winner.namespace}/{self.winner.name} already, is not served there"
+            return f"{which} is {self.why}: refused, not served there"
+        return f"{which} is already used by Service {self.winner.namespace}/{self.winner.name}, not served there"
 
 
 class News:
-    """Lines of Services, each said once, and once more when it is over and comes back."""
+    """Log lines of Services. Each is logged once, and again if the problem ends and comes back."""
 
     def __init__(self) -> None:
         self._said: dict[tuple[str, str], frozenset[Said]] = {}
 
     def of(self, key: tuple[str, str], lines: Iterable[Said]) -> list[Said]:
-        """What is new among the lines of a Service; they are all that there is to say of it now."""
+        """The new ones among ``lines``, which are all current lines of a Service."""
         lines = list(lines)
         before = self._said.pop(key, frozenset())
         if lines:
@@ -65,19 +65,19 @@ _NONE: Mapping[Claim, Loss] = {}
 
 
 class Losses:
-    """All of them, by Service and service port."""
+    """All losses, by Service and service port."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[str, str], dict[ServicePortName, dict[Claim, Loss]]] = {}
         self._touched: dict[tuple[str, str], None] = {}
         self._news = News()
-        #: How many there are now.
+        #: The current number of losses.
         self.count = 0
-        #: Services that have more than one may have, and what of it is left out, ``field: what``.
+        #: Services over a limit, and what is left out, as ``field: what``.
         self.over: dict[tuple[str, str], tuple[str, ...]] = {}
 
     def set_over(self, key: tuple[str, str], what: tuple[str, ...]) -> None:
-        """This of a Service is left out because it is too much; nothing: it has no more than it may."""
+        """Set what is left out of a Service that is over a limit; empty: it is within its limits."""
         if self.over.pop(key, ()) != what:
             self._touched[key] = None
         if what:
@@ -89,12 +89,12 @@ class Losses:
                 yield from lost.values()
 
     def of(self, name: ServicePortName) -> Mapping[Claim, Loss]:
-        """What a service port is not served at."""
+        """The losses of a service port."""
         ports = self._of.get((name.namespace, name.name))
         return _NONE if ports is None else ports.get(name, _NONE)
 
     def put(self, loss: Loss) -> None:
-        """A service port is not served there (now for another reason, perhaps)."""
+        """Add a loss, or replace its reason."""
         key = (loss.name.namespace, loss.name.name)
         lost = self._of.setdefault(key, {}).setdefault(loss.name, {})
         self.count += loss.claim not in lost
@@ -102,7 +102,7 @@ class Losses:
         self._touched[key] = None
 
     def drop(self, name: ServicePortName, claim: Claim) -> None:
-        """That is over. Nothing happens if it was not so."""
+        """Remove a loss, if there is one."""
         key = (name.namespace, name.name)
         lost = self._of.get(key, {}).get(name)
         if lost is None or lost.pop(claim, None) is None:
@@ -115,7 +115,7 @@ class Losses:
                 del self._of[key]
 
     def news(self) -> list[Said]:
-        """What is to be said that was not said before."""
+        """The lines that were not logged before."""
         touched, self._touched = self._touched, {}
         return [line for key in touched for line in self._news.of(key, self._lines(key))]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the control plane wants programmed: frontends, endpoints and policies of a service port.
+"""The desired state of the data plane: frontends, endpoints and policies of each service port.
 
-Pure values. ``services.planner`` makes them from Kubernetes objects, ``datapath``
-turns them into map entries; neither an API object nor a map appears here.
+Pure values. ``services.planner`` computes them from Kubernetes objects, ``datapath`` converts them to map entries.
+Neither API objects nor maps appear here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ServicePortName(NamedTuple):
 
 
 class Frontend(NamedTuple):
-    """An address a service port is reached at. Packed address, network order; all zero for a NodePort."""
+    """An address of a service port. Packed address, network order; all zero for a NodePort."""
 
     kind: FrontendKind
     address: bytes
@@ -62,7 +62,7 @@ class Frontend(NamedTuple):
 class Endpoint(msgspec.Struct, frozen=True, gc=False):
     """One usable endpoint. Packed address, network order; port as a number.
 
-    A struct and no tuple: there are a hundred thousand of them, and so each takes half the room.
+    A struct instead of a tuple takes half the memory; there may be a hundred thousand of them.
     """
 
     address: bytes
@@ -78,12 +78,12 @@ class SourceRange(NamedTuple):
 
 
 class ServicePort(msgspec.Struct, frozen=True, gc=False):
-    """Everything the data plane must know of one service port in one family.
+    """Everything the data plane needs for one service port in one family.
 
-    ``cluster`` and ``local`` are the lists of spec/service-semantics §3, in the order of the text
-    ``ip:port``. ``serving`` holds every serving endpoint (ready or not), filled for UDP only: flows to
-    anything else are stale (§10). ``source_ranges`` is empty when there is no restriction in force (§7);
-    ``vip_source_allowed``: the node is inside one of them, so the service's own VIPs may be sources too.
+    ``cluster`` and ``local`` are the lists of spec/service-semantics §3, in the order of the text ``ip:port``.
+    ``serving`` has every serving endpoint (ready or not), for UDP only: flows to other endpoints are stale (§10).
+    ``source_ranges`` is empty if no restriction is in force (§7). ``vip_source_allowed``: the node is inside one of
+    them, so the service's own VIPs may be sources too.
     """
 
     name: ServicePortName

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read from Nodes: our zone and IPs, everybody's pod CIDRs and addresses (spec/configuration §5.3)."""
+"""What is read from Nodes: zone and IPs of this Node, pod CIDRs and addresses of all (spec/configuration §5.3)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NodeView(NamedTuple):
 
 
 def view_node(node: objects.Node) -> NodeView:
-    """Read a Node; what cannot be read is left out."""
+    """Read a Node; malformed values are left out."""
     addresses = (node.status.addresses if node.status else None) or ()
     ips: dict[IPFamily, bytes] = {}
     all_addresses = set()
@@ -60,7 +60,7 @@ def view_node(node: objects.Node) -> NodeView:
 
 
 def networks_of(texts: Iterable[str]) -> tuple[Network, ...]:
-    """CIDRs as Kubernetes writes them; what cannot be read is left out."""
+    """CIDRs as Kubernetes writes them; malformed ones are left out."""
     return tuple(ip_network(format_prefix(prefix)) for text in texts if (prefix := parse_prefix(text)))
 
 
@@ -68,7 +68,8 @@ NO_NODE = NodeView("", {}, frozenset(), ())
 
 
 def is_eligible(node: objects.Node | None) -> bool:
-    """Whether load balancers may send traffic to a Node: it exists and is not going away (spec §11.2)."""
+    """Whether load balancers may send traffic to a Node: it exists and is not being removed
+    (spec/service-semantics §11.2)."""
     if node is None or node.metadata.deletion_timestamp is not None:
         return False
     taints = (node.spec.taints if node.spec is not None else None) or ()

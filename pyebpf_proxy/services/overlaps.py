@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Service addresses that are addresses of Nodes too.
+"""Service addresses that are also addresses of Nodes.
 
-Nothing is wrong with that (spec/service-semantics §13): at that port the service is served, at others the Node's own
-programs, and NodePorts. But what listens there at the same port is not reached any more, so it is worth a line.
+This is allowed (spec/service-semantics §13): the Service is served at its port, the Node's own programs and NodePorts
+at other ports. A program of the Node that listens on the same port becomes unreachable, so the overlap is logged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Key = tuple[str, str]
 
 
 class Overlap(NamedTuple):
-    """A service port's address that is also a Node's. A text for people by ``str``."""
+    """A service port's address that is also a Node's. ``str`` gives the message."""
 
     name: ServicePortName
     frontend: Frontend
@@ -28,11 +28,11 @@ class Overlap(NamedTuple):
     def __str__(self) -> str:
         where = f"{format_address_port(self.frontend.address, self.frontend.port)}/{self.name.protocol.name}"
         which = f"Service {self.name.namespace}/{self.name.name}: {FIELDS[self.frontend.kind]}"
-        return f"{which}: {where} is an address of Node {self.node}: what listens there itself is not reached"
+        return f"{which}: {where} is an address of Node {self.node}: processes that listen there are unreachable"
 
 
 class Overlaps:
-    """Kept up to date service by service; a change of the Nodes' addresses looks at all of them."""
+    """All overlaps, updated by service. A change of the Nodes' addresses checks all services."""
 
     def __init__(self) -> None:
         self._owners: Mapping[bytes, str] = {}
@@ -40,26 +40,26 @@ class Overlaps:
         self._by_port: dict[tuple[IPFamily, Claim], set[ServicePortName]] = {}
         self._touched: dict[Key, None] = {}
         self._news = News()
-        #: How many there are now.
+        #: The current number of overlaps.
         self.count = 0
 
     @property
     def all(self) -> frozenset[Overlap]:
-        """Those that there are now."""
+        """The current overlaps."""
         return frozenset(overlap for of in self._found.values() for overlap in of)
 
     def at(self, node_port: Claim) -> Iterable[ServicePortName]:
-        """Service ports that name an address of a Node with the port and protocol of a NodePort."""
+        """Service ports that use an address of a Node with the port and protocol of a NodePort."""
         family = IPFamily.IPV4 if len(node_port.address) == 4 else IPFamily.IPV6
         return self._by_port.get((family, node_port._replace(address=b"")), ())
 
     def news(self) -> list[Said]:
-        """What is to be said that was not said before."""
+        """The lines that were not logged before."""
         touched, self._touched = self._touched, {}
         return [line for key in touched for line in self._news.of(key, self._lines(key))]
 
     def service(self, key: Key, ports: Iterable[ServicePort]) -> None:
-        """A Service has these ports now; none: it is gone."""
+        """Set the ports of a Service; none: it is deleted."""
         owners = self._owners
         found = tuple(
             Overlap(port.name, frontend, owners[frontend.address])
@@ -83,7 +83,7 @@ class Overlaps:
             self._by_port.setdefault(_by_port(overlap), set()).add(overlap.name)
 
     def nodes(self, owners: Mapping[bytes, str], services: Iterable[tuple[Key, Iterable[ServicePort]]]) -> None:
-        """The Nodes have these addresses now, by packed address; ``services`` are all there are, with their ports."""
+        """Set the Nodes' addresses, by packed address; ``services``: all services with their ports."""
         self._owners = owners
         for key, ports in services:
             self.service(key, ports)

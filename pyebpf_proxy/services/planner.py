@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects in, service ports out; a change costs what it touches, not what exists.
+"""Computes service ports from objects. The cost of a change depends on what it affects, not on the cluster's size.
 
-State is indexed by service: a slice that changed makes the lists of its service anew and nothing else. Only our own
-node's zone or IPs concern everybody.
+State is indexed by Service: a changed slice rebuilds only the lists of its Service. Only zone and IPs of this Node
+affect all Services.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ServiceKey(NamedTuple):
 
 
 class _Service(msgspec.Struct, frozen=True, gc=False):
-    """What is kept of a Service that is served: less than half the room of the whole object.
+    """What is kept of a Service that is served: less than half the memory of the whole object.
 
-    ``ports`` have no endpoints yet. ``created`` is only ever asked in conflicts. ``health_check_port``: 0 for none.
-    ``over``: what is left out because it is too much. ``held``: what it is made of once its namespace has room again,
-    where something is left out for want of it: the object, or all of its ports, compressed.
+    ``ports`` have no endpoints yet. ``created`` is used only in conflicts. ``health_check_port``: 0 for none. ``over``:
+    what is left out because it is over a limit. ``held``: the object, or all of its ports, compressed, if something is
+    left out because its namespace is at its limit; the Service is rebuilt from it when that changes.
     """
 
     ports: tuple[ServicePort, ...]
@@ -58,12 +58,12 @@ class _Service(msgspec.Struct, frozen=True, gc=False):
 
 
 class PlanSettings(msgspec.Struct, frozen=True):
-    """What the plan depends on besides the objects.
+    """The inputs of the plan besides the objects.
 
-    ``node_name``: of our Node, as in ``nodeName`` of endpoints. ``node_ip``: packed address of a ``bindAddress`` that
+    ``node_name``: of this Node, as in ``nodeName`` of endpoints. ``node_ip``: packed address of a ``bindAddress`` that
     is not unspecified; it replaces the Node's own of that family (spec/configuration §5.3). ``external_ips``: whether
     external IPs are served (feature gate AllowServiceExternalIPs). ``check``: which of them are refused. ``limits``:
-    what one namespace may have.
+    those of one namespace.
     """
 
     node_name: str
@@ -74,11 +74,11 @@ class PlanSettings(msgspec.Struct, frozen=True):
 
 
 class Planner:
-    """The plan, kept up to date by :meth:`update`.
+    """The plan, updated by :meth:`update`.
 
-    Read-only for others: ``node_ips`` (our node's, primary family first) and ``node_cidrs`` (the first of its pod CIDRs
-    in each family), ``pod_cidrs`` and ``node_addresses`` of all Nodes. All are replaced, never changed in place, and
-    stay the same object when nothing in them changes.
+    Read-only for others: ``node_ips`` (of this Node, primary family first) and ``node_cidrs`` (its first pod CIDR of
+    each family), ``pod_cidrs`` and ``node_addresses`` of all Nodes. They are replaced when they change, never modified,
+    and otherwise remain the same object.
     """
 
     def __init__(self, settings: PlanSettings) -> None:
@@ -90,7 +90,7 @@ class Planner:
             family: EndpointShares(most) for family, most in zip(IPFamily, settings.limits.endpoints, strict=True)
         }
         self._nodes: dict[str, NodeView] = {}
-        # What every service port wants, and what of it others have.
+        # All addresses that the service ports list, and those that they lost to others.
         self._wanted: dict[ServicePortName, ServicePort] = {}
         self._health_checks = HealthChecks()
         self._overlaps = Overlaps()
@@ -108,40 +108,40 @@ class Planner:
 
     @property
     def names(self) -> KeysView[ServicePortName]:
-        """Every service port that exists now."""
+        """All current service ports."""
         return self._wanted.keys()
 
     @property
     def conflicts(self) -> frozenset[Loss]:
-        """Addresses that are not served as their Services say, now: each a text by ``str``. All are copied."""
+        """The addresses that are currently not served for their Services; a copy. ``str`` gives the message."""
         return frozenset(self._disputes.losses)
 
     @property
     def lost(self) -> int:
-        """How many ``conflicts`` there are."""
+        """The number of ``conflicts``."""
         return self._disputes.losses.count
 
     @property
     def over(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
-        """Services that have more than one may have, and what of it is left out. For the thread that plans."""
+        """Services over a limit, and what is left out. Only for the planning thread."""
         return self._disputes.losses.over
 
     @property
     def overlaps(self) -> frozenset[Overlap]:
-        """Service addresses that are also a Node's, now: each a text for people by ``str``. All are copied."""
+        """Current service addresses that are also a Node's; a copy. ``str`` gives the message."""
         return self._overlaps.all
 
     @property
     def shared(self) -> int:
-        """How many ``overlaps`` there are."""
+        """The number of ``overlaps``."""
         return self._overlaps.count
 
     def news(self) -> tuple[list[Said], list[Said]]:
-        """What is to be said of ``conflicts`` and of ``overlaps`` that was not said before. A few lines a Service."""
+        """Log lines about ``conflicts`` and ``overlaps`` that were not logged before; a few lines for each Service."""
         return self._disputes.losses.news(), self._overlaps.news()
 
     def differs(self, namespace: str, name: str, service: objects.Service | None) -> bool:
-        """Whether a Service (None: that there is none) says anything else than what the last update took in."""
+        """Whether a Service (None: deleted) differs from what the last update processed."""
         key = ServiceKey(namespace, name)
         known = self._services.get(key)
         if known is None or service is None:
@@ -150,7 +150,7 @@ class Planner:
         return now is None or (now.ports, now.health_check_port) != (known.ports, known.health_check_port)
 
     def pods(self, addresses: Collection[bytes]) -> Mapping[bytes, str]:
-        """The pods that have these addresses, as far as slices name them, ``namespace/name``. Safe in any thread."""
+        """The pods with these addresses, ``namespace/name``, as far as slices name them. Safe in any thread."""
         return self._slices.pods(addresses)
 
     def service_of_slice(self, namespace: str, name: str) -> tuple[str, str] | None:
@@ -158,7 +158,7 @@ class Planner:
         return self._slices.service_of((namespace, name))
 
     def counts(self) -> dict[str, int]:
-        """How many objects of each kind are in use."""
+        """The number of objects in use, by kind."""
         return {
             "Service": len(self._services),
             "EndpointSlice": len(self._slices),
@@ -167,11 +167,11 @@ class Planner:
 
     @property
     def health_checks(self) -> Mapping[HealthCheckName, HealthCheck]:
-        """Health check node ports, and what is to be answered there. Replaced, never changed in place."""
+        """Health check node ports and their answers. Replaced, never modified."""
         return self._health_checks.wanted
 
     def get(self, name: ServicePortName) -> ServicePort | None:
-        """A service port as planned now: without the addresses that it lost to others."""
+        """A service port as planned: without the addresses that it lost to others."""
         wanted = self._wanted.get(name)
         lost = self._disputes.losses.of(name)
         if wanted is None or not lost:
@@ -180,18 +180,18 @@ class Planner:
         return msgspec.structs.replace(wanted, frontends=kept)
 
     def oldest_first(self) -> Iterator[ServicePortName]:
-        """Every service port, in the order in which room is to be given to them: the oldest Service first."""
+        """All service ports, the oldest Service first: the order in which they get entries of the maps."""
         services = self._services
         for key in sorted(services, key=self._age):
             yield from (port.name for port in services[key].ports)
 
     def _age(self, key: tuple[str, str]) -> tuple[str, tuple[str, str]]:
-        # As the API server writes times they sort as texts; without one a Service is the youngest.
+        # Timestamps of the API server sort as texts. A Service without one counts as the youngest.
         known = self._services.get(ServiceKey(*key))
         return (known.created if known is not None else "") or "~", key
 
     def update(self, changes: Iterable[Change]) -> Delta:
-        """Take changes in. Returns every service port that differs from before, None for one that is gone."""
+        """Process changes. Returns every service port that changed, None for a deleted one."""
         services: dict[ServiceKey, objects.Service | None] = {}
         touched: set[ServiceKey] = set()
         nodes_changed = False
@@ -227,10 +227,10 @@ class Planner:
         )
         return {name: now for name, was in before.items() if (now := self.get(name)) != was}
 
-    # ---- taking objects in -------------------------------------------------------------------------------------
+    # ---- processing objects ------------------------------------------------------------------------------------
 
     def _read_service(self, key: ServiceKey, service: objects.Service) -> _Service | None:
-        """None: it is not served."""
+        """Store a Service; None: it is not served."""
         if not frontends.is_served(service):
             return None
         external_ips, denied = self._settings.external_ips, self._shares.denied(key)
@@ -242,7 +242,7 @@ class Planner:
         return _Service(ports, created, health_check_port(service), over, service if denied else None)
 
     def _share_out(self, services: Mapping[ServiceKey, objects.Service | None]) -> set[ServiceKey]:
-        """Count what these Services need. All others that get more or less than before."""
+        """Count what these Services need. Returns the other Services whose share changed."""
         for key, service in services.items():
             served = service is not None and frontends.is_served(service)
             need = frontends.need(service, external_ips=self._settings.external_ips) if served and service else None
@@ -255,7 +255,7 @@ class Planner:
         return {ServiceKey(*key) for key in self._shares.settle(age)} - services.keys()
 
     def _with_share(self, key: ServiceKey) -> _Service | None:
-        """The same Service with more or less than before."""
+        """Rebuild a Service whose share changed."""
         known = self._services.get(key)
         if known is None:
             return None
@@ -268,7 +268,7 @@ class Planner:
         return self._with_node_ips(msgspec.structs.replace(known, ports=reduced, held=held if denied else None))
 
     def _share_endpoints(self, touched: Iterable[ServiceKey]) -> set[ServiceKey]:
-        """Count what these Services have. All that get more or less than before."""
+        """Count the endpoints of these Services. Returns all Services whose share changed."""
         for key in touched:
             views = self._slices.of(key).values()
             numbers = dict.fromkeys(IPFamily, 0)
@@ -281,7 +281,7 @@ class Planner:
         return {ServiceKey(*key) for shares in self._endpoint_shares.values() for key in shares.settle(self._age)}
 
     def _with_node_ips(self, known: _Service) -> _Service:
-        """The node's addresses have changed."""
+        """Apply changed addresses of the node."""
         if not any(port.source_ranges for port in known.ports):
             return known
         ports = tuple(frontends.with_node_ip(port, self.node_ips.get(port.name.family)) for port in known.ports)
@@ -319,7 +319,7 @@ class Planner:
         self._disputes.guard.set_service_cidrs(self.service_cidrs)
 
     def _read_nodes(self) -> bool:
-        """Bring the node attributes up to date; True if that concerns every service."""
+        """Update the node attributes; True if that affects all Services."""
         own = self._nodes.get(self._settings.node_name, NO_NODE)
         node_ips = dict(own.ips)
         override = self._settings.node_ip
@@ -328,7 +328,7 @@ class Planner:
             node_ips.pop(family, None)
             node_ips = {family: override, **node_ips}
         topology = endpoints.Topology(self._settings.node_name, own.zone)
-        # As lists: which family is first is part of it.
+        # Compared as lists: the order of the families matters.
         concerns_all = topology != self._topology or list(node_ips.items()) != list(self.node_ips.items())
         if concerns_all:
             self._topology = topology
@@ -341,7 +341,7 @@ class Planner:
         pod_cidrs = frozenset(cidr for node in self._nodes.values() for cidr in node.pod_cidrs)
         if pod_cidrs != self.pod_cidrs:
             self.pod_cidrs = pod_cidrs
-        # Of Nodes that claim one address the first by name counts, whatever came first.
+        # If several Nodes claim an address, the first by name counts.
         owners = {
             address: name for name in sorted(self._nodes, reverse=True) for address in self._nodes[name].addresses
         }
@@ -358,13 +358,13 @@ class Planner:
     # ---- planning ----------------------------------------------------------------------------------------------
 
     def _remember(self, name: ServicePortName, before: Delta) -> None:
-        """Note what a service port was before its first change in this update."""
+        """Record the state of a service port before its first change in this update."""
         if name not in before:
             before[name] = self.get(name)
 
     def _replace_service(self, key: ServiceKey, known: _Service | None, before: Delta) -> None:
-        """Give a Service other ports and put its claims in the place of the old ones."""
-        # Remembered for all of them before anything changes: a lost address is part of what was.
+        """Replace the ports of a Service and their claims."""
+        # Recorded for all ports before anything changes: lost addresses are part of the old state.
         old = self._ports_of(key)
         for template in old:
             self._remember(template.name, before)
@@ -380,12 +380,12 @@ class Planner:
             self._disputes.enter(template)
 
     def _fill_service(self, key: ServiceKey, before: Delta) -> None:
-        """Give the ports of a Service their endpoints, as many as one Service may have."""
+        """Assign endpoints to the ports of a Service, within the limit of one Service."""
         rooms = {family: self._endpoint_shares[family].room(key) for family in IPFamily}
         left = {family: 2 * endpoints.MOST_ENDPOINTS if room is None else room for family, room in rooms.items()}
         room = dict.fromkeys(IPFamily, endpoints.MOST_ENDPOINTS)
         views = self._slices.of(key)
-        # By slice name, so that "the later one" of duplicates is the same whatever came first.
+        # Sorted by slice name: the choice between duplicates does not depend on the order of arrival.
         ordered = [views[slice_name] for slice_name in sorted(views)]
         by_family = {family: [view for view in ordered if view.family is family] for family in IPFamily}
         wanted = dict.fromkeys(IPFamily, 0)
@@ -439,7 +439,7 @@ class Planner:
         )
 
     def _rank(self, name: ServicePortName) -> Any:
-        """Older first, of no known age last, then by namespace and name (spec/service-semantics §8 leaves it open)."""
+        """Older first, unknown age last, then by namespace and name (spec/service-semantics §8 leaves it open)."""
         known = self._services.get(ServiceKey(name.namespace, name.name))
         try:
             created = datetime.datetime.fromisoformat(known.created if known is not None else "")

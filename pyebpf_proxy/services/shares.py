@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Services of one namespace may take together, so that no namespace fills a map (docs/objects.md).
+"""Limits of all Services of one namespace together, so that no namespace fills a map (docs/objects.md).
 
-An eighth of every map stays for the other namespaces. A Service that does not fit is counted, and not made. Older
-Services come first, and ClusterIPs before all other addresses; the result depends on the Services alone, not on the
-order in which they came. A namespace within its share costs a few additions for each change.
+An eighth of every map is reserved for the other namespaces. A Service that does not fit is counted, but not built.
+Older Services come first, and ClusterIPs before other addresses. The result depends only on the Services, not on the
+order of their arrival. For a namespace within its limits a change costs a few additions.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import msgspec
 from .model import IPFamily
 
 Key = tuple[str, str]
-#: The key of a Service to what orders it: the smallest comes first.
+#: Sort key by key of a Service: the smallest comes first.
 Age = Callable[[Key], tuple[str, Key]]
 #: A number for each family, IPv4 first.
 Pair = tuple[int, int]
 
-#: One of so many parts of a map is for the other namespaces.
+#: This fraction (1/n) of a map is reserved for the other namespaces.
 RESERVED = 8
 
 
 def share(entries: int) -> int:
-    """What one namespace may have of a map."""
+    """The part of a map that one namespace may use."""
     return entries - entries // RESERVED
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a namespace may have: service ports of both families; the others by family.
+    """The limits of a namespace: service ports of both families; the others by family.
 
     ``frontends``: addresses and ports. ``ranges``: loadBalancerSourceRanges, counted by service port. ``endpoints``:
     counted by service port, those of UDP twice, as they have two entries.
@@ -45,7 +45,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_maps(cls, sizes: Mapping[str, int]) -> Limits:
-        """The limits that belong to maps of these sizes."""
+        """The limits for maps of these sizes."""
 
         def both(*names: str) -> Pair:
             four, six = (min(share(sizes[f"{name}{family.value}"]) for name in names) for family in IPFamily)
@@ -60,7 +60,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Denied(enum.Flag):
-    """What a Service does not get because others of its namespace have it."""
+    """What a Service lacks because other Services of its namespace use it."""
 
     NOTHING = 0
     PORTS = enum.auto()
@@ -70,11 +70,11 @@ class Denied(enum.Flag):
     RANGES6 = enum.auto()
 
     def external(self, family: IPFamily) -> bool:
-        """Whether only the ClusterIP of that family is served."""
+        """Whether only the ClusterIP of the family is served."""
         return bool(self & _EXTERNAL[family])
 
     def ranges(self, family: IPFamily) -> bool:
-        """Whether the load balancer's addresses of that family are not served: their sources could not be checked."""
+        """Whether load balancer addresses of the family are not served: their source ranges could not be enforced."""
         return bool(self & _RANGES[family])
 
 
@@ -83,7 +83,7 @@ _RANGES = {IPFamily.IPV4: Denied.RANGES4, IPFamily.IPV6: Denied.RANGES6}
 
 
 class Need(NamedTuple):
-    """What a Service asks for, at most: service ports, frontends besides the ClusterIPs, ranges by service port."""
+    """Upper bounds of what a Service needs: service ports, frontends besides ClusterIPs, ranges by service port."""
 
     ports: Pair
     external: Pair
@@ -94,7 +94,7 @@ NO_NEED = Need((0, 0), (0, 0), (0, 0))
 
 
 class Shares:
-    """The needs of all Services, and those that cannot be met."""
+    """The needs of all Services, and those that are not met."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -104,7 +104,7 @@ class Shares:
         self._touched: set[str] = set()
 
     def want(self, key: Key, need: Need | None) -> None:
-        """A Service needs this now; None: it is gone, or needs nothing."""
+        """Set the needs of a Service; None: it is deleted, or needs nothing."""
         namespace = key[0]
         needs = self._needs.setdefault(namespace, {})
         totals = self._totals.setdefault(namespace, [0] * 6)
@@ -116,16 +116,16 @@ class Shares:
             totals[i] += new - old
         if not needs:
             del self._needs[namespace], self._totals[namespace]
-        # Also where the need is as before: the Service may be another one, of another age.
+        # Even with unchanged needs: the Service may be a new one, of another age.
         if namespace in self._denied or self._is_over(totals):
             self._touched.add(namespace)
 
     def denied(self, key: Key) -> Denied:
-        """What a Service does not get."""
+        """What a Service lacks."""
         return self._denied.get(key[0], {}).get(key, Denied.NOTHING)
 
     def why(self, key: Key) -> Iterator[str]:
-        """The same in words, each ``field: what``."""
+        """The same as messages, each ``field: what``."""
         denied, limits = self.denied(key), self._limits
         older = f"older Services of namespace {key[0]} have the"
         if denied & Denied.PORTS:
@@ -143,7 +143,7 @@ class Shares:
                 yield f"spec.loadBalancerSourceRanges: {older} {what}: {rest}"
 
     def settle(self, age: Age) -> set[Key]:
-        """Give out what there is, in the namespaces that changed. Services that get more or less than before."""
+        """Recompute the namespaces that changed. Returns the Services whose share changed."""
         changed: set[Key] = set()
         for namespace in self._touched:
             before = self._denied.pop(namespace, {})
@@ -195,7 +195,7 @@ def _flat(need: Need) -> tuple[int, ...]:
 
 
 class EndpointShares:
-    """Endpoints of one family: how many each Service has, and how many of them it may have."""
+    """Endpoints of one family: the number that each Service has, and the number that it may have."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -206,11 +206,11 @@ class EndpointShares:
 
     @property
     def most(self) -> int:
-        """What one namespace may have."""
+        """The limit of one namespace."""
         return self._most
 
     def want(self, key: Key, number: int) -> None:
-        """A Service has so many."""
+        """Set the number of a Service's endpoints."""
         namespace = key[0]
         counts = self._counts.setdefault(namespace, {})
         before = counts.pop(key, 0)
@@ -223,11 +223,11 @@ class EndpointShares:
             self._touched.add(namespace)
 
     def room(self, key: Key) -> int | None:
-        """How many a Service may have; None: all of its own."""
+        """The number that a Service may have; None: all of its endpoints."""
         return self._rooms.get(key[0], {}).get(key)
 
     def settle(self, age: Age) -> Collection[Key]:
-        """Give out what there is. Services that may have more or fewer than before."""
+        """Recompute the shares. Returns the Services whose share changed."""
         changed: set[Key] = set()
         for namespace in self._touched:
             before = self._rooms.pop(namespace, {})

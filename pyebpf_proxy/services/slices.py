@@ -18,16 +18,16 @@ _NONE: Mapping[str, endpoints.SliceView] = {}
 
 
 class Slices:
-    """Kept up to date by :meth:`take`. Keys are namespace and name.
+    """All slices in use, updated by :meth:`take`. Keys are namespace and name.
 
-    :param node_name: of our Node, as in ``nodeName`` of endpoints.
+    :param node_name: of this Node, as in ``nodeName`` of endpoints.
     """
 
     def __init__(self, node_name: str) -> None:
         self._node_name = node_name
         self._of: dict[Key, dict[str, endpoints.SliceView]] = {}
         self._service_of: dict[Key, Key] = {}
-        #: Slices with more endpoints than are read of one, and how many.
+        #: Slices with more endpoints than are read from one slice, and their number.
         self._long: dict[Key, int] = {}
 
     def __len__(self) -> int:
@@ -38,20 +38,29 @@ class Slices:
         return self._of.get(service, _NONE)
 
     def service_of(self, key: Key) -> Key | None:
-        """The Service that a slice in use belongs to."""
+        """The Service of a slice in use."""
         return self._service_of.get(key)
 
     def too_long(self, service: Key) -> Iterator[str]:
-        """What is said of slices of a Service that are not read whole."""
+        """Messages about slices of a Service that are not read completely."""
         for name in sorted(self.of(service)) if self._long else ():
             if number := self._long.get((service[0], name)):
                 what = f"{number} endpoints are more than {endpoints.MOST_IN_SLICE}: the first are served"
                 yield f"EndpointSlice {name}: {what}"
 
     def pods(self, addresses: Collection[bytes]) -> Mapping[bytes, str]:
-        """The pods that have these addresses, ``namespace/name``. Safe in any thread."""
-        slices = list(self._of.items())
-        return pods.named(((key[0], list(views.values())) for key, views in slices), addresses)
+        """The pods with these addresses, ``namespace/name``. Safe in any thread."""
+        wanted = frozenset(addresses)
+        found: dict[bytes, str] = {}
+        for (namespace, _), views in list(self._of.items()):
+            for view in list(views.values()):
+                if not view.pods:
+                    continue
+                here = [(i, address) for i, (address, _, _) in enumerate(view.members()) if address in wanted]
+                if here:
+                    names = list(pods.unpacked(view.pods))
+                    found.update((address, f"{namespace}/{names[i]}") for i, address in here if names[i])
+        return found
 
     def places(self, service: Key) -> frozenset[Place]:
         """Addresses, ports and protocols of all endpoints of a Service."""
@@ -62,7 +71,7 @@ class Slices:
         return frozenset(found)
 
     def take(self, namespace: str, name: str, endpoint_slice: objects.EndpointSlice | None) -> list[Key]:
-        """The Services whose endpoints may be others now: two when the slice moves from one to another."""
+        """The Services whose endpoints may have changed: two if the slice moved from one to another."""
         service = endpoints.service_of(endpoint_slice) if endpoint_slice is not None else None
         view = None
         number = 0

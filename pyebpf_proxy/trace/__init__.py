@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``trace``: decisions as the programs make them, with what the kernel says of the same packets (docs/trace.md).
+"""``trace``: live decisions of the programs, with kernel events of the same packets (docs/trace.md).
 
-``session`` turns it on and off, ``filters`` says what is wanted, ``events`` makes views of what comes, ``lines`` and
-``run`` print it.
+``session`` turns tracing on and off, ``filters`` selects, ``events`` decodes, ``lines`` and ``run`` print.
 """

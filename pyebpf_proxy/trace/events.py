@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the programs' events (struct decision of bpf/trace_maps.h) to views. Pure, but for the names."""
+"""Decodes the programs' events (struct decision of bpf/trace_maps.h). Pure, except for the names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOOKS: Mapping[int, Literal["tc", "xdp", "socket"]] = {1: "tc", 2: "xdp", 3: "s
 
 
 class Event(NamedTuple):
-    """One decision. ``when``: seconds since boot. ``endpoint``: None if none was chosen."""
+    """One decision. ``when``: seconds since boot. ``endpoint``: None if none was selected."""
 
     when: float
     source: Place
@@ -44,7 +44,7 @@ class Event(NamedTuple):
 
 
 def decode(raw: bytes, layout: Struct, reasons: Mapping[int, str]) -> Event:
-    """``reasons``: their names, in lower case, by number. What is behind the struct is padding."""
+    """``reasons``: names in lower case, by number. Bytes after the struct are padding."""
     when, source, destination, endpoint, *rest = layout.unpack_from(raw)
     source_port, destination_port, endpoint_port, protocol, ipv6, device, service, backend, *more = rest
     reason, process, masquerade, hook, slow, command = more
@@ -68,7 +68,7 @@ def decode(raw: bytes, layout: Struct, reasons: Mapping[int, str]) -> Event:
 
 
 def path_of(reason: str) -> Path:
-    """The path of what was decided with this reason: of a new flow, or of a packet that the slow path had to take."""
+    """The path that this reason means: of a new flow, or of a packet that had to take the slow path."""
     if reason in ("new_flow_fast", "drop_rewrite_failed", "drop_awaiting_promotion"):
         return "fast"
     if reason == "new_flow_netfilter" or reason.startswith(("slow_", "stack_")):
@@ -77,7 +77,7 @@ def path_of(reason: str) -> Path:
 
 
 def verdict_of(reason: str) -> Verdict:
-    """What became of the packet, or of the flow that it met."""
+    """The verdict on the packet, or on the flow that it matched."""
     if reason.startswith("reject_"):
         return "refused"
     if reason.endswith("_replaced"):
@@ -86,12 +86,12 @@ def verdict_of(reason: str) -> Verdict:
 
 
 def utc(seconds: float) -> str:
-    """A time (``time.time``) as scripts read it."""
+    """A time (``time.time``) in ISO 8601."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 class Names(NamedTuple):
-    """Who is asked for names. ``masqueraded_as``: "" where nobody knows."""
+    """Lookups of names. ``masqueraded_as``: "" if unknown."""
 
     service: Callable[[Event], str]
     device: Callable[[int], str]
@@ -100,7 +100,7 @@ class Names(NamedTuple):
 
 
 def view(event: Event, names: Names, booted: float) -> model.Decision:
-    """One decision with its names. ``booted``: when (``time.time``) this machine was booted."""
+    """One decision with its names. ``booted``: the boot time (``time.time``)."""
     return model.Decision(
         time=utc(booted + event.when),
         hook=_HOOKS.get(event.hook, "tc"),

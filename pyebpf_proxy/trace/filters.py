@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``trace`` shall tell: FILTER words, as a check of views, and as what the programs themselves look at. Pure."""
+"""FILTER words of ``trace``, as a check of views and as a prefilter in the programs. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyebpf_proxy.services.addresses import format_address, parse_address
 from pyebpf_proxy.services.model import Protocol, ServicePortName
 from pyebpf_proxy.trace.events import path_of
 
-#: As many service ports as struct tracing (bpf/trace_maps.h) has room for.
+#: The number of service ports that fit into struct tracing (bpf/trace_maps.h).
 SERVICES_MAX = 16
 FIELDS = (
     *("service", "address", "client", "destination", "endpoint", "port", "protocol", "reason", "path", "device"),
@@ -23,7 +23,7 @@ FIELDS = (
 )
 PATHS = ("fast", "netfilter", "socket")
 Check = Callable[[model.Decision], bool]
-#: ``[NAMESPACE/]NAME`` of a pod; not all digits and dots: that is an address, or ought to be one.
+#: ``[NAMESPACE/]NAME`` of a pod. Digits and dots alone are meant as an address.
 _POD = re.compile(r"(?![0-9.]+$)([a-z0-9-]+/)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _PODS: Mapping[str, Callable[[model.Decision], tuple[str, ...]]] = {
     "address": lambda d: (d.source_name, d.endpoint_name),
@@ -33,7 +33,7 @@ _PODS: Mapping[str, Callable[[model.Decision], tuple[str, ...]]] = {
 
 
 class FilterNames(NamedTuple):
-    """What words may mean. ``services``: numbers by names; ``reasons``: numbers by names, in lower case."""
+    """Known names. ``services``, ``devices``: numbers by name; ``reasons``: numbers by name, in lower case."""
 
     services: Mapping[ServicePortName, int]
     reasons: Mapping[str, int]
@@ -41,43 +41,43 @@ class FilterNames(NamedTuple):
 
 
 class Filter:
-    """All words must fit. ``wanted``: fields of struct tracing that make the programs leave out what cannot fit."""
+    """Decisions must match all words. ``wanted``: fields of struct tracing, with which the programs prefilter."""
 
     def __init__(self, words: Collection[str], known: FilterNames) -> None:
         self.wanted: dict[str, Any] = {"reasons": (1 << 64) - 1}
         self._checks: list[Check] = []
         self._services: set[tuple[str, str, str]] | None = None
-        #: Whether pods are meant by their names, which the agent alone knows.
+        #: Whether it names pods, whose names only the agent knows.
         self.names_pods = False
         for word in words:
             field, value = split(word, FIELDS, "decisions")
             self._add(field or _field_of(word, known), value, known)
 
     def fits(self, decision: model.Decision) -> bool:
-        """Whether it shall be told."""
+        """Whether the decision matches."""
         return all(check(decision) for check in self._checks)
 
     @property
     def names_services(self) -> bool:
-        """Whether it depends on which number a service has, which changes with the services."""
+        """Whether it depends on service ids, which change with the services."""
         return self._services is not None
 
     def renumber(self, services: Mapping[ServicePortName, int]) -> dict[str, Any]:
-        """``wanted`` again, with the numbers that the services have now."""
+        """``wanted`` with the current service ids."""
         if self._services is not None:
             numbers = [
                 number
                 for name, number in services.items()
                 if not self._services.isdisjoint({(name.namespace, name.name, ""), _port_of(name)})
             ]
-            # None would mean any: a number that nobody has keeps it at none.
+            # An empty list would match any service. An unused id matches none.
             some = numbers or [0xFFFFFFFF]
             self.wanted["services"] = tuple(some) if len(some) <= SERVICES_MAX else ()
         return self.wanted
 
     def _add(self, field: str, value: str, known: FilterNames) -> None:
         if not value:
-            raise QuestionError(f"{field}= says nothing: give a value")
+            raise QuestionError(f"{field}= needs a value")
         if field == "service":
             self._service(value, known)
         elif field in _PODS and _POD.fullmatch(value):
@@ -123,7 +123,7 @@ class Filter:
         else:
             packed = parse_address(host.strip("[]"))
             if packed is None or not port.isdecimal():
-                raise QuestionError(f"{value} is no address and no ADDRESS:PORT")
+                raise QuestionError(f"{value} is not an ADDRESS or ADDRESS:PORT")
             text = f"[{format_address(packed)}]:{port}" if len(packed) == 16 else f"{format_address(packed)}:{port}"
         self.wanted |= {"family": 4 if len(packed) == 4 else 6, "address": packed.ljust(16, b"\0")}
         get: dict[str, Callable[[model.Decision], tuple[str, ...]]] = {
@@ -136,7 +136,7 @@ class Filter:
 
     def _port(self, value: str) -> None:
         if not value.isdecimal() or not 0 < int(value) < 65536:
-            raise QuestionError(f"{value} is no port: 1 to 65535")
+            raise QuestionError(f"{value} is not a port (1 to 65535)")
         self.wanted["port"] = int(value)
         end = f":{int(value)}"
         self._checks.append(lambda d: any(place.endswith(end) for place in (d.source, d.destination, d.endpoint)))
@@ -166,13 +166,13 @@ def _protocol(value: str) -> Protocol:
 
 
 def _reasons(value: str, known: FilterNames) -> set[str]:
-    """The reasons of these names (``a,b``), or that begin with their words: ``drop`` is every drop."""
+    """The reasons with these names (``a,b``) or prefixes: ``drop`` is every drop."""
     wanted = [each for part in value.lower().split(",") if (each := part.rstrip("_*"))]
     return {name for name in known.reasons if any(name == each or name.startswith(each + "_") for each in wanted)}
 
 
 def _field_of(word: str, known: FilterNames) -> str:
-    """Which field a word without one means. QuestionError if it is nothing that is known."""
+    """The field that a word without one belongs to. QuestionError if it is unknown."""
     if parse_address(word.strip("[]")) is not None or parse_address(word.rpartition(":")[0].strip("[]")) is not None:
         return "address"
     if word.upper() in Protocol.__members__:
@@ -188,5 +188,5 @@ def _field_of(word: str, known: FilterNames) -> str:
     except QuestionError as error:
         if suggested(word, {(name.namespace, name.name) for name in known.services}) or "may be" in str(error):
             raise
-        raise QuestionError(f"{word} is no address, service, protocol, path, reason or device") from None
+        raise QuestionError(f"{word} is not an address, service, protocol, path, reason or device") from None
     return "service"

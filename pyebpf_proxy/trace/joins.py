@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which decision an event of the kernel belongs to, by addresses and ports. Pure."""
+"""Matches kernel events with decisions by addresses and ports. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyebpf_proxy.services.model import Protocol
 from pyebpf_proxy.trace.events import utc
 from pyebpf_proxy.trace.kernel import Said
 
-#: Decisions that are remembered; the oldest are forgotten first.
+#: Remembered decisions; the oldest are evicted first.
 ROOM = 32768
 _STATES = (
     *("", "ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "TIME_WAIT", "CLOSE", "CLOSE_WAIT"),
@@ -19,12 +19,12 @@ _STATES = (
 )
 _ESTABLISHED = 1
 Ends = tuple[str, str, str]
-#: What a closed socket still held is thrown away: no packet got lost.
+#: It frees the queues of a closed socket: no packet is lost.
 _NOT_LOST = "sk_stream_kill_queues"
 
 
 class Joins:
-    """The decisions that were printed. ``own``: number of the network namespace that this is asked in."""
+    """The printed decisions. ``own``: inode number of this process's network namespace."""
 
     def __init__(self, reasons: Mapping[int, str], device: Callable[[int], str], own: int) -> None:
         self._reasons = reasons
@@ -33,7 +33,7 @@ class Joins:
         self._flows: dict[Ends, model.Decision] = {}
 
     def remember(self, decision: model.Decision) -> None:
-        """As the client sends it, and as the endpoint gets it. A socket has no port yet when it is decided on."""
+        """Remember it by the client's and the endpoint's view. A socket has no port yet when it is decided on."""
         self._put(decision, decision.source, decision.destination)
         if decision.endpoint:
             self._put(decision, decision.masqueraded_as or decision.source, decision.endpoint)
@@ -42,12 +42,12 @@ class Joins:
 
     def _put(self, decision: model.Decision, client: str, server: str) -> None:
         key = (decision.protocol, client, server)
-        # Taken out first: what is put anew is the youngest.
+        # Removed first, so that it becomes the youngest entry.
         self._flows.pop(key, None)
         self._flows[key] = decision
 
     def line(self, said: Said, booted: float) -> model.KernelDrop | model.TcpState | None:
-        """What the kernel said, if it is of a flow that was decided on."""
+        """The line for a kernel event, if a decision on its flow is known."""
         if said.where == _NOT_LOST:
             return None
         try:

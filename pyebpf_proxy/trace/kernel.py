@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's side of :mod:`kernel_side`: starts it where it can run, reads what it says, ends it."""
+"""The parent's side of :mod:`kernel_side`: starts the process, reads its events, ends it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 
 from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
 
-#: The interpreter that Debian's python3-bpfcc is for. The environment may name another one.
+#: The interpreter of Debian's python3-bpfcc. The environment may name another one.
 INTERPRETER = "/usr/bin/python3"
 INTERPRETER_VARIABLE = "PYEBPF_PROXY_BCC_PYTHON"
 _BTF = Path("/sys/kernel/btf/vmlinux")
@@ -32,7 +32,7 @@ _OFFSETS = {
     "NET_INUM": ("net", "ns", "inum"),
     "SOCK_PROTOCOL": ("sock", "sk_protocol"),
     "SOCK_FAMILY": ("sock_common", "skc_family"),
-    # skc_num is 0 already when a socket is closed.
+    # skc_num is already 0 when a socket is closed.
     "SOCK_SPORT": ("inet_sock", "inet_sport"),
     "SOCK_DPORT": ("sock_common", "skc_dport"),
     "SOCK_SADDR": ("sock_common", "skc_rcv_saddr"),
@@ -62,11 +62,11 @@ class Said(msgspec.Struct):
 
 
 class MissingError(Exception):
-    """Why the kernel cannot be listened to, and what to do, in a line."""
+    """Kernel events are unavailable. The text is one line with the cause and the remedy."""
 
 
 class Kernel:
-    """The kernel's events, until :meth:`close`. MissingError if they cannot be had."""
+    """The kernel's events, until :meth:`close`. MissingError if they are unavailable."""
 
     def __init__(self, pins: Path, room: int) -> None:
         try:
@@ -75,7 +75,7 @@ class Kernel:
             reasons = btf.enum("skb_drop_reason")
         except (OSError, ValueError, StaleObjectError) as error:
             raise MissingError(f"the kernel's types cannot be read: {error}") from None
-        #: Names of the reasons for which the kernel drops packets, by number.
+        #: Names of the kernel's drop reasons, by number.
         self.reasons = {number: name.removeprefix("SKB_DROP_REASON_") for name, number in reasons.items()}
         self._decoder = msgspec.json.Decoder(Said)
         self._rest = b""
@@ -96,7 +96,7 @@ class Kernel:
             )
         except OSError as error:
             self._errors.close()
-            raise MissingError(f"{interpreter}: {error.strerror}; it is for python3-bpfcc: {_REMEDY}") from None
+            raise MissingError(f"{interpreter}: {error.strerror}; python3-bpfcc needs it: {_REMEDY}") from None
         try:
             self._start(msgspec.json.encode(asked), interpreter)
         except BaseException:
@@ -127,14 +127,14 @@ class Kernel:
 
     @property
     def fd(self) -> int:
-        """To poll: readable while something was said."""
+        """For poll: readable when events have arrived."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     _ended = False
 
     def read(self) -> list[Said]:
-        """What was said since. Empty when there is nothing, or it has ended."""
+        """New events. Empty if there are none, or the process has ended."""
         if self._ended or not select.select([self.fd], [], [], 0)[0]:
             return []
         data = os.read(self.fd, 1 << 20)
@@ -143,7 +143,7 @@ class Kernel:
         return [self._decoder.decode(line) for line in lines]
 
     def rest(self) -> list[Said]:
-        """Ask it to end: all that it has still to say, if it takes no longer than a few seconds."""
+        """Ask the process to end. The result: its remaining events of the next few seconds."""
         self._process.terminate()
         end = time.monotonic() + _END_SECONDS
         found: list[Said] = []
@@ -153,11 +153,11 @@ class Kernel:
 
     @property
     def ended(self) -> bool:
-        """It says nothing more."""
+        """Whether the process has ended."""
         return self._ended
 
     def close(self) -> None:
-        """End the process, and wait until it is gone."""
+        """Kill the process and wait for it."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel says of packets and connections of services: a program of its own, run by Debian's own Python.
+"""Kernel events of packets and connections of services: a separate process, run by Debian's Python.
 
-bcc is there for that Python alone, so nothing of this project is imported here. What the kernel's structs look like is
-told on stdin (one line of JSON, see :mod:`kernel`), since bcc cannot tell without the kernel's headers. Each event is a
-line of JSON on stdout. It ends with its parent.
+bcc exists for that Python only, so this file imports no other module of the project. The parent sends the offsets in
+kernel structs on stdin (one line of JSON, see :mod:`kernel`), since bcc would need the kernel headers to find them.
+Each event is a line of JSON on stdout. The process ends with its parent.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ static int is_ours6(u8 *address, u16 port, u8 protocol)
     return frontends6.lookup(&place) || endpoints6.lookup(&end);
 }
 
-/* A NodePort is at no address. */
+/* A NodePort's frontend has the address zero. */
 static int is_of_services(struct event *e)
 {
     u8 any[16] = {};
@@ -161,7 +161,7 @@ RAW_TRACEPOINT_PROBE(inet_sock_set_state)
     u16 family = 0, protocol = 0, port = 0;
     struct event e = {};
 
-    /* That a connection is there, and that it is no more. */
+    /* Established and closed connections only. */
     if (to != 1 && to != 7)
         return 0;
     READ(protocol, sk, SOCK_PROTOCOL);
@@ -191,7 +191,7 @@ RAW_TRACEPOINT_PROBE(inet_sock_set_state)
 }
 """
 
-#: As much of the kernel's headers as bcc's own ask for: the program above reads by offsets.
+#: Stubs of the kernel headers that bcc includes. The program above needs no others, since it reads by offsets.
 HEADERS = {
     "linux/kconfig.h": "#define CONFIG_BPF_SYSCALL 1\n",
     "linux/version.h": "#define KERNEL_VERSION(a, b, c) (((a) << 16) + ((b) << 8) + (c))\n"
@@ -217,12 +217,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Say ``{"ready": true}``, then events, until the parent ends."""
+    """Print ``{"ready": true}``, then events, until the parent ends."""
     asked = json.loads(sys.stdin.readline())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != asked["parent"]:
         return 1
-    # Ctrl-C is for the parent, who prints what is left.
+    # Ctrl-C is for the parent, which prints the remaining events.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ending: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: ending.append(number))
@@ -237,7 +237,7 @@ def main() -> int:
     print('{"ready": true}', flush=True)
     last = False
     while not last:
-        # What came before the signal is still told.
+        # Events from before the signal are still printed.
         last = bool(ending)
         kernel.perf_buffer_poll(timeout=0 if last else 200)
         lost = missed[0].value
@@ -252,7 +252,7 @@ def main() -> int:
 
 
 def load(pins: str, offsets: dict[str, int]) -> Any:
-    """The programs, compiled and attached; they are gone with this process."""
+    """Compile and attach the programs. They are detached when this process ends."""
     from bcc import BPF
 
     flags = [f"-D{name}={offset}" for name, offset in offsets.items()]

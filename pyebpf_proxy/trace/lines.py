@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``trace`` prints: a line for people, a line of JSON, or a name. Pure."""
+"""The lines of ``trace``: text, JSON, or a name. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLOURS: dict[str, Colour] = {"refused": "red", "dropped": "red", "replaced": "
 
 
 def printed(line: Line, form: str, terminal: Terminal) -> str:
-    """As it was asked for: ``table``, ``json`` or ``name``; "" if there is nothing to say that way."""
+    """The line in a format, ``table``, ``json`` or ``name``; "" if the format omits it."""
     if form == "json":
         return printable_json(msgspec.json.encode(line).decode())
     if form == "name":
@@ -44,7 +44,7 @@ def _decision(decision: model.Decision) -> tuple[str, Colour]:
     where = decision.device or f"{decision.process}[{decision.pid}]"
     if decision.hook == "xdp":
         where += "(xdp)"
-    # A socket has no port yet when it asks.
+    # A socket has no port yet when it connects.
     source = decision.source.removesuffix(":0")
     words = [f"{where} {_named(source, decision.source_name)} > {decision.destination} {decision.protocol}"]
     if decision.service:
@@ -80,4 +80,4 @@ def _kernel(line: model.KernelDrop | model.TcpState) -> tuple[str, Colour]:
 
 
 def _lost(lost: model.Lost) -> tuple[str, Colour]:
-    return f"{lost.count} {lost.what} lost: more than could be read; a FILTER or a larger --buffer helps", "yellow"
+    return f"{lost.count} {lost.what} lost: the buffer was full; use a FILTER or a larger --buffer", "yellow"

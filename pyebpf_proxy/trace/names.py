@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for what events have numbers of, asked while tracing: services, devices, masquerade addresses, pods."""
+"""Lookups of names for events: services, devices, masquerade addresses, pods."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import ServicePortName
 from pyebpf_proxy.trace.events import Event, Names
 
-#: Seconds: no name is looked for more often than that.
+#: Seconds between two reads of the names.
 _PATIENCE = 1.0
 
 
 class Lookup:
-    """Answers from the maps, from conntrack, of pods from the agent. A number that is new makes it read them again."""
+    """Looks names up in the maps and in conntrack, pods in the agent. An unknown service id causes a new read."""
 
     def __init__(self, maps: Pinned, directory: Path) -> None:
         self._maps = maps
@@ -48,7 +48,7 @@ class Lookup:
         self._conntrack.__exit__(kind, error, at)
 
     def read(self) -> Mapping[ServicePortName, int]:
-        """The numbers that service ports have now."""
+        """The current ids of service ports."""
         self._names, _ = read_names(self._maps)
         self._read_at = time.monotonic()
         return {name: number for number, name in self._names.items()}
@@ -59,7 +59,7 @@ class Lookup:
         return Names(self._service, self._device, self._pods.name, self._masqueraded_as)
 
     def look(self, events: Iterable[Event]) -> None:
-        """Find out whose the addresses of these are, before they are shown."""
+        """Look up the pods of these events before they are shown."""
         self._pods.look({place[0] for event in events for place in (event.source, event.endpoint) if place is not None})
 
     def _service(self, event: Event) -> str:
@@ -76,7 +76,7 @@ class Lookup:
         return self._devices[ifindex]
 
     def _masqueraded_as(self, event: Event) -> str:
-        """As the flow table has it, or conntrack: there it is when the packet has left."""
+        """From the flow table or conntrack. The conntrack entry exists once the packet has been sent."""
         if event.reason == "new_flow_fast":
             return self._young_masqueraded_as(event)
         try:

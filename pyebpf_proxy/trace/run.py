@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``trace [FILTER …]``: lines as they come, until it is ended."""
+"""``trace [FILTER …]``: prints decisions until it is stopped."""
 
 from __future__ import annotations
 
@@ -27,24 +27,23 @@ from pyebpf_proxy.trace.lines import Line, printed
 from pyebpf_proxy.trace.names import Lookup
 from pyebpf_proxy.trace.session import Session
 
-#: Seconds between looks at what does not wake us: lost events, numbers of services, whether the programs still tell.
+#: Seconds between checks without wake-up: lost events, service ids, whether the programs still report.
 _LOOK = 1.0
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
-    text = "address, service, protocol, path, reason or device; or FIELD=VALUE: service, address, client, destination,"
-    parser.add_argument(
-        "filter", nargs="*", metavar="FILTER", help=f"{text} endpoint, port, protocol, reason, …; all must fit"
-    )
-    parser.add_argument("--count", type=int, metavar="N", help="end after so many decisions")
-    parser.add_argument("--duration", metavar="TIME", help="end after this time: 30s, 5m")
-    parser.add_argument("--no-kernel", action="store_true", help="decisions alone, not what the kernel says")
-    parser.add_argument("--buffer", type=int, default=1024, metavar="KIB", help="of each CPU's ring (default 1024)")
+    """The arguments of the command."""
+    text = "an address, service, protocol, path, reason or device; or FIELD=VALUE: service, address, client,"
+    text += " destination, endpoint, port, …; a decision must match all filters"
+    parser.add_argument("filter", nargs="*", metavar="FILTER", help=text)
+    parser.add_argument("--count", type=int, metavar="N", help="stop after N decisions")
+    parser.add_argument("--duration", metavar="TIME", help="stop after this time, for example 30s or 5m")
+    parser.add_argument("--no-kernel", action="store_true", help="decisions only, no kernel events")
+    parser.add_argument("--buffer", type=int, default=1024, metavar="KIB", help="buffer of each CPU (default: 1024)")
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Status 1: events were lost."""
+    """``trace``. Exit status 1: events were lost."""
     if parsed.count is not None and parsed.count < 1:
         raise QuestionError(f"--count {parsed.count}: at least 1")
     if not 4 <= parsed.buffer <= 1 << 16:
@@ -54,12 +53,12 @@ def run(parsed: argparse.Namespace) -> int:
         known = FilterNames(lookup.read(), _reasons(maps), {name: index for index, name in socket.if_nameindex()})
         chosen = Filter(parsed.filter, known)
         if chosen.names_pods and running_agent(parsed.directory) is None:
-            raise SeeError("names of pods are the agent's to say, and none runs: give the address instead")
+            raise SeeError("only a running agent knows names of pods, and none runs: give the address instead")
         with Session(maps, parsed.buffer << 10) as session:
             kernel = _kernel(parsed, maps)
             try:
                 session.word.ask(chosen.wanted)
-                print("tracing; Ctrl-C ends it", file=sys.stderr, flush=True)
+                print("tracing; press Ctrl-C to stop", file=sys.stderr, flush=True)
                 return _Trace(parsed, maps, lookup, chosen, session, known, kernel).follow(seconds)
             finally:
                 if kernel is not None:
@@ -67,13 +66,13 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _kernel(parsed: argparse.Namespace, maps: Pinned) -> Kernel | None:
-    """What the kernel says; None if that is not wanted, or cannot be had: then a line on stderr says why."""
+    """The kernel's events; None if not wanted or unavailable. In the latter case a line on stderr gives the cause."""
     if parsed.no_kernel:
         return None
     try:
         return Kernel(maps.folder / "maps", parsed.buffer << 10)
     except MissingError as missing:
-        print(f"not shown: what the kernel drops, and TCP states: {missing}", file=sys.stderr, flush=True)
+        print(f"kernel drops and TCP states are not shown: {missing}", file=sys.stderr, flush=True)
         return None
 
 
@@ -85,7 +84,7 @@ def _seconds(text: str | None) -> float | None:
     except ValueError as error:
         raise QuestionError(f"--duration: {error}") from None
     if seconds <= 0:
-        raise QuestionError(f"--duration {text}: more than nothing")
+        raise QuestionError(f"--duration {text}: must be positive")
     return seconds
 
 
@@ -95,7 +94,7 @@ def _reasons(maps: Pinned) -> dict[str, int]:
 
 
 class _Signals:
-    """SIGINT and SIGTERM as something to poll: an exception would come while events are read, and lose them."""
+    """SIGINT and SIGTERM as a descriptor to poll. An exception while events are read would lose them."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -143,7 +142,7 @@ class _Trace:
         self._lost_any = False
 
     def follow(self, seconds: float | None) -> int:
-        """Print what comes, until enough has, or a signal: what was decided before it is still printed."""
+        """Print decisions until the limit or a signal. Decisions from before the signal are still printed."""
         with _Signals() as signals:
             self._follow(seconds, signals)
             if self._kernel is not None:
@@ -156,7 +155,7 @@ class _Trace:
     def _follow(self, seconds: float | None, signals: _Signals) -> None:
         poll = select.poll()
         poll.register(self._session.rings.fd, select.POLLIN)
-        # Only that nobody reads any more: that is said without being asked for.
+        # No events: POLLERR and POLLHUP are always reported.
         poll.register(sys.stdout.fileno(), 0)
         poll.register(signals.fd, select.POLLIN)
         if self._kernel is not None:
@@ -174,8 +173,8 @@ class _Trace:
             if self._kernel is not None and self._kernel.ended:
                 poll.unregister(self._kernel.fd)
                 self._kernel = None
-                print("what the kernel says has ended", file=sys.stderr, flush=True)
-            # What comes while lines are printed is read by another turn.
+                print("kernel events have ended", file=sys.stderr, flush=True)
+            # Events that arrive while lines are printed are read in the next iteration.
             last = bool(signals.received)
             self._print(self._news(self._kernel.read() if self._kernel is not None else []))
             if last:
@@ -185,7 +184,7 @@ class _Trace:
                 self._look()
 
     def _news(self, said: list[Said]) -> list[Line]:
-        """What came since, in its order. The kernel was read first: what it says is of decisions that came before."""
+        """New lines, in order of time. Kernel events were read first, so their decisions are known by now."""
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         lines = self._decisions(booted)
         for each in said:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracing turned on and off: the lock, the rings, and the word that the programs look at.
+"""Turns tracing on and off: the lock, the rings, and the map that the programs check.
 
-Nothing remains of a session that is killed: the lock and the rings go with its descriptors, and the first decision
-that finds no ring clears the word.
+A killed session leaves nothing: its descriptors hold the lock and the rings, and the first decision without a ring
+clears the map.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.trace.filters import SERVICES_MAX
 
 MAPS = ("tracing", "decisions")
-_OLD = "the programs in force cannot tell what they decide: they are of an older version; restart the agent"
+_OLD = "the attached programs cannot report decisions: they are of an older version; restart the agent"
 _ORDER = sys.byteorder
 
 
 class Word:
-    """struct tracing of bpf/trace_maps.h: what the programs look at before they tell."""
+    """struct tracing of bpf/trace_maps.h, which the programs check before they report."""
 
     def __init__(self, tracing: Map, layout: Layout) -> None:
         self._layout = layout
@@ -35,7 +35,7 @@ class Word:
         self._lost = self._get("lost")
 
     def ask(self, wanted: Mapping[str, Any]) -> None:
-        """Say what is wanted (fields of the struct), and begin, or go on."""
+        """Set the filter (fields of the struct) and start tracing, or continue."""
         services = tuple(wanted.get("services", ()))
         self.clear()
         for name in ("reasons", "device", "family", "protocol", "port"):
@@ -47,15 +47,15 @@ class Word:
         self._set("process", os.getpid())
 
     def asked(self) -> bool:
-        """Whether the programs still tell: they cease when one of them runs on a CPU that has no ring."""
+        """Whether the programs still report. They stop when one of them runs on a CPU without a ring."""
         return self._get("process") == os.getpid()
 
     def clear(self) -> None:
-        """Nothing is told."""
+        """Stop tracing."""
         self._set("process", 0)
 
     def lost(self) -> int:
-        """Events that there was no room for since this was asked last."""
+        """Events lost since the last call."""
         before, self._lost = self._lost, self._get("lost")
         return self._lost - before
 
@@ -70,12 +70,12 @@ class Word:
 
 
 class Session:
-    """Decisions can be told to this process, until :meth:`close`. SeeError: somebody else traces; programs too old."""
+    """A tracing session, until :meth:`close`. SeeError: another one is running, or the programs are too old."""
 
     def __init__(self, maps: Pinned, room: int) -> None:
         if missing := [name for name in MAPS if name not in maps.names]:
             raise SeeError(f"{_OLD} (there is no map {missing[0]} in {maps.folder}/maps)")
-        maps.packer("decision", "when")  # a layout that is not there is said before anything is changed
+        maps.packer("decision", "when")  # a missing layout is an error before anything is changed
         maps.packer("tracing", "process")
         self._lock = _lock(maps.folder / "maps")
         try:
@@ -86,7 +86,7 @@ class Session:
             raise SeeError(f"tracing cannot be turned on: {error}") from None
 
     def close(self) -> None:
-        """Nothing is told any more."""
+        """Stop tracing."""
         self.word.clear()
         self.rings.close()
         os.close(self._lock)
@@ -99,11 +99,11 @@ class Session:
 
 
 def _lock(folder: Path) -> int:
-    """One at a time: the programs look at one word. The lock is on the folder of the pins."""
+    """Lock the folder of the pins: only one session at a time, since the programs have one filter."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        raise SeeError("another trace runs on this node: end it first") from None
+        raise SeeError("another trace is running on this node: stop it first") from None
     return descriptor

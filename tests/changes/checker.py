@@ -223,7 +223,7 @@ def _within(
 
 
 def _unsteady(timeline: Timeline, targets: Sequence[Target], records: Iterable[Record]) -> list[Violation]:
-    """Session affinity (§4.1): one client, one service port, whichever address: one endpoint as long as it is there.
+    """Session affinity (spec/service-semantics §4.1): a client of a service port keeps its endpoint at all addresses.
 
     Only judged where all addresses that a client asks entitle it to the same endpoints.
     """

@@ -62,7 +62,7 @@ def test_frozen(world: World) -> None:
         try:
             # Watches end every few minutes; these now.
             world.relay.cut()
-            outage.seen("takes the connection and does not answer")
+            outage.seen("accepts the connection but does not answer")
             outage.lasts(OUTAGE_SECONDS)
         finally:
             world.server.thaw()
@@ -142,7 +142,7 @@ def test_the_token_expires_and_is_rotated(world: World) -> None:
         world.rotate(expired(world.server))
         world.relay.cut()
         _, fresh = world.appear()
-        outage.seen("does not accept our credentials (401 Unauthorized): check token or client certificate")
+        outage.seen("rejects the credentials (401 Unauthorized): check token or client certificate")
         outage.lasts(OUTAGE_SECONDS)
         assert not world.serves(fresh)
         world.rotate()

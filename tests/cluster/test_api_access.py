@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pyebpf_proxy.kube.api.access import find, in_cluster
+from pyebpf_proxy.kube.api.access import in_cluster
+from pyebpf_proxy.kube.api.connect import find
 from tests.unit.scripted_api import Following
 
 from .apiserver import ADMIN_TOKEN, ApiServer, Object, running

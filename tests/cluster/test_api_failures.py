@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy.kube.api.access import find
+from pyebpf_proxy.kube.api.connect import find
 from pyebpf_proxy.kube.api.observer import Silent
 from tests.unit.scripted_api import Following
 
@@ -228,7 +228,7 @@ def test_a_token_is_rotated_and_expires(server: ApiServer, proxy: Proxy, through
         still_there(source)
         token.write_text(good)
         source.until(lambda: numbers.all_connected and over(source), LONG)
-        one_line(source, "does not accept our credentials (401 Unauthorized)", "check token or client certificate")
+        one_line(source, "rejects the credentials (401 Unauthorized)", "check token or client certificate")
 
 
 @pytest.mark.usefixtures("objects")
@@ -250,7 +250,7 @@ def test_permission_for_one_resource_is_taken_away(server: ApiServer, proxy: Pro
         still_there(source)
         server.account(ACCOUNT, RULES)
         source.until(lambda: numbers.all_connected, LONG)
-        source.until(lambda: source.said("can be followed again"), LONG)
+        source.until(lambda: source.said("can be watched again"), LONG)
         (line,) = source.said("does not let us")
         assert 'grant list and watch on endpointslices (apiGroup "discovery.k8s.io") by RBAC' in line
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pyebpf_proxy.kube.api.access import find
+from pyebpf_proxy.kube.api.connect import find
 from pyebpf_proxy.kube.api.timing import Timing
 from tests.unit.scripted_api import Following
 

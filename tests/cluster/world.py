@@ -43,8 +43,8 @@ CONNECTED = re.compile(r'^pyebpf_proxy_api_connected\{resource="(\w+)"\} (\S+)$'
 LAST_EVENT = re.compile(r'^pyebpf_proxy_api_last_event_timestamp_seconds\{resource="(\w+)"\} (\S+)$', re.MULTILINE)
 ACCOUNT = "pyebpf-proxy"
 #: What is said of an outage when it begins, and when it is over.
-BEGINNINGS = ("the API server fails", "the API server does not let us follow")
-ENDS = ("the API server is right again", "the resource can be followed again")
+BEGINNINGS = ("the API server fails", "a resource cannot be watched")
+ENDS = ("the API server is reachable again", "the resource can be watched again")
 LONG = 90.0
 
 

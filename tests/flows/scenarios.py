@@ -265,7 +265,7 @@ def _unusual() -> list[Svc]:
 
 
 def _strangers() -> list[tuple[str, str]]:
-    """Addresses that nobody serves, and ports that those who have the address do not serve (§9)."""
+    """Addresses of no Service, and unserved ports of service addresses (spec/service-semantics §9)."""
     found: list[tuple[str, str]] = []
     for family in (4, 6):
         found += [

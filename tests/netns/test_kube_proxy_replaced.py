@@ -136,10 +136,10 @@ def test_a_kube_proxy_that_goes_on_is_told_once(node_lab: Lab) -> None:
         node.agent.wait_synced()
         wait_until(lambda: "removed what kube-proxy left behind" in node.agent.log(), "the leftovers are gone")
         load_kube_proxy(node.namespace, "nft", 4)
-        wait_until(lambda: "a kube-proxy in mode iptables runs beside" in node.agent.log(), "the warning")
+        wait_until(lambda: "a kube-proxy in mode iptables runs alongside" in node.agent.log(), "the warning")
         node.namespace.run("nft", "-f", str(DATA / "nftables.nft"))
-        wait_until(lambda: "a kube-proxy in mode nftables runs beside" in node.agent.log(), "the other warning")
-        assert node.agent.log().count("a kube-proxy in mode iptables runs beside") == 1
+        wait_until(lambda: "a kube-proxy in mode nftables runs alongside" in node.agent.log(), "the other warning")
+        assert node.agent.log().count("a kube-proxy in mode iptables runs alongside") == 1
         # It is told, not fought.
         assert node.namespace.call(leftovers.running) == {"iptables", "nftables"}
         assert node_lab.client.call(ask, vip(10).v4, 80).kind == ANSWERED
@@ -157,8 +157,8 @@ def test_what_could_not_be_removed_is_no_kube_proxy_that_runs(node_lab: Lab) -> 
         wait_until(lambda: "not everything that kube-proxy left behind" in node.agent.log(), "the problem is told")
         assert node.namespace.call(leftovers.running) == {"iptables"}
         node.namespace.run("nft", "-f", str(DATA / "nftables.nft"))
-        wait_until(lambda: "a kube-proxy in mode nftables runs beside" in node.agent.log(), "the warning")
-        assert "a kube-proxy in mode iptables runs beside" not in node.agent.log()
+        wait_until(lambda: "a kube-proxy in mode nftables runs alongside" in node.agent.log(), "the warning")
+        assert "a kube-proxy in mode iptables runs alongside" not in node.agent.log()
     finally:
         node.agent.stop()
 

@@ -132,7 +132,7 @@ def test_endpoints_at_addresses_that_nothing_may_be_sent_to(bad: Lab, family: in
 
 
 def test_a_vip_that_is_the_nodes_own_address(bad: Lab, family: int) -> None:
-    """At its port the Service is served, elsewhere on the address the node itself, and NodePorts (§13)."""
+    """The Service is served at its port; other ports are the node's own and NodePorts (spec/service-semantics §13)."""
     address = bad.nodes[0].address
     assert answerers(bad, bad.client, address.of(family), 80) == {"host-node1"}
     since = write(bad, "on-node", *simple(bad, "on-node", 23, [port(80, 30023)], "web-2", vip=address))
@@ -176,7 +176,7 @@ def test_one_node_port_and_one_address_of_two_services(bad: Lab, family: int) ->
         assert answerers(bad, own, cluster_ip(20).of(family), 80) == {"web-1", "web-2"}
         # By family: the address, the NodePort; and the thief's two.
         assert metric(bad, "service_port_problems") == before + 8
-        lost = "is that of Service default/older already, is not served there"
+        lost = "is already used by Service default/older, not served there"
         assert said(bad, "Service default/newer: spec.externalIPs:", SHARED.of(family), lost) >= 1
         assert said(bad, "Service default/newer: spec.ports.nodePort: NodePort 30024/TCP", lost) >= 1
         assert said(bad, "Service default/thief: spec.externalIPs:", cluster_ip(20).of(family), "default/good") >= 1
@@ -212,9 +212,9 @@ def test_a_tenant_that_was_there_first_takes_nothing(bad: Lab, family: int) -> N
         # By family: the ClusterIP, the VIP, the NodePort on the node's address.
         assert metric(bad, "service_port_problems") == before + 6
         which = "Service tenant/first: spec.externalIPs:"
-        refused = "is NodePort 30036/TCP of Service default/later on Node node1: refused, is not served there"
+        refused = "is NodePort 30036/TCP of Service default/later on Node node1: refused, not served there"
         assert said(bad, which, bad.nodes[0].address.of(family), refused) >= 1
-        assert said(bad, which, f"{cluster_ip(36).of(family)}", "is that of Service default/later already") >= 1
+        assert said(bad, which, f"{cluster_ip(36).of(family)}", "is already used by Service default/later") >= 1
     finally:
         for name in ("later", "tenant"):
             (bad.manifests / f"{name}.json").unlink(missing_ok=True)
@@ -242,7 +242,7 @@ def test_a_service_that_names_65_792_addresses_and_ports_fills_no_map(bad: Lab, 
 
 
 def test_ranges_of_the_wrong_family_or_unreadable(bad: Lab, family: int) -> None:
-    """Each family is restricted by its own ranges only; what cannot be read restricts nothing (§1.2, §7)."""
+    """Only ranges of the own family restrict; malformed ones do not (spec/service-semantics §1.2, §7)."""
     elsewhere = {4: "192.0.2.128/25", 6: "2001:db8:ffff::/48"}
     ranges = {
         "foreign": [elsewhere[10 - family]],

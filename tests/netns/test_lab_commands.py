@@ -114,7 +114,7 @@ def test_up_exec_and_down() -> None:
         assert refused.returncode == 7, refused  # curl: connection refused
     finally:
         down = lab("down")
-    assert f"{tag} is gone" in down.stdout
+    assert f"{tag} removed" in down.stdout
     assert leftovers.namespaces_of(tag) == []
     assert not leftovers.folder_of(tag).exists()
 
@@ -122,4 +122,4 @@ def test_up_exec_and_down() -> None:
 def test_without_such_a_node() -> None:
     done = lab("exec", "node77", "true")
     assert done.returncode == 1
-    assert "no running lab has a 'node77'" in done.stderr
+    assert "no running lab contains 'node77'" in done.stderr

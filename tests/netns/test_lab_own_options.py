@@ -160,9 +160,9 @@ def test_without_socket_programs(small: Lab, family: int, protocol: str) -> None
     sender, place = node.address.of(family), format_address_port(ip_address(asked[0]).packed, asked[1])
     found = answer(node, "explain", sender, place, protocol)
     assert found["verdict"] == "served"
-    said = "the socket programs are not attached (socketLB: off): nftables decides on what this node sends"
+    said = "the socket programs are not attached (socketLB: off): nftables handles what this node sends"
     assert said in found["steps"]
-    assert found["program"]["why"].startswith(f"nftables decides on {protocol.upper()} of this node's own")
+    assert found["program"]["why"].startswith(f"nftables handles {protocol.upper()} packets of this node")
     node_port = WEB.target("NodePort", node)
     # IPv6 has no NodePorts on loopback.
     for address in (node_port.address.of(family), *([LOOPBACK.v4] if family == 4 else [])):

@@ -270,7 +270,7 @@ def _ask_when_told(place: tuple[str, int], connected: bool, rounds: Connection) 
 
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "unconnected"])
 def test_a_udp_socket_goes_on_with_another_endpoint(pods_lab: Lab, asker: Pod, family: int, connected: bool) -> None:
-    """A pod's socket need not be ended: what it sends to an endpoint that is gone passes the node (§10)."""
+    """A pod's socket need not be closed: packets to a removed endpoint pass the node (spec/service-semantics §10)."""
     both = WEB.endpoints
     place = WEB.target("ClusterIP", pods_lab.nodes[0]).address.of(family), 53
     ours, theirs = multiprocessing.Pipe()

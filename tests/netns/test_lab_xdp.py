@@ -191,7 +191,7 @@ def test_somebody_elses_program_is_never_replaced(outside: World) -> None:
     with foreign(outside) as theirs:
         restart(outside, XDP)
         assert program_id(node) == theirs
-        assert said(node, "no XDP on eth0: it carries somebody else's XDP program, which stays")
+        assert said(node, "no XDP on eth0: it already has another XDP program, which stays")
         with talking(outside.lab.client, node.address.v4, "tcp", NODE_PORT) as talk:
             talk.wait()
         node.agent.stop()
@@ -232,7 +232,7 @@ def test_devices_that_it_cannot_be_on(outside: World) -> None:
     try:
         restart(outside, {**XDP, "xdpDevices": ["eth0", "port7", "br7"]})
         assert said(node, "no XDP on port7: it is a port of br7")
-        assert said(node, "no XDP on br7: the tc program is not on it")
+        assert said(node, "no XDP on br7: it does not have the tc program")
         assert shown(node)
     finally:
         node.namespace.ip("link del port7", "link del br7")

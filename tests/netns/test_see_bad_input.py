@@ -151,28 +151,28 @@ def other_layout(node: Node) -> Iterator[None]:
 def test_maps_of_another_layout_are_refused(node: Node, other_layout: None, name: str) -> None:
     assert error(node, *words(name), status=3) == (
         f"the maps of {node.agent.directory} have layout v99, this program reads v{LAYOUT_VERSION}:"
-        " ask with the pyebpf-proxy that the agent is of"
+        " use the pyebpf-proxy command of the agent's version"
     )
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_another_run_folder_is_said_to_be_empty(node: Node, tmp_path: Path, name: str) -> None:
     line = error(node, *words(name), "--directory", str(tmp_path / "elsewhere"), status=3)
-    assert line.startswith(f"nothing of pyebpf-proxy is in the kernel for the run folder {tmp_path / 'elsewhere'}")
-    assert line.endswith("start the agent, or name its folder with --directory")
+    assert line.startswith(f"no maps are pinned for the run folder {tmp_path / 'elsewhere'}")
+    assert line.endswith("start the agent, or name its run folder with --directory")
 
 
 @pytest.mark.parametrize(
     ("question", "status", "text"),
     [
         (("services", "wbe"), 2, "no Service is called wbe; did you mean web?"),
-        (("services", "we:http"), 2, "we:http may be default/web, default/web-next: say which"),
+        (("services", "we:http"), 2, "we:http is ambiguous: it may be default/web, default/web-next"),
         (("services", "-n", "defalt"), 2, "no services in namespace defalt; did you mean default?"),
-        (("services", "--diff", "--manifests", "/none"), 3, "the manifests folder /none is not there"),
+        (("services", "--diff", "--manifests", "/none"), 3, "the manifests folder /none does not exist"),
         (("services", "--diff", "--config", "/none"), 3, "failed complete: open /none: no such file or directory"),
         (("backends", "web:dnss"), 2, "default/web has no port dnss: it has dns, http"),
-        (("backends", "we"), 2, "we may be default/web, default/web-next: say which"),
-        (("frontends", "we"), 2, "we may be default/web, default/web-next: say which"),
+        (("backends", "we"), 2, "we is ambiguous: it may be default/web, default/web-next"),
+        (("frontends", "we"), 2, "we is ambiguous: it may be default/web, default/web-next"),
         (("frontends", "crat"), 2, "no Service is called crat"),
         (("frontends", "--address", "10.96.0"), 2, "10.96.0 is not an IP address"),
         (("frontends", "--address", "10.96.0.99"), 2, "no service has the address 10.96.0.99"),
@@ -186,7 +186,7 @@ def test_another_run_folder_is_said_to_be_empty(node: Node, tmp_path: Path, name
         (
             ("explain", CLIENT.v4, f"[{vip(10).v6}]:80"),
             2,
-            f"{CLIENT.v4} and [{vip(10).v6}]:80 are of two families: no packet has both",
+            f"{CLIENT.v4} and [{vip(10).v6}]:80 are of different IP families",
         ),
         (("explain", CLIENT.v4), 2, "the following arguments are required: DST:PORT; see pyebpf-proxy explain --help"),
         (("status", "web"), 2, "unrecognized arguments: web; see pyebpf-proxy status --help"),

@@ -66,7 +66,7 @@ def test_what_the_kernel_need_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "attempt", attempt)
     found = {each.what: each for each in doctor._programs()}
     assert {each.state for each in found.values()} == {"good"}
-    assert found["conntrack lookup"].text.startswith("not there, and not needed: the kernel does not take it: ")
+    assert found["conntrack lookup"].text.startswith("not available, not required: the kernel rejects it: ")
 
 
 def test_what_closes_the_fast_path_is_named(node: Node) -> None:
@@ -97,7 +97,7 @@ def test_what_closes_the_fast_path_is_named(node: Node) -> None:
     try:
         found = [each for each in answer(node, "doctor", status=1)["findings"] if each["state"] != "good"]
         texts = {each["what"]: each["text"] for each in found}
-        assert texts["fast path, IPv4"].startswith("closed by rules of others: ")
+        assert texts["fast path, IPv4"].startswith("closed by other rules: ")
         assert "counting" in texts["fast path, IPv4"]
         assert texts["fast path, IPv6"] == "closed: ip rule 99 selects by destination port"
         assert texts["devices"].startswith("the fast path does not use eth0: behind our program: clsact ")
@@ -122,7 +122,7 @@ def test_the_masquerade_bit_is_used_by_somebody_else(node: Node) -> None:
     node.namespace.run("nft", "add rule inet firewall forward meta mark set meta mark or 0x4000")
     try:
         found = findings(node, 1)["masquerade bit"]
-        assert found["text"].startswith("0x4000 is set by somebody else, too: inet firewall forward")
+        assert found["text"].startswith("0x4000 is also set by other rules: inet firewall forward")
         assert "masqueradeBit" in found["remedy"]
     finally:
         node.namespace.run("nft", "delete table inet firewall")
@@ -135,7 +135,7 @@ def test_what_does_not_forward_and_rules_of_a_kube_proxy(node: Node) -> None:
     try:
         found = findings(node, 1)
         assert found["net.ipv4.ip_forward"]["remedy"] == "sysctl -w net.ipv4.ip_forward=1"
-        assert found["kube-proxy"]["text"] == "rules of kube-proxy are here, mode nftables"
+        assert found["kube-proxy"]["text"] == "rules of kube-proxy exist, mode nftables"
     finally:
         node.namespace.sysctl({"net.ipv4.ip_forward": 1})
         node.namespace.run("nft", "delete table ip kube-proxy")

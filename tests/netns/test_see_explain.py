@@ -105,7 +105,7 @@ def _affinities(node: Node) -> str:
 def test_without_a_fast_path_that_is_said(world: Lab) -> None:
     found = answer(world.nodes[1], "explain", CLIENT.v4, f"{vip(10).v4}:80")
     paths = {(each["path"], each["pathReason"], each["pathWhy"]) for each in found["endpoints"]}
-    assert paths == {("netfilter", "", "there is no fast path")}
+    assert paths == {("netfilter", "", "the fast path is off")}
     assert [each["pod"] for each in found["endpoints"]] == ["default/web-1", "default/web-2"]
     assert found["disagreements"] == []
 
@@ -144,11 +144,11 @@ def test_the_path_of_the_next_flow_is_said(world: Lab, family: int) -> None:
     finally:
         samples = load.stop()
     assert not failed(samples)
-    assert (said["pathReason"], said["pathWhy"].partition(" for ")[0]) == ("", "the pair has a permit")
+    assert (said["pathReason"], said["pathWhy"].partition(" for ")[0]) == ("", "the permit of this pair is valid")
     time.sleep(1.1)
     said = asked(world, family)
     assert (said["path"], said["pathReason"]) == ("netfilter", "slow_no_permit")
-    assert said["pathWhy"].startswith("its permit has run out ")
+    assert said["pathWhy"].startswith("its permit expired ")
     run = world.nodes[0].namespace.run
     rule = ("dport", "9", "lookup", "main", "pref", "98")
     run("ip", f"-{family}", "rule", "add", *rule)
@@ -187,7 +187,7 @@ def test_no_agent_no_fast_path(world: Lab) -> None:
 def test_a_source_that_is_in_no_range(world: Lab) -> None:
     found = answer(world.nodes[0], "explain", CLIENT.v4, f"{vip(12).v4}:80", status=1)
     assert (found["verdict"], found["reason"]) == ("dropped", "drop_source_range")
-    assert found["steps"][-1] == f"{CLIENT.v4} is in none of loadBalancerSourceRanges (192.0.2.0/24): dropped"
+    assert found["steps"][-1] == f"{CLIENT.v4} is not in loadBalancerSourceRanges (192.0.2.0/24): dropped"
     assert found["program"]["counted"] == ["drop_source_range"]
 
 
@@ -195,8 +195,8 @@ def test_the_wrong_port_is_told_from_the_right_one(world: Lab) -> None:
     found = answer(world.nodes[0], "explain", CLIENT.v4, f"{vip(10).v4}:8080")
     assert (found["verdict"], found["program"]["verdict"]) == ("left", "left")
     assert found["steps"] == [
-        f"{vip(10).v4}:8080/TCP is no service's: the kernel does what it does without us",
-        f"at {vip(10).v4} there are: 53/UDP (default/web:dns), 80/TCP (default/web:http)",
+        f"{vip(10).v4}:8080/TCP is not a frontend of any service: the packet is not changed",
+        f"frontends at {vip(10).v4}: 53/UDP (default/web:dns), 80/TCP (default/web:http)",
     ]
 
 
@@ -208,7 +208,7 @@ def test_affinity_is_seen_and_kept(world: Lab) -> None:
     found = answer(node, "explain", toolbox.address.v4, f"{cluster_ip(14).v4}:80")
     assert [each["address"] for each in found["endpoints"]] == [f"{world.pods[outcome.answer.pod].address.v4}:8080"]
     assert found["disagreements"] == []
-    assert any(step.startswith("session affinity: bound to") for step in found["steps"])
+    assert any(step.startswith("session affinity: the client's last connection") for step in found["steps"])
     assert _affinities(node) == before
 
 
@@ -218,7 +218,7 @@ def test_a_flow_that_exists_goes_on(world: Lab) -> None:
     assert outcome.local is not None
     found = answer(node, "explain", f"{CLIENT.v4}:{outcome.local[1]}", f"{vip(10).v4}:53", "udp")
     assert found["disagreements"] == []
-    assert found["steps"][-1].startswith("a flow of these addresses and ports exists")
+    assert found["steps"][-1].startswith("a flow with these addresses and ports exists")
 
 
 def test_hairpin(world: Lab) -> None:
@@ -237,7 +237,7 @@ def test_a_process_of_the_node(world: Lab) -> None:
     assert not found["program"]["ran"]
     found = answer(world.nodes[0], "explain", world.nodes[0].address.v4, f"{vip(10).v4}:80")
     assert {each["masquerade"] for each in found["endpoints"]} == {False}
-    assert found["steps"][-1].startswith("its socket is connected to the endpoint, from the address that the route")
+    assert found["steps"][-1].startswith("the socket connects to the endpoint from the route's source address")
 
 
 def test_sctp_of_the_node_is_nobodys_socket(world: Lab) -> None:
@@ -245,7 +245,7 @@ def test_sctp_of_the_node_is_nobodys_socket(world: Lab) -> None:
     found = answer(world.nodes[0], "explain", world.nodes[0].address.v4, f"{vip(15).v4}:36412", "sctp")
     (choice,) = found["endpoints"]
     assert (choice["masquerade"], choice["masqueradeAs"]) == (True, world.nodes[0].address.v4)
-    assert found["program"]["why"].startswith("nftables decides on SCTP of this node's own")
+    assert found["program"]["why"].startswith("nftables handles SCTP packets of this node")
 
 
 def test_the_answer_for_people(world: Lab) -> None:
@@ -253,7 +253,7 @@ def test_the_answer_for_people(world: Lab) -> None:
     assert "1. 203.0.113.10:80/TCP is a LoadBalancer of default/web:http" in text
     assert "3. externalTrafficPolicy Cluster: all endpoints, masqueraded" in text
     assert "eth0 through 192.0.2.12" in text
-    assert "It agrees." in text
+    assert "It agrees with the rules." in text
     narrow = see(world.nodes[0], "explain", CLIENT.v6, f"[{vip(10).v6}]:80", COLUMNS="40").stdout
     assert max(map(len, narrow.splitlines())) <= 40
 
@@ -262,17 +262,20 @@ def test_the_answer_for_people(world: Lab) -> None:
     ("words", "text"),
     [
         (("198.51.100", "203.0.113.10:80"), "SRC: 198.51.100 is not an IP address"),
-        (("198.51.100.2", "203.0.113.10"), "DST needs a port: 203.0.113.10:80, an IPv6 address in brackets"),
-        (("2001:db8::2", "2001:db8:3::10"), "DST needs a port: [2001:db8:3::10]:80, an IPv6 address in brackets"),
+        (("198.51.100.2", "203.0.113.10"), "DST needs a port, as in 203.0.113.10:80; put IPv6 addresses in brackets"),
+        (
+            ("2001:db8::2", "2001:db8:3::10"),
+            "DST needs a port, as in [2001:db8:3::10]:80; put IPv6 addresses in brackets",
+        ),
         (("198.51.100.2", "203.0.113.10:0"), "DST: 0 is not a port (1–65535)"),
-        (("198.51.100.2", "203.0.113.10:80", "icmp"), "icmp is no protocol of Services: TCP, UDP, SCTP"),
+        (("198.51.100.2", "203.0.113.10:80", "icmp"), "icmp is not a protocol of Services: use TCP, UDP or SCTP"),
         (
             ("198.51.100.2", "[2001:db8:3::10]:80"),
-            "198.51.100.2 and [2001:db8:3::10]:80 are of two families: no packet has both",
+            "198.51.100.2 and [2001:db8:3::10]:80 are of different IP families",
         ),
         (
             ("198.51.100.2", "203.0.113.10:80", "--device", "eth1"),
-            "no device eth1 carries a program, or should; did you mean eth0?",
+            "no program is attached to a device eth1, or should be; did you mean eth0?",
         ),
     ],
 )

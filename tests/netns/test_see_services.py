@@ -107,8 +107,8 @@ def test_one_service_with_the_endpoints_that_are_left_out(node: Node) -> None:
         "10.244.2.51:5353": "not ready",
     }
     text = see(node, "services", "web:dns").stdout
-    assert re.search(r"10\.244\.2\.51:5353 +elsewhere +not ready", text)
-    assert re.search(r"10\.244\.1\.10:5353 +default/web-1 +here +all traffic", text)
+    assert re.search(r"10\.244\.2\.51:5353 +remote +not ready", text)
+    assert re.search(r"10\.244\.1\.10:5353 +default/web-1 +local +all traffic", text)
     assert [each["pod"] for each in found[1]["endpoints"]] == ["default/web-1", "default/web-2", "", ""]
 
 
@@ -134,14 +134,14 @@ def test_backends_and_frontends(node: Node) -> None:
 
 def test_diff_says_what_differs_and_nothing_else(node: Node, world: Lab) -> None:
     ran = see(node, "services", "--diff")
-    assert (ran.stdout, ran.returncode) == ("the kernel has what is wanted\n", 0)
+    assert (ran.stdout, ran.returncode) == ("the kernel has the desired state\n", 0)
     key = cluster_ip(10).v4.split(".")
     pin = node.agent.pin("frontends4")
     node.namespace.run("bpftool", "map", "delete", "pinned", str(pin), "key", *key, "80", "0", "6", "0")
     try:
         (view,) = answer(node, "services", "--diff", status=1)["services"]
         assert (view["name"], view["family"]) == ("default/web:http", 4)
-        assert view["differences"] == [f"address ClusterIP {cluster_ip(10).v4}:80 is wanted, and not in the kernel"]
+        assert view["differences"] == [f"address ClusterIP {cluster_ip(10).v4}:80 is desired, but not in the kernel"]
     finally:
         value = [*_words(view["id"]), *_words(1)]
         words = ["pinned", str(pin), "key", *key, "80", "0", "6", "0", "value", *value]
@@ -157,7 +157,7 @@ def test_diff_against_another_source(node: Node, tmp_path: Path) -> None:
     """Nothing is wanted there: every service port is one too many, and so is each of its endpoints."""
     found = answer(node, "services", "--diff", "--manifests", str(tmp_path), status=1)["services"]
     assert len(found) == 12
-    assert {tuple(view["differences"]) for view in found} == {("is in the kernel, and not wanted",)}
+    assert {tuple(view["differences"]) for view in found} == {("in the kernel, but not desired",)}
 
 
 def test_colours_are_for_terminals_alone(node: Node) -> None:
@@ -184,9 +184,9 @@ def _on_a_terminal(node: Node, *arguments: str, **environment: str) -> str:
         (
             ("services", "--diff", "--hostname-override", "node1"),
             2,
-            "--hostname-override is of no use without --manifests or --config",
+            "--hostname-override requires --manifests or --config",
         ),
-        (("services", "--diff", "--manifests", "/none"), 3, "the manifests folder /none is not there"),
+        (("services", "--diff", "--manifests", "/none"), 3, "the manifests folder /none does not exist"),
     ],
 )
 def test_bad_questions(node: Node, words: tuple[str, ...], status: int, text: str) -> None:
@@ -195,8 +195,8 @@ def test_bad_questions(node: Node, words: tuple[str, ...], status: int, text: st
 
 def test_another_run_folder_is_said_to_be_empty(node: Node, tmp_path: Path) -> None:
     line = error(node, "services", status=3, PYEBPF_PROXY_DIRECTORY=str(tmp_path / "elsewhere"))
-    assert line.startswith(f"nothing of pyebpf-proxy is in the kernel for the run folder {tmp_path / 'elsewhere'}")
-    assert line.endswith("start the agent, or name its folder with --directory")
+    assert line.startswith(f"no maps are pinned for the run folder {tmp_path / 'elsewhere'}")
+    assert line.endswith("start the agent, or name its run folder with --directory")
 
 
 def test_without_the_agent_the_kernel_still_answers(node: Node, world: Lab) -> None:
@@ -206,13 +206,13 @@ def test_without_the_agent_the_kernel_still_answers(node: Node, world: Lab) -> N
         assert json.loads(see(node, "services", "-o", "json").stdout) == json.loads(before)
         assert see(node, "backends", "web").returncode == see(node, "frontends").returncode == 0
         assert error(node, "services", "--diff", status=3) == (
-            f"no agent runs on {node.agent.directory}, so nobody says what is wanted: name the source with --manifests"
-            " or --config"
+            f"no agent runs on {node.agent.directory}, so the desired state is unknown: name the source with"
+            " --manifests or --config"
         )
         more = ("--manifests", str(world.manifests), "--config", str(node.agent.folder / "config.yaml"))
-        assert see(node, "services", "--diff", *more).stdout == "the kernel has what is wanted\n"
+        assert see(node, "services", "--diff", *more).stdout == "the kernel has the desired state\n"
         more = ("--manifests", str(world.manifests), "--hostname-override", "node1")
-        assert see(node, "services", "--diff", *more).stdout == "the kernel has what is wanted\n"
+        assert see(node, "services", "--diff", *more).stdout == "the kernel has the desired state\n"
     finally:
         node.agent.start()
         node.agent.wait_synced()

@@ -132,8 +132,8 @@ def test_filters_that_name_nothing(node: Node) -> None:
     states = "NONE, SYN_SENT, SYN_RECV, ESTABLISHED, FIN_WAIT"
     assert error(node, "flows", "state=FOO", status=2).startswith(f"there is no state FOO: OPEN, CLOSING, {states}")
     assert error(node, "flows", "protocol=icmp", status=2) == "there is no protocol icmp: TCP, UDP, SCTP"
-    assert error(node, "flows", "client=", status=2) == "client= says nothing: give a value"
-    assert see(node, "flows", "client=192.0.2.99").stdout == "no service flows that fit\n"
+    assert error(node, "flows", "client=", status=2) == "client= needs a value"
+    assert see(node, "flows", "client=192.0.2.99").stdout == "no service flows match the filter\n"
     said = error(node, "flows", "default/wbe", status=2)
     assert said == "no Service is called default/wbe; did you mean default/web?"
 
@@ -149,7 +149,7 @@ def test_no_endpoints_is_named_with_the_packet(node: Node, world: Lab, protocol:
     assert drop["service"] == f"default/empty:{'http' if protocol == 'tcp' else 'dns'}"
     assert drop["device"] == "eth0"
     assert drop["secondsAgo"] < 60
-    (told,) = (text for text in warnings(node) if "no endpoint is usable" in text and "[2001:db8" in text)
+    (told,) = (text for text in warnings(node) if "no usable endpoint" in text and "[2001:db8" in text)
     assert told.endswith(f"]:{port} {protocol.upper()} (default/empty:{'http' if protocol == 'tcp' else 'dns'})")
     assert re.search(r"reject_no_endpoints +\d+ +\d+ +\d+ s ago +\[2001:db8:2::2\]:\d+ >", see(node, "drops").stdout)
 
@@ -179,8 +179,8 @@ def test_a_device_without_program_is_named(node: Node, world: Lab) -> None:
         named = answer(node, "flows", "web", "--manifests", str(world.manifests))["flows"]
         assert {each["endpointName"] for each in named} == {"default/web-2"}
         told = warnings(node)
-        assert "no program is on eth0: services are not reached through it" in told
-        assert any(text.startswith("the agent does not run: traffic goes on") for text in told)
+        assert "no program is attached to eth0: packets that enter there do not reach services" in told
+        assert any(text.startswith("the agent is not running: traffic continues") for text in told)
         assert answer(node, "status", status=1)["devices"][0]["attached"] == ""
     finally:
         node.agent.start()
@@ -226,13 +226,13 @@ def test_without_rights_and_agent_nothing_wrong_is_said(node: Node) -> None:
         words = ("explain", CLIENT.v4, f"{vip(10).v4}:80")
         ran = see(node, *words, through=NO_SYS_ADMIN)
         assert (ran.returncode, ran.stdout) == (3, "")
-        assert ran.stderr.startswith("Error: what the programs were loaded with takes CAP_SYS_ADMIN to see")
+        assert ran.stderr.startswith("Error: reading the programs' settings requires CAP_SYS_ADMIN")
         told = [
             each["what"]
             for each in json.loads(see(node, "status", "-o", "json", through=NO_SYS_ADMIN).stdout)["warnings"]
         ]
-        assert "the features are not known" in told
-        assert not any("no program is on" in text for text in told)
+        assert "the enabled features are unknown" in told
+        assert not any("no program is attached" in text for text in told)
     finally:
         node.agent.start()
         node.agent.wait_synced()
@@ -241,7 +241,10 @@ def test_without_rights_and_agent_nothing_wrong_is_said(node: Node) -> None:
 def test_an_agent_that_hangs_is_named(node: Node) -> None:
     agent = running_agent(node.agent.directory)
     assert agent is not None
-    said = f"the agent, process {agent.pid}, does not answer: traffic goes on, changes may not arrive"
+    said = (
+        f"the agent (process {agent.pid}) does not respond: traffic continues, but changes to Services"
+        " may not be applied"
+    )
     assert said not in warnings(node)
     os.kill(agent.pid, signal.SIGSTOP)
     try:
@@ -256,23 +259,24 @@ def test_a_flushed_nft_table_is_named(node: Node, world: Lab) -> None:
     node.agent.kill()
     try:
         node.namespace.run("nft", "flush", "table", "inet", name)
-        assert "our nft table is empty: nothing is translated by the kernel" in warnings(node)
+        said = "the nftables table of pyebpf-proxy is {}: the kernel performs no NAT for services"
+        assert said.format("empty") in warnings(node)
         node.namespace.run("nft", "delete", "table", "inet", name)
-        assert "our nft table is missing: nothing is translated by the kernel" in warnings(node)
+        assert said.format("missing") in warnings(node)
     finally:
         node.agent.start()
         node.agent.wait_synced()
-    wait_until(lambda: not any("nft table" in text for text in warnings(node)), "the table is there again")
+    wait_until(lambda: not any("nftables table" in text for text in warnings(node)), "the table is there again")
 
 
 def test_a_full_connection_table_is_named(node: Node, world: Lab) -> None:
     with full_conntrack(node.namespace) as top_up:
         fill = answer(node, "status", status=1)["conntrack"]
         assert fill["used"] >= fill["room"] - 16
-        assert any(re.match(r"conntrack: \d+ of \d+ are in use", text) for text in warnings(node))
+        assert any(re.match(r"conntrack: \d+ of \d+ in use", text) for text in warnings(node))
         found = wait_until(lambda: _explained(node, top_up), "explain says so, too")
         assert (found["verdict"], found["reason"]) == ("dropped", "")
-        assert re.match(r"conntrack is full, .*: the kernel drops a new flow", found["steps"][-1])
+        assert re.match(r"conntrack is full, .*: the kernel drops new flows", found["steps"][-1])
         top_up()
         assert world.client.call(ask, vip(10).v4, 80, timeout=0.5).kind == "timed out"
     assert answer(node, "explain", CLIENT.v4, f"{vip(10).v4}:80")["verdict"] == "served"

@@ -165,7 +165,7 @@ def test_what_two_services_did_is_told(node: Node, world: Lab, however: str) -> 
         assert seen.backends[f"{first}:8080"] + seen.backends[f"{second}:8080"] == pytest.approx(12)
         assert seen.backends[f"{second}:5353"] == pytest.approx(4)
         assert set(seen.flows) <= {*wanted, "default/empty:dns 4"}
-        assert ("the agent does not run" in seen.last.notes) == (however != "the agent runs")
+        assert ("the agent is not running" in seen.last.notes) == (however != "the agent runs")
 
 
 def test_flows_of_this_nodes_own_processes_are_counted(node: Node) -> None:
@@ -210,7 +210,7 @@ def test_a_named_service_is_shown_at_rest_and_others_are_not(node: Node) -> None
     found = msgspec.json.decode(line, type=model.Top)
     assert {view.name for view in found.services} == {"default/web:http", "default/web:dns"}
     assert all([each.pod for each in view.backends] == ["default/web-1", "default/web-2"] for view in found.services)
-    assert " 10.244.1.10:8080 default/web-1 (here) " in see(node, "top", "web", "--once").stdout
+    assert " 10.244.1.10:8080 default/web-1 (local) " in see(node, "top", "web", "--once").stdout
     assert see(node, "top", "-n", "default", "--once", "-o", "name").stdout == ""
     assert error(node, "top", "wbe", status=2) == "no Service is called wbe; did you mean web?"
     assert error(node, "top", "-n", "defautl", status=2).startswith("no services in namespace defautl")
@@ -380,4 +380,4 @@ def test_drops_of_the_last_minute_are_counted(node: Node, world: Lab) -> None:
     assert count()[1] == ever + 2
     assert count()[0] >= 2
     assert re.search(r"LAST MINUTE", see(node, "drops").stdout)
-    assert re.search(r"\d+ times within the last minute: no endpoint is usable", see(node, "status").stdout)
+    assert re.search(r"\d+ times in the last minute: no usable endpoint", see(node, "status").stdout)

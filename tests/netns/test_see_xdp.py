@@ -72,8 +72,8 @@ def test_xdp_drops_what_it_may_and_leaves_refusals_to_tc(node: Node) -> None:
     found = answer(node, "explain", CLIENT.v4, f"{vip(13).v4}:80", status=1)
     assert (found["verdict"], found["xdp"]["verdict"], found["disagreements"]) == ("refused", "left", [])
     text = see(node, "explain", CLIENT.v4, f"{vip(10).v4}:80").stdout
-    assert re.search(r"The XDP program, run dry: .* by 10\.244\.", text)
-    assert "The tc program, run dry: served by 10.244." in text
+    assert re.search(r"Dry run of the XDP program: .* by 10\.244\.", text)
+    assert "Dry run of the tc program: served by 10.244." in text
 
 
 def test_without_its_agent_the_fast_path_rests(node: Node) -> None:
@@ -92,4 +92,4 @@ def test_xdp_that_is_on_no_device_is_warned_of(node: Node) -> None:
     pin.unlink()
     wait_until(lambda: '"xdp":' not in node.namespace.run("ip", "-j", "link", "show", "dev", "eth0"), "XDP is off")
     told = [each["what"] for each in answer(node, "status", status=1)["warnings"]]
-    assert "XDP is configured, and no device carries the program: tc does all of it" in told
+    assert "XDP is configured, but the program is attached to no device: tc handles all packets" in told

@@ -232,7 +232,7 @@ def test_without_an_agent(world: Lab, node: Node) -> None:
         assert len(trace.lines) == 4
         assert {line["endpointName"] for line in trace.lines} == {""}
         said = error(node, "trace", "endpoint=web-2", status=3)
-        assert said == "names of pods are the agent's to say, and none runs: give the address instead"
+        assert said == "only a running agent knows names of pods, and none runs: give the address instead"
     finally:
         node.agent.start(own=TC_ONLY)
         node.agent.wait_synced()
@@ -250,7 +250,7 @@ def test_bad_input(node: Node) -> None:
 
 def test_only_one_at_a_time(node: Node) -> None:
     with Trace(node):
-        assert error(node, "trace", status=3) == "another trace runs on this node: end it first"
+        assert error(node, "trace", status=3) == "another trace is running on this node: stop it first"
 
 
 def test_maps_of_an_older_version(node: Node) -> None:
@@ -262,7 +262,7 @@ def test_maps_of_an_older_version(node: Node) -> None:
         said = error(node, "trace", status=3)
     finally:
         aside.rename(pin)
-    old = "the programs in force cannot tell what they decide: they are of an older version; restart the agent"
+    old = "the attached programs cannot report decisions: they are of an older version; restart the agent"
     assert said == f"{old} (there is no map tracing in {pin.parent})"
 
 

@@ -47,7 +47,7 @@ def node(world: Lab) -> Node:
 @pytest.mark.usefixtures("bcc")
 def test_the_kernel_is_heard_beside_the_decisions(world: Lab, node: Node) -> None:
     with Trace(node, kernel=True) as trace:
-        assert trace.said == ["tracing; Ctrl-C ends it"]
+        assert trace.said == ["tracing; press Ctrl-C to stop"]
         assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
         (served,) = trace.until(kind="Decision", verdict="served")
         states = trace.until(count=2, kind="TcpState", client=served["source"], now="ESTABLISHED")
@@ -105,10 +105,10 @@ def test_without_bcc(world: Lab, node: Node, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     for interpreter, why in (
         (bare, f"bcc is not installed for {bare}: {REMEDY}"),
-        (nothing, f"{nothing}: No such file or directory; it is for python3-bpfcc: {REMEDY}"),
+        (nothing, f"{nothing}: No such file or directory; python3-bpfcc needs it: {REMEDY}"),
     ):
         with Trace(node, kernel=True, **{INTERPRETER_VARIABLE: str(interpreter)}) as trace:
-            assert trace.said[0] == f"not shown: what the kernel drops, and TCP states: {why}"
+            assert trace.said[0] == f"kernel drops and TCP states are not shown: {why}"
             assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
             trace.until(kind="Decision")
         assert {line["kind"] for line in trace.lines} == {"Decision"}

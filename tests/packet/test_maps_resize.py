@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(bpf_objects: Path, pins:
         ("services", 99, "uses 100 of its 256 places"),
         ("socket_revnat4", 100, "has 200 entries"),
     ):
-        words = f"^map {name} cannot get the size {size}: it {what}; give it a larger one"
+        words = f"^map {name} cannot get the size {size}: it {what}; configure a larger size"
         with pytest.raises(FatalError, match=words):
             start(pins, ROOM | {"service_configs": 999, name: size}, bpf_objects)
         assert pinned(pins) == before

@@ -328,7 +328,7 @@ def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixtur
         node.promoter.pass_now()
         assert list(node.loaded.maps["flows"].items()) == []
         assert node.promoter.statistics.ended == 2
-        assert caplog.records[-1].getMessage() == "flows ended that conntrack did not take"
+        assert caplog.records[-1].getMessage() == "flows that conntrack did not accept were ended"
         assert node.promoter._waiting == {}
         key = node.young(1002)
         node.promoter.pass_now()

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from pyebpf_proxy.errors import FatalError
-from pyebpf_proxy.kube.api.access import Access, ExecPlugin, Tls, find, in_cluster, server_url
+from pyebpf_proxy.kube.api.access import Access, ExecPlugin, Tls, in_cluster, server_url
 from pyebpf_proxy.kube.api.client import Client
+from pyebpf_proxy.kube.api.connect import find
 from pyebpf_proxy.kube.api.credentials import TOKEN_SECONDS, Credentials
 from pyebpf_proxy.kube.api.environment import proxy_for
 from pyebpf_proxy.kube.api.limiter import Limiter
@@ -70,7 +71,7 @@ MISTAKES = {
     user("as-groups: [x]"): "requesting uid, groups or user-extra for u without impersonating a user",
     # In words of our own, where kube-proxy names Go types.
     "clusters: 3": "clusters: expected array, got int",
-    "[]": "it is not a mapping, so no kubeconfig",
+    "[]": "it is not a mapping, so not a kubeconfig",
     "a: &a [*a]": "yaml: the value of an anchor contains itself",
     "a: &a {b: {c: *a}}": "yaml: the value of an anchor contains itself",
     LAUGHS: "yaml: document contains excessive aliasing",
@@ -313,11 +314,11 @@ count = 1
     ("program", "words"),
     [
         ("sys.exit('no network\\nat all')", "failed with exit code 1: no network at all"),
-        ("print('{')", "printed something that is no ExecCredential"),
+        ("print('{')", "printed something that is not an ExecCredential"),
         ('print(\'{"kind": "ExecCredential", "apiVersion": "v2"}\')', "is configured to use API version"),
         ("count = 1\n" + answer(), "gave neither a token nor a client certificate"),
         ("count = 1\n" + answer(clientCertificateData="x"), "gave only one of certificate and key"),
-        ("count = 1\n" + answer(token=7), "no ExecCredential"),
+        ("count = 1\n" + answer(token=7), "not an ExecCredential"),
     ],
 )
 def test_a_program_that_fails_is_named(tmp_path: Path, program: str, words: str) -> None:

@@ -30,7 +30,7 @@ def test_one_outage_is_one_line_for_all_resources() -> None:
     assert told.lines == [": refused"]
     told.log.well("nodes")
     told.log.well("nodes")
-    assert told.lines == [": refused", "the API server is right again"]
+    assert told.lines == [": refused", "the API server is reachable again"]
     told.log.failed("nodes", TroubleError("refused", shared=True))
     assert told.lines[2:] == [": refused"]
 
@@ -54,13 +54,13 @@ def test_what_concerns_one_resource_is_told_of_it() -> None:
         told.log.failed(resource, TroubleError("forbidden"))
     assert told.lines == ["services: forbidden", "nodes: forbidden"]
     told.log.well("services")
-    assert told.lines[2:] == ["the resource can be followed again"]
+    assert told.lines[2:] == ["the resource can be watched again"]
 
 
 @pytest.mark.parametrize(
     ("code", "shared", "words"),
     [
-        (401, True, "does not accept our credentials"),
+        (401, True, "rejects the credentials"),
         (403, False, "grant list on x by RBAC"),
         (404, False, "does not serve this"),
         (429, True, "host answers 429: slow down"),

@@ -124,7 +124,7 @@ def slowness() -> float:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("mode: ipvs", "mode ipvs: there is no IPVS here"),
+        ("mode: ipvs", "mode ipvs: IPVS itself is not used"),
         ("mode: nftables\nmode: ''", 'key \\"mode\\" already set in map'),
     ],
 )

@@ -183,8 +183,7 @@ def test_a_file_of_a_gigabyte_is_not_read_and_costs_no_other_anything(tmp_path: 
         await watcher.shows(a=1, c=1)
 
     assert run(tmp_path, scenario).said == [
-        "b.yaml: cannot be read: larger than 64 MiB; several files may have what it has;"
-        " the objects that were in it stay"
+        "b.yaml: cannot be read: larger than 64 MiB; split it into several files; the objects that were in it stay"
     ]
 
 

@@ -44,7 +44,7 @@ def test_named_devices_are_tried_or_refused_with_the_reason() -> None:
     assert found.attach == {3: "eth1", 4: "pod1"}
     assert found.refused == {
         "port": "it is a port of br0",
-        "br0": "the tc program is not on it, which takes what XDP leaves",
+        "br0": "it does not have the tc program, which handles what XDP leaves",
         "tun0": "its packets have no Ethernet header",
         "none": "there is no such device yet",
     }

@@ -29,7 +29,7 @@ def test_a_kernel_without_namespace_cookies_is_refused(monkeypatch: pytest.Monke
         (
             ("nf_conntrack", "nf_nat"),
             NET_ADMIN | PERFMON | BPF,
-            "nf_conntrack is a module: asking it from BPF takes CAP_SYS_ADMIN",
+            "nf_conntrack is a module: lookups from BPF need CAP_SYS_ADMIN",
         ),
         (("nf_nat",), NET_ADMIN, ""),  # No function of it is called.
         (("nf_conntrack", "nf_nat"), NET_ADMIN | SYS_ADMIN, ""),

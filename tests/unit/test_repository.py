@@ -256,7 +256,8 @@ def anchors(page: Path) -> set[str]:
 
 def test_links_of_the_pages_lead_somewhere() -> None:
     lost = []
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    others = [ROOT / folder / "README.md" for folder in ("examples", "tests", "vagrant")]
+    for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *others):
         for place, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
             target = page.parent / place if place else page
             if not target.exists() or (heading and heading not in anchors(target)):

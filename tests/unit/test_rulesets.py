@@ -134,8 +134,8 @@ def test_expressions_that_take_packets_elsewhere(name: str) -> None:
 def test_what_is_not_known_closes(name: str) -> None:
     part = expression(name, attribute(1, b"NDPI\0"), attribute(2, b"\0\0\0\1"))
     assert part.kind is Kind.UNKNOWN
-    assert "not known" in part.words
-    assert "not known" in closed(forward(part))[6]
+    assert "unknown" in part.words
+    assert "unknown" in closed(forward(part))[6]
 
 
 @pytest.mark.parametrize(("name", "kind"), [("geoip", Kind.CONDITION), ("quota2", Kind.COUNTS), ("u32", Kind.INSPECTS)])
@@ -157,7 +157,7 @@ def forward(*parts: Part, name: str = "table") -> Table:
 def test_more_rules_than_are_shown() -> None:
     table = forward(Part(Kind.LOGS, "log"))
     table.chains["forward"].rules *= 8
-    assert closed(table)[4].endswith("; and 3 rules more")
+    assert closed(table)[4].endswith("; and 3 more rules")
 
 
 def test_what_cannot_be_read_closes() -> None:
@@ -186,7 +186,7 @@ def test_tables_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert "iptables-legacy could not be read: [Errno 1] Operation not permitted" in str(verdicts[6])
 
 
-# ---- who goes by marks ---------------------------------------------------------------------------------------------
+# ---- users of marks -------------------------------------------------------------------------------------------------
 
 
 def tc_filter(kind: str, options: bytes = b"") -> bytes:
@@ -206,7 +206,7 @@ def test_an_attribute_of_a_rule_of_routing_that_is_not_known_selects() -> None:
     head = struct.pack("=BBBBBBBBI", 2, 0, 0, 0, 0, 0, 0, 1, 2)
     plain = policy_routing.parse(head + attribute(6, struct.pack("=I", 7)) + attribute(10, struct.pack("=I", 3)))
     assert plain == policy_routing.RoutingRule(7, "", 3, 0xFFFFFFFF, inverted=True)
-    assert policy_routing.parse(head + attribute(99, b"1234")).selects == "attribute 99, which is not known here"
+    assert policy_routing.parse(head + attribute(99, b"1234")).selects == "unknown attribute 99"
 
 
 def test_a_mark_for_an_inverted_rule() -> None:

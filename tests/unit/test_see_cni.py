@@ -32,10 +32,10 @@ def found(tmp_path: Path, *plugins: dict[str, Any], cilium: object = None) -> cn
     ("plugin", "bad", "words"),
     [
         ({"type": "bandwidth"}, False, "kubernetes.io/egress-bandwidth"),
-        ({"type": "portmap", "markMasqBit": 14}, False, "markMasqBit 14 is our masquerade bit"),
+        ({"type": "portmap", "markMasqBit": 14}, False, "markMasqBit 14 is pyebpf-proxy's masquerade bit"),
         ({"type": "portmap", "externalSetMarkChain": "KUBE-MARK-MASQ"}, False, "the chain KUBE-MARK-MASQ"),
-        ({"type": "portmap", "conditionsV4": ["!", "-d", "192.0.2.0/24"]}, False, "conditionsV4 hold for hostPorts"),
-        ({"type": "calico", "linuxDataplane": "BPF"}, True, "eBPF data plane serves Services"),
+        ({"type": "portmap", "conditionsV4": ["!", "-d", "192.0.2.0/24"]}, False, "conditionsV4 apply to hostPorts"),
+        ({"type": "calico", "linuxDataplane": "BPF"}, True, "eBPF data plane implements Services"),
         ({"type": "ovn-k8s-cni-overlay"}, True, "OVN-Kubernetes"),
         ({"type": "antrea"}, False, "AntreaProxy"),
     ],

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from pyebpf_proxy import commands as see
 from pyebpf_proxy.cli import main
 from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.see import COMMANDS
-from pyebpf_proxy.see import cli as see
 from pyebpf_proxy.see.reasons import MEANINGS, SLOW
 
 from .tool_module import tool

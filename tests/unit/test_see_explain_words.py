@@ -59,10 +59,10 @@ def test_agreement_is_none() -> None:
     [
         (
             answer("dropped", "drop_source_range"),
-            "by the rules it is dropped, the program says served",
+            "verdict: dropped by the rules, served by the program",
         ),
-        (answer(backend=8), "the program chose backend 8, which is not among the endpoints"),
-        (answer(masquerade=False), "by the rules it is masqueraded, the program does the contrary"),
+        (answer(backend=8), "the program selected backend 8, which is not among the endpoints"),
+        (answer(masquerade=False), "masquerade: masqueraded by the rules, not masqueraded by the program"),
     ],
 )
 def test_what_differs_is_said(view: Explanation, text: str) -> None:
@@ -73,7 +73,7 @@ def test_another_reason_is_said() -> None:
     view = answer("dropped", "drop_source_range")
     view.program = ProgramView(ran=True, verdict="dropped", counted=["drop_conntrack_full"])
     (said,) = disagreements(view, Decision(verdict="dropped", reason="drop_source_range"), view.program)
-    assert said == "by the rules the reason is drop_source_range, the program counted drop_conntrack_full"
+    assert said == "reason: drop_source_range by the rules, the program counted drop_conntrack_full"
     view.disagreements = [said]
     assert f"disagreement: {said}" in text(view, Terminal())
     assert not any("It agrees" in line for line in text(view, Terminal()))

@@ -47,8 +47,8 @@ def test_what_a_name_names(wanted: str, found: list[ServicePortName]) -> None:
 @pytest.mark.parametrize(
     ("wanted", "text"),
     [
-        ("web", "web may be default/web, test/web: say which"),
-        ("w", "w may be default/web, default/web-next, test/web: say which"),
+        ("web", "web is ambiguous: it may be default/web, test/web"),
+        ("w", "w is ambiguous: it may be default/web, default/web-next, test/web"),
         ("crat", "no Service is called crat; did you mean cart?"),
         ("shop/crat", "no Service is called shop/crat; did you mean shop/cart?"),
         ("zzz", "no Service is called zzz"),

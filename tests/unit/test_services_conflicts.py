@@ -28,8 +28,7 @@ def test_the_loser_is_served_when_the_winner_leaves(planner: Planner) -> None:
     assert frontends(delta[name_of("b")]) == ["10.96.0.2:80"]
     (conflict,) = planner.conflicts
     assert str(conflict) == (
-        "Service default/b: spec.externalIPs: 203.0.113.1:80/TCP is that of Service default/a already,"
-        " is not served there"
+        "Service default/b: spec.externalIPs: 203.0.113.1:80/TCP is already used by Service default/a, not served there"
     )
     delta = planner.update([gone(a)])
     assert delta[name_of("a")] is None
@@ -85,7 +84,7 @@ def test_an_address_that_is_a_nodes_too_is_told_and_served(planner: Planner) -> 
     (overlap,) = planner.overlaps
     assert str(overlap) == (
         "Service default/web: status.loadBalancer.ingress: 192.0.2.9:80/TCP is an address of Node node-2:"
-        " what listens there itself is not reached"
+        " processes that listen there are unreachable"
     )
     assert frontends(planner.get(name_of("web"))) == ["10.96.0.1:80", "192.0.2.9:80", "0.0.0.0:30080"]
     delta = planner.update([service("more", "10.96.0.9", externalIPs=["192.0.2.9"], ports=[{"port": 81}])])
@@ -118,8 +117,8 @@ def test_an_external_ip_that_was_there_first_does_not_take_a_cluster_ip(planner:
     assert frontends(delta[name_of("dns")]) == ["10.96.0.10:53"]
     (theft,) = planner.conflicts
     assert str(theft) == (
-        "Service tenant/thief: spec.externalIPs: 10.96.0.10:53/TCP is that of Service default/dns already,"
-        " is not served there"
+        "Service tenant/thief: spec.externalIPs: 10.96.0.10:53/TCP is already used by Service default/dns,"
+        " not served there"
     )
     # Nor when it comes again.
     delta = planner.update([gone(thief), thief])
@@ -167,8 +166,7 @@ def test_the_node_port_of_another_namespace_is_not_taken(planner: Planner, how: 
     assert frontends(planner.get(THIEF)) == [AT_NODE[0]]
     (refused,) = planner.conflicts
     assert str(refused).endswith(
-        f": {NODE_IP}:30080/TCP is NodePort 30080/TCP of Service default/web on Node {NODE}: refused,"
-        " is not served there"
+        f": {NODE_IP}:30080/TCP is NodePort 30080/TCP of Service default/web on Node {NODE}: refused, not served there"
     )
     # What is over is over: the NodePort goes, comes back, and the Node has another address.
     delta = planner.update([gone(changes["service"])])

@@ -131,7 +131,8 @@ def test_our_zone_decides_over_every_service(planner: Planner) -> None:
 
 
 def test_external_ips_are_served_unless_the_gate_says_no() -> None:
-    """Policies stay: a Service of type ClusterIP with external IPs may have externalTrafficPolicy (§1.3)."""
+    """Policies stay: a Service of type ClusterIP with external IPs may have externalTrafficPolicy
+    (spec/service-semantics §1.3)."""
     web = service("web", externalIPs=["203.0.113.1"], externalTrafficPolicy="Local")
     for allowed, expected in ((True, ["10.96.0.1:80", "203.0.113.1:80"]), (False, ["10.96.0.1:80"])):
         planner = Planner(PlanSettings(NODE, external_ips=allowed))

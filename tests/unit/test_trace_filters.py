@@ -82,7 +82,7 @@ def test_pods_are_told_from_addresses() -> None:
     for word in ("web", "endpoint=10.244.2.10", "client=fd00::1", "endpoint=10.244.2.10:8080"):
         assert not Filter([word], KNOWN).names_pods
     for wrong in ("10.244.2", "10.244.2.10:http", "Web_1"):
-        with pytest.raises(QuestionError, match=f"^{wrong} is no address and no ADDRESS:PORT"):
+        with pytest.raises(QuestionError, match=f"^{wrong} is not an ADDRESS or ADDRESS:PORT"):
             Filter([f"endpoint={wrong}"], KNOWN)
 
 
@@ -117,14 +117,14 @@ def test_services_are_renumbered() -> None:
     [
         ("servce=web", f"decisions have no field servce: {', '.join(FIELDS)}; did you mean service or device?"),
         ("default/wbe", "no Service is called default/wbe; did you mean default/web?"),
-        ("nonsense", "nonsense is no address, service, protocol, path, reason or device"),
+        ("nonsense", "nonsense is not an address, service, protocol, path, reason or device"),
         ("reason=stack_hpos", "there is no reason stack_hpos; did you mean stack_hops?"),
         ("device=eth9", "there is no device eth9; did you mean eth0?"),
         ("protocol=icmp", "there is no protocol icmp: TCP, UDP, SCTP"),
         ("path=direct", "there is no path direct: fast, netfilter, socket"),
-        ("port=70000", "70000 is no port: 1 to 65535"),
-        ("client=10.0.0", "10.0.0 is no address and no ADDRESS:PORT"),
-        ("port=", "port= says nothing: give a value"),
+        ("port=70000", "70000 is not a port (1 to 65535)"),
+        ("client=10.0.0", "10.0.0 is not an ADDRESS or ADDRESS:PORT"),
+        ("port=", "port= needs a value"),
     ],
 )
 def test_words_that_mean_nothing(word: str, said: str) -> None:

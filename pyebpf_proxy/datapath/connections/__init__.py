@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's connections and sockets: counted, and ended where they lead to nobody."""
+"""The kernel's connections and sockets: counting them, and ending those whose endpoint is gone."""

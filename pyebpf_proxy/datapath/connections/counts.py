@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many connections each endpoint has, for the schedulers of mode ipvs that go by it (docs/ipvs-mode.md).
+"""How many connections each endpoint has, for the schedulers of mode ipvs that use it (docs/ipvs-mode.md).
 
-The programs add what they choose to ``choices``; here the kernel's connection table is counted again and again, and
-``connections`` says what was found and which choices are in it. Only the programs write ``choices`` and only this
-writes ``connections``, so neither undoes what the other does.
+The programs add their choices to ``choices``. This module counts the kernel's connection table repeatedly and writes
+the result to ``connections``, with the choices that it includes. Only the programs write ``choices`` and only this
+module writes ``connections``, so neither overwrites the other.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.log import Logger
 
-#: Seconds from the end of one count to the next, at least.
+#: Minimum seconds from the end of one count to the next.
 INTERVAL = 1.0
-#: A count that takes long is followed by a pause of so many times that: it never takes more than a tenth of a CPU.
+#: The pause after a count is at least this many times its duration: counting takes at most a tenth of a CPU.
 PAUSE_FACTOR = 9
 
 _log = Logger("datapath")
 
 
 class Connections:
-    """Keeps the map ``connections`` true.
+    """Keeps the map ``connections`` up to date.
 
-    ``backends``: from routes of flows to backend ids; ``exists``: whether an id is one still.
+    ``backends``: from routes of flows to backend ids; ``exists``: whether an id still exists.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Connections:
         self._value = btf.struct("connections").packer("active", "inactive", "choices")
         self._backends = backends
         self._exists = exists
-        # What a former run has left is in force until the first count.
+        # The counts of a former run are used until the first count.
         self._written = dict(self._connections.items())
         self._said = ""
 
     async def run(self) -> None:
-        """Count for ever. What the kernel refuses is said once; the last count stays in force."""
+        """Count forever. An error is logged once; the last count stays in use."""
         while True:
             begin = time.monotonic()
             try:
@@ -58,13 +58,13 @@ class Connections:
                 self._said = ""
             except OSError as error:
                 if str(error) != self._said:
-                    _log.error("connections could not be counted, tried again", error=str(error))
+                    _log.error("connections could not be counted, retrying", error=str(error))
                 self._said = str(error)
             await asyncio.sleep(max(INTERVAL, PAUSE_FACTOR * (time.monotonic() - begin)))
 
     async def count(self) -> None:
         """One count. Raises OSError."""
-        # First the choices: a flow that is chosen meanwhile may be counted twice until the next count, but never lost.
+        # First the choices: a flow chosen meanwhile may be counted twice until the next count, but is never lost.
         choices = {key: int.from_bytes(value, sys.byteorder) for key, value in self._choices.items()}
         own = {key for of in self._own for key, _ in of.items()}
         self._write(choices, await asyncio.to_thread(flows.count, own))
@@ -88,6 +88,6 @@ class Connections:
         self._written.update(changed)
         for key in gone:
             self._written.pop(key, None)
-        # In this order: a count without its choices is a low one, choices without their count are only themselves.
+        # In this order: a count without its choices is too low, choices without a count are just the choices.
         self._connections.delete_batch(b"".join(gone))
         self._choices.delete_batch(b"".join(gone))

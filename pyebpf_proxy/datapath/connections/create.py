@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conntrack entries for flows that are established already and that conntrack has never seen (ctnetlink).
+"""Conntrack entries for established flows that conntrack has never seen (ctnetlink).
 
-What the kernel does with each attribute: ``ctnetlink_create_conntrack()`` in net/netfilter/nf_conntrack_netlink.c.
+See ``ctnetlink_create_conntrack()`` in net/netfilter/nf_conntrack_netlink.c for how the kernel handles each attribute.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Place = tuple[bytes, int]
 # IPCTNL_MSG_CT_NEW; attributes by their numbers in include/uapi/linux/netfilter/nfnetlink_conntrack.h.
 _NEW = 0x100
 _STATUS, _NAT_SRC, _TIMEOUT, _ID, _NAT_DST = 3, 6, 7, 12, 13
-_MIN_IP, _NAT_PROTO = {4: 1, 16: 4}, 3  # CTA_NAT_V4_MINIP, CTA_NAT_V6_MINIP; a maximum that is not given is the minimum
+_MIN_IP, _NAT_PROTO = {4: 1, 16: 4}, 3  # CTA_NAT_V4_MINIP, CTA_NAT_V6_MINIP; without a maximum it is the minimum
 _PORT_MIN, _PORT_MAX = 1, 2
 _IN_TCP, _TCP_STATE, _FLAGS_ORIGINAL, _FLAGS_REPLY = 1, 1, 4, 5
 # include/uapi/linux/netfilter/nf_conntrack_common.h, nf_conntrack_tcp.h
@@ -52,22 +52,22 @@ _SYSCTLS = Path("/proc/sys/net/netfilter")
 
 
 class TcpState(enum.IntEnum):
-    """States of a TCP connection that conntrack can be given, by enum tcp_conntrack; the names are those of sysctls."""
+    """TCP states that an entry can be created with, from enum tcp_conntrack; the names are those of the sysctls."""
 
     ESTABLISHED = 3
     FIN_WAIT = 4
     CLOSE_WAIT = 5
 
 
-#: Entries in these states are as good as the one that was to be made.
+#: Entries in these states need not be replaced.
 _ALIVE = {int(state) for state in TcpState}
 
 
 class Entry(NamedTuple):
-    """A flow: ``client`` asks for ``frontend`` and ``endpoint`` answers. Packed addresses, ports as numbers.
+    """A flow from ``client`` to ``frontend``, answered by ``endpoint``. Packed addresses, ports as numbers.
 
-    ``source``: what the endpoint sees of a masqueraded flow; None: the client itself, address and port. ``answered``:
-    rules of netfilter see a flow without an answer as NEW.
+    ``source``: the masqueraded source, address and port; None: the client itself. ``answered``: whether a reply was
+    seen; netfilter rules see a flow without one as NEW.
     """
 
     protocol: Protocol
@@ -80,19 +80,19 @@ class Entry(NamedTuple):
 
     @property
     def seen(self) -> Place:
-        """Whom the endpoint answers to."""
+        """The address and port that the endpoint replies to."""
         return self.source or self.client
 
 
 class Outcome(enum.Enum):
-    """What became of an entry. The kernel has it after CREATED, REPLACED and KNOWN."""
+    """The result for an entry. The kernel has it after CREATED, REPLACED and KNOWN."""
 
     CREATED = "created"
-    #: Entries of other flows with the same addresses and ports, in either direction, were in the way and are deleted.
+    #: Entries of other flows with the same addresses and ports, in either direction, were deleted first.
     REPLACED = "replaced"
-    #: The kernel has this flow already, with the same translation.
+    #: The kernel already has this flow, with the same translation.
     KNOWN = "known"
-    #: An entry with one of its tuples came back as soon as the one before was deleted. May work later.
+    #: An entry with one of its tuples came back right after the old one was deleted. May work later.
     CLASH = "clash"
     #: The connection table is full, or there is no memory. May work later.
     FULL = "full"
@@ -107,7 +107,7 @@ class Result(NamedTuple):
 
     @property
     def exists(self) -> bool:
-        """Whether the kernel carries this flow as it was asked to."""
+        """Whether the kernel has this flow with the wanted translation."""
         return self.outcome in (Outcome.CREATED, Outcome.REPLACED, Outcome.KNOWN)
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class Result(NamedTuple):
 
 
 def time_outs() -> Mapping[tuple[Protocol, TcpState], int]:
-    """The kernel's own time-outs of this network namespace in seconds. OSError without conntrack."""
+    """The kernel's timeouts of this network namespace in seconds. OSError without conntrack."""
     udp = _sysctl("udp_timeout_stream")
     found = {(Protocol.TCP, state): _sysctl(f"tcp_timeout_{state.name.lower()}") for state in TcpState}
     return {**found, **{(Protocol.UDP, state): udp for state in TcpState}}
@@ -126,12 +126,12 @@ def _sysctl(name: str) -> int:
 
 
 def create(link: RawLink, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]) -> list[Result]:
-    """Have the kernel track these flows from now on: what became of each, in order.
+    """Make the kernel track these flows: the result for each, in order.
 
     ``link``: of NETLINK_NETFILTER, in the flows' network namespace. ``seconds``: from :func:`time_outs`.
     OSError if the kernel does not answer at all.
     """
-    # The kernel passes over an address of the other family, and the flow would not be translated.
+    # The kernel ignores an address of the other family, and the flow would not be translated.
     mixed = Result(Outcome.REFUSED, errno.EAFNOSUPPORT)
     results = [mixed] * len(entries)
     asked = [number for number, entry in enumerate(entries) if _is_of_one_family(entry)]
@@ -151,20 +151,20 @@ def _is_of_one_family(entry: Entry) -> bool:
 
 
 def close(link: RawLink, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]) -> None:
-    """These TCP connections began to end while their entries were made: conntrack must not wait for days. OSError."""
+    """These TCP connections began to close while their entries were created: shorten their timeout of days. OSError."""
     ending = [entry._replace(state=TcpState.FIN_WAIT) for entry in entries if entry.protocol is Protocol.TCP]
     link.request_many(_NEW, 0, [_key(e) + _state(e, seconds[e.protocol, e.state]) for e in ending])
 
 
 def delete(link: RawLink, entries: Sequence[Entry]) -> None:
-    """Take back what :func:`create` has made. One that is gone is no error. OSError if the kernel does not answer."""
+    """Undo :func:`create`. A missing entry is no error. OSError if the kernel does not answer."""
     link.request_many(DELETE, 0, [_key(entry) for entry in entries])
 
 
 def message(entry: Entry, seconds: int) -> bytes:
-    """The body of IPCTNL_MSG_CT_NEW that makes an entry. ``seconds``: until it ends without a packet."""
-    # The reply's tuple is that of a flow which is not translated: only so does the kernel set IPS_DST_NAT and
-    # IPS_SRC_NAT and change it by itself. An exact port for both is what keeps it from choosing one.
+    """The body of IPCTNL_MSG_CT_NEW that creates an entry. ``seconds``: its timeout."""
+    # The reply's tuple is that of an untranslated flow: only then does the kernel set IPS_DST_NAT and IPS_SRC_NAT and
+    # change the tuple itself. With an exact port for both it does not choose one.
     return b"".join(
         (
             header(entry),
@@ -184,7 +184,7 @@ def header(entry: Entry) -> bytes:
 
 
 def _key(entry: Entry) -> bytes:
-    """What names an entry in a message."""
+    """The attributes that identify an entry in a message."""
     return header(entry) + tuple_of(TUPLE_ORIG, entry.protocol, entry.client, entry.frontend)
 
 
@@ -204,7 +204,7 @@ def _nat(kind: int, place: Place) -> bytes:
 
 
 def _state(entry: Entry, seconds: int) -> bytes:
-    # CONFIRMED is set before these are looked at, and cannot be taken back: without it the kernel says EBUSY.
+    # CONFIRMED is set before these are checked, and cannot be cleared: without it the kernel returns EBUSY.
     bits = _CONFIRMED | (_SEEN_REPLY | _ASSURED if entry.answered else 0)
     status = attribute(_STATUS, bits.to_bytes(4, "big"))
     status += attribute(_TIMEOUT, seconds.to_bytes(4, "big"))
@@ -217,7 +217,7 @@ def _state(entry: Entry, seconds: int) -> bytes:
 
 
 class _Known(NamedTuple):
-    """An entry that the kernel has: both tuples as (source, destination), TCP state, and what names it."""
+    """An existing entry: both tuples as (source, destination), TCP state, and the attributes that identify it."""
 
     original: tuple[Place, Place]
     reply: tuple[Place, Place]
@@ -226,11 +226,11 @@ class _Known(NamedTuple):
 
 
 def _beside(link: RawLink, entry: Entry, body: bytes, seconds: int) -> Result:
-    """EEXIST: each of the two tuples may be one of an entry's, in either direction.
+    """After EEXIST: an existing entry may have one of the two tuples, in either direction.
 
-    The programs send every packet with one of these tuples by the flow that is to be entered, so an entry for another
-    flow serves no packet: a client has used the port again, or the entry was forged by another device. Were it left,
-    the flow would stay where no rule of netfilter sees it.
+    The programs send every packet with one of these tuples by the flow that is to be entered, so an entry of another
+    flow serves no packet: a client has reused the port, or another device forged the entry. If it stayed, the rules of
+    netfilter would never see the flow.
     """
     original, reply = (entry.client, entry.frontend), (entry.endpoint, entry.seen)
     for source, destination in (original, reply):
@@ -242,9 +242,9 @@ def _beside(link: RawLink, entry: Entry, body: bytes, seconds: int) -> Result:
             continue
         alive = entry.protocol is not Protocol.TCP or known.state in _ALIVE
         if alive and (known.original, known.reply) == (original, reply):
-            # Whatever it has of sequence numbers is out of date.
+            # Its sequence numbers are out of date.
             return _result(link.request_many(_NEW, 0, [_key(entry) + _state(entry, seconds)])[0], Outcome.KNOWN)
-        # It is named by its number, so that no other entry is deleted.
+        # Identified by its id, so that no other entry is deleted.
         number = link.request(DELETE, header(entry) + known.key)
         if number not in (0, errno.ENOENT):
             return Result(Outcome.REFUSED, number)
@@ -259,7 +259,7 @@ def _result(number: int, done: Outcome) -> Result:
 
 
 def _known(link: RawLink, entry: Entry, source: Place, destination: Place) -> _Known | None:
-    """The entry that a packet of ``entry``'s protocol with these ends belongs to, by either direction."""
+    """The entry that a packet of ``entry``'s protocol between these two places belongs to, in either direction."""
     key = tuple_of(TUPLE_ORIG, entry.protocol, source, destination)
     try:
         answer = link.get(GET, header(entry) + key)
@@ -297,6 +297,6 @@ def _tcp_state(answer: bytes, begin: int, end: int) -> int:
 
 
 def create_now(entries: Iterable[Entry]) -> list[Result]:
-    """:func:`create` in the calling thread's network namespace, by a socket of its own. OSError."""
+    """:func:`create` in the calling thread's network namespace, with its own socket. OSError."""
     with RawLink(NETLINK_NETFILTER) as link:
         return create(link, list(entries), time_outs())

@@ -31,15 +31,15 @@ _ADDRESS_FAMILY = {IPFamily.IPV4: socket.AF_INET, IPFamily.IPV6: socket.AF_INET6
 
 
 class Flow(NamedTuple):
-    """A tracked UDP flow. Addresses packed; ``replier`` is who answers: the endpoint, if the flow is translated."""
+    """A tracked UDP flow. Addresses packed; ``replier`` is the source of replies: the endpoint of a translated flow."""
 
     family: IPFamily
     destination: bytes
     destination_port: int
     replier: bytes
     replier_port: int
-    #: The answers' tuple, zone and number as the kernel wrote them: what names the entry. Not the original tuple,
-    #: which is that of the flow's next entry, too, to another endpoint; the number alone may be used again.
+    #: The reply tuple, zone and id as the kernel wrote them, which identify the entry. Not the original tuple: the
+    #: flow's next entry, to another endpoint, has it too. Not the id alone: the kernel may reuse it.
     key: bytes
 
 
@@ -56,7 +56,7 @@ class Tuple(NamedTuple):
 def udp_flows(family: IPFamily) -> Iterator[Flow]:
     """Every UDP flow of ``family`` that the kernel tracks in this network namespace.
 
-    A dump that the kernel interrupts gives what came until then, as in kube-proxy (spec/service-semantics §10).
+    An interrupted dump returns what came until then, as in kube-proxy (spec/service-semantics §10).
     OSError if the kernel refuses.
     """
     with RawLink(NETLINK_NETFILTER) as link:
@@ -65,14 +65,14 @@ def udp_flows(family: IPFamily) -> Iterator[Flow]:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            # Older than 5.8: everything comes, and is left out here.
+            # Before Linux 5.8 the kernel returns all flows; they are filtered here.
             yield from _flows(link, family, b"")
 
 
 def delete(flows: Iterable[Flow]) -> int:
     """Delete flows; the number of those that were still there. OSError if the kernel refuses one: that one stays.
 
-    A flow that has got another endpoint since it was listed is another entry, and stays.
+    A flow that got another endpoint since it was listed is a different entry, and stays.
     """
     with RawLink(NETLINK_NETFILTER) as link:
         numbers = link.request_many(DELETE, 0, [_header(flow.family) + flow.key for flow in flows])
@@ -83,7 +83,7 @@ def delete(flows: Iterable[Flow]) -> int:
 
 
 def reply_of(link: RawLink, protocol: int, source: tuple[bytes, int], destination: tuple[bytes, int]) -> Tuple | None:
-    """The answers' direction of the flow with this original one, as (address, port); None: there is no such flow.
+    """The reply tuple of the flow with this original (address, port) pair; None: there is no such flow.
 
     OSError if the kernel refuses.
     """
@@ -106,7 +106,7 @@ def reply_of(link: RawLink, protocol: int, source: tuple[bytes, int], destinatio
 
 
 def read_tuple(message: bytes, begin: int, end: int) -> Tuple | None:
-    """The tuple between ``begin`` and ``end`` of a message; None: of a protocol without ports."""
+    """The tuple between ``begin`` and ``end`` of a message; None for a protocol without ports."""
     source = destination = b""
     fields: dict[int, bytes] = {}
     for kind, at, until in attributes(message, begin, end):

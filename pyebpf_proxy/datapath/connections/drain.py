@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draining the fast path: every young flow becomes the kernel's, so that nothing is lost when the programs go.
+"""Draining the fast path: every young flow is handed to the kernel, so that nothing is lost when the programs go.
 
-Works on the pins alone, so that no agent has to run: ``--cleanup``, an agent whose fast path is off, and the agent of
-another layout drain what a former run has left.
+Needs only the pins and no running agent: ``--cleanup``, an agent whose fast path is off, and an agent with another
+layout drain the flows of a former run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pyebpf_proxy.datapath.loader.libbpf import Map, Object, Program
 from pyebpf_proxy.datapath.loader.programs import OBJECTS
 from pyebpf_proxy.log import Logger
 
-#: Folder of pinned programs, beside that of the maps.
+#: Folder of pinned programs, next to that of the maps.
 PROGRAMS = "programs"
 _PROGRAMS = ("sweep_flows", "promote_flow")
 _MAPS = ("flows", "fast_path", "promotions", "sweep_results")
-#: A flow that was not answered has nothing that could be lost: nobody waits longer for it.
+#: Unanswered flows have nothing to lose, so draining waits no longer than this.
 DRAIN_SECONDS = 3.0
 _ZERO = bytes(4)
 _log = Logger("datapath")
@@ -34,7 +34,7 @@ class _Pinned(Program):
     """A program by its pin."""
 
     def __init__(self, path: Path) -> None:
-        # Of no object: only the descriptor and the name are there.
+        # Not from an object: it has only the descriptor and the name.
         self.name = path.name
         self._lib = lib()
         self._fd = tcx.open_pinned(path)
@@ -48,7 +48,7 @@ class _Pinned(Program):
 
 
 def pin_programs(programs: Mapping[str, Program], pins: Path) -> None:
-    """Pin the programs that draining needs below ``pins``, in the place of a former run's. BpfError, OSError."""
+    """Pin the programs for draining below ``pins``, replacing those of a former run. BpfError, OSError."""
     folder = pins / PROGRAMS
     folder.mkdir(parents=True, exist_ok=True)
     for name in _PROGRAMS:
@@ -58,10 +58,10 @@ def pin_programs(programs: Mapping[str, Program], pins: Path) -> None:
 
 
 def drain(pins: Path, seconds: float = DRAIN_SECONDS) -> int:
-    """No new young flows from now on; those of the pinned flow table are handed to conntrack.
+    """Stop new young flows; hand those of the pinned flow table to conntrack.
 
     ``pins``: the folder of one layout version. Returns how many young flows are left after ``seconds`` at most: those
-    without an answer, and what conntrack had no room for. 0 also where there is nothing to drain. OSError, BpfError.
+    without a reply, and those that conntrack had no space for. 0 also if there is nothing to drain. OSError, BpfError.
     """
     paths = [*(pins / "maps" / name for name in _MAPS), *(pins / PROGRAMS / name for name in _PROGRAMS)]
     if not all(path.exists() for path in paths):
@@ -76,7 +76,7 @@ def drain(pins: Path, seconds: float = DRAIN_SECONDS) -> int:
         btf = unset.btf
         sizes = {"flows": btf.struct("flow").size, "fast_path": btf.struct("fast_path").size}
         if any(maps[name].value_size != size for name, size in sizes.items()):
-            _log.warning("flows of another version stay as they are: their layout is not known", pins=pins)
+            _log.warning("flows of another version are not drained: their layout is unknown", pins=pins)
             return 0
         word = btf.struct("fast_path")
         fields = word.unpack(maps["fast_path"].lookup(_ZERO) or bytes(word.size))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's connection table, counted: how many flows each endpoint has by each address that was asked for.
+"""The kernel's connection table, counted: how many flows each endpoint has by original destination.
 
-One dump by ctnetlink, of a table that may hold a million flows. The tuples stand where the kernel has put them since
-there is ctnetlink; an entry that looks different is read attribute by attribute.
+One ctnetlink dump of a table that may hold a million flows. The tuples are where the kernel has always put them; an
+entry that looks different is read attribute by attribute.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink
 from pyebpf_proxy.datapath.refused import RefusedError
 from pyebpf_proxy.services.model import Protocol
 
-# States of conntrack in which a connection is active, as IPVS has it: SCTP only when it is established.
+# Conntrack states in which a connection is active, as in IPVS: SCTP only when it is established.
 _TCP_ACTIVE = {0, 1, 2, 3, 9}  # NONE, SYN_SENT, SYN_RECV, ESTABLISHED, SYN_SENT2
 _SCTP_ACTIVE = {4}  # ESTABLISHED
 
 
 class Route(NamedTuple):
-    """What a client asked for and which endpoint it has. The same address twice: a node's socket, translated before."""
+    """A flow's original destination and its endpoint. Equal for a node's socket, which was translated earlier."""
 
     protocol: int
     address: bytes
@@ -53,9 +53,9 @@ class Count(NamedTuple):
 def count(own: Container[bytes]) -> dict[Route, Count]:
     """All translated flows, and the untranslated ones that come from an ``own`` (packed) address of this node.
 
-    Of this network namespace, both families; not a snapshot. Takes about a second per 150 000 flows. RefusedError.
+    In this network namespace, both families; not a snapshot. Takes about a second per 150 000 flows. RefusedError.
     """
-    # A table may be large: nothing is made for a flow that is only made to be added up.
+    # A table may be large: no objects are created for flows that are only added up.
     counts: tuple[dict[_RawRoute, int], dict[_RawRoute, int]] = {}, {}
     for message in _dump():
         flow = _flow(message)
@@ -93,7 +93,7 @@ def _layout(size: int) -> struct.Struct:
 
 
 def _nested(size: int, kind: int) -> tuple[bytes, ...]:
-    """The attribute headers of such a tuple."""
+    """The attribute headers of a tuple with this layout."""
     first = 1 if size == 4 else 3
     ip, proto = 2 * (4 + size), 24
     header = attribute_header
@@ -132,7 +132,7 @@ _TCP, _UDP = int(Protocol.TCP), int(Protocol.UDP)
 _TCP_STATE = (
     attribute_header(PROTOINFO, 44, nested=True) + attribute_header(1, 40, nested=True) + attribute_header(1, 1)
 )
-_USUAL_STATE = 52  # behind status, mark, id, use and timeout
+_USUAL_STATE = 52  # after status, mark, id, use and timeout
 
 
 def _slow_flow(message: bytes) -> tuple[bytes, _RawRoute, bool] | None:
@@ -158,7 +158,7 @@ def _is_active(message: bytes, at: int, protocol: int) -> bool:
     if protocol == _UDP:
         return True
     active = _TCP_ACTIVE if protocol == _TCP else _SCTP_ACTIVE
-    # Where it stands with the options of most kernels; the state is the first attribute of its one section.
+    # Its place with the options of most kernels; the state is the first attribute of its one section.
     state = at + _USUAL_STATE
     if message[state - len(_TCP_STATE) : state] == _TCP_STATE and protocol == _TCP:
         return message[state] in active

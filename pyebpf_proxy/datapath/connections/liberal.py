@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections that went by the fast path: conntrack has lost sight of their sequence numbers, and must not mind.
+"""Connections of the fast path: conntrack has lost track of their sequence numbers and must tolerate that.
 
-``nf_conntrack_tcp_be_liberal`` has it not mind for all. Before that is put back, those connections are told one by
-one: left to itself, conntrack would call every further packet of theirs invalid, and no longer translate it.
+``nf_conntrack_tcp_be_liberal`` makes it tolerant for all. Before the setting is restored, these connections are made
+liberal one by one. Otherwise conntrack would treat all their further packets as invalid and not translate them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TCP = 6
 
 
 def make_liberal() -> int:
-    """Every translated TCP connection of this network namespace: how many. OSError if the kernel refuses."""
+    """Make every translated TCP connection of this network namespace liberal; returns how many. OSError."""
     flags = bytes([_BE_LIBERAL, _BE_LIBERAL])
     info = attribute(_FLAGS_ORIGINAL, flags) + attribute(_FLAGS_REPLY, flags)
     info = attribute(PROTOINFO, attribute(_IN_TCP, info, nested=True), nested=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promotion: young flows, which only the BPF programs know, become the kernel's (bpf/sweep.h, docs/fast-path.md).
+"""Promotion: young flows, which only the BPF programs know, are handed to the kernel (bpf/sweep.h, docs/fast-path.md).
 
-A sweep, which is a program, says which flows are due. Each gets a conntrack entry that translates as the programs did;
-then the flow is the kernel's, and the programs ask netfilter about it once a second.
+A sweep, which is a program, selects the flows that are due. Each gets a conntrack entry with the programs' translation.
+From then on it is the kernel's flow, and the programs confirm it with netfilter once a second.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pyebpf_proxy.datapath.loader.libbpf import Map, Program
 from pyebpf_proxy.log import Logger
 from pyebpf_proxy.services.model import Protocol as IpProtocol
 
-#: Seconds from one pass to the next: while there are young flows, and while there are none.
+#: Seconds from one pass to the next: with young flows, and without any.
 BUSY_SECONDS, IDLE_SECONDS = 0.5, 1.0
-#: While a pass left some in the queue, and while draining.
+#: The same if a pass left some in the queue, and while draining.
 SOON_SECONDS = 0.05
-#: Flows of one pass.
+#: The most flows of one pass.
 AT_ONCE = 4096
-#: A flow that conntrack does not take for so long is ended: no rule that is added would ever see it.
+#: A flow that conntrack does not accept for this long is ended: otherwise no new rule would ever see it.
 UNPROMOTED_SECONDS = 30.0
 _ETHERNET_HEADER = bytes(14)
 _FRAME = bytes(60)
@@ -39,23 +39,23 @@ _log = Logger("datapath")
 
 
 class Table(Protocol):
-    """What is used of ``libbpf.Map``."""
+    """The used part of ``libbpf.Map``."""
 
     def lookup(self, key: bytes) -> bytes | None: ...
 
 
 class Requests(Protocol):
-    """What is used of ``Queue``."""
+    """The used part of ``Queue``."""
 
     def pop(self, most: int) -> list[bytes]: ...
 
 
 class YoungFlow(NamedTuple):
-    """A young flow of the map ``flows``: the entry that the kernel should have, and whether a FIN or RST was seen."""
+    """A young flow of the map ``flows``: the conntrack entry it should get, and whether a FIN or RST was seen."""
 
     entry: Entry
     closing: bool
-    #: Of the entry of the other direction.
+    #: Key of the other direction's entry.
     answer_key: bytes
 
 
@@ -64,14 +64,14 @@ class FlowReader:
 
     def __init__(self, flows: Table, btf: Btf) -> None:
         self._flows = flows
-        # A pass may have thousands of flows: only what is needed is read.
+        # A pass may have thousands of flows: only the needed fields are read.
         ends = ("source", "destination", "source_port", "destination_port")
         self._key = btf.struct("flow_key").packer(*ends, "protocol", "ipv6")
         self._flow = btf.struct("flow").packer("rewrite", "packets", "young", "reply", "closing")
         self._rewrite = btf.struct("flow_rewrite").packer(*ends)
 
     def read(self, key: bytes, young: bool = True) -> YoungFlow | None:
-        """The flow with this key of the client's direction. None: it is gone, or has another age (``young``)."""
+        """The flow with this key of the client's direction. None: it is gone, or its ``young`` differs."""
         there = self._flows.lookup(key)
         if there is None:
             return None
@@ -80,13 +80,13 @@ class FlowReader:
             return None
         client, frontend, client_port, frontend_port, protocol, ipv6 = self._key.unpack(key)
         source, endpoint, source_port, endpoint_port = self._rewrite.unpack(rewrite)
-        # The answer comes from where the packet went, to whom it seemed to come from.
+        # Replies come from the packet's new destination and go to its new source.
         answer_key = self._key.pack(endpoint, source, endpoint_port, source_port, protocol, ipv6)
         back = self._flows.lookup(answer_key)
         if back is None:
             return None
         rewrite, answers, is_young, _, closing_too = self._flow.unpack(back)
-        # Else the answers are those of another flow: one of the two is just being replaced.
+        # Otherwise the replies belong to another flow: one of the two is being replaced.
         if self._rewrite.unpack(rewrite) != (frontend, client, frontend_port, client_port):
             return None
         if bool(is_young) is not young:
@@ -105,25 +105,25 @@ class FlowReader:
 
 @dataclass
 class Statistics:
-    """Since the start. ``failed``: by outcome; a flow that is tried again counts each time."""
+    """Since the start. ``failed``: by outcome; each retry of a flow counts."""
 
     promoted: int = 0
     failed: Counter[Outcome] = field(default_factory=Counter)
-    #: Of the last flow that could not be promoted; "": the last pass promoted all.
+    #: Of the last flow that could not be promoted; "": the last pass promoted all flows.
     last_error: str = ""
     #: Of the last pass that had something to promote.
     last_seconds: float = 0.0
-    #: Flows that were ended because conntrack did not take them.
+    #: Flows that were ended because conntrack did not accept them.
     ended: int = 0
     #: Young flows that the last sweep found.
     young: int = 0
 
 
 class Promoter:
-    """Makes young flows the kernel's, in the network namespace of the thread that calls.
+    """Hands young flows to the kernel, in the network namespace of the calling thread.
 
-    ``sweep`` runs the program and says how many young flows it found; ``promote`` and ``end`` run the programs of that
-    name with a key and say whether the flow was still there.
+    ``sweep`` runs the program and returns how many young flows it found; ``promote`` and ``end`` run the programs of
+    that name with a key and return whether the flow was still there.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Promoter:
         self._promote = promote
         self._end = end
         self._clock = clock
-        #: What conntrack did not take, and since when.
+        #: Flows that conntrack did not accept, and since when.
         self._waiting: dict[bytes, float] = {}
         self._more = False
         self._full = False
@@ -150,7 +150,7 @@ class Promoter:
         self._one_pass = asyncio.Lock()
 
     async def run(self) -> None:
-        """Promote for ever. What fails is said once, and tried again."""
+        """Promote forever. An error is logged once, and the pass is retried."""
         said = ""
         while True:
             try:
@@ -158,7 +158,7 @@ class Promoter:
                 said = ""
             except OSError as error:
                 if str(error) != said:
-                    _log.error("flows could not be handed to conntrack, tried again", error=str(error))
+                    _log.error("flows could not be handed to conntrack, retrying", error=str(error))
                 said = str(error)
             busy = BUSY_SECONDS if self.statistics.young else IDLE_SECONDS
             await asyncio.sleep(SOON_SECONDS if self._more else busy)
@@ -171,12 +171,12 @@ class Promoter:
     async def drain(self, seconds: float) -> int:
         """Promote until a sweep finds no young flow, ``seconds`` at most; how many are left. OSError.
 
-        The map ``fast_path`` must say ``draining`` already: then every flow that was answered is due.
+        The map ``fast_path`` must have ``draining`` set: then every answered flow is due.
         """
         end = time.monotonic() + seconds
         while True:
             await self.pass_once()
-            # Of before this pass' promotions: only the next sweep knows what they left.
+            # The number is from before this pass's promotions: only the next sweep shows what is left.
             if not self.statistics.young or time.monotonic() >= end:
                 return await asyncio.to_thread(self._sweep) if self.statistics.young else 0
             await asyncio.sleep(SOON_SECONDS)
@@ -212,7 +212,7 @@ class Promoter:
                         closing.append(entry)
                 elif result.outcome is not Outcome.KNOWN:
                     over.append(entry)
-            # A flow may end while this goes on. Its entry would be there for days.
+            # A flow may end during this pass. Its entry would otherwise stay for days.
             create.delete(link, over)
             create.close(link, closing, seconds)
         self._note(failed, len(due))
@@ -239,7 +239,7 @@ class Promoter:
         self._said = refused or self._said
 
     def _end_what_waits(self, keys: Iterable[bytes]) -> None:
-        """``keys``: what this pass could not promote."""
+        """``keys``: flows that this pass could not promote."""
         now = self._clock()
         self._waiting = {key: self._waiting.get(key, now) for key in keys}
         over = [key for key, since in self._waiting.items() if now - since >= UNPROMOTED_SECONDS]
@@ -248,11 +248,11 @@ class Promoter:
             del self._waiting[key]
         if ended:
             self.statistics.ended += ended
-            _log.warning("flows ended that conntrack did not take", flows=ended, after=UNPROMOTED_SECONDS)
+            _log.warning("flows that conntrack did not accept were ended", flows=ended, after=UNPROMOTED_SECONDS)
 
 
 def promoter(maps: Mapping[str, Map], programs: Mapping[str, Program], btf: Btf) -> Promoter:
-    """The promoter of the loaded programs: their maps and programs by name, and their types."""
+    """The promoter for the loaded programs: their maps and programs by name, and their BTF."""
     results, layout = maps["sweep_results"], btf.struct("sweep_result")
     sweep_flows, promote_flow, end_flow = programs["sweep_flows"], programs["promote_flow"], programs.get("end_flow")
 
@@ -265,7 +265,7 @@ def promoter(maps: Mapping[str, Map], programs: Mapping[str, Program], btf: Btf)
         return promote_flow.test_run(_ETHERNET_HEADER + key).retval != 0
 
     def end(key: bytes) -> bool:
-        # Draining works with the programs that a former run has pinned, and does not last that long.
+        # Draining uses the programs pinned by a former run, and does not last that long.
         return end_flow is not None and end_flow.test_run(_ETHERNET_HEADER + key).retval != 0
 
     return Promoter(FlowReader(maps["flows"], btf), Queue(maps["promotions"]), sweep, promote, end)

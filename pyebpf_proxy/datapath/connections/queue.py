@@ -11,14 +11,14 @@ from pyebpf_proxy.datapath.loader.libbpf import Map
 
 
 class Queue:
-    """The taking end of a queue map."""
+    """The receiving end of a queue map."""
 
     def __init__(self, table: Map) -> None:
         self._map = table
         self._lib = _libbpf.lib()
 
     def pop(self, most: int) -> list[bytes]:
-        """Up to ``most`` values, the oldest first; fewer: there are no more. BpfError."""
+        """Up to ``most`` values, the oldest first; fewer: the queue is empty. BpfError."""
         value = ffi.new("char[]", self._map.value_size)
         values: list[bytes] = []
         while len(values) < most:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Netlink as bytes, for tables that are too large to make an object of every entry.
+"""Netlink as bytes, for tables that are too large to create an object for every entry.
 
-pyroute2 can do this too, at some 100 µs for each entry; a busy node has 100 000 flows. What is asked once or for few
-things (links, addresses, tc) is asked by pyroute2.
+pyroute2 can do this too, at some 100 µs per entry; a busy node has 100 000 flows. It is used for rare or small
+requests (links, addresses, tc).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ATTRIBUTE = struct.Struct("=HH")
 _NESTED, _TYPE = 0x8000, 0x3FFF
 _RECEIVE_BYTES = 1 << 18
 _SOL_NETLINK, _CAP_ACK = 270, 10
-#: Messages of one send. Each acknowledgement takes about 768 bytes of the socket's receive buffer, 208 KiB by default.
+#: Messages per send. Each acknowledgement takes about 768 bytes of the socket's receive buffer, 208 KiB by default.
 _AT_ONCE = 128
-#: Requests of one send whose answers are whole messages, each of which takes 2 to 4 KiB of that buffer.
+#: Requests per send whose answers are whole messages, each of which takes 2 to 4 KiB of that buffer.
 _ANSWERS_AT_ONCE = 32
 
 
 class RawLink:
-    """One netlink socket of the network namespace it is made in, to be used by ``with``."""
+    """One netlink socket of the network namespace in which it is created; a context manager."""
 
     def __init__(self, protocol: int) -> None:
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
@@ -44,9 +44,9 @@ class RawLink:
         self._socket.close()
 
     def dump(self, kind: int, body: bytes) -> Iterator[bytes]:
-        """Every message of the answer, without its netlink header. OSError with what the kernel says, also at its end.
+        """Every message of the answer, without its netlink header. OSError with the kernel's errno, also at the end.
 
-        To be read to the end before anything else is asked by the same socket.
+        Must be read to the end before the same socket is used again.
         """
         self._send(kind, _REQUEST | _DUMP, body)
         while True:
@@ -63,18 +63,18 @@ class RawLink:
                 at += (length + 3) & ~3
 
     def request(self, kind: int, body: bytes) -> int:
-        """Ask for something to be done: 0, or the errno that it was refused with."""
+        """Make a request: 0, or the errno of the refusal."""
         self._send(kind, _REQUEST | _ACK, body)
         (code,) = _CODE.unpack_from(self._socket.recv(_RECEIVE_BYTES), _HEADER.size)
         return -int(code)
 
     def request_many(self, kind: int, flags: int, bodies: Sequence[bytes]) -> list[int]:
-        """Ask for many things of one kind: for each, in order, 0 or the errno that it was refused with.
+        """Make many requests of one kind: for each, in order, 0 or the errno of the refusal.
 
-        ``flags``: beside NLM_F_REQUEST and NLM_F_ACK. The kernel does them one after the other, whatever becomes of
-        the others. OSError if it does not answer at all.
+        ``flags``: in addition to NLM_F_REQUEST and NLM_F_ACK. The kernel handles them in order, also after a failure.
+        OSError if it does not answer at all.
         """
-        # Else every refusal brings the whole message back.
+        # Without this option every refusal returns the whole message.
         self._socket.setsockopt(_SOL_NETLINK, _CAP_ACK, 1)
         numbers: list[int] = []
         for at in range(0, len(bodies), _AT_ONCE):
@@ -97,7 +97,7 @@ class RawLink:
         return numbers
 
     def get_many(self, kind: int, bodies: Sequence[bytes]) -> list[bytes | int]:
-        """Ask for many things of one kind: for each, in order, the answer without its netlink header, or an errno.
+        """Get many objects of one kind: for each, in order, the answer without its netlink header, or an errno.
 
         Each answer is one message, of 16 KiB at most. EAGAIN: the kernel gave no answer. OSError of the socket.
         """
@@ -124,7 +124,7 @@ class RawLink:
         return found
 
     def get(self, kind: int, body: bytes) -> bytes:
-        """Ask for one thing: the answer without its netlink header. OSError with what the kernel says."""
+        """Get one object: the answer without its netlink header. OSError with the kernel's errno."""
         self._send(kind, _REQUEST, body)
         data = self._socket.recv(_RECEIVE_BYTES)
         length, answer, _, _, _ = _HEADER.unpack_from(data)
@@ -150,12 +150,12 @@ def attribute(kind: int, value: bytes, *, nested: bool = False) -> bytes:
 
 
 def attribute_header(kind: int, size: int, *, nested: bool = False) -> bytes:
-    """What stands before an attribute's value of ``size`` bytes."""
+    """The header of an attribute whose value has ``size`` bytes."""
     return _ATTRIBUTE.pack(_ATTRIBUTE.size + size, kind | nested * _NESTED)
 
 
 def attributes(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Type, begin and end of the value of each attribute between ``at`` and ``end``; a broken one ends them."""
+    """Type, begin and end of the value of each attribute between ``at`` and ``end``; stops at a broken one."""
     while at + _ATTRIBUTE.size <= end:
         length, kind = _ATTRIBUTE.unpack_from(data, at)
         if length < _ATTRIBUTE.size:

@@ -27,7 +27,7 @@ _ID_BYTES = 48
 
 
 class Socket(NamedTuple):
-    """A connected UDP socket. ``peer`` packed; of an IPv6 socket that talks IPv4, the IPv4 address."""
+    """A connected UDP socket. ``peer`` packed; the IPv4 address if an IPv6 socket uses IPv4."""
 
     peer: bytes
     peer_port: int
@@ -52,7 +52,7 @@ def connected_udp() -> Iterator[Socket]:
 def destroy(found: Socket) -> bool:
     """End a socket: its owner's next call fails with ECONNABORTED. False if it is gone already.
 
-    OSError if the kernel can't (CONFIG_INET_DIAG_DESTROY) or may not.
+    OSError if the kernel cannot do it (CONFIG_INET_DIAG_DESTROY) or does not allow it.
     """
     with RawLink(NETLINK_SOCK_DIAG) as link:
         number = link.request(_DESTROY, _request(found.family, _ANY_STATE, found.id))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UDP flows and sockets that lead to an endpoint which serves no more are ended (spec/service-semantics §10).
+"""UDP flows and sockets whose endpoint no longer serves are ended (spec/service-semantics §10).
 
-A flow that sends heals by itself: the programs see with its next packet that its endpoint is gone. What this adds is
-what kube-proxy does: flows that send nothing are forgotten too. And a connected socket of the node's own was translated
-when it connected, and would go on sending to the address that is gone: it is ended, so that its owner connects anew.
+A flow that sends is repaired by its next packet: the programs see that its endpoint is gone. This module does the rest,
+as kube-proxy does: idle flows are removed too. A connected socket of the node was translated at connect and would keep
+sending to the old address: it is ended, so that its owner connects again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
 
-#: From a socket's cookie and the endpoint that it is connected to: where its owner wanted to connect; None: just there.
+#: From a socket's cookie and connected endpoint to the address that its owner connected to; None: not translated.
 Peers = Callable[[int, Place], Place | None]
 
 
 class Cleaned(NamedTuple):
-    """What one clean-up of a family did."""
+    """The result of one clean-up of a family."""
 
     family: IPFamily
     seconds: float
@@ -34,7 +34,7 @@ class Cleaned(NamedTuple):
 
 
 class UdpCleanup:
-    """Follows the plan in the loop's thread, cleans up in another."""
+    """Follows the plan in the event loop's thread, cleans up in another thread."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -43,12 +43,12 @@ class UdpCleanup:
         self._lock = threading.Lock()
 
     def apply(self, delta: Mapping[ServicePortName, ServicePort | None]) -> bool:
-        """Take the plan's changes in. True if a UDP service port has other serving endpoints than before."""
+        """Apply the plan's changes. True if a UDP service port has other serving endpoints than before."""
         with self._lock:
             return self._services.apply(delta)
 
     async def clean(self) -> list[Cleaned]:
-        """End every stale flow and socket. OSError if the kernel refuses; what was ended until then stays so."""
+        """End every stale flow and socket. OSError if the kernel refuses; those already ended stay ended."""
         return await asyncio.to_thread(self.clean_now)
 
     def clean_now(self) -> list[Cleaned]:
@@ -87,7 +87,7 @@ class UdpCleanup:
 
 
 def peers_in(maps: Mapping[str, Map], btf: Btf) -> Peers:
-    """Reads the programs' memory of translated sockets (``socket_revnat4``, ``socket_revnat6``)."""
+    """Reads the socket programs' reverse translations (``socket_revnat4``, ``socket_revnat6``)."""
     layouts = {4: btf.struct("socket_revnat4_key"), 16: btf.struct("socket_revnat6_key")}
     values = {4: btf.struct("socket_revnat4_value"), 16: btf.struct("socket_revnat6_value")}
     tables = {4: maps["socket_revnat4"], 16: maps["socket_revnat6"]}

@@ -12,7 +12,7 @@ Place = tuple[bytes, int]
 
 
 class UdpServices:
-    """The UDP service ports by the addresses that they are reached at, kept up to date from the plan's changes."""
+    """The UDP service ports by their frontends, kept up to date from the plan's changes."""
 
     def __init__(self) -> None:
         self._ports: dict[ServicePortName, ServicePort] = {}
@@ -23,7 +23,7 @@ class UdpServices:
         return bool(self._ports)
 
     def apply(self, delta: Mapping[ServicePortName, ServicePort | None]) -> bool:
-        """Take changes in. True if a UDP service port has other serving endpoints than before."""
+        """Apply changes. True if a UDP service port has other serving endpoints than before."""
         touched = False
         new: list[ServicePort] = []
         for name, plan in delta.items():
@@ -36,15 +36,15 @@ class UdpServices:
                 self._ports[name] = plan
                 new.append(plan)
             touched |= (old.serving if old else ()) != (plan.serving if plan else ())
-        # After everything old is forgotten: an address may have moved from one to another.
+        # After all old ports are removed: an address may have moved from one to another.
         for plan in new:
             self._learn(plan)
         return touched
 
     def is_stale(self, family: IPFamily, destination: Place, endpoint: Place) -> bool:
-        """Whether a flow to ``destination`` that ``endpoint`` answers should not go on.
+        """Whether a flow to ``destination`` that ``endpoint`` answers should be ended.
 
-        Not if no service port is reached there, or if it has no serving endpoint at all: such flows stay.
+        False if no service port has this destination, or if it has no serving endpoint at all: those flows stay.
         """
         serving = self._places.get(destination)
         if serving is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kube-proxy's iptables rules: found without loading a module, removed by the tools that made them.
+"""kube-proxy's iptables rules: found without loading a module, removed with iptables' own tools.
 
-A node may have two sets of iptables tables at once: those of iptables-legacy (``/proc/net/ip_tables_names`` names the
-ones that exist) and those of iptables-nft (nftables tables of families ip and ip6). Tables that do not exist are never
-asked for, because asking makes them and loads their module.
+A node may have two sets of iptables tables at once: those of iptables-legacy (``/proc/net/ip_tables_names`` lists the
+existing ones) and those of iptables-nft (nftables tables of families ip and ip6). Only existing tables are queried,
+because a query creates the table and loads its module.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pyebpf_proxy.datapath.kube_proxy.nftables import FAMILIES, Ruleset
 from pyebpf_proxy.datapath.kube_proxy.rules import CANARY, Plan, is_ours_to_remove, plan
 from pyebpf_proxy.datapath.report import Report
 
-#: Somebody may change the rules between our save and our restore.
+#: The rules may change between save and restore.
 ATTEMPTS = 3
 #: Seconds: rules of 10 000 services take the tools a while.
 PATIENCE = 300
 LOCK_PATIENCE = 10
-#: Where the tools are if PATH does not say.
+#: Folders of the tools if PATH does not include them.
 FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin:/usr/bin:/bin"
 FORWARD_GONE = (
     "the built-in chain FORWARD drops by default, and kube-proxy's KUBE-FORWARD, which accepted services' packets"
-    " there, is gone: let them pass by a rule of your own"
+    " there, is gone: add your own rule that accepts them"
 )
 FORWARD_KEPT = (
-    "the built-in chain FORWARD drops by default, so kube-proxy's KUBE-FORWARD stays, which accepts services' packets"
-    " there; --cleanup removes it"
+    "the built-in chain FORWARD drops by default, so kube-proxy's KUBE-FORWARD, which accepts services' packets there,"
+    " stays; --cleanup removes it"
 )
 
 
 class ToolError(Exception):
-    """A tool that is missing or has failed; one line."""
+    """A tool is missing or has failed; one line."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ VARIANTS = tuple(Variant(kind, family) for kind in ("nft", "legacy") for family 
 
 
 def remove(report: Report, *, keep_forward: bool = False) -> bool:
-    """Remove kube-proxy's chains and jumps of both families and variants. True if mode ipvs had made some.
+    """Remove kube-proxy's chains and jumps of both families and variants. True if some were made by mode ipvs.
 
     ``keep_forward``: see ``rules.plan``.
     """
@@ -80,7 +80,7 @@ def remove(report: Report, *, keep_forward: bool = False) -> bool:
 
 
 def running() -> bool:
-    """Whether kube-proxy's canary exists, which it makes again within its syncPeriod."""
+    """Whether kube-proxy's canary exists; kube-proxy creates it again within its syncPeriod."""
     ruleset = Ruleset()
     if any(ruleset.has_chain(family, "mangle", CANARY) for family in FAMILIES.values()):
         return True
@@ -91,7 +91,7 @@ def running() -> bool:
 
 
 def legacy_tables(family: int) -> list[str]:
-    """The tables that iptables-legacy has in this network namespace; none where the kernel has no such thing."""
+    """The tables of iptables-legacy in this network namespace; none if the kernel does not have it."""
     path = Path("/proc/net/ip_tables_names" if family == 4 else "/proc/net/ip6_tables_names")
     try:
         return path.read_text().split()
@@ -100,7 +100,7 @@ def legacy_tables(family: int) -> list[str]:
 
 
 def _remove(variant: Variant, keep_forward: bool) -> Plan:
-    """One variant's rules, read and removed; what was planned last."""
+    """Reads and removes the rules of one variant; returns the last plan."""
     if variant.kind == "nft":
         chains = Ruleset().chains(FAMILIES[variant.family])
         tables = {table for table, names in chains.items() if any(is_ours_to_remove(table, name) for name in names)}
@@ -111,7 +111,7 @@ def _remove(variant: Variant, keep_forward: bool) -> Plan:
     for attempt in range(ATTEMPTS):
         saved = _run(variant, "save")
         planned = plan(saved, keep_forward=keep_forward)
-        # iptables-nft leaves out a table in which somebody has made rules that it does not know.
+        # iptables-nft leaves out a table with rules that it cannot read.
         unreadable = [table for table in sorted(tables) if f"*{table}\n" not in saved] if variant.kind == "nft" else []
         if unreadable:
             planned.kept += [f"table {table} holds rules that iptables cannot read; use nft" for table in unreadable]
@@ -131,12 +131,12 @@ def _has_canary(variant: Variant) -> bool:
     try:
         tool = _tool(variant, "save")
     except ToolError:
-        return False  # told when the rules were to be removed
+        return False  # reported when the rules were to be removed
     return f":{CANARY} " in _execute([tool, "-t", "mangle"])
 
 
 def _tool(variant: Variant, action: str) -> str:
-    """Path of ``iptables-nft-save`` and its like; where there is only one variant it may have the plain name."""
+    """Path of ``iptables-nft-save`` and so on; with only one variant the tool may have the plain name."""
     path = f"{os.environ.get('PATH', '')}:{FOLDERS}"
     if found := shutil.which(f"{variant.command}-{variant.kind}-{action}", path=path):
         return found
@@ -173,7 +173,7 @@ def _execute(command: list[str], script: str | None = None) -> str:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("#")]
         why = lines[0].strip() if lines else f"exit status {done.returncode}"
-        # Unlike the other variant it opens a raw socket.
+        # iptables-legacy opens a raw socket, iptables-nft does not.
         hint = "; iptables-legacy needs CAP_NET_RAW" if "you must be root" in why else ""
         raise ToolError(f"{name}: {why}{hint}")
     return done.stdout

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kube-proxy's mode ipvs leaves: virtual servers, the device kube-ipvs0, ipsets.
+"""Leftovers of kube-proxy's mode ipvs: virtual servers, the device kube-ipvs0, ipsets.
 
-Asking the kernel for IPVS or ipset by netlink loads their modules, so each is asked only where it shows already:
+A netlink query of IPVS or ipset loads their modules, so each is queried only if it is loaded already:
 ``/proc/net/ip_vs``, ``/sys/module/ip_set``.
 
-What lies in ``ipvs.excludeCIDRs`` belongs to others (keepalived, say): its virtual servers stay, and so do its
-addresses on kube-ipvs0, and with them the device.
+Addresses in ``ipvs.excludeCIDRs`` belong to other software (keepalived, for example): their virtual servers stay, and
+so do the addresses on kube-ipvs0, and with them the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pyebpf_proxy.datapath.report import Report
 DEVICE = "kube-ipvs0"
 KIND = "dummy"
 MAX_SET_NAME = 31
-#: kube-proxy names those of IPv6 KUBE-6-… and cuts them at the kernel's limit.
+#: kube-proxy names the IPv6 sets KUBE-6-… and truncates the names to the kernel's limit.
 SETS_IPV4 = (
     "KUBE-LOOP-BACK",
     "KUBE-CLUSTER-IP",
@@ -64,17 +64,17 @@ class VirtualServer(NamedTuple):
 
 
 def excluded(address: Address, cidrs: Iterable[Network]) -> bool:
-    """Whether an address is one of others by ``ipvs.excludeCIDRs``."""
+    """Whether ``ipvs.excludeCIDRs`` contains an address."""
     return any(address in cidr for cidr in cidrs if cidr.version == address.version)
 
 
 def to_remove(servers: Iterable[VirtualServer], cidrs: Sequence[Network]) -> list[VirtualServer]:
-    """The virtual servers that go at clean-up."""
+    """The virtual servers that a clean-up removes."""
     return [server for server in servers if not excluded(server.address, cidrs)]
 
 
 def device_exists() -> bool:
-    """Whether there is a device of the name that mode ipvs uses."""
+    """Whether a device with mode ipvs's name exists."""
     try:
         socket.if_nametoindex(DEVICE)
     except OSError:
@@ -91,21 +91,21 @@ def ipset_loaded() -> bool:
 
 
 def remove_servers(cidrs: Sequence[Network], report: Report) -> None:
-    """Remove the virtual servers of this network namespace, but those whose address is excluded."""
+    """Remove the virtual servers of this network namespace, except those with an excluded address."""
     from pyroute2 import IPVS, IPVSService
 
     with IPVS() as ipvs:
         for server in to_remove(filter(None, map(_server, ipvs.service("dump"))), cidrs):
             try:
                 ipvs.service("del", IPVSService(addr=str(server.address), protocol=server.protocol, port=server.port))
-            except Exception as error:  # pyroute2's own, which is no OSError
+            except Exception as error:  # pyroute2's own errors are not OSErrors
                 report.problems.append(f"IPVS service {server}: {error}")
             else:
                 report.removed.append(f"IPVS service {server}")
 
 
 def _server(message: Any) -> VirtualServer | None:
-    """A service of a dump; None for those by firewall mark, which kube-proxy never makes."""
+    """A service of a dump; None for a service by firewall mark, which kube-proxy never creates."""
     service = message.get_attr("IPVS_CMD_ATTR_SERVICE")
     address = service.get_attr("IPVS_SVC_ATTR_ADDR")
     if address is None or service.get_attr("IPVS_SVC_ATTR_FWMARK"):
@@ -118,7 +118,7 @@ def _server(message: Any) -> VirtualServer | None:
 
 
 def remove_device(cidrs: Sequence[Network], report: Report, name: str = DEVICE, kind: str = KIND) -> None:
-    """Remove the device; if excluded addresses are on it, only the others. A device of another kind is not ours."""
+    """Remove the device, or only its addresses that are not excluded. A device of another kind stays."""
     try:
         index = socket.if_nametoindex(name)
     except OSError:
@@ -177,8 +177,8 @@ def _words(error: Exception) -> str:
 
 
 def step(report: Report, what: str, action: Callable[[], None]) -> None:
-    """Do one part; whatever goes wrong is one problem, and the other parts are done."""
+    """Do one part; a failure is recorded as one problem and does not stop the other parts."""
     try:
         action()
-    except Exception as error:  # of pyroute2, which has several kinds
+    except Exception as error:  # pyroute2 has several kinds
         report.problems.append(f"{what}: {_words(error)}")

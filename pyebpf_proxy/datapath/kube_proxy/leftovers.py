@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that kube-proxy's modes have left, removed; and which of them runs beside us."""
+"""Removes the leftovers of all kube-proxy modes, and finds modes that are still running."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pyebpf_proxy.datapath.report import Report
 
 
 def remove(exclude_cidrs: Sequence[Network], *, at_start: bool = False) -> Report:
-    """What ``kube-proxy --cleanup`` removes (spec/configuration §6). Every part is tried, problems are one line each.
+    """Remove what ``kube-proxy --cleanup`` removes (spec/configuration §6). Every part is tried; one line per problem.
 
-    ``at_start``: nobody has asked for it, so virtual servers and ipsets go only where a device or a rule shows that
-    kube-proxy's mode ipvs was here; else they are somebody else's, who has nothing to do with Kubernetes. And the
-    chain KUBE-FORWARD stays where connections would end without it (``rules.plan``).
+    ``at_start``: not requested by an operator, so virtual servers and ipsets are removed only if a device or a rule
+    shows that kube-proxy's mode ipvs was here; otherwise they may belong to software unrelated to Kubernetes. The chain
+    KUBE-FORWARD stays where connections would end without it (``rules.plan``).
     """
     report = Report()
     device = ipvs.device_exists()
@@ -31,7 +31,7 @@ def remove(exclude_cidrs: Sequence[Network], *, at_start: bool = False) -> Repor
 
 
 def running() -> set[str]:
-    """The modes of which something exists that a running kube-proxy makes again when it is taken away."""
+    """The modes with something in the kernel that a running kube-proxy creates again after it is removed."""
     modes = set()
     if iptables.running():
         modes.add("iptables")

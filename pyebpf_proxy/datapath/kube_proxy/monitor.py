@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When leftovers of kube-proxy go: once the agent serves. And whether a kube-proxy goes on working beside it.
+"""Removes leftovers of kube-proxy once the agent serves, and warns if a kube-proxy is still running.
 
-All of it happens in a thread, beside the loop: with the rules of 10 000 services the tools take seconds, or a minute.
+The work is done in a thread: with the rules of 10 000 services the tools take seconds, or a minute.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = Logger("kube-proxy")
 
 
 class KubeProxyMonitor:
-    """The kube-proxy that was here before, or still is."""
+    """Watches for a kube-proxy that was on this node before, or still is."""
 
     def __init__(self, exclude_cidrs: Sequence[Network]) -> None:
         self._exclude_cidrs = exclude_cidrs
@@ -30,16 +30,16 @@ class KubeProxyMonitor:
         self._told: set[str] = set()
 
     def replaced(self) -> None:
-        """Our programs are attached and know everything: what kube-proxy left may go. Errors are only told."""
+        """The proxy's programs are attached and complete: remove kube-proxy's leftovers. Errors are only logged."""
         self._task = asyncio.get_running_loop().create_task(self._remove(), name="leftovers")
 
     def look(self) -> None:
-        """See whether kube-proxy's rules are back; a warning names its mode, once. They are left alone."""
+        """Check whether kube-proxy's rules are back; a warning names its mode, once. The rules are left alone."""
         if self._task is not None and self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._look(), name="kube-proxy")
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
         self._task = None
@@ -47,9 +47,9 @@ class KubeProxyMonitor:
     async def _remove(self) -> None:
         try:
             report = await _in_thread(lambda: leftovers.remove(self._exclude_cidrs, at_start=True))
-            # What could not be removed is no sign of a kube-proxy that runs.
+            # Leftovers that could not be removed do not show that a kube-proxy is running.
             self._told = await _in_thread(leftovers.running)
-        except Exception as error:  # whatever it is, services work without it
+        except Exception as error:  # whatever it is, services work without the removal
             _log.warning("leftovers of kube-proxy were not removed", error=str(error))
             return
         if report.removed:
@@ -63,19 +63,19 @@ class KubeProxyMonitor:
         try:
             modes = await _in_thread(leftovers.running)
         except Exception as error:
-            _log.debug("whether a kube-proxy runs beside could not be seen", error=str(error))
+            _log.debug("could not check whether a kube-proxy is running", error=str(error))
             return
         for mode in sorted(modes - self._told):
             _log.warning(
-                f"a kube-proxy in mode {mode} runs beside this agent: its rules are back after they were removed;"
+                f"a kube-proxy in mode {mode} runs alongside this agent: its rules are back after they were removed;"
                 " stop it, then start this agent again to remove them"
             )
-        # One that was stopped and cleaned up, and comes back, is told again.
+        # A kube-proxy that was stopped and cleaned up, and comes back, is reported again.
         self._told = modes
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """What ``work`` returns or raises. The agent's end does not wait for it: what a tool does is whole, or not done."""
+    """The result or exception of ``work``. The agent does not wait for it at exit: the tools work in transactions."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nftables tables of others: kube-proxy's own two, and what iptables-nft keeps in ``ip`` and ``ip6``."""
+"""The nftables tables of other software: kube-proxy's two, and those of iptables-nft, ``ip`` and ``ip6``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FAMILIES = {4: "ip", 6: "ip6"}
 
 
 class Ruleset:
-    """The nftables ruleset of this process's network namespace. NftError where the kernel refuses."""
+    """The nftables ruleset of this process's network namespace. NftError if the kernel refuses."""
 
     def __init__(self) -> None:
-        # Before libnftables, which ends the process if it cannot open its socket.
+        # Checked first, because libnftables ends the process if it cannot open its socket.
         try:
             socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETLINK_NETFILTER).close()
         except OSError as error:
@@ -35,7 +35,7 @@ class Ruleset:
         return {(item["table"]["family"], item["table"]["name"]) for item in items if "table" in item}
 
     def chains(self, family: str) -> dict[str, set[str]]:
-        """Names of chains by table, without a look at any rule."""
+        """Names of chains by table, without reading rules."""
         found: dict[str, set[str]] = {}
         for item in self._list(f"list chains {family}"):
             if "chain" in item:
@@ -43,7 +43,7 @@ class Ruleset:
         return found
 
     def has_chain(self, family: str, table: str, chain: str) -> bool:
-        """Whether there is such a chain; cheap however long the ruleset is."""
+        """Whether the chain exists; cheap even with a long ruleset."""
         if (family, table) not in self.tables():
             return False
         with LIBRARY:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which chains and jumps of a saved iptables ruleset are kube-proxy's. Text in, text out.
 
-The names are those that kube-proxy v1.36.3 removes itself, of its modes iptables and ipvs together
-(spec/configuration §6). Kubelet's chains (KUBE-FIREWALL, KUBE-IPTABLES-HINT, KUBE-KUBELET-CANARY) are not among them:
+The names are those that kube-proxy v1.36.3 itself removes, for its modes iptables and ipvs together
+(spec/configuration §6). Kubelet's chains (KUBE-FIREWALL, KUBE-IPTABLES-HINT, KUBE-KUBELET-CANARY) are not included:
 kubelet still needs them.
 """
 
@@ -12,11 +12,11 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-#: kube-proxy makes it in every table it uses, to notice that somebody has flushed the rules.
+#: kube-proxy creates it in every table it uses, to notice when the rules have been flushed.
 CANARY = "KUBE-PROXY-CANARY"
-#: It accepts, in the built-in chain FORWARD, what services need.
+#: Called from the built-in chain FORWARD; accepts packets of services.
 FORWARD = "KUBE-FORWARD"
-#: By table; the canary is in each of them, and in mangle nothing else is.
+#: By table; every table also has the canary, and mangle has only that.
 CHAINS: Mapping[str, frozenset[str]] = {
     "nat": frozenset(
         {
@@ -42,7 +42,7 @@ CHAINS: Mapping[str, frozenset[str]] = {
         }
     ),
 }
-#: Beginnings of the names of the chains of single service ports and endpoints, in table nat.
+#: Name prefixes of the chains of single service ports and endpoints, in table nat.
 PREFIXES = ("KUBE-SVC-", "KUBE-SVL-", "KUBE-SEP-", "KUBE-FW-", "KUBE-EXT-")
 #: Chains that only mode ipvs makes.
 IPVS_CHAINS = frozenset({"KUBE-NODE-PORT", "KUBE-LOAD-BALANCER", "KUBE-IPVS-FILTER", "KUBE-IPVS-OUT-FILTER"})
@@ -68,16 +68,16 @@ _COMMENT = re.compile(r'--comment ("(?:[^"\\]|\\.)*"|\S+)')
 
 @dataclass
 class Plan:
-    """What to feed to ``iptables-restore --noflush``; an empty script: there is nothing to do."""
+    """The input for ``iptables-restore --noflush``; an empty script: there is nothing to do."""
 
     script: str = ""
     chains: int = 0
     jumps: int = 0
-    #: Whether mode ipvs made some of them.
+    #: Whether some of them were made by mode ipvs.
     ipvs: bool = False
-    #: Whether the built-in chain FORWARD drops what nothing accepts, so that kube-proxy's accepts matter.
+    #: Whether the built-in chain FORWARD drops by default, so that kube-proxy's accept rules matter.
     forward_drops: bool = False
-    #: Chains that stay because rules of others need them, one line each.
+    #: Chains that stay because rules of other software need them, one line each.
     kept: list[str] = field(default_factory=list)
 
 
@@ -90,17 +90,17 @@ class _Table:
 
 
 def is_ours_to_remove(table: str, chain: str) -> bool:
-    """Whether kube-proxy's clean-up would take away this chain."""
+    """Whether kube-proxy's clean-up would remove this chain."""
     if chain == CANARY or chain in CHAINS.get(table, ()):
         return True
     return table == "nat" and chain.startswith(PREFIXES)
 
 
 def plan(saved: str, *, keep_forward: bool = False) -> Plan:
-    """How to remove kube-proxy's part of a ruleset as ``iptables-save`` writes it (without counters).
+    """How to remove kube-proxy's part of a ruleset as written by ``iptables-save`` (without counters).
 
-    ``keep_forward``: where FORWARD drops by default, KUBE-FORWARD stays: it accepts established connections and what
-    is marked for masquerading, ours as kube-proxy's (spec/service-semantics §5.1), and nothing in another table could.
+    ``keep_forward``: if FORWARD drops by default, KUBE-FORWARD stays. It accepts established connections and packets
+    marked for masquerading, by this proxy as by kube-proxy (spec/service-semantics §5.1); no other table could do that.
     """
     result = Plan()
     for table in _tables(saved):
@@ -147,7 +147,7 @@ def _plan_table(table: _Table, result: Plan, keep_forward: bool) -> str:
     result.chains += len(gone)
     result.jumps += len(jumps)
     result.ipvs |= not IPVS_CHAINS.isdisjoint(gone)
-    # First all are emptied, so that none is named by another; a restore is one transaction for each table.
+    # First all chains are emptied, so that none refers to another; a restore is one transaction per table.
     lines = [f":{chain} - [0:0]" for chain in gone]
     lines += [f"-D {rule}" for rule in jumps]
     lines += [f"-X {chain}" for chain in gone]
@@ -155,14 +155,14 @@ def _plan_table(table: _Table, result: Plan, keep_forward: bool) -> str:
 
 
 def _forward_drops(table: _Table) -> bool:
-    """By its policy, or by a rule for everything, as some distributions have it."""
+    """By its policy, or by a rule that matches everything, as in some distributions."""
     return table.policies.get("FORWARD") == "DROP" or any(
         chain == "FORWARD" and rule.startswith(("FORWARD -j DROP", "FORWARD -j REJECT")) for chain, rule in table.rules
     )
 
 
 def _reached(table: _Table, start: Collection[str], within: Collection[str]) -> set[str]:
-    """The chains of ``within`` that packets can come to from ``start``, with these."""
+    """The chains of ``within`` that packets can reach from ``start``, including ``start``."""
     if not start:
         return set()
     edges: dict[str, set[str]] = {}
@@ -181,7 +181,7 @@ def _reached(table: _Table, start: Collection[str], within: Collection[str]) -> 
 
 
 def _target(rule: str) -> str:
-    """Where a rule jumps to; empty if nowhere. A comment may hold anything, so quoted text does not count."""
+    """The target of a rule's jump; empty if none. A comment may contain anything, so quoted text does not count."""
     found = _TARGET.search(_QUOTED.sub('""', rule))
     return found.group(1) if found else ""
 

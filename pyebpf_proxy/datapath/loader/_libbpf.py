@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libbpf through cffi (ABI mode): exactly the functions that are used, their log, and their errors.
+"""libbpf through cffi (ABI mode): only the functions that are used, their log, and their errors.
 
 Every function of libbpf 1.x reports failure in one of two ways: NULL with errno set, or a negative errno.
-``checked`` and ``checked_pointer`` turn both into a :class:`BpfError` that says what was being done, with the
+``checked`` and ``checked_pointer`` turn both into a :class:`BpfError` that names the failed operation and has the
 lines that libbpf and the verifier wrote meanwhile.
 """
 
@@ -134,9 +134,9 @@ _log: list[str] = []
 
 
 class BpfError(OSError):
-    """A libbpf call or bpf() failed. ``str()`` is one line; ``log`` is all that libbpf and the verifier wrote.
+    """A libbpf call or bpf() failed. ``str()`` is one line; ``log`` is everything that libbpf and the verifier wrote.
 
-    ``done`` is how many entries of a batch were carried out before the failure.
+    ``done`` is how many entries of a batch were processed before the failure.
     """
 
     def __init__(self, what: str, number: int, log: str = "", done: int = 0) -> None:
@@ -149,7 +149,7 @@ class BpfError(OSError):
         return self.text
 
 
-# What libbpf adds to every failure, and the verifier's statistics: true, and of no use in one line.
+# Added by libbpf to every failure, and the verifier's statistics: not useful in one line.
 _NOISE = re.compile(
     r"^(processed \d+ insns|verification time|stack depth|-- (BEGIN|END)|max_states_per_insn|peak_states|$)"
     r"|-- (BEGIN|END) PROG LOAD LOG --|failed to load object|prog '.*': failed to load"
@@ -177,7 +177,7 @@ def lib() -> Any:
     return library
 
 
-@cache  # cffi frees a callback that nobody holds
+@cache  # cffi frees a callback without a reference
 def _callback() -> Any:
     return ffi.callback("libbpf_print_fn_t", _on_log)
 
@@ -186,7 +186,7 @@ def _on_log(level: int, format_: Any, arguments: Any) -> int:
     if level >= _LEVEL_DEBUG:
         return 0
     out = ffi.new("char **")
-    # A va_list is passed as a pointer on every architecture libbpf1 is packaged for; it can be walked once only.
+    # A va_list is passed as a pointer on every architecture for which libbpf1 is packaged; it can be read only once.
     size: int = _libc().vasprintf(out, format_, arguments)
     if size >= 0:
         _log.append(ffi.string(out[0]).decode(errors="replace"))
@@ -201,7 +201,7 @@ def _libc() -> Any:
 
 @contextmanager
 def captured() -> Iterator[list[str]]:
-    """Collect libbpf's log of the calls inside."""
+    """Collect libbpf's log of the calls inside the block."""
     lib()
     _log.clear()
     try:

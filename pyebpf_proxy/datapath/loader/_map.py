@@ -14,12 +14,12 @@ from pyebpf_proxy.datapath.loader import _libbpf
 from pyebpf_proxy.datapath.loader._libbpf import BpfError, checked, ffi, possible_cpus
 
 _PER_CPU = {5, 6, 10}  # BPF_MAP_TYPE_PERCPU_HASH, _PERCPU_ARRAY, _LRU_PERCPU_HASH
-_ENOTSUPP = 524  # the kernel's own, unknown to libc
+_ENOTSUPP = 524  # internal to the kernel, unknown to libc
 _BATCH = 4096
 
 
 class Map:
-    """A BPF map. Keys and values are bytes as the kernel has them; layouts come from :mod:`btf`."""
+    """A BPF map. Keys and values are bytes as in the kernel; layouts come from :mod:`btf`."""
 
     def __init__(self, fd: int, name: str, kind: int, key_size: int, value_size: int, max_entries: int) -> None:
         self.fd = fd
@@ -34,12 +34,12 @@ class Map:
 
     @classmethod
     def open_pinned(cls, path: Path) -> Map:
-        """A map by its pin. Raises BpfError (ENOENT if there is no such pin)."""
+        """A map by its pin. Raises BpfError (ENOENT if there is no pin)."""
         fd = checked(_libbpf.lib().bpf_obj_get(os.fsencode(path)), f"open pinned map {path}")
         info = ffi.new("struct map_info *")
         size = ffi.new("uint32_t *", ffi.sizeof("struct map_info"))
         try:
-            checked(_libbpf.lib().bpf_obj_get_info_by_fd(fd, info, size), f"read what map {path} is")
+            checked(_libbpf.lib().bpf_obj_get_info_by_fd(fd, info, size), f"read the info of map {path}")
         except BpfError:
             os.close(fd)
             raise
@@ -85,7 +85,7 @@ class Map:
         return True
 
     def update_batch(self, keys: bytes | memoryview, values: bytes | memoryview) -> None:
-        """Write many entries, given one after the other. On failure ``BpfError.done`` says how many were written."""
+        """Write many concatenated entries. On failure ``BpfError.done`` is how many were written."""
         total, rest = divmod(len(keys), self.key_size)
         if rest or len(values) != total * self._stored:
             raise ValueError(f"map {self.name}: {len(keys)} bytes of keys and {len(values)} of values do not match")
@@ -96,12 +96,12 @@ class Map:
             self.fd, ffi.from_buffer(keys), ffi.from_buffer(values), count, _libbpf.batch_options()
         )
         if result < 0:
-            # EFAULT means that the kernel could not even write the count back.
+            # EFAULT means that the kernel could not even return the count.
             done = 0 if result == -errors.EFAULT else count[0]
             raise BpfError(f"write {total} entries to map {self.name}", -result, done=done if done < total else 0)
 
     def delete_batch(self, keys: bytes) -> int:
-        """Delete many keys, given one after the other; how many were there. Missing keys are passed over."""
+        """Delete many concatenated keys; returns how many existed. Missing keys are skipped."""
         total, rest = divmod(len(keys), self.key_size)
         if rest:
             raise ValueError(f"map {self.name}: {len(keys)} bytes of keys are no whole number of keys")
@@ -123,7 +123,7 @@ class Map:
         return deleted
 
     def dump(self) -> tuple[bytes, bytes]:
-        """All keys and all values, each one after the other. Not a snapshot if others write meanwhile."""
+        """All keys and all values, concatenated. Not a snapshot if others write meanwhile."""
         step = min(_BATCH, self.max_entries)
         position = ffi.NULL
         following = ffi.new("char[]", max(self.key_size, 4))

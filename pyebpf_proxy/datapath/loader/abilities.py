@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the helpers of this kernel can do: ``struct abilities`` of bpf/abilities.h, found by trying, never by a version.
+"""What the helpers of this kernel can do: ``struct abilities`` of bpf/abilities.h, probed, not derived from a version.
 
-The programs have another way wherever one of these is missing; the verifier sees only the way that is taken.
+The programs have an alternative for each; the verifier sees only the branch that is taken.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from pyebpf_proxy.datapath.loader._libbpf import captured, ffi
 _SCHED_CLS, _CGROUP_SOCK_ADDR = 3, 18
 _SK_STORAGE_GET, _KTIME_GET_COARSE_NS, _LOOP, _SET_RETVAL = 107, 160, 181, 187
 _MAP_SK_STORAGE = 24
-#: Maps that are not made where sockets have no storage for programs.
+#: Maps that are not created if the kernel has no socket storage.
 STORAGE_MAPS = frozenset({"connected_revnat", "socket_translations"})
 
 
 class Abilities(NamedTuple):
     """``struct abilities``, by the same names."""
 
-    #: Lists are scanned whole: schedulers of mode ipvs look at some of a long list's endpoints otherwise.
+    #: Lists are scanned completely; without it, schedulers of mode ipvs check only some endpoints of a long list.
     loop: bool = True
-    #: A refused connect says why; otherwise it is not permitted (EPERM).
+    #: A refused connect returns the right error; without it, EPERM.
     set_retval: bool = True
-    #: A clock that goes by the tick, which is cheaper.
+    #: A clock with the resolution of a tick, which is cheaper.
     coarse_clock: bool = True
-    #: What a socket talks to is kept in the socket; otherwise in maps that all sockets share.
+    #: The state of a socket is stored in the socket; without it, in maps that all sockets share.
     socket_storage: bool = True
 
 
 @cache
 def of_kernel() -> Abilities:
-    """Asks the kernel once. Where it does not answer (no right to load anything), all is taken to be there: loading
-    says then what is wrong."""
+    """Probes the kernel once. Without the right to load programs every ability is assumed; loading then reports the
+    error."""
     storage = all(_has_helper(program, _SK_STORAGE_GET) for program in (_SCHED_CLS, _CGROUP_SOCK_ADDR))
     with captured():
         storage = storage and _libbpf.lib().libbpf_probe_bpf_map_type(_MAP_SK_STORAGE, ffi.NULL) != 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of C structs, and values of enums, read from a BPF object's BTF.
+"""Layouts of C structs, and values of enums, read from the BTF of a BPF object.
 
-The C headers are the only definition of what is in the maps; nothing here repeats an offset. The format:
+The C headers are the only definition of the maps' contents; nothing here repeats an offset. The format:
 Documentation/bpf/btf.rst of the kernel.
 """
 
@@ -20,7 +20,7 @@ _INT, _PTR, _ARRAY, _STRUCT, _UNION, _ENUM, _TYPEDEF = 1, 2, 3, 4, 5, 6, 8
 _VOLATILE, _CONST, _RESTRICT, _FUNC_PROTO, _VAR, _DATASEC = 9, 10, 11, 13, 14, 15
 _FLOAT, _DECL_TAG, _TYPE_TAG, _ENUM64 = 16, 17, 18, 19
 _TRANSPARENT = {_TYPEDEF, _VOLATILE, _CONST, _RESTRICT, _TYPE_TAG}
-# Bytes that follow struct btf_type: fixed, and for each of vlen members.
+# Bytes after struct btf_type: fixed, and for each of vlen members.
 _TRAILING = {
     _INT: (4, 0),
     _ARRAY: (12, 0),
@@ -37,7 +37,7 @@ _CODES = {1: "b", 2: "h", 4: "i", 8: "q"}
 
 
 class StaleObjectError(FatalError):
-    """The object and this program do not fit: a name of one that the other lacks."""
+    """The object and this program do not match: one has a name that the other lacks."""
 
     def __init__(self, origin: str, what: str) -> None:
         super().__init__(f"{origin} was built from other sources ({what}): run make build")
@@ -49,12 +49,12 @@ class _Type(NamedTuple):
     name: str
     vlen: int
     flag: bool
-    size: int  # or the type it refers to
+    size: int  # or the referenced type
     at: int  # where its trailing data begins
 
 
 class Field(NamedTuple):
-    """``code``: for struct; bytes for arrays of bytes (and everything that is no number)."""
+    """``code``: for struct; arrays of bytes, and everything that is not a number, are bytes."""
 
     name: str
     offset: int
@@ -104,7 +104,7 @@ class Layout:
 
 
 class Btf:
-    """The types of one object. Raises ValueError for what is not BTF, StaleObjectError for names it does not have.
+    """The types of one object. Raises ValueError for invalid BTF, StaleObjectError for missing names.
 
     ``origin``: the object's path, for that error.
     """
@@ -186,7 +186,7 @@ class Btf:
         raise StaleObjectError(self.origin, f"no enum {name}")
 
     def offset(self, struct_name: str, *path: str) -> int:
-        """Bytes from the beginning of a struct to a member, to a member of that, …; unnamed ones are looked into."""
+        """Bytes from the beginning of a struct to a member, a member of that, …; unnamed members are searched."""
         number, offset = self._structs.get(struct_name, 0), 0
         for name in path:
             found = self._member(number, name)
@@ -212,7 +212,7 @@ class Btf:
         return None
 
     def has_variable(self, section: str, name: str) -> bool:
-        """Whether there is such a global variable."""
+        """Whether the global variable exists."""
         try:
             self.variable(section, name)
         except StaleObjectError:
@@ -220,7 +220,7 @@ class Btf:
         return True
 
     def variable(self, section: str, name: str) -> tuple[int, int]:
-        """Offset and size of a global variable in its section (".rodata"). StaleObjectError: there is none."""
+        """Offset and size of a global variable in its section (".rodata"). StaleObjectError if it is missing."""
         for t in self._types:
             if t.kind != _DATASEC or t.name != section:
                 continue

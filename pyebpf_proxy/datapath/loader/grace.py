@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wait until no BPF program that runs now can still hold what has just been unlinked."""
+"""Wait until no running BPF program can still use what was just unlinked."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def membarrier() -> bool:
 def wait() -> None:
     """Typically 5 to 30 ms; may be called from another thread."""
     if not membarrier():
-        # A program runs for microseconds, in softirq or a system call: a tenth of a second is thousands of them.
+        # A program runs for microseconds, in softirq or a system call; a tenth of a second is thousands of times that.
         time.sleep(_FALLBACK_SECONDS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel tells of maps and programs that are in it already, whoever loaded them: their types, their constants.
+"""Information about loaded maps and programs, whichever process loaded them: their types and constants.
 
-Needs CAP_SYS_ADMIN: objects are had by their numbers (bpf(2), BPF_*_GET_FD_BY_ID).
+Needs CAP_SYS_ADMIN: objects are opened by their ids (bpf(2), BPF_*_GET_FD_BY_ID).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ProgramInfo(NamedTuple):
 
 
 class MapInfo(NamedTuple):
-    """A map in the kernel. ``btf_id``: of the types it was made with, 0: none."""
+    """A map in the kernel. ``btf_id``: its BTF; 0: none."""
 
     id: int
     name: str
@@ -37,7 +37,7 @@ class MapInfo(NamedTuple):
 
 
 def map_info(fd: int) -> MapInfo:
-    """What an open map is. BpfError."""
+    """Information about an open map. BpfError."""
     info = _info(fd, "map_info", "map")
     name = ffi.string(info.name).decode()
     return MapInfo(info.id, name, info.key_size, info.value_size, info.max_entries, info.btf_id)
@@ -71,7 +71,7 @@ def types(btf_id: int) -> Btf:
 
 
 def constants(program: ProgramInfo, variable: str) -> tuple[Btf, bytes] | None:
-    """A constant (.rodata) that the program was loaded with, and the types to read it by; None: it has none."""
+    """A constant (.rodata) that the program was loaded with, and the BTF to read it; None: it has none."""
     for number in program.map_ids:
         with captured():
             fd = checked(_libbpf.lib().bpf_map_get_fd_by_id(number), f"map {number}")
@@ -92,5 +92,5 @@ def constants(program: ProgramInfo, variable: str) -> tuple[Btf, bytes] | None:
 def _info(fd: int, struct: str, what: str, asked: dict[str, int] | None = None) -> Any:
     info = ffi.new(f"struct {struct} *", asked or {})
     size = ffi.new("uint32_t *", ffi.sizeof(f"struct {struct}"))
-    checked(_libbpf.lib().bpf_obj_get_info_by_fd(fd, info, size), f"what {what} is")
+    checked(_libbpf.lib().bpf_obj_get_info_by_fd(fd, info, size), f"read the info of {what}")
     return info

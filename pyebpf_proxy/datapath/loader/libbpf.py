@@ -33,7 +33,7 @@ _XDP_GENERIC, _XDP_DRIVER = 2, 4
 
 
 class SkBuff(NamedTuple):
-    """The fields of struct __sk_buff that a test run takes and gives back."""
+    """The fields of struct __sk_buff that a test run reads and returns."""
 
     mark: int = 0
     priority: int = 0
@@ -69,7 +69,7 @@ _SK_BUFF_SIZE = 192
 
 
 class RunResult(NamedTuple):
-    """What a test run gave. ``retval`` is signed, as TC_ACT_UNSPEC is; ``duration`` in ns, the mean of all repeats."""
+    """The result of a test run. ``retval`` is signed, as TC_ACT_UNSPEC is; ``duration``: mean of all repeats in ns."""
 
     retval: int
     data: bytes
@@ -120,9 +120,9 @@ class Program:
         )
 
     def attach_xdp(self, ifindex: int, generic: bool, pin: Path) -> None:
-        """Attach to a device of this network namespace by a link that is pinned there.
+        """Attach to a device of this network namespace with a link that is pinned.
 
-        In the driver, or with ``generic`` behind it. BpfError; EBUSY: the device has a program already, anybody's.
+        In the driver, or after it with ``generic``. BpfError; EBUSY: the device already has an XDP program.
         """
         options = ffi.new("struct link_options *", {"sz": ffi.sizeof("struct link_options")})
         options.flags = _XDP_GENERIC if generic else _XDP_DRIVER
@@ -135,9 +135,9 @@ class Program:
                 os.close(link)
 
     def attach_tcx(self, ifindex: int) -> int:
-        """Attach to a device's tc ingress, before everything that is there; the descriptor of the link.
+        """Attach to a device's tc ingress, before all other programs; returns the descriptor of the link.
 
-        It ends when that is closed, also by the end of the process. BpfError; EINVAL: a kernel before Linux 6.6.
+        The attachment ends when that is closed, also at exit. BpfError; EINVAL: a kernel before Linux 6.6.
         """
         options = ffi.new("struct link_options *", {"sz": ffi.sizeof("struct link_options"), "flags": _BEFORE})
         with captured():
@@ -145,7 +145,7 @@ class Program:
             return checked(self._lib.bpf_link_create(self.fd, ifindex, _ATTACH_TCX_INGRESS, options), what)
 
     def run_frame(self, frame: bytes, ifindex: int = 0, repeat: int = 1) -> RunResult:
-        """Run an XDP program on a frame that came in by that device, which must carry one; 0: by the loopback."""
+        """Run an XDP program on a frame from that device, which must have an XDP program; 0: the loopback device."""
         out = ffi.new("char[]", _DATA_OUT_MAX)
         context = ffi.from_buffer(struct.pack("=6I", 0, len(frame), 0, ifindex, 0, 0))
         options = ffi.new(
@@ -166,14 +166,14 @@ class Program:
         return RunResult(options.retval, bytes(ffi.buffer(out, options.data_size_out)), options.duration, None)
 
     def attach_cgroup(self, cgroup_fd: int) -> Link:
-        """Attach where the program's section says (cgroup/connect4, …)."""
+        """Attach as the program's section defines (cgroup/connect4, …)."""
         with captured():
             what = f"attach program {self.name} to cgroup"
             return Link(checked_pointer(self._lib.bpf_program__attach_cgroup(self.pointer, cgroup_fd), what), what)
 
 
 class Link:
-    """A program's attachment. Unless it is pinned it ends with :meth:`close`."""
+    """A program's attachment. Without a pin it ends with :meth:`close`."""
 
     def __init__(self, pointer: Any, name: str) -> None:
         self._pointer = pointer
@@ -191,7 +191,7 @@ class Link:
         return checked(self._lib.bpf_link__fd(self._pointer), self._name)
 
     def attached_to(self, key: str) -> int:
-        """What this is attached to: the kernel's number by ``key`` (``ifindex``, ``cgroup_id``); 0 if that is gone."""
+        """The kernel's number of the link's target for ``key`` (``ifindex``, ``cgroup_id``); 0 if it is gone."""
         for line in Path(f"/proc/self/fdinfo/{self.fd}").read_text().splitlines():
             name, _, value = line.partition(":")
             if name == key:
@@ -207,7 +207,7 @@ class Link:
             checked(self._lib.bpf_link__unpin(self._pointer), f"unpin link {self._name}")
 
     def update(self, program: Program) -> None:
-        """Put another program in place of the one attached: no packet or call meets neither."""
+        """Replace the attached program atomically: there is always a program attached."""
         with captured():
             checked(
                 self._lib.bpf_link__update_program(self._pointer, program.pointer),
@@ -215,7 +215,7 @@ class Link:
             )
 
     def detach(self) -> None:
-        """Take the program off, whatever pins or descriptors still hold the link."""
+        """Detach the program, even if pins or descriptors still hold the link."""
         with captured():
             checked(self._lib.bpf_link__detach(self._pointer), f"detach {self._name}")
 
@@ -252,13 +252,13 @@ class Object:
         without: Container[str] = (),
         resized: Path | None = None,
     ) -> Object:
-        """Read an object file; nothing of it is in the kernel before :meth:`load`.
+        """Read an object file; nothing is loaded into the kernel before :meth:`load`.
 
-        Maps are pinned under ``pin_dir`` by their names, and taken from there if they exist. ``rodata`` sets
-        constants by variable name, ``max_entries`` the sizes of maps; ``reuse`` gives maps that other objects
-        have. ``programs``: only these are loaded. ``without``: maps that are not made; only code that the constants
-        make dead may refer to them. ``resized``: a map whose pin has another size is made anew and pinned in this
-        folder; without it that is an error. Raises BpfError; FatalError if the file is missing.
+        Maps are pinned under ``pin_dir`` by their names, and reused from there if they exist. ``rodata`` sets
+        constants by variable name, ``max_entries`` the sizes of maps; ``reuse`` gives maps of other objects.
+        ``programs``: only these are loaded. ``without``: maps that are not created; only code that the constants
+        make dead may refer to them. ``resized``: a map whose pin has another size is created again and pinned in this
+        folder; otherwise that is an error. Raises BpfError; FatalError if the file is missing.
         """
         if not path.exists():
             raise FatalError(f"{path} is missing: run make build")
@@ -297,7 +297,7 @@ class Object:
         for name, value in rodata.items():
             self._set_rodata(name, value)
         for name, pointer in self._maps.items():
-            if "." in name:  # .rodata and the like are this object's own
+            if "." in name:  # .rodata and so on are private to this object
                 continue
             if name in without or (name in STORAGE_MAPS and not abilities.socket_storage):
                 checked(self._lib.bpf_map__set_autocreate(pointer, False), f"leave out map {name}")
@@ -325,7 +325,7 @@ class Object:
         ffi.memmove(start + offset, value, size)
 
     def _compare_with_pin(self, name: str, pointer: Any, path: Path, any_size: bool) -> bool:
-        """Whether the pin has another size. libbpf would only say "parameter mismatch"."""
+        """Whether the pin has another size. libbpf would only report "parameter mismatch"."""
         try:
             pinned = Map.open_pinned(path)
         except BpfError as error:
@@ -349,7 +349,7 @@ class Object:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The entries of each map that is not of this object alone; known before :meth:`load`."""
+        """The entries of each map that is not private to this object; known before :meth:`load`."""
         return {name: self._describe(name, p).max_entries for name, p in self._maps.items() if "." not in name}
 
     def _describe(self, name: str, pointer: Any) -> Map:
@@ -364,14 +364,14 @@ class Object:
         )
 
     def load(self) -> Self:
-        """Create the maps, verify and load the programs. Raises BpfError with the verifier's last words."""
+        """Create the maps, verify and load the programs. Raises BpfError with the verifier's last lines."""
         with captured():
             checked(self._lib.bpf_object__load(self._pointer), f"load {self.path.name}")
         self.maps = {name: self._describe(name, m) for name, m in self._maps.items() if name not in self._left_out}
         return self
 
     def close(self) -> None:
-        """Close all descriptors. What is pinned or attached stays in the kernel."""
+        """Close all descriptors. Pinned and attached objects stay in the kernel."""
         if self._pointer is not None:
             self._lib.bpf_object__close(self._pointer)
             self._pointer = None

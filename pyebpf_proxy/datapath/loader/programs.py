@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the programs, and find out by trying what this kernel can carry.
+"""Load the programs, and probe what this kernel supports.
 
-Kfuncs are not stable, and some kernels refuse them: nothing is concluded from a version. Loading is tried with
-everything, then without looking conntrack entries up, then without the fast path. What is switched off is dead code to
-the verifier, so it is never asked about what the kernel lacks.
+Kfuncs are not stable, and some kernels refuse them, so nothing is derived from a version. Loading is tried with
+everything, then without conntrack lookups, then without the fast path. Features that are switched off are dead code to
+the verifier, so it never checks what the kernel lacks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Settings:
 
     netns_cookie: int
     masquerade_mark: int = 0x4000
-    #: Source ports of masqueraded flows of the fast path; 0 and 0: there are none.
+    #: Source ports of masqueraded flows of the fast path; 0 and 0: none.
     snat_port_min: int = 0
     snat_port_max: int = 0
-    #: Young flows that packets of one device may have opened at a time.
+    #: How many young flows packets of one device may have open at a time.
     flow_quota: int = 8192
     pod_cidr4: bytes = bytes(4)
     pod_mask4: bytes = bytes(4)
@@ -53,14 +53,14 @@ class Settings:
     pod_sockets: bool = False
     fast_path: bool = False
     mark_datagrams: bool = False
-    #: The processor reorders stores, as anything but x86 and s390 does.
+    #: The processor may reorder loads and stores, as all do except x86 and s390.
     weak_memory: bool = False
     xdp: bool = False
     xdp_generic: bool = False
     dry_run: bool = False
 
 
-#: enum scheduler of bpf/settings.h by the names that IPVS has. Every endpoint has weight 1: some are the same.
+#: enum scheduler of bpf/settings.h by IPVS's names. Every endpoint has weight 1, so some are the same.
 SCHEDULERS: Mapping[Scheduler, int] = {
     "rr": 1,
     "wrr": 1,
@@ -74,9 +74,9 @@ SCHEDULERS: Mapping[Scheduler, int] = {
     "lblc": 7,
     "lblcr": 8,
 }
-#: From this one on they go by the connections that each endpoint has.
+#: This scheduler and all after it use the number of connections of each endpoint.
 LEAST_CONNECTIONS = 5
-# Maps that only some schedulers use. The others' programs have no way to them, and they are not made.
+# Maps that only some schedulers use. Programs for the others do not refer to them, and they are not created.
 _SCHEDULER_MAPS = {
     "rr_cursor": {1},
     "connections": {5, 6, 7, 8},
@@ -84,13 +84,13 @@ _SCHEDULER_MAPS = {
     "localities": {7},
     "locality_sets": {8},
 }
-# Maps that are made only where sockets of pods are translated.
+# Maps that are created only if pods' sockets are translated.
 _POD_MAPS = {"pod_sources", "deferred_sockets", "excluded_pods", *STORAGE_MAPS}
-# Maps of XDP alone.
+# Maps for XDP only.
 _XDP_MAPS = {"xdp_devices", "xdp_choices"}
-# Only for programs that are run to see what they would do.
+# Only for dry runs of programs.
 _DRY_MAPS = {"dry_results"}
-# Maps and programs of the fast path alone.
+# Maps and programs for the fast path only.
 _FLOW_MAPS = {
     *("flows", "fast_path", "flow_drafts", "flow_packet_counts", "promotions", "young_counts", "permits", "handovers"),
     *("sweep_results", "flow_fragments", "recent_flows", "recent_next"),
@@ -115,16 +115,16 @@ class Loaded:
     ) -> None:
         self.tc = tc
         self.sock = sock
-        #: None: it was not asked for, or not accepted.
+        #: None: not configured, or not accepted.
         self.xdp = xdp
-        #: Why there is no XDP though that was asked for, or "".
+        #: Why XDP is not available although it is configured, or "".
         self.why_not_xdp = why_not_xdp
         self.settings = settings
-        #: Why conntrack is not asked before a flow is opened, or "".
+        #: Why conntrack is not looked up before a flow is opened, or "".
         self.why_no_lookup = why_no_lookup
-        #: Why sockets of pods are not translated though that was asked for, or "".
+        #: Why pods' sockets are not translated although that is configured, or "".
         self.why_not_pods = why_not_pods
-        #: Why there is no fast path though that was asked for, or "".
+        #: Why the fast path is not available although it is configured, or "".
         self.why_not_fast = why_not_fast
         self.maps: dict[str, Map] = {**sock.maps, **tc.maps}
         self._resize = resize
@@ -133,7 +133,7 @@ class Loaded:
 
     @property
     def refusals(self) -> dict[str, str]:
-        """What was asked for and is not there, and why."""
+        """Configured features that are not available, and why."""
         named = {
             "fast path": self.why_not_fast,
             "conntrack lookup": self.why_no_lookup,
@@ -143,12 +143,12 @@ class Loaded:
         return {what: why for what, why in named.items() if why}
 
     def attached(self) -> None:
-        """No program of a former run is attached any more: what those remembered last is in our maps then."""
+        """Called when no program of a former run is attached any more: copies its last entries into the new maps."""
         if self._resize is not None:
             self._resize.finish(self.maps, self.tc.btf)
 
     def close(self) -> None:
-        """Close the descriptors; pinned and attached things stay."""
+        """Close the descriptors; pinned and attached objects stay."""
         self.maps = {}
         if self.xdp is not None:
             self.xdp.close()
@@ -164,8 +164,8 @@ def load(
 ) -> Loaded:
     """Load the objects with as much of ``settings`` as the kernel accepts.
 
-    ``pin_dir``: where the maps are pinned, and taken from if they are there already. ``sizes``: max_entries by map; a
-    pinned map of another size is replaced by one with its entries (``resize``), FatalError if they do not fit.
+    ``pin_dir``: where the maps are pinned, and reused from if they exist. ``sizes``: max_entries by map; a pinned map
+    of another size is replaced by one with its entries (``resize``), FatalError if they do not fit.
     Raises BpfError if even the programs without conntrack are refused; then no new pin is left behind.
     StaleObjectError if the objects were built from other sources.
     """
@@ -184,7 +184,7 @@ def load(
             xdp, why_not_xdp = _load_xdp(settings, pin_dir, sizes, tc, objects)
             loaded = Loaded(tc, sock, settings, why_no_lookup, resize, why_not_pods, why_not_fast, xdp, why_not_xdp)
             if pin_dir is not None:
-                # Of a former run with another scheduler; the programs of that run still hold theirs.
+                # Of a former run with another scheduler; that run's programs still hold their maps.
                 for name in _unused(settings):
                     (pin_dir / name).unlink(missing_ok=True)
             return loaded
@@ -206,7 +206,7 @@ def load(
 def _load_tc(
     settings: Settings, pin_dir: Path | None, sizes: Mapping[str, int] | None, objects: Path
 ) -> tuple[Object, Settings, str, str]:
-    """With the settings that the kernel took; why conntrack is not looked up, and why there is no fast path."""
+    """Returns also the accepted settings; why conntrack is not looked up; and why there is no fast path."""
     why_no_lookup = why_not_fast = ""
     wanted = settings
     if settings.fast_path and not fast_path_is_built(objects / "tc.bpf.o"):
@@ -240,15 +240,15 @@ def _load_tc(
 
 
 def object_file(name: str, conntrack_lookup: bool, folder: Path = OBJECTS) -> Path:
-    """The object with this name, or the one that does not declare the functions of conntrack.
+    """The object with this name, or the one that does not declare conntrack's kfuncs.
 
-    libbpf before 1.4 fails where it may not look for them, whoever calls them (bpf/tc_without_lookup.bpf.c).
+    libbpf before 1.4 fails if it may not look for them, even if nothing calls them (bpf/tc_without_lookup.bpf.c).
     """
     return folder / (f"{name}.bpf.o" if conntrack_lookup else f"{name}_without_lookup.bpf.o")
 
 
 def fast_path_is_built(path: Path = OBJECTS / "tc.bpf.o") -> bool:
-    """Whether the object has the program that sees packets leave, without which there is no fast path."""
+    """Whether the object has the egress program; without it there is no fast path."""
     with Object.open(path) as unset:
         return "tc_egress" in unset.programs
 
@@ -256,7 +256,7 @@ def fast_path_is_built(path: Path = OBJECTS / "tc.bpf.o") -> bool:
 def _load_sock(
     settings: Settings, pin_dir: Path | None, sizes: Mapping[str, int] | None, tc: Object, objects: Path
 ) -> tuple[Object, str]:
-    """The socket programs; without pods, and why, where the kernel lets them not look at a pod's network namespace."""
+    """The socket programs; without pods, and why, if the kernel does not let them read a pod's network namespace."""
     why = ""
     for attempt in [settings, replace(settings, pod_sockets=False)]:
         sock = _open(objects / "sock.bpf.o", attempt, pin_dir, sizes, reuse=tc.maps if pin_dir is None else None)
@@ -273,11 +273,11 @@ def _load_sock(
 def _load_xdp(
     settings: Settings, pin_dir: Path | None, sizes: Mapping[str, int] | None, tc: Object, objects: Path
 ) -> tuple[Object | None, str]:
-    """The XDP program, if it is asked for; None, and why, where the kernel refuses it."""
+    """The XDP program, if it is configured; None, and why, if the kernel refuses it."""
     if not settings.xdp:
         return None, ""
     if not settings.fast_path:
-        return None, "there is no fast path, and nothing else to do"
+        return None, "there is no fast path, and XDP has no other task"
     xdp = _open(objects / "xdp.bpf.o", settings, pin_dir, sizes, reuse=tc.maps if pin_dir is None else None)
     try:
         return xdp.load(), ""
@@ -296,11 +296,11 @@ def _open(
     sizes: Mapping[str, int] | None,
     reuse: Mapping[str, Map] | None = None,
 ) -> Object:
-    # The constants follow from the layout in the object, so it is opened first.
+    # The constants depend on the layout in the object, so it is opened first.
     with Object.open(path) as unset:
         layout = unset.btf.struct("settings")
         values = asdict(settings)
-        # What nobody sets would be zero, which some newer or older program takes for an answer.
+        # An unset field would be zero, which a newer or older program would take as a value.
         if unknown := sorted(layout.fields.keys() ^ values.keys()):
             raise StaleObjectError(str(path), f"struct settings differs in {', '.join(unknown)}")
         packed = layout.pack(**values)
@@ -318,7 +318,7 @@ def _open(
 
 
 def _with_schedulers(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of maps that nobody sets follow from what they have an entry for."""
+    """Derives the sizes of maps that are not configured from those of the maps they belong to."""
     wanted = dict(sizes)
     if "services" in sizes:
         wanted["affinity_counts"] = sizes["services"]
@@ -334,7 +334,7 @@ def _unused(settings: Settings) -> set[str]:
 
 
 def unused_maps(scheduler: int, pod_sockets: bool, fast_path: bool = False, xdp: bool = False) -> set[str]:
-    """The maps that programs with these four of their settings (bpf/settings.h) do without."""
+    """The maps that programs with these settings (bpf/settings.h) do not use."""
     unused = {name for name, users in _SCHEDULER_MAPS.items() if scheduler not in users} | _DRY_MAPS
     unused |= set() if pod_sockets else _POD_MAPS
     unused |= set() if xdp else _XDP_MAPS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events that programs write into a map of rings (BPF_MAP_TYPE_PERF_EVENT_ARRAY), one ring per CPU."""
+"""Events that programs write into a map of ring buffers (BPF_MAP_TYPE_PERF_EVENT_ARRAY), one ring per CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyebpf_proxy.datapath.loader._map import Map
 
 
 class Rings:
-    """This process' rings in ``events``, until :meth:`close`, or until it ends, however it does.
+    """This process's rings in ``events``, until :meth:`close` or until the process ends.
 
     ``room``: bytes of each ring, rounded up to a power of two of pages. BpfError if the kernel refuses.
     """
@@ -20,7 +20,7 @@ class Rings:
     def __init__(self, events: Map, room: int) -> None:
         self._lib = _libbpf.lib()
         self._found: list[bytes] = []
-        # cffi frees a callback that nobody holds
+        # cffi frees a callback without a reference
         self._callback = ffi.callback("sample_fn", self._take)
         pages = 1
         while pages * mmap.PAGESIZE < room:
@@ -34,17 +34,17 @@ class Rings:
 
     @property
     def fd(self) -> int:
-        """To poll: readable while there are events."""
+        """For poll(): readable while there are events."""
         return int(self._lib.perf_buffer__epoll_fd(self._pointer))
 
     def read(self) -> list[bytes]:
-        """Every event that is there, CPU by CPU. Each may have a few bytes of padding behind it."""
+        """All available events, CPU by CPU. Each may be followed by a few bytes of padding."""
         self._lib.perf_buffer__consume(self._pointer)
         found, self._found = self._found, []
         return found
 
     def close(self) -> None:
-        """Take the rings away."""
+        """Release the rings."""
         if self._pointer is not None:
             self._lib.perf_buffer__free(self._pointer)
             self._pointer = None

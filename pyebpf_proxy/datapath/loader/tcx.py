@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chains of tc programs that a device has since Linux 6.6 (tcx), by libbpf's plain calls.
+"""The chains of tc programs that a device has since Linux 6.6 (tcx), by libbpf's basic calls.
 
-Debian's libbpf 1.1 knows no tcx, but passes the numbers of a hook and of flags on to the kernel as they are.
+Debian's libbpf 1.1 does not know tcx, but passes the numbers of hooks and flags to the kernel unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyebpf_proxy.datapath.loader._libbpf import BpfError, captured, checked, ff
 
 # enum bpf_attach_type of include/uapi/linux/bpf.h
 INGRESS, EGRESS = 46, 47
-# Before or after every other one where no program is named: the head of the chain, and its tail.
+# Without a reference program: before or after all others, that is the head or the tail of the chain.
 BEFORE, AFTER = 1 << 3, 1 << 4
 # Programs of one chain: the kernel's BPF_MPROG_MAX.
 _CHAIN_MAX = 64
@@ -37,11 +37,11 @@ def chain(ifindex: int, hook: int) -> tuple[int, ...]:
 
 
 def available() -> bool:
-    """Whether this kernel has tcx: it is asked for the chain of the loopback device. BpfError if it may not be."""
+    """Whether this kernel has tcx, by a query of the loopback device's chain. BpfError without the right to query."""
     try:
         chain(1, INGRESS)
     except BpfError as error:
-        # The second: a kernel with the numbers that was built without the hooks.
+        # EOPNOTSUPP: the kernel knows the numbers but was built without the hooks.
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return False
         raise
@@ -51,7 +51,7 @@ def available() -> bool:
 def attach(program_fd: int, ifindex: int, hook: int, where: int) -> int:
     """A new link at the head (BEFORE) or the tail (AFTER) of a chain: its descriptor.
 
-    BpfError; ENODEV: the device is gone; EEXIST: the chain has the program already.
+    BpfError; ENODEV: the device is gone; EEXIST: the chain already has the program.
     """
     options = ffi.new("struct link_options *", {"sz": ffi.sizeof("struct link_options"), "flags": where})
     with captured():
@@ -61,13 +61,13 @@ def attach(program_fd: int, ifindex: int, hook: int, where: int) -> int:
 
 
 def update(link_fd: int, program_fd: int) -> None:
-    """Another program in the place of a link's: no packet meets neither. BpfError; ENOLINK: its device is gone."""
+    """Replace the program of a link atomically. BpfError; ENOLINK: its device is gone."""
     with captured():
         checked(_libbpf.lib().bpf_link_update(link_fd, program_fd, ffi.NULL), "replace the program of a tcx link")
 
 
 def detach(link_fd: int) -> None:
-    """Take the link's program off its device at once, whoever else holds the link."""
+    """Detach the link's program from its device at once, even if others hold the link."""
     with captured():
         checked(_libbpf.lib().bpf_link_detach(link_fd), "detach a tcx link")
 
@@ -88,8 +88,8 @@ def open_pinned(path: Path) -> int:
 def stand_in(program_fd: int, table_pin: Path) -> Iterator[int]:
     """The descriptor of a small program that runs the given one by a tail call. BpfError.
 
-    A chain takes each program once. With this one a program can be in two places of it for the moment of a move.
-    It does so while ``table_pin`` is there, which its user removes.
+    A chain accepts each program only once. With this one a program can be in two places while it is moved.
+    It works as long as ``table_pin`` exists, which the caller removes.
     """
     library = _libbpf.lib()
     what = "program to move a tcx link"
@@ -97,10 +97,10 @@ def stand_in(program_fd: int, table_pin: Path) -> Iterator[int]:
         stack.enter_context(captured())
         table = checked(library.bpf_map_create(_MAP_TYPE_PROG_ARRAY, b"pep_move", 4, 4, 1, ffi.NULL), what)
         stack.callback(os.close, table)
-        # The kernel empties a table of programs when it has neither a descriptor nor a pin any more.
+        # The kernel empties a program array that has neither a descriptor nor a pin.
         checked(library.bpf_obj_pin(table, os.fsencode(table_pin)), what)
         checked(library.bpf_map_update_elem(table, bytes(4), struct.pack("=I", program_fd), 0), what)
-        # r1 is the packet; r2 = the table, r3 = 0, bpf_tail_call(); where that fails r0 = TC_ACT_UNSPEC.
+        # r1 is the packet; r2 = the table, r3 = 0, bpf_tail_call(); if that fails r0 = TC_ACT_UNSPEC.
         code = [
             (0x18, 0x12, 0, table),
             (0, 0, 0, 0),
@@ -118,7 +118,7 @@ def stand_in(program_fd: int, table_pin: Path) -> Iterator[int]:
 
 
 def described(fd: int) -> dict[str, int]:
-    """The numbers that the kernel tells of an open program or link: ``prog_id``, ``ifindex`` (0: gone), ..."""
+    """The numbers that the kernel shows for an open program or link: ``prog_id``, ``ifindex`` (0: gone), ..."""
     found = {}
     for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
         name, _, value = line.partition(":")

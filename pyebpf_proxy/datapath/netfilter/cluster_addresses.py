@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cluster IPs and ports there are, kept up to date from the plan's changes (spec/service-semantics §9)."""
+"""The existing cluster IPs and their ports, kept up to date from the plan's changes (spec/service-semantics §9)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyebpf_proxy.services.model import FrontendKind, ServicePort, ServicePortNa
 
 
 class Moved(NamedTuple):
-    """Cluster IPs, packed, and keys of their ports (``nft_rules.port_key``), that are new, and that are gone."""
+    """New and removed cluster IPs, packed, and the keys of their new and removed ports (``nft_rules.port_key``)."""
 
     added: set[bytes]
     removed: set[bytes]
@@ -39,7 +39,7 @@ class ClusterAddresses:
         return set(self._port_users)
 
     def apply(self, delta: Mapping[ServicePortName, ServicePort | None]) -> Moved:
-        """Take changes in; what they make new, and what is gone by them."""
+        """Apply changes; returns which addresses and ports they add and remove."""
         before, ports_before = Counter[bytes](), Counter[bytes]()
         after, ports_after = Counter[bytes](), Counter[bytes]()
         for name, plan in delta.items():

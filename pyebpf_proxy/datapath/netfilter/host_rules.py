@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the node itself sends to Services, as rules of our nft table. Pure; ``nft.Table`` puts them in place.
+"""Rules of the proxy's nft table for what the node itself sends to Services. Pure; ``nft.Table`` puts them in place.
 
-Connections of the node's own processes are translated by programs at their sockets. The kernel asks none of them for
-SCTP, and with ``socketLB: off`` there are none; behind the output hook such packets are past address translation. So
-nftables decides here as kube-proxy's nftables mode does: with a chain for each kind of address that a service port has
+Connections of the node's own processes are translated by programs at their sockets. The kernel does not run these for
+SCTP, and ``socketLB: off`` has none; after the output hook it is too late for address translation. So nftables decides
+here as kube-proxy's nftables mode does: with a chain for each kind of address of a service port
 (spec/service-semantics §5), one for each endpoint, and with session affinity a set of clients for each endpoint.
-``decide()`` of bpf/policy.h is the same table for a source that is the node.
+``decide()`` of bpf/policy.h is the same table for packets from the node.
 
 ==================  =======================  ===============================================================
 chain               hook                     what it does
@@ -13,14 +13,13 @@ chain               hook                     what it does
 host_output         output, nat, -100        looks service addresses up, then NodePorts (§2, §8)
 host_unserved       input, filter, 0         iptables mode: REJECT and DROP of NodePorts at addresses that serve none,
                                              when the packet comes in again, as with kube-proxy. Not in the output
-                                             chain, whose DROP tells the sender
+                                             chain, where the sender would get an error from a DROP
 host_reject         –                        port unreachable
 host_drop           –                        §5, §7
-host4/…, host6/…    –                        a service port's: ``/cluster``, ``/outside``, ``/vip-PORT``, endpoints
+host4/…, host6/…    –                        of a service port: ``/cluster``, ``/outside``, ``/vip-PORT``, endpoints
 ==================  =======================  ===============================================================
 
-Without service ports of these protocols there is nothing of this. A change rewrites the chains that differ, and
-nothing else.
+Without service ports of these protocols none of these chains exist. A change rewrites only the chains that differ.
 """
 
 from __future__ import annotations
@@ -36,39 +35,39 @@ from pyebpf_proxy.services.model import Endpoint, FrontendKind, IPFamily, Protoc
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 K = TypeVar("K")
 V = TypeVar("V")
-#: The table's chains with a hook; in iptables mode both.
+#: The table's chains with a hook; iptables mode has both.
 OUTPUT, UNSERVED = "host_output", "host_unserved"
-#: Of versions that served only SCTP so.
-_OLDER = ("host_sctp", "sctp")
+#: Names in older versions, which served only SCTP in this way.
+_OLDER = ("own_sctp", "sctp")
 _OLDER_MAPS = tuple(f"sctp_{what}{number}" for what in ("services", "node_ports", "unserved") for number in (4, 6))
 _REJECT, _DROP = "host_reject", "host_drop"
 _IP = {IPFamily.IPV4: "ip", IPFamily.IPV6: "ip6"}
 _ADDRESS = {IPFamily.IPV4: "ipv4_addr", IPFamily.IPV6: "ipv6_addr"}
 _LOOPBACK = {IPFamily.IPV4: "127.0.0.0/8", IPFamily.IPV6: "::1"}
-#: So many endpoints are chosen from by a rule each.
+#: Up to this many endpoints are chosen by one rule each.
 _FEW = 16
-#: Of a chain's name; the kernel takes 255, and an endpoint's address comes behind it.
+#: Maximum length of a chain's name without the endpoint's address; the kernel's limit is 255.
 _LONGEST = 180
 
 
 class HostTraffic(NamedTuple):
-    """What the configuration says of packets that the node sends."""
+    """The configuration for packets that the node sends."""
 
     masquerade_mark: int
     nft_mode: bool = False
     masquerade_all: bool = False
-    #: Families that have a detector; a range where it goes by one: nothing else is a pod for a packet of the node.
+    #: Families that have a detector, with its range if it uses one: for the node's packets only that range is pods.
     detectors: Mapping[IPFamily, Network | None] = {}
-    #: Networks whose addresses serve NodePorts; a family without an entry: all of its own.
+    #: Networks whose addresses serve NodePorts; a family without an entry: all of the node's addresses.
     node_ports: Mapping[IPFamily, Sequence[Network]] = {}
     localhost_node_ports: bool = False
-    #: Those that nothing else serves.
+    #: The protocols that nothing else serves.
     protocols: frozenset[Protocol] = frozenset({Protocol.SCTP})
 
 
 @dataclass
 class _Rules:
-    """Of one service port: rules by chain, sets of clients, and verdicts by (map, key)."""
+    """The rules of one service port: rules by chain, sets of clients, and verdicts by (map, key)."""
 
     chains: dict[str, list[str]] = field(default_factory=dict)
     sets: dict[str, str] = field(default_factory=dict)
@@ -76,7 +75,7 @@ class _Rules:
 
 
 class Existing(NamedTuple):
-    """What of ours the table has already."""
+    """The chains and sets of these rules that the table already has."""
 
     chains: Collection[str] = ()
     sets: Collection[str] = ()
@@ -86,12 +85,12 @@ NOTHING = Existing()
 
 
 def is_ours(name: str) -> bool:
-    """Whether a chain, set or map of the table is one of these."""
+    """Whether a chain, set or map of the table belongs to these rules."""
     return name.startswith(("host_", "host4/", "host6/", *_OLDER))
 
 
 class HostRules:
-    """Every service port's rules, and the commands that bring the table from one state of them to the next."""
+    """The rules of every service port, and the commands that change the table from one state to the next."""
 
     def __init__(self, traffic: HostTraffic) -> None:
         self._traffic = traffic
@@ -102,7 +101,7 @@ class HostRules:
         return bool(self._rules)
 
     def after(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> HostRules | None:
-        """This with changes taken in; ``complete``: there are no others. None if that changes nothing."""
+        """A copy with changes applied; ``complete``: there are no other ports. None if nothing changes."""
         wanted = {name: plan for name, plan in delta.items() if name.protocol in self._traffic.protocols}
         if complete:
             wanted.update({name: None for name in self._plans if name not in wanted})
@@ -121,13 +120,13 @@ class HostRules:
         return new
 
     def with_traffic(self, traffic: HostTraffic) -> HostRules | None:
-        """The same service ports by another configuration; None if it is no other."""
+        """The same service ports with another configuration; None if it is the same."""
         if traffic == self._traffic:
             return None
         return HostRules(traffic).after(self._plans) or HostRules(traffic)
 
     def definition(self, table: str, existing: Existing = NOTHING) -> list[str]:
-        """Commands that make exactly this of whatever there is; clients that are remembered stay."""
+        """Commands that make the table hold exactly this, whatever it has; remembered clients stay."""
         chains, sets = self._all_chains(), self._all_sets()
         old = [name for name in existing.chains if is_ours(name)]
         commands = []
@@ -149,7 +148,7 @@ class HostRules:
         return commands + _put(table, "add", self._elements())
 
     def change(self, table: str, new: HostRules) -> list[str]:
-        """Commands that bring the table from this to ``new``, where it has this: only what differs."""
+        """Commands that change the table from this state to ``new``: only the differences."""
         if not self or not new or self._traffic != new._traffic:
             return new.definition(table, Existing(self._all_chains(), [*self._all_sets(), *dict(self._maps())]))
         names = [name for name in {**self._rules, **new._rules} if self._rules.get(name) is not new._rules.get(name)]
@@ -219,7 +218,7 @@ def _put(table: str, verb: str, elements: Mapping[tuple[str, str], str]) -> list
     return [f"{verb} element inet {table} {name} {{ {', '.join(texts)} }}" for name, texts in by_map.items()]
 
 
-# ---- where a packet of the node is looked up ---------------------------------------------------------------------
+# ---- lookups for packets of the node -----------------------------------------------------------------------------
 
 
 def _lookups(traffic: HostTraffic) -> Iterator[str]:
@@ -237,7 +236,7 @@ def _lookups(traffic: HostTraffic) -> Iterator[str]:
 
 
 def _unserved() -> Iterator[str]:
-    """What an own address that serves NodePorts has got is translated by now, or refused."""
+    """A packet to an own address that serves NodePorts is translated or refused by this time."""
     for family in IPFamily:
         new = f"meta nfproto ipv{family.value} ct state new ct status & dnat == 0"
         yield f"iif lo {new} meta l4proto . th dport vmap @host_unserved{family.value}"
@@ -259,7 +258,7 @@ def _texts(networks: Iterable[Network]) -> str:
 
 
 def _rules(plan: ServicePort, traffic: HostTraffic) -> _Rules:
-    """The rows of spec/service-semantics §5 for a source that is the node; one function for each kind of address."""
+    """The rows of spec/service-semantics §5 for packets from the node; one function for each kind of address."""
     made = _Rules()
     family = plan.name.family
     base, protocol = _base(plan.name), _protocol(plan.name.protocol)
@@ -289,7 +288,7 @@ def _base(name: ServicePortName) -> str:
 
 
 def _refusal_anywhere(plan: ServicePort) -> str:
-    """``refuse_unserved()`` of bpf/policy.h: what holds at addresses that serve no NodePorts, too."""
+    """``refuse_unserved()`` of bpf/policy.h: the refusals that also apply at addresses that serve no NodePorts."""
     if not plan.any_endpoints:
         return f"goto {_REJECT}"
     return f"goto {_DROP}" if plan.external_local and not plan.local else ""
@@ -313,12 +312,12 @@ def _cluster_ip(plan: ServicePort, traffic: HostTraffic, base: str, made: _Rules
 
 
 def _outside(plan: ServicePort, traffic: HostTraffic, base: str, kind: FrontendKind, made: _Rules) -> str:
-    """externalIPs, VIPs and NodePorts; the node is entitled to the cluster list whatever the policy."""
+    """externalIPs, VIPs and NodePorts; the node gets the cluster list, whatever the policy."""
     name = f"{base}/outside"
     if not plan.any_endpoints:
         if traffic.nft_mode or kind is FrontendKind.NODE_PORT:
             return f"goto {_REJECT}"
-        # leaves_unfiltered(): only at an address of its own is the node refused.
+        # leaves_unfiltered(): the node is refused only at one of its own addresses.
         made.chains[name] = [f"fib daddr type local goto {_REJECT}", "accept"]
     elif not plan.cluster:
         return f"goto {_REJECT}"
@@ -329,7 +328,7 @@ def _outside(plan: ServicePort, traffic: HostTraffic, base: str, kind: FrontendK
 
 
 def _guarded_vip(plan: ServicePort, traffic: HostTraffic, base: str, port: int, made: _Rules) -> str:
-    """§7: iptables mode asks for endpoints first (§14)."""
+    """§7: iptables mode checks for endpoints first (§14)."""
     onward = _outside(plan, traffic, base, FrontendKind.LOAD_BALANCER, made)
     if not plan.any_endpoints and not traffic.nft_mode:
         return onward
@@ -347,7 +346,7 @@ def _mark(traffic: HostTraffic) -> str:
 
 
 def _unless_pod(family: IPFamily, traffic: HostTraffic) -> str:
-    """A wide range of pods may hold the node's address (§5); no device detects what the node itself sends (§6)."""
+    """A wide pod range may include the node's address (§5); no device detects the node's own packets (§6)."""
     pods = traffic.detectors.get(family)
     return f"{_IP[family]} saddr != {pods} {_mark(traffic)}" if pods is not None else _mark(traffic)
 
@@ -355,16 +354,16 @@ def _unless_pod(family: IPFamily, traffic: HostTraffic) -> str:
 def _choice(
     plan: ServicePort, listed: Sequence[Endpoint], traffic: HostTraffic, base: str, made: _Rules
 ) -> Iterator[str]:
-    """§4: who is remembered, else one of them at random."""
+    """§4: the remembered endpoint, else a random one."""
     ip = _IP[plan.name.family]
     if len(listed) > 1 and not plan.affinity_seconds and not any(endpoint.local for endpoint in listed):
-        # Almost all of a large cluster's: a chain for each takes minutes. Nothing but an endpoint on this node may have
-        # an address of it, and hairpin.
+        # In a large cluster this is almost every list, and a chain for each endpoint takes minutes. Only an endpoint on
+        # this node can have one of its addresses, and hairpin.
         texts = [(ipaddress.ip_address(endpoint.address), endpoint.port) for endpoint in listed]
         numbered = ", ".join(f"{number} : {address} . {port}" for number, (address, port) in enumerate(texts))
         protocol = _protocol(plan.name.protocol)
         if len(texts) <= _FEW:
-            # The kernel names a rule's own map by looking at all of the table's: of thousands in half a minute.
+            # An anonymous map is slow: to name it the kernel walks all of the table's, half a minute for thousands.
             for number, (address, port) in enumerate(texts):
                 left = len(texts) - number
                 chance = f"numgen random mod {left} 0 " if left > 1 else ""
@@ -384,7 +383,7 @@ def _choice(
 
 
 def _endpoint(plan: ServicePort, endpoint: Endpoint, traffic: HostTraffic, base: str, made: _Rules) -> str:
-    """The chain of an endpoint; its name is that of the set of its clients, too."""
+    """The chain of an endpoint; the set of its clients has the same name."""
     ip = _IP[plan.name.family]
     address = ipaddress.ip_address(endpoint.address)
     name = f"{base}/{str(address).replace(':', '-')}.{endpoint.port}"

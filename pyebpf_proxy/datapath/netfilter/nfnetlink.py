@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nftables by netlink itself: elements of sets and maps in both directions, and what a table has.
+"""nftables by netlink: elements of sets and maps in both directions, and what a table has.
 
 libnftables reads and writes text, and reads every element of every set before it lists anything: with 100 000
-elements that takes a second each time. Here an element is a few bytes behind a fixed head, and any number of them is
+elements that takes a second each time. Here an element is a few bytes after a fixed header, and any number of them is
 one transaction. Layouts: include/uapi/linux/netfilter/nf_tables.h.
 """
 
@@ -26,7 +26,7 @@ _NEW_ELEMENT, _GET_ELEMENT, _DELETE_ELEMENT = (_SUBSYSTEM << 8 | number for numb
 _NEW_GENERATION, _GET_GENERATION = _SUBSYSTEM << 8 | 15, _SUBSYSTEM << 8 | 16
 _INET = 1
 _HOOKS = ("prerouting", "input", "forward", "output", "postrouting")
-# Attributes, by the message that they are in.
+# Attributes, by their message.
 _GENERATION_ID = 1
 _TABLE_NAME = 1
 _CHAIN_TABLE, _CHAIN_NAME, _CHAIN_HOOK, _CHAIN_TYPE = 1, 3, 4, 7
@@ -35,7 +35,7 @@ _SET_TABLE, _SET_NAME, _SET_COUNT = 1, 2, 20
 _LIST_TABLE, _LIST_SET, _LIST_ELEMENTS = 1, 2, 3
 _ELEMENT, _KEY, _DATA, _VALUE = 1, 1, 2, 1
 _NESTED = 0x8000
-#: An attribute has 16 bits for its length; this many of the longest elements stay below.
+#: An attribute has 16 bits for its length; this many elements of the largest size stay below that.
 _IN_A_MESSAGE = 1000
 _HEAD = struct.Struct("=IHHIIBBH")
 _ATTRIBUTE = struct.Struct("=HH")
@@ -57,7 +57,7 @@ class Shape(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Elements to add to a set (keys, with their data behind) or to delete from it (keys alone)."""
+    """Elements to add to a set (keys, followed by their data) or to delete from it (keys only)."""
 
     delete: bool
     set: str
@@ -74,13 +74,13 @@ class Chain(NamedTuple):
 
 
 class Channel:
-    """A netlink socket to the nftables of the network namespace that it was made in. Every method may raise OSError."""
+    """A netlink socket for nftables in the network namespace where it was created. Every method may raise OSError."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETLINK_NETFILTER)
 
     def generation(self) -> int | None:
-        """Number of the ruleset's present version: the kernel counts every committed transaction of the namespace."""
+        """The current generation of the ruleset: the kernel counts every committed transaction of the namespace."""
         self._socket.send(_message(_GET_GENERATION, 0, 1, b"", family=0))
         for kind, _, _, body in _walk(self._socket.recv(_RECEIVE)):
             if kind == _NEW_GENERATION and _GENERATION_ID in (found := _attributes(body[4:])):
@@ -88,7 +88,7 @@ class Channel:
         return None
 
     def has_table(self, table: str) -> bool:
-        """Whether there is a table of family inet by this name."""
+        """Whether the table of family inet with this name exists."""
         bodies, _ = self._dump(_GET_TABLE, b"")
         return any(_text(_attributes(body), _TABLE_NAME) == table for body in bodies)
 
@@ -110,9 +110,9 @@ class Channel:
         return found
 
     def sets(self, table: str) -> dict[str, int | None]:
-        """A table's sets and maps, but for those that rules have without a name: how many elements each has.
+        """A table's named sets and maps: how many elements each has.
 
-        None: the kernel does not say it (before 6.17).
+        None: the kernel does not report it (before 6.17).
         """
         found = {}
         for body in self._dump(_GET_SET, b"")[0]:
@@ -123,30 +123,30 @@ class Channel:
         return found
 
     def elements(self, table: str, name: str, shape: Shape) -> dict[bytes, bytes]:
-        """The elements of a set or map, by key; none if there is no such set."""
+        """The elements of a set or map, by key; none if the set does not exist."""
         found: dict[bytes, bytes] = {}
         for _ in range(_TRIES):
             bodies, _ = self._dump(_GET_ELEMENT, _names(table, name))
             raw = b"".join([_attributes(body).get(_LIST_ELEMENTS, b"") for body in bodies])
             found |= _unpacked(raw, shape)
-            # While the kernel moves a set to a bigger hash table, some come twice and some not at all.
+            # While the kernel moves a set to a bigger hash table, some elements come twice and some not at all.
             if len(raw) == shape.size * len(found):
                 break
             time.sleep(_REHASH)
         return found
 
     def change(self, table: str, steps: Iterable[Step]) -> bool:
-        """Carry all steps out in their order, in one transaction, or none; False if there was nothing to do."""
+        """Carry out all steps in order, in one transaction, or none; False if there was nothing to do."""
         messages = list(_bodies(table, steps))
         if not messages:
             return False
         parts = [_message(_BATCH_BEGIN, 0, 0, b"", family=0, resource=_SUBSYSTEM)]
-        # The kernel answers every message that it refuses. Without a refusal the last one's answer says: committed.
+        # The kernel answers every refused message. Otherwise the answer to the last message confirms the commit.
         for number, (kind, flags, body) in enumerate(messages, 1):
             parts.append(_message(kind, flags | (NLM_F_ACK if number == len(messages) else 0), number, body))
         parts.append(_message(_BATCH_END, 0, len(messages) + 1, b"", family=0, resource=_SUBSYSTEM))
         batch = b"".join(parts)
-        # All of it is one message to the socket.
+        # The whole batch is one message of the socket.
         if len(batch) > self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2:
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 2 * len(batch))
         self._socket.send(batch)
@@ -164,7 +164,7 @@ class Channel:
                     return
 
     def _drain(self) -> None:
-        """Further answers to a refused transaction."""
+        """Read the remaining answers to a refused transaction."""
         try:
             while True:
                 self._socket.recv(_RECEIVE, socket.MSG_DONTWAIT)
@@ -172,7 +172,7 @@ class Channel:
             pass
 
     def _dump(self, kind: int, attributes: bytes) -> tuple[list[bytes], bool]:
-        """Bodies of the answers, behind their nfgenmsg; whether what was asked for is not there."""
+        """Bodies of the answers, without their nfgenmsg; and whether the requested object is missing."""
         while True:
             self._socket.send(_message(kind, NLM_F_DUMP, 1, attributes))
             bodies: list[bytes] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our one nftables table in the kernel: made, kept right, adopted after a restart. ``nft_rules`` says what it holds."""
+"""The proxy's nftables table in the kernel: created, repaired, adopted after a restart. Content: ``nft_rules``."""
 
 from __future__ import annotations
 
@@ -21,55 +21,55 @@ from pyebpf_proxy.datapath.refused import RefusedError
 
 NETLINK_NETFILTER = nfnetlink.NETLINK_NETFILTER
 TABLE = "pyebpf-proxy"
-#: libnftables keeps some things for all its users in a process: one call at a time, in whatever thread.
+#: libnftables has process-wide state: one call at a time, in any thread.
 LIBRARY = threading.Lock()
-#: Address and port behind one another, as an element has them but for its padding: a hundred thousand are kept.
+#: Address followed by port, as in an element but without padding: up to a hundred thousand are kept.
 _Packed = bytes
 
 
 class _Found(NamedTuple):
-    """What the table has; no chains: there is none."""
+    """What the table has. ``chains`` is None if there is no table."""
 
     chains: Mapping[str, Chain] | None
     sets: Collection[str]
 
 
 class NftError(RefusedError):
-    """A transaction that nftables refused, with what was being done and its own words."""
+    """A transaction that nftables refused, with the operation and nftables' message."""
 
 
 class Table:
-    """The table ``inet <name>`` of the network namespace this object was made in.
+    """The table ``inet <name>`` of the network namespace in which this object was created.
 
-    Every method is one transaction. The object mirrors the backend maps, so what a caller adds twice or
-    removes twice costs nothing, and a table that somebody flushed is made again with everything in it.
+    Every method is one transaction. The object mirrors the backend maps, so repeated additions or removals cost
+    nothing, and a table that was flushed is created again with everything in it.
     """
 
     def __init__(self, name: str = TABLE) -> None:
         self.name = name
-        # Before libnftables, which ends the process if it cannot open its socket.
+        # Checked first, because libnftables ends the process if it cannot open its socket.
         try:
             self._channel = Channel()
         except OSError as error:
             raise NftError(error.errno, "nftables: this kernel has no nfnetlink (CONFIG_NF_TABLES)") from error
         self._nft: Any = nftables.Nftables()
         self._elements: dict[int, _Packed] = {}
-        #: By the set's name without its number.
+        #: By the set's name without the 4 or 6.
         self._addresses: dict[str, set[Prefix]] = {"cluster_ips": set(), "service_cidrs": set()}
-        #: Keys of the sets cluster_ports4 and 6.
+        #: Keys of the sets cluster_ports4 and cluster_ports6.
         self._ports: set[bytes] = set()
         self._behaviour: Behaviour | None = None
-        #: None: not said yet, and what a former run has left of it stays.
+        #: None: not set yet; the rules of a former run stay.
         self._host_rules: HostRules | None = None
         self._known: int | None = None
 
     @property
     def elements(self) -> Mapping[int, Target]:
-        """Backend ids in the maps and where they lead. Made when it is asked for."""
+        """Backend ids in the maps and their targets. Computed on each access."""
         return {id_: Target(packed[:-2], int.from_bytes(packed[-2:])) for id_, packed in self._elements.items()}
 
     def knows_sockets(self) -> bool:
-        """Whether this kernel's nftables can look at the mark of a packet's socket (CONFIG_NFT_SOCKET). Tried."""
+        """Whether this kernel's nftables can match the mark of a packet's socket (CONFIG_NFT_SOCKET). Probed."""
         probe = f"{self.name}-probe"
         commands = [
             f"add table inet {probe}",
@@ -78,21 +78,21 @@ class Table:
             f"delete table inet {probe}",
         ]
         try:
-            self._run(commands, "look at a socket")
+            self._run(commands, "probe the socket expression")
         except NftError:
             return False
         return True
 
     def ensure(self, behaviour: Behaviour) -> None:
-        """Makes the table, or puts its rules right and keeps the elements of its maps and sets.
+        """Creates the table, or repairs its rules and keeps the elements of its maps and sets.
 
-        Chains of another shape (another version or mode of us) are replaced, in the same transaction, elements kept.
-        Also heals a table that was flushed while we ran; costs next to nothing if nobody has changed any
-        nftables rule since our own last change. NftError with clear text.
+        Chains of another shape (of another version or mode of the proxy) are replaced in the same transaction; elements
+        are kept. Also repairs a table that was flushed meanwhile. Costs next to nothing if no nftables rule has changed
+        since the proxy's own last change. Raises NftError.
         """
         if behaviour == self._behaviour and self._known is not None and self._generation() == self._known:
             return
-        with self._in_words("look at the table"):
+        with self._in_words("read the table"):
             self._known = self._channel.generation()
             chains = self._channel.chains(self.name) if self._channel.has_table(self.name) else None
             counts = {} if chains is None else self._channel.sets(self.name)
@@ -114,7 +114,7 @@ class Table:
         except NftError:
             if chains is None:
                 raise
-            # Somebody has made it in a way that cannot be mended: another type of map, say.
+            # The existing table cannot be repaired, for example because a map has another type.
             self._remake(self._elements)
 
     def update(self, added: Mapping[int, tuple[bytes, int]], removed: Iterable[int] = ()) -> None:
@@ -131,7 +131,7 @@ class Table:
         except NftError:
             if self._behaviour is None:
                 raise
-            # The table is not what we left (flushed by a firewall's reload, say): make it again, whole.
+            # The table was changed by others (for example flushed by a firewall's reload): create it again completely.
             after = {id_: target for id_, target in present.items() if id_ not in gone} | changed
             self._remake(after)
             self._elements = after
@@ -145,7 +145,7 @@ class Table:
         self.update(wanted, [id_ for id_ in self._elements if id_ not in wanted])
 
     def change_ports(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Adds and removes defined ports of cluster IPs (``nft_rules.port_key``); what is in both is added."""
+        """Adds and removes defined ports of cluster IPs (``nft_rules.port_key``); ports in both are added."""
         if self._behaviour is None or not self._behaviour.refuse_unknown:
             return
         new = set(added)
@@ -170,14 +170,14 @@ class Table:
     def set_addresses(self, base: str, wanted: Iterable[Prefix]) -> None:
         """Makes the sets ``cluster_ips`` or ``service_cidrs`` hold exactly ``wanted``, writing only the differences.
 
-        Without ``refuse_unknown`` there are no such sets, and nothing is done.
+        Without ``refuse_unknown`` these sets do not exist, and nothing is done.
         """
         present = self._addresses[base]
         wanted = set(wanted)
         self.change_addresses(base, wanted - present, present - wanted)
 
     def change_addresses(self, base: str, added: Iterable[Prefix], removed: Iterable[Prefix]) -> None:
-        """Adds and removes addresses of a set, in one transaction; what is in both is added."""
+        """Adds and removes addresses of a set, in one transaction; addresses in both are added."""
         if self._behaviour is None or not self._behaviour.refuse_unknown:
             return
         present = self._addresses[base]
@@ -201,7 +201,7 @@ class Table:
         self._addresses = after
 
     def set_host_rules(self, wanted: HostRules) -> None:
-        """Makes the rules for what the node itself sends exactly those, writing only what differs."""
+        """Makes the rules for the node's own packets exactly ``wanted``, writing only the differences."""
         if wanted is self._host_rules:
             return
         if self._host_rules is None:
@@ -211,7 +211,7 @@ class Table:
         before, self._host_rules = self._host_rules, wanted
         try:
             if commands:
-                self._run(commands, "change what the node's own packets go by")
+                self._run(commands, "change the rules for the node's own packets")
         except NftError:
             try:
                 self._remake(self._elements)
@@ -220,7 +220,7 @@ class Table:
                 raise
 
     def remove(self) -> bool:
-        """Deletes the table and everything in it; False if it was not there."""
+        """Deletes the table and everything in it; False if it did not exist."""
         present = self._chains() is not None
         if present:
             self._run([f"delete table inet {self.name}"], "delete the table")
@@ -242,7 +242,7 @@ class Table:
         lacking: Mapping[str, Iterable[Prefix]],
         ports: Iterable[bytes],
     ) -> None:
-        """What there is becomes what it shall be. Elements first: no rule may look for one in vain."""
+        """Brings the table from the found to the wanted state. Elements first: rules must find them."""
         assert self._behaviour is not None
         ports = set(ports) if self._behaviour.refuse_unknown else set()
         if missing or ports:
@@ -259,7 +259,7 @@ class Table:
         self._run(commands, "make the table")
 
     def _remake(self, elements: Mapping[int, _Packed]) -> None:
-        """Makes the table anew, whatever is there under its name, or leaves it: all as text, in one transaction."""
+        """Replaces the table, whatever it has, or leaves it: all as text, in one transaction."""
         assert self._behaviour is not None
         commands = [f"add table inet {self.name}", f"delete table inet {self.name}"]
         commands += nft_rules.definition(self.name, self._behaviour, {})
@@ -273,20 +273,20 @@ class Table:
         self._run(commands, "make the table again")
 
     def _chains(self) -> dict[str, Chain] | None:
-        """The table's chains; None if there is no such table."""
-        with self._in_words("look at the table"):
+        """The table's chains; None if the table does not exist."""
+        with self._in_words("read the table"):
             return self._channel.chains(self.name) if self._channel.has_table(self.name) else None
 
     def _existing(self, chains: Mapping[str, object] | None) -> Existing:
-        """What the table has for packets of the node."""
+        """The existing rules for packets of the node."""
         if not chains or not any(map(is_ours, chains)):
             return NOTHING
-        with self._in_words("look at the table"):
+        with self._in_words("read the table"):
             sets = self._channel.sets(self.name)
         return Existing(list(filter(is_ours, chains)), list(filter(is_ours, sets)))
 
     def _kept(self, counts: Mapping[str, int | None]) -> Mapping[int, _Packed]:
-        """The backends that the maps have. Where there are as many as we have put there, they are those."""
+        """The backends in the maps. If their number is as written, they are assumed to be the written ones."""
         if self._behaviour is not None:
             wide = sum(1 for packed in self._elements.values() if len(packed) > 6)
             if (counts.get("backends4"), counts.get("backends6")) == (len(self._elements) - wide, wide):
@@ -316,7 +316,7 @@ class Table:
         return found
 
     def _read_elements(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """The elements of our sets of addresses, each with the name of its set."""
+        """The elements of the proxy's sets of addresses, each with the name of its set."""
         for name in names:
             for item in self._list(f"list set inet {self.name} {name}"):
                 for element in item.get("set", {}).get("elem", []):
@@ -340,7 +340,7 @@ class Table:
                 self._counted(lambda: self._channel.change(self.name, steps))
 
     def _counted(self, transaction: Callable[[], object]) -> None:
-        """One transaction. A change of somebody else's between the last check and this one must still be noticed."""
+        """One transaction. A change by others between the last check and this one must still be noticed."""
         before = self._generation()
         undisturbed = before is not None and self._known == before
         self._known = None
@@ -350,7 +350,7 @@ class Table:
             self._known = after
 
     def _generation(self) -> int | None:
-        with self._in_words("look at the table"):
+        with self._in_words("read the table"):
             return self._channel.generation()
 
     @contextmanager

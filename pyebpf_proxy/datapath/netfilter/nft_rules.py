@@ -1,44 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our one nftables table holds, as text: chains, rules, maps, sets. Pure; ``nft.Table`` puts it into the kernel.
+"""Contents of the proxy's nftables table as text: chains, rules, maps, sets. Pure; ``nft.Table`` writes them.
 
 A program hands a decision over in the packet itself, in ``skb->priority``: 0xEB000000 | backend id; 0xED000000 |
-backend id, which is the same and masquerade; 0xEC000001, reject; or 0xEC000002, no connection begins with this packet.
-The table carries it out:
+backend id, which means the same and masquerade; 0xEC000001, reject; or 0xEC000002, no connection begins with this
+packet. The table carries it out:
 
 =================  ===========================  ==========================================================
 chain              hook                         what it does
 =================  ===========================  ==========================================================
-reject_forwarded   prerouting, nat, -110        rejects what is not for this node. Here and not in the
-                                                forward hook, because the kernel resets the priority when it
-                                                forwards; after conntrack (-200), before anybody's NAT
-reject_local       input, nat, -110             rejects what is for an address of this node
-translate          prerouting, nat, -105        resets what conntrack would pick up in the middle of a connection;
-                                                sets the masquerade bit of the mark where the tag says so, which is
-                                                after others' mangle chains (-150) may have restored a mark;
+reject_forwarded   prerouting, nat, -110        rejects packets that are not for this node. Not in the forward
+                                                hook, because the kernel resets the priority when it
+                                                forwards; after conntrack (-200), before all other NAT
+reject_local       input, nat, -110             rejects packets for an address of this node
+translate          prerouting, nat, -105        resets connections that conntrack would pick up midstream;
+                                                sets the masquerade bit of the mark if the tag asks for it, after
+                                                other mangle chains (-150) that may restore a mark;
                                                 translates to the backend that the program chose, before
-                                                others' rules (-100), a kube-proxy's that is still there, say
+                                                other NAT rules (-100), such as those of a kube-proxy
 prove_new          postrouting, nat, 99         priority 0xEE000001 for the first packet of a translated flow: the
-                                                program at the device's egress sees that it was let through
+                                                egress program of the device sees that it was let through
 masquerading        postrouting, nat, 100        masquerades packets with the bit (spec/service-semantics §5.1)
-clear_mark         postrouting, filter, 101     clears that one bit, and a tag that nobody has taken: the kernel resets
+clear_mark         postrouting, filter, 101     clears that one bit, and a tag that is still there: the kernel resets
                                                 the priority only when it forwards IPv4
-drop_invalid       forward, filter, 0           iptables mode: what conntrack calls INVALID, unless conntrack
-                                                is liberal (§5.1)
-host_datagrams      output, nat, -110            gives datagrams of the node the bit that their socket has (sock.bpf.c)
-unknown_forwarded  prerouting, nat, -90         nftables mode: cluster IPs at a port that nobody defined are
+drop_invalid       forward, filter, 0           iptables mode: drops what conntrack considers INVALID, unless
+                                                conntrack is liberal (§5.1)
+node_datagrams      output, nat, -110            gives datagrams of the node the bit of their socket (sock.bpf.c)
+unknown_forwarded  prerouting, nat, -90         nftables mode: cluster IPs at an undefined port are
 unknown_host        output, nat, -90             rejected, other addresses of the ServiceCIDRs dropped (§9)
 =================  ===========================  ==========================================================
 
-Chains of type nat are asked by the kernel only for the first packet of a flow, and only until the flow has its NAT:
-packets of established flows meet one rule, that of clear_mark, and in iptables mode that of drop_invalid. Packets
-that others' rules have marked NOTRACK meet no nat chain at all. What a service port serves is translated before -90.
-A packet to a defined port that is not translated by then came in by a device that carries no program yet: it is
-dropped, and the client's next try is served.
+The kernel runs chains of type nat only for the first packet of a flow, and only until the flow has its NAT. Packets of
+established flows pass one rule, that of clear_mark, and in iptables mode also that of drop_invalid. Packets that other
+rules have marked NOTRACK pass no nat chain at all. Packets to a served port are translated before -90. A packet to a
+defined port that is not translated by then came in through a device that has no program yet: it is dropped, and the
+client's next attempt is served.
 
-Not built: kube-proxy's explicit ACCEPT of marked and established packets in the forward path (§5.1, iptables mode).
-An accept in one nftables table does not overrule a drop in another or in iptables, so it would mean nothing here.
-A firewall that drops by default in FORWARD must let pod and service traffic pass itself, as with
-kube-proxy's nftables mode.
+Not implemented: kube-proxy's explicit ACCEPT of marked and established packets in the forward path (§5.1, iptables
+mode). An accept in one nftables table does not overrule a drop in another or in iptables, so it would have no effect.
+A firewall that drops by default in FORWARD must accept pod and service traffic itself, as with kube-proxy's nftables
+mode.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ BACKEND_TAG = 0xEB000000
 MASQUERADE_TAG = 0xED000000
 REJECT_CLASS = "ec00:0001"
 MIDSTREAM_CLASS = "ec00:0002"
-#: What the first packet of a new flow leaves with.
+#: The priority of the first packet of a new flow on egress.
 PROVEN = "ee00:0001"
 MAPS = {"backends4": "ipv4_addr", "backends6": "ipv6_addr"}
-#: A tag; address and port, the port padded.
+#: A tag; address and port, with the port padded.
 MAP_SHAPES = {"backends4": Shape(4, 8), "backends6": Shape(4, 20)}
 #: Address, protocol and port of a set's key, each padded.
 PORT_SHAPES = {"cluster_ports4": Shape(12), "cluster_ports6": Shape(24)}
@@ -71,21 +71,21 @@ Prefix = tuple[bytes, int]
 
 
 class Behaviour(NamedTuple):
-    """What the table is to do, beyond the decisions that packets carry."""
+    """The table's configuration, in addition to the decisions that packets carry."""
 
     #: One bit.
     masquerade_mark: int
     drop_invalid: bool = False
     refuse_unknown: bool = False
     mark_datagrams: bool = False
-    #: Say of first packets of flows that they are; something at the devices' egress must reset the priority then.
+    #: Mark first packets of flows; then a program at the devices' egress must reset the priority.
     prove_new: bool = False
-    #: First and last source port of what is masqueraded; None: as the kernel chooses.
+    #: First and last source port for masquerading; None: the kernel chooses.
     masquerade_ports: tuple[int, int] | None = None
 
 
 class Target(NamedTuple):
-    """Where a backend id leads: packed address (its length tells the family) and port."""
+    """The address and port of a backend id: packed address (its length is that of the family) and port."""
 
     address: bytes
     port: int
@@ -103,7 +103,7 @@ SETS = {
 
 
 def chains(behaviour: Behaviour) -> dict[str, Chain]:
-    """Every chain that goes by the behaviour alone."""
+    """Every chain that depends only on the behaviour."""
     found = {
         "reject_forwarded": ("nat", "prerouting", -110),
         "reject_local": ("nat", "input", -110),
@@ -116,7 +116,7 @@ def chains(behaviour: Behaviour) -> dict[str, Chain]:
     if behaviour.drop_invalid:
         found["drop_invalid"] = ("filter", "forward", 0)
     if behaviour.mark_datagrams:
-        found["host_datagrams"] = ("nat", "output", -110)
+        found["node_datagrams"] = ("nat", "output", -110)
     if behaviour.refuse_unknown:
         found["unknown_forwarded"] = ("nat", "prerouting", -90)
         found["unknown_host"] = ("nat", "output", -90)
@@ -128,12 +128,12 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     mark = behaviour.masquerade_mark
     marked = f"meta mark and {mark:#x} == {mark:#x}"
     masquerades = f"{_TAG} == {_class(MASQUERADE_TAG)}"
-    # One key for both tags: elements have that without masquerade.
+    # One map key for both tags: the elements have the tag without masquerade.
     one_tag = f"meta priority set meta priority xor {_class(MASQUERADE_TAG ^ BACKEND_TAG)}"
     found = [
         ("reject_forwarded", f"{_REJECT} fib daddr type != local {_PORT_UNREACHABLE}"),
         ("reject_local", f"{_REJECT} {_PORT_UNREACHABLE}"),
-        # A NAT chain sees new connections alone: this one would be picked up in its middle.
+        # A NAT chain sees only new connections: conntrack would pick this one up midstream.
         ("translate", f"meta priority {MIDSTREAM_CLASS} reject with tcp reset"),
         ("translate", f"{masquerades} meta mark set meta mark or {mark:#x} {one_tag}"),
         ("translate", f"meta nfproto ipv4 {_TRANSPORTS} dnat ip to meta priority map @backends4"),
@@ -145,22 +145,22 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     found += [
         ("masquerading", f"{marked} masquerade fully-random"),
         ("clear_mark", f"{marked} meta mark set meta mark and {~mark & 0xFFFFFFFF:#x}"),
-        # 0xEB to 0xED, cheaply for the packets that have none of it.
+        # 0xEB to 0xED; cheap for packets without a tag.
         ("clear_mark", f"meta priority and f800:0000 == e800:0000 {_TAG} != ee00:0000 meta priority set 0:0"),
     ]
     if behaviour.prove_new:
-        # A priority that somebody else has given stays, and the flow is not proven by it. What the node itself sends
-        # (no device that it came in by) passed no program before, and none would take the proof back.
+        # A priority set by other rules stays, and does not prove the flow. Packets of the node itself (no ingress
+        # device) passed no program before, and no program would reset their priority.
         for none in ("meta priority and ffff:fff0 == 0:0", f"{_TAG} == {_class(BACKEND_TAG)}"):
             found.append(("prove_new", f"iif != 0 ct status dnat {none} meta priority set {PROVEN}"))
     if behaviour.drop_invalid:
         found.append(("drop_invalid", "ct state invalid counter drop"))
     if behaviour.mark_datagrams:
-        # The mark of a message is older than its socket's: it may have the bit from the message before.
+        # The mark of a message is older than its socket's: it may have the bit of the message before.
         bare = f"socket mark and {mark:#x} == 0"
         found += [
-            ("host_datagrams", f"meta l4proto udp socket mark and {mark:#x} != 0 meta mark set meta mark or {mark:#x}"),
-            ("host_datagrams", f"meta l4proto udp {marked} {bare} meta mark set meta mark and {~mark & 0xFFFFFFFF:#x}"),
+            ("node_datagrams", f"meta l4proto udp socket mark and {mark:#x} != 0 meta mark set meta mark or {mark:#x}"),
+            ("node_datagrams", f"meta l4proto udp {marked} {bare} meta mark set meta mark and {~mark & 0xFFFFFFFF:#x}"),
         ]
     if behaviour.refuse_unknown:
         for chain, not_ours in (("unknown_forwarded", "fib daddr type != local "), ("unknown_host", "")):
@@ -174,7 +174,7 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
 
 
 def places(table: str, behaviour: Behaviour) -> list[str]:
-    """Commands that make the table with its maps and sets, where they are not there; elements stay."""
+    """Commands that create the table with its maps and sets where they are missing; elements stay."""
     commands = [f"add table inet {table}"]
     for name, data in MAPS.items():
         commands.append(f"add map inet {table} {name} {{ type classid : {data} . inet_service ; }}")
@@ -186,9 +186,9 @@ def places(table: str, behaviour: Behaviour) -> list[str]:
 def definition(
     table: str, behaviour: Behaviour, existing: Mapping[str, Chain], sets: Collection[str] = ()
 ) -> list[str]:
-    """Commands that make the table, or of ``existing`` chains, of whatever version, exactly these; elements stay.
+    """Commands that create the table, or turn ``existing`` chains of any version into exactly these; elements stay.
 
-    ``sets``: those that there are. What only another mode has goes.
+    ``sets``: the existing ones. Sets that only another mode uses are deleted.
     """
     wanted = chains(behaviour)
     commands = places(table, behaviour)
@@ -203,22 +203,22 @@ def definition(
 
 
 def backend_key(id_: int) -> bytes:
-    """The key of a backend's element."""
+    """The key of a backend's map element."""
     return (BACKEND_TAG | id_).to_bytes(4, sys.byteorder)
 
 
 def backend_id(key: bytes) -> int:
-    """The backend that an element is for."""
+    """The backend of an element's key."""
     return int.from_bytes(key, sys.byteorder) & 0xFFFFFF
 
 
 def port_key(address: bytes, protocol: int, port: int) -> bytes:
-    """The key of a defined port in the sets cluster_ports4 and 6."""
+    """The key of a defined port in the sets cluster_ports4 and cluster_ports6."""
     return address + protocol.to_bytes(1) + bytes(3) + port.to_bytes(2) + bytes(2)
 
 
 def backend_elements(table: str, elements: Mapping[int, bytes]) -> list[str]:
-    """Commands that add backends by id; of each the address and, in the last two bytes, the port."""
+    """Commands that add backends by id; a value is the address and, in the last two bytes, the port."""
     commands = []
     for name, shape in MAP_SHAPES.items():
         texts = [
@@ -232,7 +232,7 @@ def backend_elements(table: str, elements: Mapping[int, bytes]) -> list[str]:
 
 
 def port_elements(table: str, keys: Iterable[bytes]) -> list[str]:
-    """Commands that add defined ports, given as ``port_key`` makes them."""
+    """Commands that add defined ports, given as keys of ``port_key``."""
     texts: dict[str, list[str]] = {name: [] for name in PORT_SHAPES}
     for key in keys:
         address, number = ipaddress.ip_address(key[:-8]), int.from_bytes(key[-4:-2])
@@ -255,5 +255,5 @@ def address_elements(table: str, verb: str, base: str, prefixes: Iterable[Prefix
 
 
 def _class(value: int) -> str:
-    """As nft writes a packet's priority: two 16-bit numbers in hexadecimal."""
+    """A packet's priority in nft's notation: two 16-bit numbers in hexadecimal."""
     return f"{value >> 16:04x}:{value & 0xFFFF:04x}"

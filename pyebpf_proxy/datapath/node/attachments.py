@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our programs on devices, by tcx or by clsact, and what others have there.
+"""The proxy's programs on devices, attached by tcx or by clsact, and other programs there.
 
-With tcx (Linux 6.6) ours is the first at ingress and the last at egress, and no qdisc is made, so that CNI plugins can
-add theirs. Without it clsact filters do it (``tc``). Filters of an earlier version are replaced in place first, then
-the new link is attached, then they go: every packet meets the program, and never two that decide differently.
+With tcx (Linux 6.6) the proxy's program is the first at ingress and the last at egress, and no qdisc is created, so CNI
+plugins can add their own. Without tcx, clsact filters are used (``tc``). If filters of an earlier version exist, their
+program is replaced first, then the new link is attached, then they are removed: every packet passes the program, and
+never two that decide differently.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _CHAIN_TABLE, _CHAIN_NAME, _CHAIN_HOOK, _CHAIN_POLICY = 1, 3, 4, 5
 _RULE_TABLE, _RULE_CHAIN = 1, 2
 _GENMSG = bytes([_FAMILY_BRIDGE, 0, 0, 0])
 _EBTABLES = ("filter", "nat", "broute")
-# What can be wrong with our place on a device.
+# What can be wrong with the proxy's program on a device.
 GONE, NOT_AT_ITS_END = "gone", "not at its end of the chain"
 
 
 class Attachments:
-    """In the network namespace this object was made in. ``directory``: the instance's; ``folder``: for pins.
+    """In the network namespace in which it is created. ``directory``: the instance's; ``folder``: for pins.
 
-    ``use_tcx``: None asks the kernel.
+    ``use_tcx``: None probes the kernel.
     """
 
     def __init__(self, directory: Path, folder: Path, use_tcx: bool | None = None) -> None:
@@ -44,7 +45,7 @@ class Attachments:
         self._filters.close()
 
     def attach(self, ifindex: int, device: str, program_fd: int, egress_fd: int | None) -> bool:
-        """Puts the programs where they belong, or in the place of former ones. ``egress_fd`` None: none at egress.
+        """Attaches the programs, or replaces former ones. ``egress_fd`` None: no egress program.
 
         False if the device is gone. NetlinkError, BpfError.
         """
@@ -67,17 +68,17 @@ class Attachments:
         return True
 
     def detach(self, ifindex: int, device: str) -> bool:
-        """Takes everything of ours off. False if there was nothing."""
+        """Detaches all programs of this instance. False if there were none."""
         self._unobserved.pop(ifindex, None)
         found = [self._links.detach(ifindex, hook) for hook in (tcx.INGRESS, tcx.EGRESS)]
         return self._filters.detach(ifindex, device) or any(found)
 
     def attached(self) -> list[int]:
-        """Devices of this namespace, by ifindex, that carry a program of ours."""
+        """Devices of this namespace, by ifindex, that have a program of this instance."""
         return sorted({index for index, _ in self._links.programs} | set(self._filters.attached()))
 
     def recorded(self) -> list[int]:
-        """Devices whose clsact we made, as far as the record knows."""
+        """Devices whose clsact was created by this instance, from its record."""
         return [index for index, _ in self._filters.recorded()]
 
     def forget(self, ifindex: int) -> None:
@@ -91,7 +92,7 @@ class Attachments:
         self._links.tidy(devices)
 
     def ingress_programs(self) -> dict[int, int]:
-        """The id of the program at ingress, by device."""
+        """The id of the ingress program, by device."""
         found = {index: number for (index, hook), number in self._links.programs.items() if hook == tcx.INGRESS}
         for index, qdisc in tc.qdiscs().items():
             if qdisc.hooks:
@@ -100,11 +101,11 @@ class Attachments:
         return found
 
     def by_tcx(self) -> set[int]:
-        """Devices whose program at ingress is held by a link."""
+        """Devices whose ingress program is held by a link."""
         return {index for index, hook in self._links.programs if hook == tcx.INGRESS}
 
     def standing(self, ifindex: int, egress: bool) -> str:
-        """What is wrong with our place on a device: GONE or NOT_AT_ITS_END; "": nothing, or no device. OSError."""
+        """What is wrong with the program on a device: GONE or NOT_AT_ITS_END; "": nothing, or no device. OSError."""
         try:
             if not self.uses_tcx:
                 there = self._filters.is_attached(ifindex)
@@ -120,7 +121,7 @@ class Attachments:
             raise
 
     def others(self, devices: Iterable[int]) -> dict[int, Others]:
-        """What others have on these devices. OSError."""
+        """Other programs and filters on these devices. OSError."""
         qdiscs = tc.qdiscs()
         found = {}
         for index in devices:
@@ -132,7 +133,7 @@ class Attachments:
         return found
 
     def chains(self, devices: Iterable[int]) -> dict[int, tuple[tuple[int, ...], ...]]:
-        """The tcx programs of devices, by their numbers: netlink says nothing of them. Empty without tcx."""
+        """The tcx programs of devices, by id: netlink does not report them. Empty without tcx."""
         found: dict[int, tuple[tuple[int, ...], ...]] = {}
         for index in devices if self.uses_tcx else ():
             try:
@@ -174,7 +175,7 @@ def _named(qdisc: str, filters: Iterable[tc.Filter]) -> tuple[str, ...]:
 
 
 def bridge_rules() -> str:
-    """A rule for frames that cross a bridge, nftables' or ebtables', in words; "": there is none."""
+    """A rule of nftables or ebtables for frames that cross a bridge, as text; "": there is none."""
     return _nft_bridge_rules() or _ebtables_rules()
 
 
@@ -203,7 +204,7 @@ def _texts(message: bytes) -> dict[int, str]:
 
 
 def _ebtables_rules() -> str:
-    """Only whether one of the legacy tables is loaded: to ask what is in one would load its module."""
+    """Checks only whether one of the legacy tables is loaded: reading a table would load its module."""
     try:
         modules = {line.split()[0] for line in Path("/proc/modules").read_text().splitlines()}
     except OSError:

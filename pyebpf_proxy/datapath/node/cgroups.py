@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs for the node's own sockets, on the root of the cgroup2 hierarchy, by pinned links.
+"""The programs for the node's own sockets, on the root of the cgroup2 hierarchy, with pinned links.
 
-Pins keep the programs attached when the agent is gone; :meth:`Link.update` replaces a program with no moment
-in between. A program filters by its network namespace's cookie, so instances of several namespaces live side
-by side on one cgroup.
+Pins keep the programs attached when the agent is gone; :meth:`Link.update` replaces a program atomically. A program
+filters by its network namespace's cookie, so instances of several namespaces can share one cgroup.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Link, Program
 
-# The names of the programs in bpf/sock.bpf.c; their ELF sections say where each is attached.
+# The names of the programs in bpf/sock.bpf.c; their ELF sections define where each is attached.
 PROGRAMS = (
     "connect4",
     "connect6",
@@ -30,7 +29,7 @@ PROGRAMS = (
 def attach(programs: Mapping[str, Program], cgroup_fd: int, folder: Path) -> None:
     """Attaches every one of :data:`PROGRAMS` and pins its link in ``folder``; replaces those of a former run.
 
-    Raises BpfError; what was attached before that stays.
+    Raises BpfError; programs attached before that stay.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     hierarchy = os.fstat(cgroup_fd).st_ino
@@ -47,7 +46,7 @@ def _attach(program: Program, cgroup_fd: int, hierarchy: int, pin: Path) -> None
                 link.update(program)
                 return
         except BpfError:
-            pass  # its cgroup was removed, or the program is of another kind: a new link does it
+            pass  # its cgroup was removed, or the program has another type: create a new link
         finally:
             link.close()
     link = program.attach_cgroup(cgroup_fd)
@@ -64,7 +63,7 @@ def attached(folder: Path) -> list[str]:
 
 
 def detach(folder: Path) -> list[str]:
-    """Removes the pins, and with the last reference the links; needs no libbpf. Returns the names that were there."""
+    """Removes the pins, and so the links; needs no libbpf. Returns the names that existed."""
     found = attached(folder)
     for name in found:
         (folder / name).unlink(missing_ok=True)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fast path cannot see by itself: changes of routes, devices, neighbours, rulesets, ip rules and IPsec.
+"""Follows what the fast path cannot see: changes of routes, devices, neighbours, rulesets, ip rules and IPsec.
 
-The map ``fast_path`` has two numbers. ``generation`` moves with routes, devices, neighbours and endpoints: then the
-programs send a packet of each flow the slow way before they go on. ``permit_generation`` moves with every change of a
-ruleset: new flows need new permits. A family is closed while this node has something that every packet must meet:
-IPsec, rules of routing that select by more than addresses, devices and marks, and rules that count, log or rewrite.
-All of it holds only while the agent lives: the time until which the programs may trust is pushed on every second.
+The map ``fast_path`` has two numbers. ``generation`` changes with routes, devices, neighbours and endpoints: then the
+programs send a packet of each flow through netfilter before they continue. ``permit_generation`` changes with every
+ruleset: new flows need new permits. A family is closed while the node has something that every packet must pass:
+IPsec, ip rules that select by more than addresses, devices and marks, and rules that count, log or rewrite.
+The state is valid only while the agent lives: it extends the validity every second, to 5 s from then.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = Logger("datapath")
 
 
 class Word(Protocol):
-    """What is used of ``libbpf.Map``."""
+    """The used part of ``libbpf.Map``."""
 
     def update(self, key: bytes, value: bytes, flags: int = 0) -> None: ...
 
@@ -53,7 +53,7 @@ class Word(Protocol):
 
 
 class Layout(Protocol):
-    """What is used of ``btf.Layout``."""
+    """The used part of ``btf.Layout``."""
 
     def pack(self, **values: int | bytes) -> bytes: ...
 
@@ -62,14 +62,14 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClosedReason:
-    """Why a family is closed: ``code`` is a name of enum reason, ``text`` says what on this node it is."""
+    """Why a family is closed: ``code`` is a name of enum reason, ``text`` describes the cause on this node."""
 
     code: str
     text: str
 
 
 def closed_on_node() -> dict[int, ClosedReason]:
-    """What policy routing and IPsec of this network namespace close, by family."""
+    """The families that policy routing and IPsec of this network namespace close."""
     found = {}
     try:
         ipsec = _has_ipsec()
@@ -80,18 +80,18 @@ def closed_on_node() -> dict[int, ClosedReason]:
                 first = selecting[0]
                 found[family] = ClosedReason(_ROUTED, f"ip rule {first.priority} selects by {first.selects}")
     except OSError as error:
-        _log.error("rules of routing could not be listed: no fast path", error=str(error))
-        why = ClosedReason(_ROUTED, f"rules of routing could not be listed: {error}")
+        _log.error("ip rules could not be listed, the fast path is closed", error=str(error))
+        why = ClosedReason(_ROUTED, f"ip rules could not be listed: {error}")
         found = {4: why, 6: why}
     return found
 
 
 class FastPath:
-    """The map ``fast_path`` of the network namespace it was made in.
+    """The map ``fast_path`` of the network namespace in which it is created.
 
     ``layout`` is that of its value, ``reasons`` are numbers of enum reason by name, ``own_table`` is the name of this
-    instance's nftables table. ``heed_rules`` False: rules of others close nothing, they are only warned of. Make it,
-    then give :meth:`follow` a loop. :meth:`close` sends every packet to the kernel again.
+    instance's nftables table. ``heed_rules`` False: rules of other software do not close it, they only cause warnings.
+    Create it, then give :meth:`follow` a loop. :meth:`close` sends every packet to the kernel again.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class FastPath:
         self._reasons = reasons
         self._heed_rules = heed_rules
         before = layout.unpack(found) if (found := word.lookup(bytes(4))) else {}
-        # Entries and permits of a former run are pinned: nothing of them may count any more.
+        # Entries and permits of a former run are pinned: they must not count any more.
         self._generation, self._permit_generation = (
             int(before.get(name, 0)) + 1 & 0xFFFFFFFF for name in ("generation", "permit_generation")
         )
-        #: By family; none: it is open.
+        #: By family; no entry: it is open.
         self.closed: dict[int, ClosedReason] = {}
-        #: Rules that would close it, if ``heed_rules``.
+        #: Rules that would close it with ``heed_rules``.
         self.warnings: dict[int, str] = {}
         #: No new flow enters the fast path.
         self.draining = False
@@ -133,14 +133,14 @@ class FastPath:
             self._neighbours = Neighbours()
             undo.callback(self._neighbours.close)
             self._look()
-            # Subscribed before it reads, and read before anything is open.
+            # Subscribes before it reads, and reads before anything is open.
             self._rules = Watch(own_table, self.rules_moved, self._take_rules)
             undo.callback(self._rules.close)
             self._write()
             undo.pop_all()
 
     def follow(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Keep the map right from now on, until ``close``."""
+        """Keep the map up to date from now on, until ``close``."""
         self._loop = loop
         loop.add_reader(self._routes, self._read, self._routes)
         if self._policies is not None:
@@ -150,27 +150,27 @@ class FastPath:
         self._beat()
 
     def moved(self) -> None:
-        """Something that flows depend on is another: endpoints of UDP services, or what the devices map says."""
+        """Something that flows depend on has changed: endpoints of UDP services, or the devices map."""
         self._generation = self._generation + 1 & 0xFFFFFFFF
         self._write()
 
     def devices_moved(self) -> None:
-        """How packets leave by some device is another: neither flows nor permits may go by what was learned before."""
+        """The path of packets through a device has changed: flows and permits must not use what was learned before."""
         self._generation = self._generation + 1 & 0xFFFFFFFF
         self.rules_moved()
 
     def rules_moved(self) -> None:
-        """Rules of others are another: what was permitted by the former ones is void."""
+        """Rules of other software have changed: existing permits are void."""
         self._permit_generation = self._permit_generation + 1 & 0xFFFFFFFF
         self._write()
 
     def drain(self) -> None:
-        """From now on no new flow enters the fast path; ``sweep_flows`` promotes those there are."""
+        """From now on no new flow enters the fast path; ``sweep_flows`` promotes the existing ones."""
         self.draining = True
         self._write()
 
     def close(self) -> None:
-        """Nobody watches any more."""
+        """Stop following; the fast path turns itself off."""
         if self._loop is not None:
             self._timer.cancel()
             self._loop.remove_reader(self._routes)
@@ -202,7 +202,7 @@ class FastPath:
                 if error.errno != errno.ENOBUFS:
                     _log.error("changes of routes could not be followed", error=str(error))
                     break
-                look = devices = True  # Some were lost.
+                look = devices = True  # Messages were lost.
                 continue
             if source is self._routes:
                 slow = self._rules.reading.slow_devices
@@ -211,7 +211,7 @@ class FastPath:
                     devices = devices or (kind in (_NEWLINK, _DELLINK) and _is_slow(message, slow))
         if look:
             self._look()
-        # Rules of routing may go by marks that others set; rules of others may be for devices that are none of ours.
+        # ip rules may use marks that other rules set; other rules may be for devices without a fast path.
         if devices or (look and self._rules.reading.marks):
             self._rules.again()
         self.moved()
@@ -226,7 +226,7 @@ class FastPath:
             self.moved()
 
     def _look(self) -> None:
-        """What there is of policy routing and IPsec."""
+        """Read policy routing and IPsec."""
         self._on_node = closed_on_node()
         self._decide()
 
@@ -286,7 +286,7 @@ def _subscribe(protocol: int, groups: tuple[int, ...]) -> socket.socket:
             try:
                 made.setsockopt(_SOL_NETLINK, _ADD_MEMBERSHIP, group)
             except OSError as error:
-                # Next hop objects are younger than the rest.
+                # Next hop objects are newer than the other groups.
                 if not (protocol == _NETLINK_ROUTE and group == 32 and error.errno == errno.EINVAL):
                     raise
     except BaseException:
@@ -304,7 +304,7 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _is_slow(link: bytes, known: frozenset[str]) -> bool:
-    """Whether a device is none of Ethernet, or has the name of one that was none."""
+    """Whether a device is not an Ethernet device, or has the name of one that was not."""
     name, ethernet = device(link)
     return not ethernet or name in known
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links and addresses of this network namespace, followed through netlink without polling."""
+"""Links and addresses of this network namespace, followed by netlink without polling."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ SKIP_STATISTICS = 8  # RTEXT_FILTER_SKIP_STATS
 
 @dataclass
 class Events:
-    """What one reading of the socket brought."""
+    """The result of one read of the socket."""
 
     changed: bool = False  # links or addresses
     gone: set[int] = field(default_factory=set)  # devices that left
-    filters: set[int] = field(default_factory=set)  # devices whose tc filters or qdiscs are others now, anybody's
-    links: set[int] = field(default_factory=set)  # devices that something was said of
+    filters: set[int] = field(default_factory=set)  # devices whose tc filters or qdiscs have changed
+    links: set[int] = field(default_factory=set)  # devices with a link message
 
 
 class Follower:
-    """Keeps ``state`` like the kernel's. Subscribes first and lists afterwards, so that nothing falls between."""
+    """Mirrors the kernel in ``state``. Subscribes first and lists afterwards, so that no change is missed."""
 
     def __init__(self) -> None:
         self.state = State()
@@ -83,7 +83,7 @@ class Follower:
         self.state.peers = self._peers.ask(fresh.links.values())
 
     def read(self) -> Events:
-        """Takes in what has arrived. Lost messages are made up for by listing everything again."""
+        """Processes received messages. If some were lost, everything is listed again."""
         messages, lost = self._events.events()
         seen = Events()
         if lost:
@@ -102,12 +102,12 @@ class Follower:
             elif kind in _TC:
                 seen.filters.add(message["index"])
         links = self.state.links
-        # XDP at one end of a veth changes the features of the other end (veth_xdp_set()), which comes as a message.
+        # XDP at one end of a veth changes the features of the other end (veth_xdp_set()), which causes a message.
         seen.changed |= self._take_peers(self._peers.ask(links[index] for index in seen.links if index in links))
         return seen
 
     def look_at_peers(self) -> bool:
-        """Whether the other ends of veths are other ones than known: where features did not change, nothing came."""
+        """Whether the other ends of veths have changed: without a change of features there was no message."""
         return self._take_peers(self._peers.ask_some(self.state.links.values()))
 
     def _take_peers(self, found: dict[int, str]) -> bool:
@@ -118,7 +118,7 @@ class Follower:
 
     def _take_link(self, message: Any, kind: int, seen: Events) -> None:
         if message["family"] == AF_BRIDGE:
-            return  # about its place in the bridge; a RTM_DELLINK of this family is a port that leaves, not a device
+            return  # about its state as a bridge port; RTM_DELLINK of this family is a port that leaves, not a device
         index = message["index"]
         if kind == RTM_DELLINK:
             seen.gone.add(index)
@@ -150,11 +150,11 @@ class Follower:
             return
         seen.changed = True
         if before is None and entry.address.version == 6:
-            # The kernel keeps the newest first, and so does its choice among equals.
+            # The kernel keeps the newest first, and prefers it among equals.
             self.state.addresses = {key: entry, **addresses}
             return
         if before is not None and before.flags & IFA_F_SECONDARY and entry.address.version == 4:
-            addresses.pop(key)  # a promoted secondary address goes behind the other primary ones
+            addresses.pop(key)  # a promoted secondary address goes after the other primary ones
         addresses[key] = entry
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XDP while the agent runs: devices and what they can do come and go, and the program goes with them."""
+"""XDP while the agent runs: attaches and detaches the program as devices and their features change."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _log = Logger("datapath")
 
 
 class Frames:
-    """XDP on the devices of a node whose tc programs are attached. Making it attaches; OSError."""
+    """XDP on the devices of a node whose tc programs are attached. The constructor attaches; OSError."""
 
     def __init__(self, loaded: Loaded, node: Node, config: XdpConfig, folder: Path) -> None:
         if loaded.xdp is None:
             raise ValueError("the XDP program is not loaded")
         program, layout = loaded.xdp.programs["xdp_ethernet"], loaded.xdp.btf.struct("xdp_device")
         self._xdp = Xdp(program, loaded.maps["xdp_devices"], layout, config, folder, _log.warning)
-        #: Called when the map says something else of a device: entries of the flow cache have it from there.
+        #: Called when the map's entry of a device has changed: entries of the flow table depend on it.
         self.on_written: Callable[[], None] = lambda: None
         self._features = Features()
         self._node = node
@@ -35,21 +35,21 @@ class Frames:
             _log.warning("XDP is on no device", devices=",".join(config.devices))
 
     def follow(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Keep up with what devices can do from now on, until ``close``."""
+        """Follow the devices' features from now on, until ``close``."""
         self._loop = loop
         if self._features.known:
             loop.add_reader(self._features.fileno(), self._read)
 
     def look(self) -> None:
-        """Try once more where somebody else's program was in the way: not every one that goes is told of."""
+        """Retry where another program was in the way: the removal of a program is not always reported."""
         self._node.changed()
 
     def attached(self) -> Mapping[str, Mode]:
-        """Devices that carry the program, and how."""
+        """Devices that have the program, and its mode."""
         return dict.fromkeys(list(self._xdp.attached.values()), self._xdp.mode)
 
     def close(self) -> None:
-        """Nobody follows any more. What is attached stays."""
+        """Stop following. The program stays attached."""
         if hasattr(self, "_loop") and self._features.known:
             self._loop.remove_reader(self._features.fileno())
         self._features.close()
@@ -66,18 +66,18 @@ class Frames:
         try:
             changed = self._features.read()
         except OSError as error:
-            _log.error("what devices can do with frames could not be followed", error=str(error))
+            _log.error("changes of devices' XDP features could not be followed", error=str(error))
             return
         if changed:
             self._node.changed()
 
 
 def attach_frames(loaded: Loaded, node: Node, config: XdpConfig, folder: Path) -> Frames | None:
-    """XDP, where it is asked for and the kernel has it; else that of a former run is taken off."""
+    """XDP, if it is configured and available; otherwise that of a former run is detached."""
     if loaded.xdp is not None:
         return Frames(loaded, node, config, folder)
     if loaded.why_not_xdp:
         _log.warning("there is no XDP", why=loaded.why_not_xdp)
     if taken := release(folder):
-        _log.info("the XDP program of a former run is taken off", devices=taken)
+        _log.info("detached the XDP program of a former run", devices=taken)
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This node for the data plane: its devices carry programs, its addresses are in maps, both follow netlink."""
+"""This node in the data plane: programs on its devices, its addresses in maps, both kept up to date by netlink."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from pyebpf_proxy.datapath.node.plan import (
     program_for,
 )
 
-# A program that others take away this often within a minute is left alone until the device changes.
+# A program that is removed by others this often within a minute is left alone until the device changes.
 REATTACH_LIMIT = 10
 REATTACH_SECONDS = 60.0
-# Netlink does not tell of tcx programs and rules for bridges, nor always of a veth's other end: they are looked at so
-# often.
+# Netlink does not report tcx programs and bridge rules, and not always the other end of a veth: these are checked at
+# this interval.
 LOOK_SECONDS = 3.0
 
 
 class NodeMap(Protocol):
-    """What is used of ``libbpf.Map``."""
+    """The used part of ``libbpf.Map``."""
 
     def update(self, key: bytes, value: bytes, flags: int = 0) -> None: ...
 
@@ -43,13 +43,13 @@ class NodeMap(Protocol):
 
 
 class StructLayout(Protocol):
-    """What is used of ``btf.Layout``."""
+    """The used part of ``btf.Layout``."""
 
     def pack(self, **values: int | bytes) -> bytes: ...
 
 
 class Layouts(Protocol):
-    """What is used of ``btf.Btf``: the layouts of the structs in bpf/node_maps.h."""
+    """The used part of ``btf.Btf``: the layouts of the structs in bpf/node_maps.h."""
 
     def struct(self, name: str, /) -> StructLayout: ...
 
@@ -58,7 +58,7 @@ Contents = dict[bytes, bytes]
 
 
 def contents(wanted: Wanted, layouts: Layouts) -> dict[str, Contents]:
-    """The maps of the node as bytes, by map name (bpf/node_maps.h)."""
+    """The contents of the node's maps as bytes, by map name (bpf/node_maps.h)."""
     maps: dict[str, Contents] = {name: {} for name in MAPS}
     address_layouts = {size: layouts.struct(name) for size, name in ((4, "address4"), (16, "address6"))}
     suffixes = {4: "4", 16: "6"}
@@ -83,7 +83,7 @@ MAPS = ("node_addresses4", "node_addresses6", "devices")
 
 
 class DeviceState(NamedTuple):
-    """A device as the data plane has it: ``limit`` says why ``redirect`` (enum redirect_mode) is no better."""
+    """A device in the data plane: ``limit`` is the reason if ``redirect`` (enum redirect_mode) is not the best one."""
 
     name: str
     program: str
@@ -93,12 +93,11 @@ class DeviceState(NamedTuple):
 
 
 class Node:
-    """Devices and addresses of the network namespace it was made in.
+    """Devices and addresses of the network namespace in which it is created.
 
-    ``maps`` are those of :data:`MAPS`; What they hold from before is adopted: only differences
-    are written. ``pins`` is a folder in a bpffs, for what holds the programs on devices.
-    ``report`` takes one line for each thing that went wrong with one device or entry; the others are served.
-    Make it, then :meth:`attach`, then :meth:`follow`.
+    ``maps`` are those of :data:`MAPS`. Their existing entries are adopted: only differences are written. ``pins`` is a
+    folder in a bpffs, for the links of programs on devices. ``report`` gets one line for each failure with a device or
+    an entry; the others are served. Create it, then :meth:`attach`, then :meth:`follow`.
     """
 
     def __init__(
@@ -116,9 +115,9 @@ class Node:
         self._layouts = layouts
         self._report = report
         self._said: set[str] = set()
-        #: Told of every change of devices, after what follows from it was done.
+        #: Called after every change of devices, when the change was applied.
         self.on_change: Callable[[Mapping[int, Link], Wanted], None] = lambda links, wanted: None
-        #: Called when the entry of a device in the map has changed; one that is new changes nothing that was known.
+        #: Called when the entry of a device in the map has changed; not for a new entry, which changes no known one.
         self.on_devices: Callable[[], None] = lambda: None
         self._written: dict[str, Contents] = {name: dict(maps[name].items()) for name in MAPS}
         self._programs: Mapping[str, int] = {}
@@ -137,7 +136,7 @@ class Node:
 
     @property
     def attached(self) -> dict[int, str]:
-        """Devices that carry a program, by ifindex, with the program's name."""
+        """Devices that have a program, by ifindex, with the program's name."""
         return dict(self._attached)
 
     @property
@@ -151,12 +150,12 @@ class Node:
 
     @property
     def uses_tcx(self) -> bool:
-        """Whether programs are attached by tcx, or by filters of a clsact qdisc."""
+        """Whether programs are attached by tcx; otherwise by filters of a clsact qdisc."""
         return self._attachments.uses_tcx
 
     @property
     def devices(self) -> dict[int, DeviceState]:
-        """Every device that carries a program or that packets of the fast path leave by, by ifindex."""
+        """Every device that has a program or sends packets of the fast path, by ifindex."""
         state, wanted = self._follower.state, self._wanted
         return {
             index: DeviceState(
@@ -173,20 +172,20 @@ class Node:
         return self._follower.fileno()
 
     def close(self) -> None:
-        """Stops following. Programs, filters and maps stay as they are."""
+        """Stop following. Programs, filters and maps stay as they are."""
         self._follower.close()
         self._attachments.close()
 
     def configure(self, config: NodeConfig) -> None:
-        """Other configuration, or node IPs that have become known."""
+        """Apply another configuration, or node IPs that have become known."""
         if config != self._config:
             self._config = config
             self._replan()
 
     def attach(self, programs: Mapping[str, int]) -> None:
-        """Puts programs (name → fd, which must stay open) on every entrance; replaces those of a former run atomically.
+        """Attaches programs (name → fd, which must stay open) to every entrance; replaces former ones atomically.
 
-        A device that carries a program of ours but is no entrance any more loses it.
+        A device that has a program of this instance but is no longer an entrance loses it.
         """
         self._programs = dict(programs)
         self._attachments.tidy(self._follower.state.links)
@@ -199,11 +198,11 @@ class Node:
         self._replan()
 
     def changed(self) -> None:
-        """Tell once more how things are."""
+        """Call ``on_change`` again with the current state."""
         self.on_change(self._follower.state.links, self._wanted)
 
     def read(self) -> None:
-        """Takes in what netlink has brought and brings maps and devices up to date."""
+        """Processes netlink messages and brings maps and devices up to date."""
         events = self._follower.read()
         for index in events.gone:
             self._attached.pop(index, None)
@@ -216,9 +215,9 @@ class Node:
             self._replan()
 
     def look(self) -> None:
-        """Finds what netlink does not tell: others' tcx programs, rules of bridges, XDP at the other end of a veth.
+        """Finds what netlink does not report: other tcx programs, bridge rules, XDP at the other end of a veth.
 
-        A few microseconds a device.
+        Takes a few microseconds per device.
         """
         peers = self._follower.look_at_peers()
         rules = bridge_rules() if self._bridges() else ""
@@ -236,9 +235,9 @@ class Node:
             self._replan()
 
     def follow(self, loop: asyncio.AbstractEventLoop, error: Callable[..., None]) -> Callable[[], None]:
-        """Keep up with the node from now on: :meth:`read` when netlink has something, :meth:`look` every few seconds.
+        """Follow the node from now on: :meth:`read` when netlink has messages, :meth:`look` every few seconds.
 
-        ``error`` takes what went wrong, in words. What is returned ends it; call it before :meth:`close`.
+        ``error`` is called with errors as text. Returns a function that stops following; call it before :meth:`close`.
         """
 
         def read() -> None:
@@ -253,7 +252,7 @@ class Node:
                 try:
                     self.look()
                 except OSError as problem:
-                    error("what others have on devices could not be seen", error=str(problem))
+                    error("other programs on devices could not be listed", error=str(problem))
 
         def stop() -> None:
             loop.remove_reader(descriptor)
@@ -268,12 +267,12 @@ class Node:
         return [index for index, link in self._follower.state.links.items() if link.kind == "bridge"]
 
     def _watched(self) -> list[int]:
-        """Entrances, and bridges, which stand between their ports and the node."""
+        """Entrances, and bridges, which are between their ports and the node."""
         links = self._follower.state.links
         return [*(index for index, link in links.items() if program_for(link, links)), *self._bridges()]
 
     def _see_others(self) -> bool:
-        """Whether others have something else on the devices than when we looked last."""
+        """Whether other programs on the devices have changed since the last call."""
         state = self._follower.state
         before = state.others, state.bridge_rules
         watched = self._watched()
@@ -309,7 +308,7 @@ class Node:
                 self._maps[name].delete(key)
                 del written[key]
             if stale:
-                self._add(name, entries)  # what found the map full before
+                self._add(name, entries)  # for entries that found the map full before
         after = self._written["devices"]
         if any(after.get(key) != value for key, value in before.items()):
             self.on_devices()
@@ -343,7 +342,7 @@ class Node:
             self._say(str(error))
 
     def _check(self, index: int) -> None:
-        """Somebody took a program of ours off, or put theirs before it: ours goes back to its place."""
+        """After a change by others: if the program was removed or displaced, attach it again."""
         name = self._attached[index]
         try:
             wrong = self._attachments.standing(index, self._is_observed(name))
@@ -355,16 +354,19 @@ class Node:
         now = time.monotonic()
         recent = [then for then in self._reattached.get(index, []) if now - then < REATTACH_SECONDS]
         if len(recent) >= REATTACH_LIMIT:
-            self._say(f"device {self._name(index)}: somebody keeps taking our tc program from its place, it is left so")
+            self._say(
+                f"device {self._name(index)}: other software keeps moving or removing the agent's tc program,"
+                " it is not attached again"
+            )
             if wrong == GONE:
                 self._attached.pop(index)
             return
         self._reattached[index] = [*recent, now]
-        self._report(f"device {self._name(index)}: our tc program is {wrong}, attaching it again")
+        self._report(f"device {self._name(index)}: the agent's tc program is {wrong}, attaching it again")
         self._attach(index, self._attached.pop(index))
 
     def _is_observed(self, name: str) -> bool:
-        """Whether the observer belongs at the egress of a device with this program; never without a fast path."""
+        """Whether the observer belongs on the egress of a device with this program; never without a fast path."""
         return name in OBSERVED and TC_EGRESS in self._programs
 
     def _name(self, index: int) -> str:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of pyroute2 the message classes of rtnetlink, and nothing else.
+"""Only the message classes of rtnetlink from pyroute2.
 
-``import pyroute2`` brings all of it, 140 modules with databases and servers: a tenth of a start's CPU time, and memory
-for good (7 MB). So its parts are imported with an empty package in its place, and forgotten as modules afterwards:
-whoever imports pyroute2 itself gets the whole, made anew.
+``import pyroute2`` loads the whole package, 140 modules with databases and servers: a tenth of the CPU time of a start,
+and 7 MB of memory. So its parts are imported with an empty package instead of the real one, and then removed from
+sys.modules: a later import of pyroute2 loads the complete package.
 """
 
 from __future__ import annotations

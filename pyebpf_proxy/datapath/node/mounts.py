@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where pins live and where sockets are hooked: bpffs and cgroup2, found, or made where they are missing.
+"""The bpffs for pins and the cgroup2 for socket programs: found, or mounted if they are missing.
 
-A process started by ``ip netns exec`` has a mount namespace of its own, whose /sys has neither of the two and
-which dies with the process. Pins must outlive the agent, so there the host's mounts are used, through the
-/proc/PID/root of a process that sees them, and a missing bpffs is mounted in that process's mount namespace. That
-is process 1, or, where it is guarded even against root, the kernel's first thread, or the outermost ancestor.
+A process started by ``ip netns exec`` has its own mount namespace, whose /sys has neither of the two and which ends
+with the process. Pins must outlive the agent, so the host's mounts are used there, through the /proc/PID/root of a
+process that sees them, and a missing bpffs is mounted in that process's mount namespace. That is process 1 or, if it
+is protected even against root, the kernel's first thread or the outermost ancestor.
 
-Who mounts a bpffs leaves a folder ``pyebpf-proxy/mounted_by_pyebpf_proxy`` in it (in the file system itself, since
-several instances share it). Clean-up unmounts a bpffs only if it has that mark and nothing else is left in it.
+The instance that mounts a bpffs leaves a folder ``pyebpf-proxy/mounted_by_pyebpf_proxy`` in it (in the file system
+itself, because several instances share it). Clean-up unmounts a bpffs only if it has that mark and is otherwise empty.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class MountError(RefusedError):
-    """A file system that is neither there nor can be mounted."""
+    """A file system is missing and cannot be mounted."""
 
 
 class Bpffs(NamedTuple):
-    """``warning``: what somebody should know about this place, empty if all is well."""
+    """``warning``: a message about this place, empty if all is well."""
 
     path: Path
     warning: str = ""
 
 
 def instance_name(directory: Path) -> str:
-    """A short name, unique per directory setting, good for bpffs and nftables: "default" for the default."""
+    """A short name, unique per directory setting, valid for bpffs and nftables: "default" for the default."""
     absolute = Path(os.path.abspath(directory))
     if absolute == DEFAULT_DIRECTORY:
         return "default"
@@ -75,7 +75,7 @@ def pin_directory(bpffs: Path, directory: Path, version: int) -> Path:
 
 
 def tcx_directory(bpffs: Path, directory: Path) -> Path:
-    """Folder of the pins that hold programs on devices. Of no layout version: the next one takes them over in place."""
+    """Folder of the pins of programs on devices. Independent of the layout version: the next one replaces in place."""
     return bpffs / FOLDER / instance_name(directory) / "tcx"
 
 
@@ -92,17 +92,17 @@ def is_bpffs(path: Path) -> bool:
 
 
 def holds_pins(place: Path) -> bool:
-    """Whether pins can be below ``place``: it is a bpffs, or at least the folder in it is. A pod sees no more of it."""
+    """Whether pins can be below ``place``: it, or at least the folder in it, is a bpffs. A pod sees only the folder."""
     return is_bpffs(place) or is_bpffs(place / FOLDER)
 
 
 def bpffs_candidates(directory: Path) -> list[Path]:
-    """Where a bpffs of ours may be, in the order of preference."""
+    """Where the instance's bpffs may be, in order of preference."""
     return [directory / "bpf", SYSTEM_BPFFS, root_of_host() / SYSTEM_BPFFS.relative_to("/")]
 
 
 def ensure_bpffs(directory: Path) -> Bpffs:
-    """The bpffs to pin in; mounted if there is none. MountError says what was tried and what to do."""
+    """The bpffs for pins; mounted if there is none. MountError reports what was tried and what to do."""
     candidates = bpffs_candidates(directory)
     for candidate in candidates:
         if holds_pins(candidate):
@@ -139,7 +139,7 @@ def ensure_bpffs(directory: Path) -> Bpffs:
 
 
 def release_bpffs(directory: Path) -> list[str]:
-    """Removes the instance's pins, and the bpffs itself if we mounted it and nothing is left. Returns what went."""
+    """Removes the instance's pins, and the bpffs if the proxy mounted it and it is empty. Returns what was removed."""
     gone: list[str] = []
     seen: set[tuple[int, int]] = set()
     for bpffs in bpffs_candidates(directory):
@@ -159,7 +159,7 @@ def release_bpffs(directory: Path) -> list[str]:
 
 
 class Cgroup2(NamedTuple):
-    """An open cgroup, where it was found (for messages), and what somebody should know about it, "" if all is well."""
+    """An open cgroup, where it was found (for messages), and a warning, "" if all is well."""
 
     descriptor: int
     found: str
@@ -167,9 +167,9 @@ class Cgroup2(NamedTuple):
 
 
 def open_cgroup2() -> Cgroup2:
-    """The root of the cgroup2 hierarchy; the highest cgroup that is to be seen where the root is not.
+    """The root of the cgroup2 hierarchy; if it is not visible, the highest visible cgroup.
 
-    Where it is mounted nowhere a detached mount is made, that nobody sees and that ends with the descriptor.
+    If it is not mounted anywhere, a detached mount is created, which is invisible and ends with the descriptor.
     """
     candidates = [place for place in _cgroup2_candidates() if file_system_type(place) == CGROUP2_SUPER_MAGIC]
     for candidate in [*filter(_is_root_cgroup, candidates), *candidates[:1]]:
@@ -191,13 +191,13 @@ def open_cgroup2() -> Cgroup2:
         ) from error
     try:
         descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mount)
-        return Cgroup2(descriptor, "a mount of our own")
+        return Cgroup2(descriptor, "a detached mount")
     finally:
         os.close(mount)
 
 
 def _is_root_cgroup(cgroup: Path) -> bool:
-    """The root alone has no such file (Documentation/admin-guide/cgroup-v2); that of a cgroup namespace has it."""
+    """Only the root has no such file (Documentation/admin-guide/cgroup-v2); the root of a cgroup namespace has it."""
     return not (cgroup / "cgroup.type").exists()
 
 
@@ -206,7 +206,7 @@ def _cgroup2_candidates() -> Iterator[Path]:
     mounted = list(_mounted_cgroup2(Path("/proc/self/mountinfo")))
     host = root_of_host()
     of_init = [host / p.relative_to("/") for p in _mounted_cgroup2(host.parent / "mountinfo")]
-    # In a cgroup namespace of its own a process sees its own subtree as the root; init's view has all of it.
+    # In its own cgroup namespace a process sees its subtree as the root; init sees the whole hierarchy.
     own = [*usual, *mounted]
     yield from [*own, *of_init] if in_namespace_of_init("cgroup") else [*of_init, *own]
 
@@ -241,9 +241,9 @@ def _mark(bpffs: Path) -> None:
 
 
 def _release_mount(bpffs: Path) -> list[str]:
-    """Removes our folder if no instance is left in it, and the mount if it is ours and empty."""
+    """Removes the proxy's folder if it has no instance left, and the mount if the proxy made it and it is empty."""
     folder = bpffs / FOLDER
-    # What is mounted itself, as in a pod, cannot be removed from there: an empty folder is left on the node.
+    # In a pod the folder itself is mounted and cannot be removed from there: an empty folder is left on the node.
     if not folder.is_dir() or os.stat(folder).st_dev != os.stat(bpffs).st_dev:
         return []
     if {entry.name for entry in folder.iterdir()} - {MARK}:
@@ -261,13 +261,13 @@ def _release_mount(bpffs: Path) -> list[str]:
             _checked(_libc.umount2(os.fsencode(bpffs), 0))
     except OSError as error:
         if error.errno == errno.EBUSY:
-            return []  # somebody works in it just now
+            return []  # it is in use
         raise MountError(error.errno, f"cannot unmount {bpffs}: {error.strerror}") from error
     return [f"bpffs at {bpffs}"]
 
 
 def _remove_tree(folder: Path) -> None:
-    """Removes a folder of a bpffs. Never leaves that file system; links go before maps."""
+    """Removes a folder of a bpffs. Never leaves that file system; links are removed before maps."""
     if not is_bpffs(folder):
         raise MountError(errno.EINVAL, f"{folder} is not in a bpffs, it is left alone")
     for entry in sorted(folder.iterdir(), key=lambda entry: (entry.name != "links", entry.name)):
@@ -280,9 +280,9 @@ def _remove_tree(folder: Path) -> None:
 
 @functools.cache
 def root_of_host() -> Path:
-    """The root directory as the host's processes see it: /proc/PID/root of one whose mounts can be looked at.
+    """The root directory as the host's processes see it: /proc/PID/root of a process whose mounts are readable.
 
-    Some machines guard process 1 even against root. /proc/1/root if there is nobody better.
+    Some machines protect process 1 even against root. /proc/1/root if no process is readable.
     """
     for process in ("1", *_first_thread(), *reversed(_ancestors())):
         try:
@@ -295,7 +295,7 @@ def root_of_host() -> Path:
 
 
 def _first_thread() -> Iterator[str]:
-    """kthreadd, which has the mounts that the machine was started with. Not there in a container."""
+    """kthreadd, which has the mounts of the boot. Not visible in a container."""
     if _parent("2") == "0":
         yield "2"
 
@@ -311,7 +311,7 @@ def _ancestors() -> list[str]:
 
 def _parent(process: str) -> str:
     try:
-        # The name, in brackets, may hold anything, brackets too.
+        # The name, in brackets, may contain anything, including brackets.
         return (PROC / process / "stat").read_text().rpartition(")")[2].split()[1]
     except (OSError, IndexError):
         return ""
@@ -328,7 +328,7 @@ def in_namespace_of_init(kind: str) -> bool:
 
 
 def in_mount_namespace_of_init(work: Callable[[], object]) -> None:
-    """Runs ``work`` in the host's mount namespace: in a child, as one cannot always come back. OSError as in work."""
+    """Runs ``work`` in the host's mount namespace: in a child, because returning may be impossible. OSError of work."""
     if in_namespace_of_init("mnt"):
         work()
         return

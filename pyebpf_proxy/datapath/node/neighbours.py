@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neighbours' link addresses, which XDP sends to without asking the kernel for each packet: whether one has changed.
+"""Neighbours' link addresses, which the fast path uses without a lookup for each packet: whether one has changed.
 
-The kernel tells of every step of a neighbour's life (a busy one goes stale and is probed once a minute). What counts
-is a link address that another one takes the place of, or that nobody answers at any more.
+The kernel reports every state change of a neighbour (a busy one goes stale and is probed once a minute). A change here
+means that a known link address was replaced or is no longer valid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Key = tuple[int, int, bytes]
 
 
 class Neighbours:
-    """Those of the network namespace it was made in. OSError; :meth:`close` it."""
+    """The neighbours of the network namespace in which it is created. OSError; :meth:`close` it."""
 
     def __init__(self) -> None:
         self._known: dict[_Key, bytes] = {}
@@ -41,11 +41,11 @@ class Neighbours:
             raise
 
     def fileno(self) -> int:
-        """To be waited for."""
+        """For ``loop.add_reader``."""
         return self._socket.fileno()
 
     def read(self) -> bool:
-        """What the kernel has told since: whether something may still be sent to a wrong address. OSError."""
+        """Process new messages: whether packets may still be sent to a wrong address. OSError."""
         moved = False
         while True:
             try:
@@ -55,7 +55,7 @@ class Neighbours:
             except OSError as error:
                 if error.errno != errno.ENOBUFS:
                     raise
-                self._list()  # Some were lost.
+                self._list()  # Messages were lost.
                 moved = True
                 continue
             at = 0
@@ -66,7 +66,7 @@ class Neighbours:
                 at += max(length + 3 & ~3, _MESSAGE.size)
 
     def note(self, message: bytes, gone: bool = False) -> bool:
-        """One neighbour as the kernel describes it: whether its link address was known, and is another one or none."""
+        """One neighbour message: whether its link address was known, and is now another one or none."""
         found = _read(message)
         if found is None:
             return False
@@ -77,7 +77,7 @@ class Neighbours:
         return bool(before) and before != self._known.get(key)
 
     def close(self) -> None:
-        """Nothing is known any more."""
+        """Stop following."""
         self._socket.close()
 
     def _list(self) -> None:
@@ -88,7 +88,7 @@ class Neighbours:
 
 
 def _read(message: bytes) -> tuple[_Key, bytes] | None:
-    """Who it is, and the link address, empty if there is none that packets are sent to. None: not of IP."""
+    """The neighbour, and its link address, empty if no valid one is known. None: not an IP neighbour."""
     family, _, _, device, state, _, _ = _NEIGHBOUR.unpack_from(message)
     if family not in (socket.AF_INET, socket.AF_INET6):
         return None

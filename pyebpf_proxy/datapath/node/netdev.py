@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each device can do with XDP's frames, as the kernel itself says (generic netlink, family netdev, since 6.3)."""
+"""Each device's XDP features, as reported by the kernel (generic netlink, family netdev, since 6.3)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _NAME = b"netdev\0"
 
 
 class Features:
-    """``by_device``: bits by ifindex of this network namespace. Empty where the kernel is too old to tell.
+    """``by_device``: bits by ifindex of this network namespace. Empty if the kernel is too old to report them.
 
-    Add ``fileno`` to the loop with ``read`` as reader; without a family there is nothing to follow.
+    Add ``fileno`` to the loop with ``read`` as reader; without the family there is nothing to follow.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Features:
 
     @property
     def known(self) -> bool:
-        """Whether the kernel tells at all."""
+        """Whether the kernel reports features at all."""
         return self._events is not None
 
     def fileno(self) -> int:
@@ -53,7 +53,7 @@ class Features:
         return -1 if self._events is None else self._events.fileno()
 
     def read(self) -> bool:
-        """Take in what has come; whether anything may be another now."""
+        """Process new messages; whether anything may have changed."""
         came = False
         while self._events is not None:
             try:
@@ -69,7 +69,7 @@ class Features:
         return came
 
     def list(self) -> None:
-        """Ask for all of them. OSError."""
+        """List the features of all devices. OSError."""
         found = {}
         with RawLink(_NETLINK_GENERIC) as link:
             for message in link.dump(self._family, _HEADER.pack(_DEV_GET, 1, 0)):
@@ -86,9 +86,9 @@ class Features:
 
 
 def _family() -> tuple[int, int]:
-    """Number of the family and of its group of notices; 0 where there is none."""
+    """Number of the family and of its multicast group; 0 if it does not exist."""
     number, group = 0, 0
-    # All families: they are few, and each of them is a message of its own.
+    # All families: they are few, and each is a separate message.
     with RawLink(_NETLINK_GENERIC) as link:
         for message in link.dump(_CONTROL, _HEADER.pack(_GET_FAMILY, 1, 0)):
             parts = {kind & 0x3FFF: (begin, end) for kind, begin, end in attributes(message, 4, len(message))}

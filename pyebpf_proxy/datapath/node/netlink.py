@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small blocking rtnetlink socket around pyroute2's message classes.
 
-pyroute2 encodes and decodes; its own ``IPRoute`` is not used because its synchronous calls run an event loop
-and refuse to work inside one that is already running, which is where the agent lives. A request on a netlink
-socket is answered by the kernel before ``send`` returns, so blocking here costs no waiting.
+pyroute2 encodes and decodes. Its ``IPRoute`` is not used because its synchronous calls run an event loop and do not
+work inside a running one, such as the agent's. The kernel answers a request on a netlink socket before ``send``
+returns, so blocking costs no waiting.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Message = dict[str, Any]
 
 
 class NetlinkError(RefusedError):
-    """A request that the kernel refused; the text says what was asked and why it was refused."""
+    """A request that the kernel refused; the text has the request and the reason."""
 
 
 class DumpInterruptedError(Exception):
@@ -44,7 +44,7 @@ class DumpInterruptedError(Exception):
 
 
 def attribute(message: Any, name: str) -> Any:
-    """Value of a netlink attribute, None if the message does not carry it."""
+    """Value of a netlink attribute, None if the message does not have it."""
     return message.get_attr(name)
 
 
@@ -60,7 +60,7 @@ class Netlink:
                 try:
                     self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, EVENT_BUFFER_BYTES)
                 except PermissionError:
-                    pass  # the default buffer overruns earlier, which events() reports
+                    pass  # the default buffer overflows earlier, which events() reports
                 self._socket.setblocking(False)
             self._socket.bind((0, groups))
         except BaseException:
@@ -82,13 +82,13 @@ class Netlink:
         self.close()
 
     def request(self, message: Any, kind: int, flags: int, what: str) -> None:
-        """Sends one request and waits for its acknowledgement; ``what`` is for the error text."""
+        """Sends one request and waits for its acknowledgement; ``what`` is used in the error text."""
         self._send(message, kind, NLM_F_REQUEST | NLM_F_ACK | flags)
         for _ in self._answers(what):
             pass
 
     def dump(self, message: Any, kind: int, what: str) -> list[Any]:
-        """Everything the kernel lists for ``message``; read again if it changed in the middle."""
+        """Everything the kernel lists for ``message``; read again if the list changed meanwhile."""
         for _ in range(10):
             self._send(message, kind, NLM_F_REQUEST | NLM_F_DUMP)
             try:
@@ -98,7 +98,7 @@ class Netlink:
         raise NetlinkError(errno.EAGAIN, f"{what}: the list changed while it was read, ten times in a row")
 
     def events(self) -> tuple[list[Any], bool]:
-        """Messages that have arrived, without waiting; the flag says that some were lost (ENOBUFS): dump again."""
+        """Messages that have arrived, without waiting; the flag is set if some were lost (ENOBUFS): dump again."""
         found: list[Any] = []
         lost = False
         while True:
@@ -132,7 +132,7 @@ class Netlink:
                 body = data[offset : offset + length]
                 offset += (length + 3) & ~3
                 if sequence != self._sequence:
-                    continue  # left over from a dump that was given up
+                    continue  # from an aborted dump
                 interrupted |= bool(flags & NLM_F_DUMP_INTR)
                 if kind in (NLMSG_ERROR, NLMSG_DONE):
                     code = struct.unpack_from("=i", body, HEADER.size)[0] if length >= HEADER.size + 4 else 0
@@ -148,7 +148,7 @@ class Netlink:
 
 
 def _why(body: bytes, flags: int, code: int) -> str:
-    """The error's name, and the kernel's own sentence where it sends one (extended acknowledgement)."""
+    """The error's name, and the kernel's message if it sends one (extended acknowledgement)."""
     text = os.strerror(code)
     if not flags & NLM_F_ACK_TLVS:
         return text

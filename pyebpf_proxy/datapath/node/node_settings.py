@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what the configuration asks for to the kernel's settings, one by one (spec/service-semantics §12). Pure.
+"""From the configuration to the kernel's settings, one by one (spec/service-semantics §12). Pure.
 
-IPVS' timeouts are mapped to conntrack's, since it is conntrack that keeps the flows here: ``tcpTimeout`` is that of
-established connections, ``tcpFinTimeout`` that of FIN_WAIT (the only state IPVS means by it), ``udpTimeout`` both of
-UDP's. Where section conntrack names the same one, ipvs' wins: unlike conntrack's it has no default, so who gives it
-means it.
+IPVS's timeouts are mapped to those of conntrack, which keeps the flows here: ``tcpTimeout`` to that of established
+connections, ``tcpFinTimeout`` to that of FIN_WAIT (the only state that IPVS uses it for), ``udpTimeout`` to both of
+UDP. If section conntrack sets the same one, ipvs has precedence: unlike conntrack's, its fields have no default, so a
+value is deliberate.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from pyebpf_proxy.config.kernel import Conntrack, Ipvs, KernelSettings
 
 HASHSIZE = "sys/module/nf_conntrack/parameters/hashsize"
-#: The same number by another name.
+#: The same value under another name.
 BUCKETS = "proc/sys/net/netfilter/nf_conntrack_buckets"
 CONNTRACK_MAX = "proc/sys/net/netfilter/nf_conntrack_max"
-#: Kube-proxy's limit of what maxPerCore and the number of CPUs come to.
+#: kube-proxy's limit of maxPerCore times the number of CPUs.
 MAX_SCALED = 1 << 20
 
 _NETFILTER = "proc/sys/net/netfilter/nf_conntrack_"
@@ -28,46 +28,46 @@ _IPV4 = "proc/sys/net/ipv4/"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One file below / and what is to stand in it."""
+    """One file below / and its wanted value."""
 
     path: str
     value: int
-    #: The field of the configuration that asks for it, and what to say there to have it left alone.
+    #: The field of the configuration that requires it, and the value of that field that leaves it alone.
     field: str
     leave: str
-    #: What is larger already is left as it is; otherwise the value must be this one.
+    #: A larger value is left as it is; otherwise the value must be exactly this one.
     at_least: bool = False
-    #: That it cannot be had ends the start; otherwise a line is logged.
+    #: A failure ends the start; otherwise it is logged.
     fatal: bool = True
-    #: There need not be such a file.
+    #: The file may be missing.
     optional: bool = False
-    #: One value for the whole machine: where this network namespace may not change it, it is left alone.
+    #: One value for the whole machine: if this network namespace may not change it, it is left alone.
     machine_wide: bool = False
 
     @property
     def name(self) -> str:
-        """As people write it: ``net/netfilter/nf_conntrack_max``, and with its folder what is not in /proc/sys."""
+        """Its usual name: ``net/netfilter/nf_conntrack_max``; with the full path if it is not in /proc/sys."""
         return self.path.removeprefix("proc/sys/") if self.path.startswith("proc/sys/") else f"/{self.path}"
 
 
-#: While the fast path is on: conntrack does not see every sequence number then.
+#: While the fast path is on, because conntrack then does not see every sequence number.
 LIBERAL = Setting(_NETFILTER + "tcp_be_liberal", 1, "fastPath", "fastPath: false")
-#: The same for resets: those are checked even by a liberal conntrack, and what it refuses is not translated.
+#: The same for resets: even a liberal conntrack checks them, and does not translate a refused one.
 ANY_RESET = Setting(_NETFILTER + "tcp_ignore_invalid_rst", 1, "fastPath", "fastPath: false")
 
 
 def wanted(settings: KernelSettings, cpus: int) -> list[Setting]:
-    """All settings in the order in which they are written; no file is named twice."""
+    """All settings in the order in which they are written; no file occurs twice."""
     by_path: dict[str, Setting] = {}
     for setting in _all(settings, cpus):
-        by_path[setting.path] = setting  # the place of the first, the value of the last
+        by_path[setting.path] = setting  # the position of the first, the value of the last
     return list(by_path.values())
 
 
 def conntrack_max(settings: Conntrack, cpus: int) -> int:
     """Entries of the connection table, 0: left alone (spec/service-semantics §12).
 
-    As kube-proxy has it, what the CPUs come to is limited to 1048576, and that limit is above ``min``, too.
+    As in kube-proxy, the value from the CPUs is limited to 1048576, and that limit overrides ``min``.
     """
     if settings.max_per_core <= 0:
         return 0
@@ -76,7 +76,7 @@ def conntrack_max(settings: Conntrack, cpus: int) -> int:
 
 
 def count_cpus(root: Path, fallback: int) -> int:
-    """CPUs that are in use, by /sys/devices/system/cpu; ``fallback`` where it does not tell."""
+    """CPUs in use, from /sys/devices/system/cpu; ``fallback`` if it is not readable."""
     count = 0
     for cpu in (root / "sys/devices/system/cpu").glob("cpu[0-9]*"):
         try:
@@ -117,8 +117,8 @@ def _conntrack(settings: Conntrack, cpus: int) -> Iterator[Setting]:
 
 def _ipvs(settings: Ipvs) -> Iterator[Setting]:
     mode = "another mode than ipvs"
-    # There is no IPVS underneath; where somebody else has loaded it, it finds what it finds beside kube-proxy.
-    # conn_reuse_mode is left alone, as kube-proxy leaves it on kernels from 5.9 on.
+    # IPVS is not used here. If other software has loaded it, these are as with kube-proxy.
+    # conn_reuse_mode is left alone, as kube-proxy does from Linux 5.9 on.
     for name in ("conntrack", "expire_nodest_conn", "expire_quiescent_template"):
         yield Setting(_IPV4 + f"vs/{name}", 1, "mode", mode, optional=True)
     yield Setting(_IPV4 + "ip_forward", 1, "mode", mode)
@@ -132,5 +132,5 @@ def _ipvs(settings: Ipvs) -> Iterator[Setting]:
         ("udp_timeout_stream", "udpTimeout", settings.udp),
     ):
         if value is not None:
-            # Kube-proxy only logs that IPVS did not take a timeout.
+            # kube-proxy only logs that IPVS did not accept a timeout.
             yield Setting(_NETFILTER + name, value, f"ipvs.{field}", f"ipvs.{field}: 0s", fatal=False)

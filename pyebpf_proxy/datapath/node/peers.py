@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is at the other end of a veth, in a pod's network namespace, that bpf_redirect_peer() goes past.
+"""Finds native XDP programs at the other end of a veth, in a pod's network namespace, which bpf_redirect_peer() skips.
 
-That is a native XDP program: it stands where the veth hands packets over. Generic XDP, tc and packet sockets of the pod
-meet the packet as ever. To ask takes CAP_NET_ADMIN over the user namespace of that network namespace.
+A native XDP program runs where the veth hands packets over. Generic XDP, tc and packet sockets of the pod see the
+packet as usual. The query needs CAP_NET_ADMIN over the user namespace of that network namespace.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ _IFINFOMSG = struct.Struct("=BxHiII")
 _EXT_MASK, _XDP, _TARGET_NETNSID = 29, 43, 46
 _SKIP_STATISTICS = attribute(_EXT_MASK, struct.pack("=I", 8))
 _XDP_ATTACHED = 2
-# XDP_ATTACHED_DRV, _MULTI: the driver runs it, alone or beside another way. (_SKB, 2: generic XDP.)
+# XDP_ATTACHED_DRV, _MULTI: the driver runs it, alone or together with another mode. (_SKB, 2: generic XDP.)
 _NATIVE = frozenset({1, 4})
 # include/uapi/linux/sockios.h, ethtool.h
 _SIOCETHTOOL, _ETHTOOL_GTSO = 0x8946, 0x1E
 _IFREQ = struct.Struct("@16sP16x")
 
 PROGRAM = "an XDP program is at its other end"
-MAY_BE = "an XDP program may be at its other end: that cannot be looked at ({}), and segmentation offload is off"
-# A look that nothing gave rise to asks for no more of them; the others have their turn in the next looks.
+MAY_BE = "an XDP program may be at its other end: it could not be checked ({}), and segmentation offload is off"
+# A periodic check queries at most this many; the others follow in the next checks.
 _MOST_AT_ONCE = 256
 
 
 class Peers:
-    """Asks for the other ends of veths of the network namespace that it is used in."""
+    """Queries the other ends of veths of the network namespace in which it is used."""
 
     def __init__(self) -> None:
         self._answers: dict[int, tuple[int, str]] = {}
         self._begin = 0
 
     def ask(self, links: Iterable[Link]) -> dict[int, str]:
-        """What is in the way at the other end, in words, by ifindex of each that has one; "": nothing. OSError."""
+        """The obstacle at the other end, as text, by ifindex of each veth; "": none. OSError."""
         asked = [link for link in links if link.peer_netns is not None]
         if not asked:
             return {}
@@ -52,7 +52,7 @@ class Peers:
         return {link.ifindex: self._said(link, answer) for link, answer in zip(asked, answers, strict=True)}
 
     def ask_some(self, links: Iterable[Link]) -> dict[int, str]:
-        """Of many devices as many as a look may cost, others the next time. OSError."""
+        """A part of many devices, as many as one check may cost; others the next time. OSError."""
         asked = [link for link in links if link.peer_netns is not None]
         begin = self._begin if self._begin < len(asked) else 0
         self._begin = begin + _MOST_AT_ONCE
@@ -66,7 +66,7 @@ class Peers:
         if isinstance(answer, int):
             self._answers.pop(link.ifindex, None)
             return "" if _segments(link.name) else MAY_BE.format(errno.errorcode.get(answer, f"error {answer}"))
-        # To read the answer takes more time than to get it, and as a rule it is the former one.
+        # Parsing the answer takes more time than getting it, and usually it has not changed.
         known = self._answers.get(link.ifindex)
         number = hash(answer)
         if known is None or known[0] != number:
@@ -76,7 +76,7 @@ class Peers:
 
 
 def _question(link: Link) -> bytes:
-    """IFLA_TARGET_NETNSID: the device with this number in the network namespace that we know by that number."""
+    """IFLA_TARGET_NETNSID: the device with this ifindex in the network namespace that has this id here."""
     return (
         _IFINFOMSG.pack(0, 0, link.lower, 0, 0)
         + attribute(_TARGET_NETNSID, struct.pack("=i", link.peer_netns))
@@ -93,7 +93,7 @@ def _has_native(answer: bytes) -> bool:
 
 
 def _segments(device: str) -> bool:
-    """Whether a device takes TCP packets to be segmented. A native program at a veth's other end switches that off.
+    """Whether a device accepts TCP packets to segment. A native program at a veth's other end switches that off.
 
     (veth_fix_features() of drivers/net/veth.c.) True, if the device is gone.
     """

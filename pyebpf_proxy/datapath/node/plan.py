@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this node is to the data plane: pure, from links, addresses and configuration to wanted map contents.
+"""This node in the data plane: pure, from links, addresses and configuration to wanted map contents.
 
-``links.Follower`` keeps a :class:`State` up to date from netlink, :func:`plan` says what follows from it,
+``links.Follower`` keeps a :class:`State` up to date from netlink, :func:`plan` derives the wanted contents,
 ``links.Node`` writes the differences.
 
-A simplification, visible only in unusual set-ups:
+A limitation, relevant only in unusual set-ups:
 
 * addresses that are local without being on an interface (AnyIP: ``ip route add local 10.0.0.0/8 dev lo``, or
-  a prefix shorter than /32 on the loopback device) are not known as addresses of the node.
+  a prefix shorter than /32 on the loopback device) are not treated as addresses of the node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ARPHRD_ETHER = 1
 ARPHRD_LOOPBACK = 772
 # Devices that carry bare IP packets: rawip, ppp, tunnel, tunnel6, sit, ipgre, ip6gre, none (tun, wireguard, xfrm).
 ARPHRD_LAYER3 = frozenset({519, 512, 768, 769, 776, 778, 823, 65534})
-# A packet never enters the node here, or it enters it elsewhere, seen by a program there.
+# Packets do not enter the node here, or they enter it at another device, through a program there.
 NOT_ENTRANCES = frozenset({"bridge", "vrf", "ifb", "nlmon", "vsockmon", "can", "vcan", "vxcan", "dummy"})
 # Masters that leave the packet with its port at tc ingress; others (bond, team, openvswitch) take it over.
 PORT_MASTERS = frozenset({"bridge", "vrf"})
@@ -32,7 +32,7 @@ IFA_F_SECONDARY = 0x01
 IFA_F_DADFAILED = 0x08
 SCOPE_UNIVERSE = 0
 
-# Ethernet devices that send on what they are given; tunnels that ask the packet's route where to are not among them.
+# Ethernet devices that send packets unchanged; not tunnels that take the destination from the packet's route.
 FAST_KINDS = frozenset(
     {"", "veth", "netkit", "bond", "team", "vlan", "bridge", "macvlan", "ipvlan", "vxlan", "geneve", "tun"}
 )
@@ -43,7 +43,7 @@ TC_ETHERNET = "tc_ethernet"
 TC_LAYER3 = "tc_l3"
 TC_BRIDGE_PORT = "tc_bridge_port"
 TC_EGRESS = "tc_egress"
-# With these the observer at egress is on the device, too.
+# Devices with these programs also have the observer on egress.
 OBSERVED = frozenset({TC_ETHERNET, TC_BRIDGE_PORT})
 PRIMARY = ("primary",)
 
@@ -60,21 +60,21 @@ class Link(NamedTuple):
     kind: str = ""
     master: int = 0
     mac: bytes = bytes(6)
-    #: Of a VLAN: the device below it; of a veth: its other end, by that one's number in its own network namespace.
+    #: Of a VLAN: the device below it; of a veth: the ifindex of its other end in that end's network namespace.
     lower: int = 0
-    #: Id of an XDP program that is on it, anybody's.
+    #: Id of any XDP program on it.
     xdp: int = 0
     mtu: int = 0
-    #: Of a veth whose other end is in another network namespace: that one's number here, as the kernel gave it.
+    #: Of a veth whose other end is in another network namespace: that namespace's id here, assigned by the kernel.
     peer_netns: int | None = None
     #: Of a bridge.
     vlan_filtering: bool = False
 
 
 class Others(NamedTuple):
-    """What others have on a device, in words: programs behind ours at ingress, any at egress, the root qdisc.
+    """Other programs on a device, as text: those after the proxy's at ingress, any at egress, and the root qdisc.
 
-    ``unobserved``: why our program at egress is not there; "": it is.
+    ``unobserved``: why the proxy's egress program is missing; "": it is there.
     """
 
     ingress: tuple[str, ...] = ()
@@ -100,24 +100,24 @@ class InterfaceAddress(NamedTuple):
 
 @dataclass
 class State:
-    """Links and what others have on them by ifindex; addresses by (device, address, prefix length).
+    """Links and other programs on them by ifindex; addresses by (device, address, prefix length).
 
-    ``peers``: what keeps packets from going straight to a veth's other end, in words, by the veth's ifindex.
+    ``peers``: what prevents a redirect straight to a veth's other end, as text, by the veth's ifindex.
     """
 
     links: dict[int, Link] = field(default_factory=dict)
     addresses: dict[tuple[int, Address, int], InterfaceAddress] = field(default_factory=dict)
     others: dict[int, Others] = field(default_factory=dict)
     peers: dict[int, str] = field(default_factory=dict)
-    #: A rule for frames that cross a bridge, in words; "": there is none.
+    #: A rule for frames that cross a bridge, as text; "": there is none.
     bridge_rules: str = ""
 
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """``node_port_addresses``: CIDRs or ("primary",); ``node_ips`` are what "primary" stands for.
+    """``node_port_addresses``: CIDRs or ("primary",); ``node_ips`` are the addresses that "primary" means.
 
-    ``bridge_interface`` and ``interface_name_prefix`` are set for these modes of detectLocalMode only.
+    ``bridge_interface`` and ``interface_name_prefix`` are set only for these modes of detectLocalMode.
     """
 
     node_port_addresses: tuple[str, ...] = ()
@@ -140,18 +140,18 @@ class Device(NamedTuple):
 
 @dataclass
 class Wanted:
-    """Contents of the maps of the node, and which device carries which program. Addresses are packed."""
+    """Contents of the node's maps, and the program of each device. Addresses are packed."""
 
     programs: dict[int, str] = field(default_factory=dict)
     devices: dict[int, Device] = field(default_factory=dict)
     node_addresses: dict[bytes, bool] = field(default_factory=dict)
-    #: Why the fast path does not take a device, or only by its queue and not straight into the pod, by ifindex.
+    #: Why the fast path does not use a device, or uses its queue instead of the direct path into the pod, by ifindex.
     limits: dict[int, str] = field(default_factory=dict)
     unsupported: tuple[str, ...] = ()
 
 
 def plan(state: State, config: NodeConfig) -> Wanted:
-    """Everything that follows from the state of the node."""
+    """Everything derived from the state of the node."""
     wanted = Wanted()
     unsupported = []
     for link in state.links.values():
@@ -165,7 +165,7 @@ def plan(state: State, config: NodeConfig) -> Wanted:
         elif program is None:
             unsupported.append(link.name)
         elif link.kind == "bridge" and (redirect := redirect_of(link, state, config)[0]):
-            # No entrance, but packets leave by it, and those of its ports come in by it.
+            # Not an entrance, but packets leave by it, and its ports' packets come in by it.
             wanted.devices[link.ifindex] = Device(redirect=redirect, mtu=link.mtu)
     wanted.unsupported = tuple(sorted(unsupported))
     wanted.node_addresses = _node_addresses(state.addresses.values(), config)
@@ -173,7 +173,7 @@ def plan(state: State, config: NodeConfig) -> Wanted:
 
 
 def program_for(link: Link, links: Mapping[int, Link]) -> str | None:
-    """The program that a device carries: "" if it is no entrance, None if its link layer is not supported."""
+    """The program of a device: "" if it is not an entrance, None if its link layer is not supported."""
     if link.type == ARPHRD_LOOPBACK or link.kind in NOT_ENTRANCES:
         return ""
     master = links.get(link.master)
@@ -186,7 +186,7 @@ def program_for(link: Link, links: Mapping[int, Link]) -> str | None:
 
 def _device(link: Link, links: Mapping[int, Link], config: NodeConfig, redirect: int) -> Device:
     bridge = _bridge(link, links)
-    # The input interface of spec/service-semantics §6 is the one the IP layer sees: a port's bridge.
+    # The input interface of spec/service-semantics §6 is that of the IP layer: for a port, its bridge.
     seen_as = (bridge or link).name
     if config.bridge_interface:
         pod_source = seen_as == config.bridge_interface
@@ -203,11 +203,10 @@ def _bridge(link: Link, links: Mapping[int, Link]) -> Link | None:
 
 
 def redirect_of(link: Link, state: State, config: NodeConfig) -> tuple[int, str]:
-    """How the fast path sends by a device and takes packets from it, and why it is no better; "": it can't be.
+    """How the fast path sends and receives by a device, and the reason if it is not the best way, else "".
 
-    What stands behind our program at ingress would not see packets of the fast path, so the device is closed. Only
-    REDIRECT_PEER goes past egress programs and the qdisc, and past XDP at the other end. Packets of a port would not
-    meet what its bridge does.
+    Programs after the proxy's at ingress would not see packets of the fast path, so the device is closed. Only
+    REDIRECT_PEER skips egress programs, the qdisc and XDP at the other end. Packets of a port would skip its bridge.
     """
     if not config.fast_path:
         return REDIRECT_NONE, ""
@@ -229,13 +228,13 @@ def redirect_of(link: Link, state: State, config: NodeConfig) -> tuple[int, str]
 
 
 def _closed(link: Link, links: Mapping[int, Link], config: NodeConfig) -> str:
-    """Why a device can't carry the fast path, whatever others have on it; "": it can."""
+    """Why a device cannot carry the fast path, independent of other programs; "": it can."""
     if link.name in config.fast_path_excluded_devices:
         return "fastPathExcludedDevices names it"
     if link.type != ARPHRD_ETHER:
         return "its packets have no Ethernet header"
     if link.kind not in FAST_KINDS:
-        return f"devices of kind {link.kind} may send a packet elsewhere than its frame says"
+        return f"devices of kind {link.kind} may send a packet elsewhere than to the address in its frame"
     return "it is in a VRF" if _vrf(link.ifindex, links) else ""
 
 
@@ -246,7 +245,7 @@ def _in_the_way(others: Others) -> str:
 
 
 def _bridge_in_the_way(bridge: Link | None, state: State) -> str:
-    """What a port's packets would not meet any more if they did not pass the bridge."""
+    """What a port's packets would skip if they did not pass the bridge."""
     if bridge is None:
         return ""
     if bridge.vlan_filtering:
@@ -268,7 +267,7 @@ def _node_addresses(addresses: Iterable[InterfaceAddress], config: NodeConfig) -
         if address.version == 4 and address.is_loopback:
             continue  # known to the programs without a map
         if address.version == 6 and entry.flags & IFA_F_DADFAILED:
-            continue  # somebody else's
+            continue  # the address is used by another host
         networks = accepts[address.version]
         accepted = not address.is_loopback and (networks is None or any(address in n for n in networks))
         found[address.packed] = accepted
@@ -286,7 +285,7 @@ def accepted_networks(version: int, config: NodeConfig) -> tuple[Network, ...] |
 
 
 def _vrf(index: int, links: Mapping[int, Link]) -> int:
-    """The VRF that a device is, or is a port of (l3mdev_master_ifindex); 0 without."""
+    """The VRF that a device is or is a port of (l3mdev_master_ifindex); 0: none."""
     link = links[index]
     if link.kind == "vrf":
         return index

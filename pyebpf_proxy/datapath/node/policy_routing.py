@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of routing (``ip rule``): which of them tell packets of the same two hosts apart, and which go by marks."""
+"""ip rules: which of them distinguish packets of the same two hosts, and which use marks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NETLINK_ROUTE, _GETRULE = 0, 34
 _HEADER = struct.Struct("=BBBBBBBBI")  # struct fib_rule_hdr
 _INVERT = 2
 _PRIORITY, _MARK, _MARK_MASK = 6, 10, 16
-#: By attribute: what a rule selects by that another flow of the same hosts may have otherwise.
+#: By attribute: selectors by which another flow of the same hosts may differ.
 _SELECTORS = {
     12: "a tunnel's id",
     20: "user id",
@@ -30,13 +30,13 @@ _SELECTORS = {
     30: "DSCP",
 }
 #: GOTO, DST, SRC, IIFNAME, PRIORITY, FWMARK, FLOW, SUPPRESS_IFGROUP, SUPPRESS_PREFIXLEN, TABLE, FWMASK, OIFNAME, PAD,
-#: L3MDEV, PROTOCOL: a way that was learned from a packet is that of the next one, too.
+#: L3MDEV, PROTOCOL: the path learned from one packet is also right for the next one.
 _PLAIN = frozenset({1, 2, 3, 4, 6, 10, 11, 13, 14, 15, 16, 17, 18, 19, 21})
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """``selects``: by what it tells flows of the same hosts apart; empty if it does not. ``mask`` 0: by no mark."""
+    """``selects``: the selector that distinguishes flows of the same hosts, else "". ``mask`` 0: it uses no mark."""
 
     priority: int
     selects: str = ""
@@ -46,25 +46,25 @@ class RoutingRule:
 
 
 def rules(family: int) -> list[RoutingRule]:
-    """Those of this network namespace for AF_INET or AF_INET6; none where the kernel has no such thing. OSError."""
+    """The rules of this network namespace for AF_INET or AF_INET6; none if the kernel has no ip rules. OSError."""
     try:
         with RawLink(_NETLINK_ROUTE) as link:
             return [parse(message) for message in link.dump(_GETRULE, _HEADER.pack(family, *[0] * 8))]
     except OSError as error:
         if error.errno in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP):
-            return []  # No such family here, or a kernel that knows no rules.
+            return []  # No such family here, or a kernel without ip rules.
         raise
 
 
 def parse(message: bytes) -> RoutingRule:
-    """A rule as the kernel describes it."""
+    """A rule from the kernel's message."""
     _, _, _, tos, _, _, _, _, flags = _HEADER.unpack_from(message)
     numbers = {}
     selects = "TOS" if tos else ""
     for kind, begin, end in attributes(message, _HEADER.size, len(message)):
         numbers[kind] = int.from_bytes(message[begin:end], sys.byteorder)
         if kind not in _PLAIN:
-            selects = _SELECTORS.get(kind, f"attribute {kind}, which is not known here")
+            selects = _SELECTORS.get(kind, f"unknown attribute {kind}")
     mark = numbers.get(_MARK, 0)
     mask = numbers.get(_MARK_MASK, 0xFFFFFFFF if _MARK in numbers else 0)
     return RoutingRule(numbers.get(_PRIORITY, 0), selects, mark, mask, bool(flags & _INVERT))

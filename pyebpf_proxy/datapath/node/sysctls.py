@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's settings: written only where they differ, read back, remembered, and put back by ``--cleanup``.
+"""The kernel's settings: written only where they differ, read back, recorded, and restored by ``--cleanup``.
 
-What a setting was before we changed it stands in ``<directory>/node-settings.json``, written before the setting is.
-The first former value stays there over restarts and other configurations. Clean-up puts it back only where the setting
-still is what we wrote: what somebody else has set since is theirs.
+The original value of a setting is recorded in ``<directory>/node-settings.json`` before it is changed. The first
+original value is kept over restarts and other configurations. Clean-up restores a setting only if it still has the
+value that the proxy wrote: a later change by others stays.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from pyebpf_proxy.log import Logger
 
 RECORD = "node-settings.json"
 OOM_SCORE_ADJ = "proc/self/oom_score_adj"
-#: Reason and text of the Node's event, as kube-proxy words it.
+#: Reason and text of the Node's event, as in kube-proxy.
 READ_ONLY_SYS = "readOnlySysFS"
 READ_ONLY_SYS_NOTE = (
     "CRI error: /sys is read-only: cannot modify conntrack limits, problems may arise later"
     " (If running Docker, see docker issue #24000)"
 )
 
-#: Takes reason and text of a Warning event on the Node.
+#: Called with reason and text of a Warning event for the Node.
 WarnNode = Callable[[str, str], None]
 
 _ROOT = Path("/")
-#: A container's own /proc/sys is read-only, whatever it may; the manifest mounts the node's /proc/sys/net here.
+#: A container's /proc/sys is read-only, whatever its capabilities; the manifest mounts the node's /proc/sys/net here.
 HOST = Path("host")
 _log = Logger("datapath")
 
 
 class SysctlError(RefusedError):
-    """A setting that could not be had, and without which kube-proxy would not start either."""
+    """A setting could not be set, and kube-proxy would not start without it either."""
 
 
 @dataclass
 class Change:
-    """What a setting was before us, and what we have put there last."""
+    """The original value of a setting, and the value that the proxy wrote last."""
 
     was: str
     wrote: str
-    #: What needs it for as long as it is on, and nothing else: "" for the configuration's own settings.
+    #: The feature that needs the setting while it is on; "" for the configuration's own settings.
     holder: str = ""
 
 
 class Record:
-    """What was changed, by path, in the instance's run directory. OSError if it cannot be written."""
+    """Changed settings, by path, in the instance's run directory. OSError if it cannot be written."""
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / RECORD
@@ -68,22 +68,22 @@ class Record:
             pass
         except (ValueError, KeyError, TypeError, AttributeError):
             _log.warning(
-                "the record of changed node settings cannot be read, they will not be put back", file=self._file
+                "the record of changed node settings cannot be read, they will not be restored", file=self._file
             )
 
     def note(self, path: str, was: str, wrote: str, holder: str = "") -> None:
-        """Remember a change; what the setting was at first stays."""
+        """Record a change; the first original value stays."""
         known = self.changes.get(path)
         self.changes[path] = Change(known.was if known else was, wrote, holder)
         self._write()
 
     def forget(self, path: str) -> None:
-        """Drop a change; the file goes with the last one."""
+        """Drop a change; the file is removed with the last one."""
         self.changes.pop(path, None)
         self._write()
 
     def discard(self) -> None:
-        """Take the file away where nothing is left to be remembered, readable or not."""
+        """Remove the file if nothing is recorded, even if it was unreadable."""
         if not self.changes:
             self._file.unlink(missing_ok=True)
 
@@ -101,16 +101,16 @@ class Record:
 
 
 def apply(settings: KernelSettings, directory: Path, warn_node: WarnNode | None = None, root: Path = _ROOT) -> None:
-    """Write what differs; conntrack must be loaded. ``directory``: the run directory, which must be there.
+    """Write what differs; conntrack must be loaded. ``directory``: the run directory, which must exist.
 
-    Works with and without a running data plane. SysctlError names the first setting that is needed and cannot be had;
-    what is not needed is logged. ``warn_node`` is called where kube-proxy records an event on its Node.
+    Works with and without a running data plane. SysctlError names the first required setting that cannot be set; a
+    failure of others is logged. ``warn_node`` is called where kube-proxy records an event on its Node.
     """
     record = Record(directory)
     refused: set[str] = set()
     for setting in wanted(settings, count_cpus(root, len(os.sched_getaffinity(0)))):
         if setting.path == HASHSIZE and CONNTRACK_MAX in refused:
-            continue  # The table's size follows from its limit, and that one is not ours to set.
+            continue  # The table's size follows from its limit, which cannot be set here.
         try:
             _ensure(setting, record, root)
         except OSError as error:
@@ -121,7 +121,7 @@ def apply(settings: KernelSettings, directory: Path, warn_node: WarnNode | None 
 
 
 def adjust_oom_score(value: int | None, root: Path = _ROOT) -> None:
-    """``oomScoreAdj`` of this process; that it cannot be had is only logged, as kube-proxy does it."""
+    """``oomScoreAdj`` of this process; a failure is only logged, as in kube-proxy."""
     if value is None:
         return
     path = root / OOM_SCORE_ADJ
@@ -132,7 +132,7 @@ def adjust_oom_score(value: int | None, root: Path = _ROOT) -> None:
 
 
 def hold(setting: Setting, directory: Path, root: Path = _ROOT) -> str:
-    """Have a setting for as long as ``setting.field`` is on. Why it cannot be had, or ""."""
+    """Set a setting while ``setting.field`` is on. Returns why it cannot be set, or ""."""
     record = Record(directory)
     known = record.changes.get(setting.path)
     try:
@@ -154,15 +154,15 @@ def hold(setting: Setting, directory: Path, root: Path = _ROOT) -> str:
 
 
 def held(setting: Setting, directory: Path) -> bool:
-    """Whether it is ``hold`` that has made the setting what it is."""
+    """Whether the setting has its value from ``hold``."""
     change = Record(directory).changes.get(setting.path)
     return change is not None and change.holder == setting.field
 
 
 def restore(directory: Path, root: Path = _ROOT, holder: str | None = None) -> tuple[list[str], list[str]]:
-    """Put back what still is as we wrote it. Returns what was put back and what could not be, one line each.
+    """Restore settings that still have the value that the proxy wrote. Returns restored ones and failures as lines.
 
-    ``holder``: only what this one holds; "": only what nobody does.
+    ``holder``: only settings of this holder; "": only those without one.
     """
     record = Record(directory)
     restored, problems = [], []
@@ -174,11 +174,11 @@ def restore(directory: Path, root: Path = _ROOT, holder: str | None = None) -> t
             place = _place(root, path)
             if _read(place) == change.wrote:
                 _put(place, change.was, change.wrote, at_least=False)
-                restored.append(f"setting {name}={change.wrote}, it is {change.was} again")
+                restored.append(f"setting {name}={change.wrote}, restored to {change.was}")
             else:
-                _log.info("somebody else has set this since, it stays", setting=name)
+                _log.info("node setting was changed by others since, it stays", setting=name)
         except FileNotFoundError:
-            pass  # Its module is gone, and with it what we wrote.
+            pass  # Its module was unloaded, and the value with it.
         except OSError as error:
             problems.append(f"{name} cannot be set back to {change.was}: {_reason(error)}")
             continue
@@ -210,7 +210,7 @@ def _ensure(setting: Setting, record: Record, root: Path) -> None:
         elif known is not None:
             record.note(setting.path, known.was, known.wrote)
         else:
-            record.forget(setting.path)  # What has not changed need not be put back.
+            record.forget(setting.path)  # It did not change, so it need not be restored.
         raise
     if taken != value:
         record.note(setting.path, now, taken)  # rounded by the kernel
@@ -218,7 +218,7 @@ def _ensure(setting: Setting, record: Record, root: Path) -> None:
 
 
 def _ensured_by_sysctl(setting: Setting, record: Record, root: Path) -> bool:
-    """The size of the table by its other name, which is below /proc/sys/net: in a container /sys is read-only."""
+    """The size of the table by its other name, below /proc/sys/net: in a container /sys is read-only."""
     try:
         _ensure(replace(setting, path=BUCKETS), record, root)
     except OSError:
@@ -227,16 +227,16 @@ def _ensured_by_sysctl(setting: Setting, record: Record, root: Path) -> bool:
 
 
 def _place(root: Path, path: str) -> Path:
-    """Where a setting is to be written: at the node's mount of it where a manifest gives one."""
+    """Where a setting is written: at the node's mount of it if the manifest provides one."""
     mounted = root / HOST / path
     return mounted if mounted.exists() else root / path
 
 
 def _put(path: Path, value: str, now: str, at_least: bool) -> str:
-    """Write unless it is so already, and read back; OSError also if the kernel has made something else of it."""
+    """Write unless it has the value already, and read back; OSError also if the kernel has changed the value."""
     if now == value:
         return now
-    # Never made anew: a setting that is not there is not there.
+    # Without O_CREAT: a missing setting must stay missing.
     descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
     try:
         os.write(descriptor, value.encode())
@@ -261,7 +261,7 @@ def _is(text: str, value: int, at_least: bool) -> bool:
 
 
 def _refused(setting: Setting, error: OSError, root: Path, warn_node: WarnNode | None) -> None:
-    """Say that a setting could not be had, or raise SysctlError."""
+    """Report that a setting could not be set, or raise SysctlError."""
     reason = _reason(error)
     if setting.path == HASHSIZE and error.errno == errno.EROFS:
         _log.warning(READ_ONLY_SYS_NOTE, setting=setting.name, value=setting.value)
@@ -285,8 +285,8 @@ def _refused(setting: Setting, error: OSError, root: Path, warn_node: WarnNode |
 
 
 def _not_for_this_namespace(path: Path, error: OSError) -> bool:
-    """The kernel shows what is the whole machine's without write permission in other network namespaces than the
-    first one, or refuses with EOPNOTSUPP (hashsize)."""
+    """In network namespaces other than the first one, the kernel shows machine-wide settings without write permission,
+    or refuses with EOPNOTSUPP (hashsize)."""
     if error.errno == errno.EOPNOTSUPP:
         return True
     try:

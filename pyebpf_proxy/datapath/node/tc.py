@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our programs at a device's tc hooks where there is no tcx: clsact qdisc and cls_bpf filters in direct-action mode.
+"""The proxy's programs at a device's tc hooks without tcx: clsact qdisc and cls_bpf filters in direct-action mode.
 
-A filter is ours if its kind, handle and name are all ours. At ingress it has the first priority that it can have, at
-egress the last one. Everything else on the device is left alone: a clsact or ingress qdisc that was there is used and
-stays, other filters run before or after ours (our programs return TC_ACT_UNSPEC to go on). An ingress qdisc has no
-egress.
+A filter is the proxy's if its kind, handle and name match. At ingress it has the first free priority, at egress the
+last one. Everything else on the device is left alone: an existing clsact or ingress qdisc is used and stays, other
+filters run before or after the proxy's (its programs return TC_ACT_UNSPEC to continue). An ingress qdisc has no egress.
 
-Whether the clsact was made by us is remembered as an empty file ``<directory>/clsact/<ifindex>-<name>``, written
-before the qdisc is made. It is taken away again when it is in that record and no filter is left on either of its hooks.
+A clsact created by the proxy is recorded as an empty file ``<directory>/clsact/<ifindex>-<name>``, written before the
+qdisc is created. The qdisc is removed if it is recorded and neither of its hooks has a filter left.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ _HOOKS = {INGRESS: "ingress", EGRESS: "egress"}
 PROTOCOL_ALL = 0x0300  # htons(ETH_P_ALL)
 DIRECT_ACTION = 1
 PRIORITY_MAX = 0xFFFF
-# Earlier versions had their filter at 235; nobody else needs as many in front of ours.
+# Earlier versions had their filter at 235; no other software needs that many priorities before it.
 _PRIORITIES = {INGRESS: range(1, 0xEB), EGRESS: range(PRIORITY_MAX, PRIORITY_MAX - 0xEB, -1)}
-# What the kernel says of a device that is gone, or leaves while we are at it.
+# Errors for a device that is gone, or goes meanwhile.
 GONE = (errno.ENODEV, errno.ENXIO)
 
 
 class Filters:
-    """Our filters in the network namespace this object was made in. ``directory`` holds the record of our qdiscs."""
+    """The proxy's filters in the network namespace in which it is created. ``directory`` has the record of qdiscs."""
 
     def __init__(self, directory: Path) -> None:
         self._records = directory / "clsact"
@@ -66,9 +65,9 @@ class Filters:
         self._netlink.close()
 
     def attach(self, ifindex: int, device: str, program_fd: int, hook: int = INGRESS) -> bool:
-        """Puts the program on the device, or in the place of the one that is there, in one atomic step.
+        """Attaches the program to the device, or replaces the existing one, atomically.
 
-        A filter of ours at another priority (an earlier version's) has the program too until the new one is there.
+        A filter at another priority (of an earlier version) also runs the program until the new one is attached.
         False if the device is gone. NetlinkError names the device and the kernel's reason.
         """
         try:
@@ -86,14 +85,14 @@ class Filters:
         return True
 
     def replace(self, ifindex: int, device: str, program_fd: int) -> bool:
-        """The program in the place of whatever of ours is at ingress, in one atomic step. False: there is nothing."""
+        """Replaces the program of the existing ingress filters atomically. False: there are none."""
         own = self._own(ifindex, INGRESS)
         for priority in own:
             self._add(ifindex, device, program_fd, INGRESS, priority)
         return bool(own)
 
     def detach(self, ifindex: int, device: str) -> bool:
-        """Takes our filters off, and our clsact if nothing else uses it. False if there was nothing of ours."""
+        """Removes the proxy's filters, and its clsact if it is unused. False if there was nothing."""
         try:
             found = False
             for hook in _HOOKS:
@@ -111,18 +110,18 @@ class Filters:
         return bool(self._own(ifindex, hook))
 
     def attached(self) -> list[int]:
-        """Devices of this namespace, by ifindex, that carry a filter of ours at ingress."""
+        """Devices of this namespace, by ifindex, that have an ingress filter of the proxy."""
         message = _message(0, 0, 0, 0)
         qdiscs = self._netlink.dump(message, RTM_GETQDISC, "list of qdiscs")
         candidates = {q["index"] for q in qdiscs if attribute(q, "TCA_KIND") in ("clsact", "ingress")}
         return sorted(index for index in candidates if self.is_attached(index))
 
     def qdisc(self, ifindex: int) -> str:
-        """The qdisc with a device's hooks: "clsact", "ingress" (it has none at egress), "": there is none."""
+        """The qdisc with a device's hooks: "clsact", "ingress" (no egress), "": there is none."""
         return qdiscs().get(ifindex, Qdiscs()).hooks
 
     def recorded(self) -> list[tuple[int, str]]:
-        """Devices whose clsact we made, as far as the record knows: ifindex and the name it had then."""
+        """Devices whose clsact was created by the proxy, from the record: ifindex and the name at that time."""
         found = []
         for entry in sorted(self._records.glob("*-*")):
             index, _, device = entry.name.partition("-")
@@ -131,23 +130,23 @@ class Filters:
         return found
 
     def is_recorded(self, ifindex: int) -> bool:
-        """Whether the device's clsact was made by us, as far as the record knows."""
+        """Whether the device's clsact was created by the proxy, from the record."""
         return bool(self._record(ifindex))
 
     def forget(self, ifindex: int) -> None:
-        """Drops the record: the device is gone, and its qdisc with it. An ifindex may be used again."""
+        """Drops the record: the device is gone, and its qdisc with it. An ifindex may be reused."""
         for entry in self._record(ifindex):
             entry.unlink(missing_ok=True)
 
     def _record(self, ifindex: int) -> list[Path]:
-        # By ifindex alone: CNI plugins rename their devices. The name is for people.
+        # By ifindex only, because CNI plugins rename their devices. The name is for people.
         return list(self._records.glob(f"{ifindex}-*"))
 
     def _ensure_qdisc(self, ifindex: int, device: str) -> None:
-        """A qdisc with an ingress hook: clsact made by us, or the clsact or ingress qdisc that is there."""
+        """A qdisc with an ingress hook: a new clsact, or the existing clsact or ingress qdisc."""
         recorded = self._record(ifindex)
         if not recorded:
-            # Written first: an agent killed between the two steps must not leave a qdisc that nobody claims.
+            # Written first: an agent killed between the two steps must not leave an unrecorded qdisc.
             self._records.mkdir(parents=True, exist_ok=True, mode=0o755)
             (self._records / f"{ifindex}-{device}").touch()
         message = _message(ifindex, CLSACT_PARENT, CLSACT_HANDLE, 0)
@@ -161,7 +160,7 @@ class Filters:
                 raise
 
     def _release_qdisc(self, ifindex: int, device: str) -> bool:
-        """Deletes the clsact if it is ours and empty. False if it is not ours."""
+        """Deletes the clsact if it is recorded and empty. False if it is not recorded."""
         if not self._record(ifindex):
             return False
         if not self._in_use(ifindex):
@@ -170,7 +169,7 @@ class Filters:
             try:
                 self._netlink.request(message, RTM_DELQDISC, 0, f"clsact of {device}: delete")
             except NetlinkError as error:
-                # EINVAL: somebody put an ingress qdisc in its place.
+                # EINVAL: it was replaced by an ingress qdisc.
                 if error.errno not in (*GONE, errno.ENOENT, errno.EINVAL):
                     raise
         self.forget(ifindex)
@@ -188,7 +187,7 @@ class Filters:
                 self._remove(ifindex, device, hook, priority)
 
     def _priority(self, ifindex: int, device: str, hook: int) -> int:
-        """The outermost priority that has nothing, or only filters beside which ours can be."""
+        """The outermost priority that is free, or has only filters that allow another one beside them."""
         taken = set()
         for message in self._filters(ifindex, hook):
             kind, protocol = attribute(message, "TCA_KIND"), message["info"] & 0xFFFF
@@ -197,7 +196,7 @@ class Filters:
                 taken.add(message["info"] >> 16)
         free = next((priority for priority in _PRIORITIES[hook] if priority not in taken), 0)
         if not free:
-            raise NetlinkError(errno.EEXIST, f"tc filter on {device}: others have every priority of the {_HOOKS[hook]}")
+            raise NetlinkError(errno.EEXIST, f"tc filter on {device}: others use every priority of the {_HOOKS[hook]}")
         return free
 
     def _add(self, ifindex: int, device: str, program_fd: int, hook: int, priority: int) -> None:
@@ -212,9 +211,9 @@ class Filters:
         self._netlink.request(message, RTM_DELTFILTER, 0, f"tc filter on {device}: detach")
 
     def _own(self, ifindex: int, hook: int) -> list[int]:
-        """The priorities of our filters, as a rule one."""
+        """The priorities of the proxy's filters, usually one."""
         if hook == EGRESS and self.qdisc(ifindex) != "clsact":
-            return []  # asked for egress, an ingress qdisc lists its ingress
+            return []  # an ingress qdisc lists its ingress filters for egress, too
         return [message["info"] >> 16 for message in self._filters(ifindex, hook) if _is_ours(message)]
 
     def _in_use(self, ifindex: int) -> bool:
@@ -243,14 +242,14 @@ def _is_ours(message: Any) -> bool:
 
 
 class Qdiscs(NamedTuple):
-    """Of a device: the kind of its root qdisc, and of the one with its tc hooks; "": there is none."""
+    """A device's qdiscs: the kind of the root qdisc, and of the one with the tc hooks; "": there is none."""
 
     root: str = ""
     hooks: str = ""
 
 
 def qdiscs() -> dict[int, Qdiscs]:
-    """Of every device of this network namespace that has any, by ifindex. OSError."""
+    """The qdiscs of every device of this network namespace that has any, by ifindex. OSError."""
     found: dict[int, Qdiscs] = {}
     with RawLink(socket.NETLINK_ROUTE) as link:
         for message in link.dump(RTM_GETQDISC, _TCMSG.pack(0, 0, 0, 0, 0)):
@@ -265,7 +264,7 @@ def qdiscs() -> dict[int, Qdiscs]:
 
 
 class Filter(NamedTuple):
-    """A tc filter; ``name`` is a BPF program's, as its owner called it."""
+    """A tc filter; ``name`` is the name of a BPF filter."""
 
     priority: int
     kind: str
@@ -278,7 +277,7 @@ class Filter(NamedTuple):
 
 
 def filters(ifindex: int, hook: int) -> list[Filter]:
-    """Those at a hook of a device, in the order in which they run. OSError."""
+    """The filters at a hook of a device, in the order in which they run. OSError."""
     found = []
     with RawLink(socket.NETLINK_ROUTE) as link:
         for message in link.dump(RTM_GETTFILTER, _TCMSG.pack(0, ifindex, 0, hook, 0)):
@@ -287,7 +286,7 @@ def filters(ifindex: int, hook: int) -> list[Filter]:
             begin, end = known.get(_KIND, (0, 0))
             kind = message[begin:end].rstrip(bytes(1)).decode()
             if kind == "bpf" and not handle:
-                continue  # the head of the filters of one priority
+                continue  # the header of the filters of one priority
             begin, end = known.get(_OPTIONS, (0, 0))
             inner = {each: message[b:e] for each, b, e in attributes(message, begin, end)}
             name = inner.get(_BPF_NAME, b"").rstrip(bytes(1)).decode(errors="replace") if kind == "bpf" else ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our programs in the tcx chains of devices (Linux 6.6): first at ingress, last at egress, by links that are pinned.
+"""The proxy's programs in the tcx chains of devices (Linux 6.6): first at ingress, last at egress, with pinned links.
 
-The pin ``<folder>/<ifindex>-ingress`` or ``-egress`` keeps a link when the agent is gone; the next run puts its program
-in the place of the former one with no packet in between. No qdisc is needed or made.
+The pin ``<folder>/<ifindex>-ingress`` or ``-egress`` keeps a link when the agent is gone; the next run replaces the
+program of the link atomically. No qdisc is needed or created.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from pyebpf_proxy.datapath.loader.tcx import EGRESS, INGRESS
 
 HOOKS = {INGRESS: "ingress", EGRESS: "egress"}
 _MOVED = "-moved"
-# Of `top` (bpf/meter.bpf.c): they look before ours does, and let everything pass.
+# The programs of `top` (bpf/meter.bpf.c): they run before the proxy's, and let everything pass.
 METERS = frozenset({"meter_ethernet", "meter_l3"})
 _METER = "meter-"
 _GONE = (errno.ENODEV, errno.ENXIO, errno.ENOLINK)
 
 
 class Links:
-    """The links of one instance. ``folder`` is in a bpffs; it is made when the first link is.
+    """The links of one instance. ``folder`` is in a bpffs; it is created with the first link.
 
-    ``chain`` is how a chain is asked for, by device and hook.
+    ``chain`` is the function that queries a chain, by device and hook.
     """
 
     def __init__(self, folder: Path, chain: Callable[[int, int], tuple[int, ...]] = tcx.chain) -> None:
         self._folder = folder
         self._chain = chain
         self._names: dict[int, str] = {}
-        #: The program that each of our links runs, by device and hook.
+        #: The program of each link, by device and hook.
         self.programs: dict[tuple[int, int], int] = {}
         for pin in sorted(folder.iterdir()) if folder.is_dir() else ():
             index, _, name = pin.name.removesuffix(_MOVED).partition("-")
@@ -52,7 +52,7 @@ class Links:
                 pin.unlink(missing_ok=True)
 
     def attach(self, ifindex: int, hook: int, program_fd: int) -> None:
-        """Puts the program at its end of the chain, or in the place of a former one. BpfError."""
+        """Attaches the program at its end of the chain, or replaces a former one. BpfError."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         number = tcx.described(program_fd)["prog_id"]
         self._finish_move(ifindex, hook)
@@ -64,7 +64,7 @@ class Links:
             self._move(ifindex, hook, program_fd)
 
     def detach(self, ifindex: int, hook: int) -> bool:
-        """Takes our program off. False if there was none."""
+        """Detaches the program. False if there was none."""
         self._finish_move(ifindex, hook)
         self._table(ifindex, hook).unlink(missing_ok=True)
         found = self.programs.pop((ifindex, hook), None) is not None
@@ -83,18 +83,18 @@ class Links:
         return True
 
     def forget(self, ifindex: int) -> None:
-        """The device is gone, and with it the links."""
+        """The device is gone, and the links with it."""
         for hook in HOOKS:
             self.programs.pop((ifindex, hook), None)
             for pin in (self._pin(ifindex, hook), self._moved(ifindex, hook), self._table(ifindex, hook)):
                 pin.unlink(missing_ok=True)
 
     def is_there(self, ifindex: int, hook: int) -> bool:
-        """Whether our program is in the chain, anywhere. BpfError."""
+        """Whether the program is anywhere in the chain. BpfError."""
         return self.programs.get((ifindex, hook)) in self._chain(ifindex, hook)
 
     def is_in_place(self, ifindex: int, hook: int) -> bool:
-        """Whether nobody's program is before ours at ingress, or behind it at egress. BpfError."""
+        """Whether no other program is before it at ingress, or after it at egress. BpfError."""
         chain = self._chain(ifindex, hook)
         own = self.programs.get((ifindex, hook))
         if own not in chain:
@@ -104,7 +104,7 @@ class Links:
         return all(self._is_meter(number) for number in beyond)
 
     def others(self, ifindex: int, hook: int) -> tuple[str, ...]:
-        """Who else is there, in words: at ingress those behind ours, at egress all. BpfError."""
+        """Other programs in the chain, as text: at ingress those after the proxy's, at egress all. BpfError."""
         chain = self._chain(ifindex, hook)
         own = self.programs.get((ifindex, hook))
         if hook == INGRESS and own in chain:
@@ -126,7 +126,7 @@ class Links:
         return self._folder / f"{ifindex}-{HOOKS[hook]}-table"
 
     def _finish_move(self, ifindex: int, hook: int) -> None:
-        """An agent was killed while it moved a link: the one of the two that is attached stays."""
+        """An agent was killed while it moved a link: the attached one of the two stays."""
         moved, pin = self._moved(ifindex, hook), self._pin(ifindex, hook)
         if not moved.exists():
             return
@@ -136,7 +136,7 @@ class Links:
             os.rename(moved, pin)
 
     def _replace(self, ifindex: int, hook: int, program_fd: int) -> bool:
-        """False: there is no link, or its device is gone and the number another's now."""
+        """False: there is no link, or its device is gone and the ifindex was reused."""
         pin = self._pin(ifindex, hook)
         try:
             link = tcx.open_pinned(pin)
@@ -165,9 +165,9 @@ class Links:
             os.close(link)
 
     def _move(self, ifindex: int, hook: int, program_fd: int) -> None:
-        """To its end of the chain: a second link there, and the first one goes after that.
+        """Moves the program to its end of the chain: attaches a second link there, then detaches the first one.
 
-        In between the program runs twice on a packet; the second run leaves what the first one decided
+        Meanwhile the program runs twice on a packet; the second run keeps the decision of the first one
         (is_decided() in bpf/tc.bpf.c).
         """
         pin, moved, table = self._pin(ifindex, hook), self._moved(ifindex, hook), self._table(ifindex, hook)
@@ -192,7 +192,7 @@ class Links:
         return name in METERS or (name == "" and (self._folder / f"{_METER}{number}").is_symlink())
 
     def _name(self, number: int) -> str | None:
-        """A program's name; "": we may not know (that takes CAP_SYS_ADMIN); None: it has just gone."""
+        """A program's name; "": unknown without CAP_SYS_ADMIN; None: it is gone."""
         if number not in self._names:
             try:
                 self._names[number] = kernel_objects.program_info(number).name
@@ -204,11 +204,11 @@ class Links:
 
 
 def announce(folder: Path, programs: Iterable[int]) -> None:
-    """Says which programs (by id) are `top`'s, to an agent that may not ask for their names. OSError.
+    """Publishes which programs (by id) are `top`'s, for an agent that may not query their names. OSError.
 
-    By symbolic links beside the pins of the instance, in ``folder``: a bpffs has no plain files, a pin would keep the
-    program when `top` was killed, and nothing else is sure to be seen by both. What killed ones left is removed.
-    Without the folder nothing of the instance is in a tcx chain.
+    Uses symbolic links next to the pins of the instance, in ``folder``: a bpffs has no plain files, a pin would keep
+    the program after `top` was killed, and no other place is visible to both. Links of killed processes are removed.
+    Without the folder the instance has nothing in a tcx chain.
     """
     if not folder.is_dir():
         return
@@ -223,7 +223,7 @@ def announce(folder: Path, programs: Iterable[int]) -> None:
 
 
 def withdraw(folder: Path, programs: Iterable[int]) -> None:
-    """They are gone. What cannot be removed says nothing of any other program: the next `top` tries again."""
+    """The programs are gone. A link that cannot be removed does no harm: the next `top` tries again."""
     with contextlib.suppress(OSError):
         for number in programs:
             (folder / f"{_METER}{number}").unlink(missing_ok=True)

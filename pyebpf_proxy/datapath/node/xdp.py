@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our XDP program on devices, by links that are pinned: which devices, and what their frames may be sent by.
+"""The proxy's XDP program on devices, with pinned links: on which devices, and which frames they can send.
 
-A link belongs to who made it: nobody's program is ever replaced by it, nor ours by somebody's; another program
-of ours takes a former one's place in it with no moment in between. The pin ``<folder>/<ifindex>-<mode>`` keeps it when
-the agent is gone; with the pin it goes.
+A link belongs to its owner: the proxy never replaces another program, nor can another program replace the proxy's. A
+new version of the proxy's program replaces the former one in the link atomically. The pin ``<folder>/<ifindex>-<mode>``
+keeps the link when the agent is gone; removing the pin detaches the program.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from pyebpf_proxy.datapath.node.netdev import BASIC, NDO_XMIT, NDO_XMIT_SG, RX_S
 from pyebpf_proxy.datapath.node.plan import ARPHRD_ETHER, TC_ETHERNET, Link
 
 Mode = Literal["native", "generic"]
-#: In the list of devices: every physical one with XDP in its driver.
+#: In the list of devices: every physical device with XDP in its driver.
 EVERY_PHYSICAL = "*"
 # enum xdp_frames of bpf/xdp_maps.h
 NO_FRAMES, ONE_BUFFER, ANY_FRAMES = range(3)
-# Devices whose other end is on this machine. XDP_TX reaches it only if it carries XDP itself (6.18: with GRO alone
-# frames lie in its queue until something else wakes it); a redirect to the same device is what the kernel tells of.
+# Devices whose other end is on this machine. XDP_TX reaches it only if it has XDP itself (6.18: with only GRO, frames
+# stay in its queue until something else wakes it); the kernel reports whether a redirect to the device works.
 _PAIRS = frozenset({"veth", "netkit"})
 _SIOCETHTOOL, _ETHTOOL_GFLAGS, _RXVLAN = 0x8946, 0x25, 1 << 8
 
 
 class DeviceMap(Protocol):
-    """What is used of ``libbpf.Map``."""
+    """The used part of ``libbpf.Map``."""
 
     def update(self, key: bytes, value: bytes, flags: int = 0) -> None: ...
 
@@ -43,7 +43,7 @@ class DeviceMap(Protocol):
 
 
 class Layout(Protocol):
-    """What is used of ``btf.Layout``."""
+    """The used part of ``btf.Layout``."""
 
     def pack(self, **values: int | bytes) -> bytes: ...
 
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class XdpConfig:
-    """``devices``: names, and :data:`EVERY_PHYSICAL`. ``pod_sockets``: as with socketLB: all."""
+    """``devices``: names, or :data:`EVERY_PHYSICAL`. ``pod_sockets``: whether socketLB is "all"."""
 
     devices: tuple[str, ...]
     mode: Mode = "native"
@@ -68,7 +68,7 @@ class XdpConfig:
 
 @dataclass
 class Plan:
-    """Devices that the program belongs on; those that it cannot be on, and why; the map ``xdp_devices``."""
+    """Devices to attach the program to; devices that cannot have it, and why; the map ``xdp_devices``."""
 
     attach: dict[int, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def plan(
     config: XdpConfig,
     takes_tags_off: Callable[[str], bool],
 ) -> Plan:
-    """Pure. ``programs``: the tc program of each device. ``features``: None where the kernel does not tell."""
+    """Pure. ``programs``: the tc program of each device. ``features``: None if the kernel does not report them."""
     found = Plan()
     for index, link in links.items():
         named = link.name in config.devices
@@ -101,7 +101,7 @@ def plan(
         takes = _frames(bits, NDO_XMIT, NDO_XMIT_SG)
         if index in found.attach:
             opens = not (config.pod_sockets and link.kind in _PAIRS)
-            # XDP_TX needs no more of a driver than XDP.
+            # Every driver with XDP supports XDP_TX.
             returns = NO_FRAMES if link.kind in _PAIRS else _frames(bits | BASIC, BASIC, RX_SG)
             found.entries[index] = Entry(link.mac, int(opens), returns, takes)
         elif takes:
@@ -112,7 +112,7 @@ def plan(
 def _is_physical(link: Link, features: Mapping[int, int] | None) -> bool:
     if link.kind or link.type != ARPHRD_ETHER:
         return False
-    # Where the kernel does not tell, the driver does when it is tried.
+    # If the kernel does not report it, an attempt to attach shows it.
     return features is None or bool(features.get(link.ifindex, 0) & BASIC)
 
 
@@ -125,12 +125,10 @@ def _why_not(
         master = links.get(link.master)
         return f"it is a port of {master.name if master else 'another device'}"
     if programs.get(link.ifindex) != TC_ETHERNET:
-        return "the tc program is not on it, which takes what XDP leaves"
+        return "it does not have the tc program, which handles what XDP leaves"
     tagged = any(upper.kind == "vlan" and upper.lower == link.ifindex for upper in links.values())
     if tagged and takes_tags_off(link.name):
-        return (
-            f"it has VLAN devices, and takes their tags off before XDP sees a frame (ethtool -K {link.name} rxvlan off)"
-        )
+        return f"it has VLAN devices and strips their tags before XDP sees a frame (ethtool -K {link.name} rxvlan off)"
     return ""
 
 
@@ -141,7 +139,7 @@ def _frames(bits: int, one: int, several: int) -> int:
 
 
 def takes_tags_off(device: str) -> bool:
-    """Whether a device gives VLAN tags beside the frame (ethtool: rx-vlan-offload), in this network namespace."""
+    """Whether a device strips VLAN tags from frames (ethtool: rx-vlan-offload), in this network namespace."""
     value = bytearray(struct.pack("=II", _ETHTOOL_GFLAGS, 0))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         # ifr_data points at the value.
@@ -156,7 +154,7 @@ def takes_tags_off(device: str) -> bool:
 
 
 class Xdp:
-    """The program on the devices of this network namespace. ``say`` takes one line for each thing that went wrong."""
+    """The program on the devices of this network namespace. ``say`` is called with one line for each failure."""
 
     def __init__(
         self,
@@ -177,7 +175,7 @@ class Xdp:
         self._written: dict[int, Entry] = {}
         #: How often the map was changed.
         self.writes = 0
-        #: Names of the devices that carry the program, by ifindex.
+        #: Names of the devices that have the program, by ifindex.
         self.attached: dict[int, str] = {}
 
     @property
@@ -187,7 +185,7 @@ class Xdp:
     def apply(
         self, links: Mapping[int, Link], programs: Mapping[int, str], features: Mapping[int, int] | None
     ) -> list[str]:
-        """Bring devices and map up to date; names of devices that carry the program from now on."""
+        """Bring devices and map up to date; returns the names of devices that newly have the program."""
         wanted = plan(links, programs, features, self._config, takes_tags_off)
         for index, entry in wanted.entries.items():
             if self._written.get(index) != entry:
@@ -197,7 +195,7 @@ class Xdp:
         for pin in _pins(self._folder):
             index, mode = _of(pin)
             if index not in wanted.attach or mode != self._config.mode:
-                # Of a device that is gone, or is not to carry it any more, or not so.
+                # The device is gone, or must not have the program any more, or not in this mode.
                 _take_off(pin)
         for index in [index for index in self.attached if index not in wanted.attach]:
             del self.attached[index]
@@ -226,7 +224,7 @@ class Xdp:
         return True
 
     def _replace(self, pin: Path, index: int) -> bool:
-        """Our program in the place of a former run's. False: its device is gone, and the number is another's now."""
+        """Replaces the program of a former run. False: its device is gone, and the ifindex was reused."""
         link = BpfLink.open_pinned(pin)
         try:
             if link.attached_to("ifindex") != index:
@@ -244,7 +242,7 @@ class Xdp:
 
 def _why(error: BpfError, mode: Mode) -> str:
     if error.errno in (errno.EBUSY, errno.EEXIST):
-        return "it carries somebody else's XDP program, which stays"
+        return "it already has another XDP program, which stays"
     if error.errno == errno.EOPNOTSUPP and mode == "native":
         return "its driver has none (xdpMode: generic works everywhere, and is slower than tc alone)"
     if error.errno in (errno.EINVAL, errno.ERANGE, errno.ENOMEM, errno.EOPNOTSUPP):
@@ -262,7 +260,7 @@ def _of(pin: Path) -> tuple[int, str]:
 
 
 def release(folder: Path) -> int:
-    """Take the program off every device: how many there were."""
+    """Detach the program from every device; returns how many there were."""
     pins = _pins(folder)
     for pin in pins:
         _take_off(pin)
@@ -270,7 +268,7 @@ def release(folder: Path) -> int:
 
 
 def _take_off(pin: Path) -> None:
-    """At once: with its pin alone the link goes soon, and until then nothing else may be where it was."""
+    """Detaches at once: removing only the pin detaches with a delay, and the device would stay occupied."""
     try:
         link = BpfLink.open_pinned(pin)
         try:

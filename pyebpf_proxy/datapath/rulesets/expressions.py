@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expressions of nftables as the kernel dumps them (include/uapi/linux/netfilter/nf_tables.h), read into parts. Pure.
 
-Most rules of a large ruleset are made of few different expressions, so each is decoded once for its bytes.
+A large ruleset mostly repeats a few different expressions, so each is decoded once and cached by its bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pyebpf_proxy.datapath.rulesets.model import Field, Kind, Part
 
 _ATTRIBUTE = struct.Struct("=HH")
 _NAME, _DATA = 1, 2
-#: How every counter begins; its numbers are others in each rule.
+#: The beginning of every counter; its numbers differ in each rule.
 _COUNTER = _ATTRIBUTE.pack(12, _NAME) + b"counter\0"
 _VERDICT_REGISTER = 0
 _DROP, _ACCEPT, _QUEUE, _STOLEN, _JUMP, _GOTO, _RETURN = 0, 1, 3, 2, -3, -4, -5
@@ -49,7 +49,7 @@ _META_SET = {
 _CT_MARK, _CT_SECMARK, _CT_PACKETS, _CT_BYTES, _CT_AVERAGE, _CT_ZONE = 3, 4, 14, 15, 16, 17
 _CT_ADDRESSES = {8, 9, 19, 20, 21, 22}
 _LINK, _NETWORK, _TRANSPORT = 0, 1, 2
-#: What lies behind TCP's plain header, and so behind that of every other protocol.
+#: Offsets from here on are after TCP's plain header, and so after that of every other protocol.
 _TRANSPORT_BYTES = 20
 _OBJECTS = {
     2: (Kind.COUNTS, "quota"),
@@ -82,14 +82,14 @@ _PLAIN: dict[str, tuple[Kind, str]] = {
     "flow_offload": (Kind.TAKES, "flow add"),
     "notrack": (Kind.NOTRACK, "notrack"),
 }
-#: They put something into a register.
+#: They load something into a register.
 _LOADS = frozenset({"byteorder", "hash", "fib", "rt", "socket", "osf", "tunnel", "xfrm", "inner"})
 
 Found = dict[int, bytes]
 
 
 def expressions(data: bytes, at: int, end: int, known: dict[bytes, Part]) -> tuple[Part, ...]:
-    """The expressions of a rule: a list of attributes between ``at`` and ``end``. ``known``: decoded before."""
+    """The expressions of a rule: a list of attributes between ``at`` and ``end``. ``known``: cache of decoded ones."""
     parts = []
     while at + 4 <= end:
         length, _ = _ATTRIBUTE.unpack_from(data, at)
@@ -107,20 +107,20 @@ def expressions(data: bytes, at: int, end: int, known: dict[bytes, Part]) -> tup
 
 
 def verdict(data: bytes) -> Part:
-    """What an attribute of the type of NFTA_DATA_VERDICT says."""
+    """The verdict in an attribute of the type of NFTA_DATA_VERDICT."""
     found = _found(data)
     code = _signed(found.get(1, b""))
-    kind = _VERDICTS.get(code & 0xFF if code > 0 else code, Kind.IGNORED)  # continue and break leave nothing
+    kind = _VERDICTS.get(code & 0xFF if code > 0 else code, Kind.IGNORED)  # continue and break have no effect
     return Part(kind, "queue" if kind is Kind.TAKES else kind.name.lower(), target=text(found.get(2, b"")))
 
 
 def text(data: bytes) -> str:
-    """A name as the kernel gives it."""
+    """A name as the kernel returns it."""
     return data.rstrip(b"\0").decode(errors="replace")
 
 
 def number(data: bytes | None) -> int | None:
-    """A number in network byte order; None if there is none."""
+    """A number in network byte order; None if it is missing."""
     return int.from_bytes(data, "big") if data else None
 
 
@@ -142,7 +142,7 @@ def _expression(raw: bytes) -> Part:
         return Part(Kind.LOAD, name, raw)
     special = _SPECIAL.get(name)
     if special is None:
-        return Part(Kind.UNKNOWN, f"expression {name}, which is not known here")
+        return Part(Kind.UNKNOWN, f"unknown expression {name}")
     return special(_found(parts.get(_DATA, b"")), raw)
 
 
@@ -150,13 +150,13 @@ def _immediate(found: Found, raw: bytes) -> Part:
     data = _found(found.get(2, b""))
     if 2 in data:
         return verdict(data[2])
-    # In the byte order of the host where it becomes a mark.
+    # In host byte order where it becomes a mark.
     value = data.get(1, b"")
     return Part(Kind.LOAD, "value", raw, field=Field.VALUE, number=int.from_bytes(value, sys.byteorder))
 
 
 def _bitwise(found: Found, raw: bytes) -> Part:
-    """``number``: the bits that are kept, ``value``: those that are turned then."""
+    """``number``: the bits that are kept, ``value``: the bits that are then inverted."""
     mask, turned = (_found(found.get(kind, b"")).get(1, b"") for kind in (4, 5))
     if number(found.get(6)) or len(mask) != 4:
         return Part(Kind.LOAD, "bitwise", raw)
@@ -208,15 +208,15 @@ def _ct(found: Found, raw: bytes) -> Part:
         return Part(Kind.TRACKS, "ct zone set")
     if key == _CT_SECMARK:
         return Part(Kind.REWRITES, "ct secmark set")
-    return Part(Kind.IGNORED, "ct set")  # labels, which events are told
+    return Part(Kind.IGNORED, "ct set")  # labels, which only events report
 
 
 def _payload(found: Found, raw: bytes) -> Part:
     base, offset, length = (number(found.get(kind)) or 0 for kind in (2, 3, 4))
     if 5 in found:
-        return Part(Kind.REWRITES, "a header's field set")
+        return Part(Kind.REWRITES, "header field set")
     if base > _TRANSPORT or (base == _TRANSPORT and offset >= _TRANSPORT_BYTES):
-        return Part(Kind.INSPECTS, "a look at what packets carry")
+        return Part(Kind.INSPECTS, "inspection of packet contents")
     if base == _NETWORK:
         if length == 1 and offset in (6, 9):  # ip6 nexthdr, ip protocol
             return Part(Kind.LOAD, "payload", raw, field=Field.PROTOCOL)
@@ -241,7 +241,7 @@ def _object(found: Found, raw: bytes) -> Part:
     kind = number(found.get(1)) or 0
     if kind == _OBJECT_COUNTER:
         return Part(Kind.IGNORED, "counter")
-    found_kind, words = _OBJECTS.get(kind, (Kind.UNKNOWN, f"object of type {kind}, which is not known here"))
+    found_kind, words = _OBJECTS.get(kind, (Kind.UNKNOWN, f"unknown object type {kind}"))
     return Part(found_kind, f"{words} {text(found.get(2, b''))}")
 
 

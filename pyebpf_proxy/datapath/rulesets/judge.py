@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rules must see every packet of a family, or change it: they close the fast path. Pure.
+"""Finds the rules that must see or change every packet of a family: they close the fast path. Pure.
 
-The fast path learns from packets that crossed every chain, so a rule that only accepts, drops or translates by what
-stands in a packet needs no more than that: what it drops is never learned. Rules that count packets, log them, take
-them elsewhere, look into them or rewrite them must see each of them.
+The fast path learns from packets that crossed every chain. A rule that only accepts, drops or translates by fields of a
+packet needs no more than that: what it drops is never learned. Rules that count packets, log them, redirect them,
+inspect their contents or rewrite them must see each of them.
 
-Left open on purpose:
+These do not close it:
 
-* chains that a forwarded packet does not cross (input, output, and what only those jump to);
-* rules for protocols that the fast path does not carry (ICMP, say);
-* in nat chains, which see the first packet of a flow only, whatever chooses among translations (statistic, recent);
-* a rule that logs, or limits a log, where what it matches is dropped afterwards ("log prefix … drop", ufw's BLOCK,
-  kube-router's log of what a policy refuses): nothing of it is on the fast path;
+* chains that a forwarded packet does not cross (input, output, and chains that only those jump to);
+* rules for protocols that the fast path does not carry (ICMP, for example);
+* choices among translations in nat chains (statistic, recent), because these see only the first packet of a flow;
+* a rule that logs, or limits a log, if the packets that it matches are dropped afterwards ("log prefix … drop", ufw's
+  BLOCK, kube-router's log of packets that a policy refuses): none of them are on the fast path;
 * rules for a device, by its whole name, that the fast path never uses (the usual TCPMSS for PPP or a tunnel);
-* marks, as long as no ip rule and no tc filter goes by the value that is set.
+* marks, as long as no ip rule and no tc filter uses the value that is set.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from pyebpf_proxy.datapath.rulesets.model import (
     Table,
 )
 
-#: More are counted only.
+#: Further rules are only counted.
 SHOWN = 5
 _CARRIED = {6, 17}  # TCP, UDP
 _ALL = 0xFFFFFFFF
 _DEPTH = 16
 _FAMILY = {2: frozenset({4}), 10: frozenset({6})}
 _ETHERTYPE = {0x0800: frozenset({4}), 0x86DD: frozenset({6})}
-#: In nat chains they choose a translation.
+#: In nat chains these choose a translation.
 _CHOOSES = {"statistic", "recent", "numgen", "meta random"}
 _NOTHING = frozenset[int]()
 _DROPS, _THROUGH, _MAYBE = "drops", "through", "maybe"
@@ -65,10 +65,10 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the rulesets of a node say of one family."""
+    """The result for one family."""
 
     reasons: tuple[Reason, ...] = ()
-    #: How many more rules there are.
+    #: How many more rules close the fast path.
     more: int = 0
     #: What could not be read.
     unread: tuple[str, ...] = ()
@@ -79,12 +79,12 @@ class Verdict:
 
     def __str__(self) -> str:
         words = [str(reason) for reason in self.reasons]
-        words += [f"and {self.more} rules more"] if self.more else []
+        words += [f"and {self.more} more rules"] if self.more else []
         return "; ".join([*words, *self.unread])
 
 
 def judge(rulesets: Rulesets) -> dict[int, Verdict]:
-    """By family, whether and by which rules the fast path is closed."""
+    """By family: whether the fast path is closed, and by which rules."""
     found: dict[int, list[Reason]] = {4: [], 6: []}
     flow_marks = any(_sets_flow_mark(table) for table in rulesets.tables)
     for table in rulesets.tables:
@@ -98,7 +98,7 @@ def judge(rulesets: Rulesets) -> dict[int, Verdict]:
 
 
 def sets_marks(rulesets: Rulesets) -> bool:
-    """Whether some rule sets packets' marks, so that it matters who goes by marks."""
+    """Whether any rule sets packets' marks, so that users of marks matter."""
     return any(
         part.kind in (Kind.MARK, Kind.RESTORE)
         for table in rulesets.tables
@@ -116,14 +116,14 @@ def _sets_flow_mark(table: Table) -> bool:
 
 @dataclass(slots=True)
 class _Reach:
-    """For which families packets come to a chain: by chains that see all packets, and by nat chains."""
+    """For which families packets reach a chain: through chains that see all packets, and through nat chains."""
 
     packets: frozenset[int] = _NOTHING
     flows: frozenset[int] = _NOTHING
 
 
 class _Reader:
-    """One table."""
+    """Reads one table."""
 
     def __init__(self, table: Table, rulesets: Rulesets, flow_marks: bool) -> None:
         self._table = table
@@ -133,7 +133,7 @@ class _Reader:
         self._callers: dict[str, list[tuple[Chain, int]]] | None = None
 
     def reasons(self) -> Iterable[tuple[frozenset[int], Reason]]:
-        """Every rule that closes, with the families that it closes."""
+        """Every rule that closes the fast path, with the families for which it does."""
         for name, reach in self._reached().items():
             chain = self._table.chains[name]
             for at, rule in enumerate(chain.rules):
@@ -145,7 +145,7 @@ class _Reader:
                             break
 
     def _reached(self) -> dict[str, _Reach]:
-        """The chains that forwarded packets come to."""
+        """The chains that forwarded packets reach."""
         found: dict[str, _Reach] = {}
         todo: list[tuple[str, _Reach]] = []
         for name, chain in self._table.chains.items():
@@ -172,16 +172,16 @@ class _Reader:
         return self._table.maps.get(part.target, ()) if part.kind is Kind.MAP else (part.target,)
 
     def _closes(self, chain: Chain, at: int, number: int, reach: _Reach) -> tuple[frozenset[int], str]:
-        """The families for which a part of a rule closes, and what it is called."""
+        """The families for which a part of a rule closes the fast path, and the words for it."""
         rule = chain.rules[at]
         part = rule.parts[number]
         families = reach.packets | reach.flows
         if part.kind in (Kind.MARK, Kind.RESTORE):
             families = self._by_mark(_mark(rule.parts, number), families)
         elif part.kind is Kind.CONNMARK:
-            return _NOTHING, ""  # Nobody sees it until it is restored.
+            return _NOTHING, ""  # It has no effect until it is restored.
         elif part.kind is Kind.NOTRACK:
-            # It is not translated, so the observer learns nothing of it; unless it is for some packets of a flow.
+            # An untracked flow is not translated, so the observer learns nothing; unless only some packets match.
             if any(each.field is Field.ADDRESS for each in rule.parts):
                 return _NOTHING, ""
         elif part.words in _CHOOSES:
@@ -193,7 +193,7 @@ class _Reader:
         return families, part.words
 
     def _by_mark(self, part: Part, families: frozenset[int]) -> frozenset[int]:
-        """The families in which somebody goes by what a rule makes of the mark."""
+        """The families in which an ip rule or tc filter uses the mark that a rule sets."""
         if part.kind is Kind.RESTORE and not self._flow_marks:
             return _NOTHING
         changed = part.number if part.number is not None else _ALL
@@ -201,10 +201,10 @@ class _Reader:
             family for family in families if any(_matters(part, changed, mark) for mark in self._marks.get(family, ()))
         )
 
-    # ---- what is dropped afterwards ----------------------------------------------------------------------------
+    # ---- packets that are dropped afterwards -------------------------------------------------------------------
 
     def _is_dropped(self, chain: Chain, at: int) -> bool:
-        """Whether what a rule matches is dropped, by the rule itself or behind it, whatever it counts."""
+        """Whether the packets that a rule matches are dropped, by the rule itself or later, whatever it counts."""
         rule = chain.rules[at]
         verdict = _verdict(rule)
         if verdict is not None and verdict.kind is not Kind.DROP:
@@ -233,7 +233,7 @@ class _Reader:
         )
 
     def _walk(self, chain: Chain, at: int, known: Conditions, depth: int) -> str:
-        """What becomes of packets of which these conditions are known, in a chain from a rule on."""
+        """The fate of packets that meet these conditions, in a chain from the given rule on."""
         for rule in chain.rules[at:]:
             part = _verdict(rule)
             if part is None:
@@ -267,7 +267,7 @@ class _Reader:
 
 
 def _verdict(rule: Rule) -> Part | None:
-    """It is the last part, but for a comment of ours; nothing can stand behind it."""
+    """The last part, except for ignored parts such as comments; nothing follows a verdict."""
     for part in reversed(rule.parts):
         if part.kind in VERDICTS:
             return part
@@ -282,7 +282,7 @@ def _is_jump(rule: Rule) -> bool:
 
 
 def _families(rule: Rule, slow: frozenset[str]) -> frozenset[int]:
-    """The families of which the rule may match packets that the fast path carries."""
+    """The families in which the rule may match packets that the fast path carries."""
     families = BOTH
     field = Field.OTHER
     for part in rule.parts:
@@ -302,12 +302,12 @@ def _families(rule: Rule, slow: frozenset[str]) -> frozenset[int]:
 
 
 def _name(number: int) -> str:
-    """A device's name as it is compared; empty if only its beginning is."""
+    """The whole device name that is compared; empty if only a prefix is."""
     return "" if number & 0xFF else number.to_bytes(16, "big").strip(b"\0").decode(errors="replace")
 
 
 def _conditions(rule: Rule) -> tuple[Conditions, bool]:
-    """What a packet must be for the rule to match, and whether that is all: nothing is counted."""
+    """The conditions of a rule, and whether they are all: nothing is counted or inspected."""
     found = set()
     group: list[bytes] = []
     last: list[bytes] = []
@@ -325,7 +325,7 @@ def _conditions(rule: Rule) -> tuple[Conditions, bool]:
 
 
 def _mark(parts: Sequence[Part], number: int) -> Part:
-    """The part that sets a mark, with what the expressions of nftables before it say of the value."""
+    """The part that sets a mark, completed by the nftables expressions before it that compute the value."""
     part = parts[number]
     if part.kind is not Kind.MARK or part.number != _ALL or part.value is not None:
         return part
@@ -342,7 +342,7 @@ def _mark(parts: Sequence[Part], number: int) -> Part:
     if first.field is Field.VALUE:
         return replace(part, value=first.number)
     if first.number is not None and len(loads) > 1 and loads[1].field is Field.MARK:
-        # The bits that are not kept become those that are turned.
+        # The cleared bits become the changed ones.
         changed = ~first.number & _ALL
         turned = first.value or 0
         return replace(part, number=changed | turned, value=turned if not turned & ~changed else None)
@@ -350,10 +350,10 @@ def _mark(parts: Sequence[Part], number: int) -> Part:
 
 
 def _matters(part: Part, changed: int, mark: Mark) -> bool:
-    """Whether a packet whose mark was changed so may be one that somebody goes by the mark of."""
+    """Whether a mark changed in this way can match ``mark``."""
     if not changed & mark.mask:
         return False
     if mark.inverted or part.value is None:
         return True
-    # The bits that are not changed may be as they must.
+    # The unchanged bits may have any value.
     return part.value & mark.mask & changed == mark.value & mark.mask & changed

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the kernel for every ruleset of this network namespace, without a program, a module or a table that is new.
+"""Reads every ruleset of this network namespace from the kernel, without running tools, loading modules or creating
+tables.
 
-It needs CAP_NET_ADMIN. Tables of iptables-legacy are asked for only if ``/proc/net/ip_tables_names`` (and
-``ip6_tables_names``) has them: to ask for another one makes it.
+It needs CAP_NET_ADMIN. Tables of iptables-legacy are queried only if ``/proc/net/ip_tables_names`` (and
+``ip6_tables_names``) lists them, because a query creates the table.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pyebpf_proxy.datapath.rulesets.model import Mark, Part, Rulesets, Table
 
 _NFT = 10 << 8  # NFNL_SUBSYS_NFTABLES
 _GETTABLE, _GETCHAIN, _GETRULE, _GETSET, _GETSETELEM = (_NFT | kind for kind in (1, 4, 7, 10, 13))
-#: kube-proxy's own, of its mode nftables. Those of our instances begin with this word.
+#: kube-proxy's tables in mode nftables. Those of this proxy's instances begin with the second word.
 _KUBE_PROXY, _OURS = "kube-proxy", "pyebpf-proxy"
 _PROC = {4: Path("/proc/net/ip_tables_names"), 6: Path("/proc/net/ip6_tables_names")}
 _SOCKETS = {4: (socket.AF_INET, socket.IPPROTO_IP), 6: (socket.AF_INET6, socket.IPPROTO_IPV6)}
@@ -41,7 +42,7 @@ _LINK_MASK, _SKIP_COUNTERS = 29, 8  # IFLA_EXT_MASK, RTEXT_FILTER_SKIP_STATS
 _KIND, _OPTIONS, _U32_MARK = 1, 2, 10
 _EGRESS = 0xFFFFFFF3  # of clsact
 _CLSACT = "clsact"
-#: They hold no filters.
+#: Qdiscs without filters.
 _PLAIN_QDISCS = frozenset({"noqueue", "pfifo_fast", "pfifo", "bfifo", "fq", "mq", "mqprio", "tbf", "netem", "ingress"})
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,22 +52,22 @@ Digests = dict[tuple[int, str], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What there was at one time."""
+    """The state at one time."""
 
     verdicts: dict[int, Verdict]
-    #: Verdict maps by family number of nftables, table and name: their elements are part of what was judged.
+    #: Verdict maps by family number of nftables, table and name: their elements are part of the judged rules.
     maps: frozenset[tuple[int, str, str]] = frozenset()
     #: Of iptables-legacy.
     tables: Info = field(default_factory=dict)
     digests: Digests = field(default_factory=dict)
-    #: Some rule sets marks, so it matters who goes by them.
+    #: Whether any rule sets marks, so that users of marks matter.
     marks: bool = False
     #: Devices that the fast path never uses.
     slow_devices: frozenset[str] = frozenset()
 
 
 def read() -> Reading:
-    """Read and judge everything; takes some 10 µs a rule. What cannot be read is in the verdicts."""
+    """Read and judge everything; takes some 10 µs per rule. Parts that could not be read are in the verdicts."""
     rulesets = Rulesets()
     maps: set[tuple[int, str, str]] = set()
     try:
@@ -86,12 +87,12 @@ def read() -> Reading:
         if marks:
             _add_marks(rulesets)
     except OSError as error:
-        _unread(rulesets, (4, 6), f"devices, and who goes by marks, could not be read: {error}")
+        _unread(rulesets, (4, 6), f"devices and users of marks could not be read: {error}")
     return Reading(judge(rulesets), frozenset(maps), tables, digests, marks, rulesets.slow_devices)
 
 
 def legacy_info() -> Info:
-    """What the kernel says of each table of iptables-legacy without its rules; costs microseconds. OSError."""
+    """The kernel's information about each table of iptables-legacy, without rules; takes microseconds. OSError."""
     found = {}
     for family in (4, 6):
         for name in _names(family):
@@ -100,7 +101,7 @@ def legacy_info() -> Info:
 
 
 def legacy_digests() -> Digests:
-    """Of each table of iptables-legacy, a digest of its rules without their counters. OSError, ValueError."""
+    """A digest of the rules, without counters, of each table of iptables-legacy. OSError, ValueError."""
     found = {}
     for family in (4, 6):
         for name in _names(family):
@@ -126,7 +127,7 @@ def _nft(maps: set[tuple[int, str, str]]) -> list[Table]:
         nft.add_chains(tables, _ask(link, _GETCHAIN, 0))
         for (family, name), table in tables.items():
             if not any(chain.hook for chain in table.chains.values()):
-                continue  # Nothing that forwarded packets cross.
+                continue  # No chain that forwarded packets cross.
             of_table = attribute(1, name.encode() + b"\0")
             for each in nft.add_sets(table, _ask(link, _GETSET, family, of_table)):
                 maps.add((family, name, each))
@@ -144,9 +145,9 @@ def _is_known(family: int, name: str) -> bool:
 
 
 def _ask(link: RawLink, kind: int, family: int, of: bytes = b"") -> Iterator[bytes]:
-    """All messages; none if what was asked for is gone, which the kernel tells in another way, too.
+    """All messages; none if the object is gone, for which the kernel may also return ENOENT.
 
-    To be read to the end before anything else is asked.
+    Must be read to the end before the next query.
     """
     try:
         yield from link.dump(kind, struct.pack("=BBH", family, 0, 0) + of)
@@ -172,7 +173,7 @@ def _names(family: int) -> list[str]:
     try:
         return _PROC[family].read_text().split()
     except FileNotFoundError:
-        return []  # This kernel has no iptables-legacy, or no such family.
+        return []  # This kernel has no iptables-legacy, or not for this family.
 
 
 def _info(family: int, name: str) -> legacy.Info:
@@ -182,7 +183,7 @@ def _info(family: int, name: str) -> legacy.Info:
 
 
 def _entries(family: int, name: str) -> tuple[legacy.Info, bytes]:
-    """A table's entries, and what the kernel says of it; again if it changes in between."""
+    """A table's information and entries; retried if it changes in between."""
     for _ in range(_ATTEMPTS):
         info = _info(family, name)
         ask = bytearray(legacy.ENTRIES.size + info.size)
@@ -197,9 +198,9 @@ def _entries(family: int, name: str) -> tuple[legacy.Info, bytes]:
 
 
 def _getsockopt(family: int, option: int, ask: bytearray) -> int:
-    """Unlike Python's own it gives the kernel what is asked for; the answer takes its place, its size is returned.
+    """Unlike Python's own it passes the request to the kernel; the answer replaces it, and its size is returned.
 
-    The socket is no raw one, so there is no need for CAP_NET_RAW.
+    The socket is not a raw one, so CAP_NET_RAW is not needed.
     """
     kind, level = _SOCKETS[family]
     size = ctypes.c_uint32(len(ask))
@@ -211,7 +212,7 @@ def _getsockopt(family: int, option: int, ask: bytearray) -> int:
     return size.value
 
 
-# ---- who goes by marks ---------------------------------------------------------------------------------------------
+# ---- users of marks ------------------------------------------------------------------------------------------------
 
 
 def _add_marks(rulesets: Rulesets) -> None:
@@ -226,7 +227,7 @@ def _add_marks(rulesets: Rulesets) -> None:
 
 
 def _has_mark_filters() -> bool:
-    """Whether a tc filter at the egress of some device goes by the mark."""
+    """Whether a tc filter at the egress of any device uses the mark."""
     with RawLink(_NETLINK_ROUTE) as link:
         places = set()
         for message in list(link.dump(_GETQDISC, _TCMSG.pack(0, 0, 0, 0, 0))):
@@ -239,7 +240,7 @@ def _has_mark_filters() -> bool:
                 filters = list(link.dump(_GETTFILTER, _TCMSG.pack(0, device, 0, parent, 0)))
             except OSError as error:
                 if error.errno in (errno.EINVAL, errno.ENODEV, errno.ENOENT, errno.EOPNOTSUPP):
-                    continue  # It is gone, or of a kind that has no filters.
+                    continue  # It is gone, or its kind has no filters.
                 raise
             if any(goes_by_mark(each) for each in filters):
                 return True
@@ -252,7 +253,7 @@ def _kind(message: bytes) -> str:
 
 
 def goes_by_mark(message: bytes) -> bool:
-    """Whether a tc filter, as the kernel describes it, goes by packets' marks, or may."""
+    """Whether a tc filter, from the kernel's description, uses packets' marks or may use them."""
     kind = _kind(message)
     if kind in ("fw", "flow", "basic"):  # the last two may
         return True
@@ -268,7 +269,7 @@ def goes_by_mark(message: bytes) -> bool:
 
 
 def device(message: bytes) -> tuple[str, bool]:
-    """Of a message about a link, without its netlink header: the device's name, and whether it is one of Ethernet."""
+    """The device's name, and whether it is an Ethernet device, from a link message without its netlink header."""
     _, kind = _LINK.unpack_from(message)
     parts = attributes(message, _LINK_BYTES, len(message))
     name = next((text(message[begin:end]) for kind, begin, end in parts if kind == _LINK_NAME), "")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table of iptables-legacy, as the kernel copies it out, read into the model. Pure.
+"""A table of iptables-legacy, as the kernel returns it, read into the model. Pure.
 
-include/uapi/linux/netfilter_ipv4/ip_tables.h, netfilter_ipv6/ip6_tables.h: entries lie one behind the other, each with
-its matches and one target. A chain of a user begins with a target ERROR that has its name.
+include/uapi/linux/netfilter_ipv4/ip_tables.h, netfilter_ipv6/ip6_tables.h: entries follow one another, each with its
+matches and one target. A user-defined chain begins with a target ERROR that has its name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pyebpf_proxy.datapath.rulesets.model import Chain, Field, Kind, Part, Rule,
 
 #: struct ipt_getinfo: name, valid_hooks, hook_entry, underflow, num_entries, size.
 INFO = struct.Struct("=32sI5I5III")
-#: What stands before the entries in struct ipt_get_entries: name, size.
+#: The header before the entries in struct ipt_get_entries: name, size.
 ENTRIES = struct.Struct("=32sI4x")
 _OFFSETS = struct.Struct("=HH")
 _EXTENSION = struct.Struct("=H29sB")  # match_size or target_size, name, revision
@@ -32,13 +32,13 @@ _VERDICTS = {
     _RETURN: Part(Kind.RETURN, "RETURN"),
 }
 _NAME_BYTES = 16  # IFNAMSIZ
-_COUNTERS = 16  # struct xt_counters, the last thing before the matches
+_COUNTERS = 16  # struct xt_counters, last before the matches
 _INVERTED_PROTOCOL = 0x40  # XT_INV_PROTO
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Where things are in an entry of one family."""
+    """Offsets in an entry of one family."""
 
     conditions: int  # bytes of struct ipt_ip
     protocol: int
@@ -54,7 +54,7 @@ _SHAPES = {4: _Shape(84, 80, 82, 83, 2, 112, 16), 6: _Shape(136, 128, 131, 132, 
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What the kernel says of a table without its entries: changes with nearly every change of the rules."""
+    """The kernel's information about a table, without entries: changes with nearly every change of the rules."""
 
     name: str
     valid_hooks: int
@@ -65,13 +65,13 @@ class Info:
 
 
 def info(data: bytes | bytearray) -> Info:
-    """The answer to IPT_SO_GET_INFO."""
+    """Parses the answer to IPT_SO_GET_INFO."""
     name, hooks, *rest = INFO.unpack_from(data)
     return Info(name.rstrip(b"\0").decode(), hooks, tuple(rest[:5]), tuple(rest[5:10]), rest[10], rest[11])
 
 
 def table(family: int, about: Info, blob: bytes, known: dict[bytes, Part]) -> Table:
-    """A table by its entries. ``known``: extensions that were decoded before, by their bytes. ValueError."""
+    """A table from its entries. ``known``: cache of decoded extensions, by their bytes. ValueError."""
     word = "iptables-legacy" if family == 4 else "ip6tables-legacy"
     result = Table(f"{word} table {about.name}", frozenset({family}))
     shape = _SHAPES[family]
@@ -101,14 +101,14 @@ def table(family: int, about: Info, blob: bytes, known: dict[bytes, Part]) -> Ta
             parts.append(_verdict(_VERDICT.unpack_from(extension)[0], following, goto, starts))
         chain.rules.append(Rule(f"{len(chain.rules) + 1}", tuple(parts)))
     for each in result.chains.values():
-        # Every chain of a user ends with a RETURN that nobody wrote.
+        # Every user-defined chain ends with an implicit RETURN.
         if each.hook is None and each.rules:
             each.rules.pop()
     return result
 
 
 def digest(family: int, blob: bytes) -> bytes:
-    """Of all rules but their counters. ValueError."""
+    """A digest of all rules without their counters. ValueError."""
     shape = _SHAPES[family]
     found = hashlib.blake2b(digest_size=16)
     before = 0
@@ -120,13 +120,13 @@ def digest(family: int, blob: bytes) -> bytes:
 
 
 def _entries(blob: bytes, shape: _Shape) -> list[tuple[int, int, int]]:
-    """Of every entry: where it begins, where its target does, and where the next one begins."""
+    """For every entry: the offsets of its beginning, its target and the next entry."""
     found = []
     at = 0
     while at + shape.entry <= len(blob):
         target, size = _OFFSETS.unpack_from(blob, at + shape.conditions + 4)
         if not shape.entry <= target < size or at + size > len(blob):
-            raise ValueError(f"an entry at {at} of {len(blob)} bytes says that it has {size}")
+            raise ValueError(f"an entry at {at} of {len(blob)} bytes claims a size of {size}")
         found.append((at, at + target, at + size))
         at += size
     return found
@@ -143,7 +143,7 @@ def _chains(blob: bytes, shape: _Shape, begins: dict[int, str]) -> dict[int, str
 
 
 def _conditions(blob: bytes, at: int, shape: _Shape) -> list[Part]:
-    """The addresses, devices and protocol that stand in the entry itself."""
+    """The addresses, devices and protocol in the entry itself."""
     found = []
     own = blob[at : at + shape.conditions]
     inverted = own[shape.inverted : shape.inverted + 1]
@@ -174,7 +174,7 @@ def _matches(blob: bytes, at: int, end: int, known: dict[bytes, Part]) -> list[P
     while at + _EXTENSION.size <= end:
         size, _, _ = _EXTENSION.unpack_from(blob, at)
         if size < _EXTENSION.size:
-            raise ValueError(f"a match says that it has {size} bytes")
+            raise ValueError(f"a match claims a size of {size} bytes")
         found.append(_known(known, blob, at, xtables.match))
         at += size
     return found
@@ -196,7 +196,7 @@ def _extension(blob: bytes, at: int) -> tuple[str, int, bytes]:
 
 def _verdict(code: int, following: int, goto: bool, starts: dict[int, str]) -> Part:
     if code < 0:
-        return _VERDICTS.get(code, Part(Kind.UNKNOWN, f"verdict {code}, which is not known here"))
+        return _VERDICTS.get(code, Part(Kind.UNKNOWN, f"unknown verdict {code}"))
     if code == following:
         return Part(Kind.IGNORED, "no target")
     return Part(Kind.GOTO if goto else Kind.JUMP, "jump", target=starts.get(code, ""))

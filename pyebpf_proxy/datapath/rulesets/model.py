@@ -1,42 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of packet filters in one form, whether nftables, iptables-nft or iptables-legacy made them. Pure."""
+"""Rules of packet filters in one form, from nftables, iptables-nft or iptables-legacy. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
-#: IP families as the fast path tells them apart.
+#: IP families as the fast path distinguishes them.
 BOTH = frozenset({4, 6})
 
 
 class Kind(IntEnum):
     """What a part of a rule does."""
 
-    IGNORED = 1  # comments, counters, NAT, marks of others: nothing that the fast path would change
-    LOAD = 2  # puts something into a register for the condition that follows
+    IGNORED = 1  # comments, counters, NAT, other marks: nothing that the fast path would change
+    LOAD = 2  # loads something into a register for the following condition
     CONDITION = 3
     COUNTS = 4  # whether the packet matches depends on how many came before
-    INSPECTS = 5  # looks into what the packet carries, or learns from each packet
+    INSPECTS = 5  # inspects the contents of packets, or learns from each packet
     LOGS = 6
     TAKES = 7  # to user space, to another socket or device, or a copy of it
     REWRITES = 8
-    TRACKS = 9  # says how conntrack treats the flow
+    TRACKS = 9  # configures how conntrack treats the flow
     NOTRACK = 10
-    MARK = 11  # the packet's mark is set to a value
-    CONNMARK = 12  # the flow's mark is set
-    RESTORE = 13  # the packet's mark becomes the flow's
+    MARK = 11  # sets the packet's mark to a value
+    CONNMARK = 12  # sets the flow's mark
+    RESTORE = 13  # copies the flow's mark to the packet
     UNKNOWN = 14  # an extension that this version does not know
     ACCEPT = 15
     DROP = 16
     RETURN = 17
     JUMP = 18
     GOTO = 19
-    MAP = 20  # a verdict looked up in a map: jumps to any of its chains
+    MAP = 20  # a verdict looked up in a map: may jump to any of its chains
 
 
 class Field(Enum):
-    """What a LOAD loads or a CONDITION compares, as far as it matters."""
+    """The field that a LOAD loads or a CONDITION compares, if it matters."""
 
     OTHER = 0
     FAMILY = 1  # AF_INET or AF_INET6
@@ -46,7 +46,7 @@ class Field(Enum):
     VALUE = 5  # a constant
     MARK = 6
     CONNMARK = 7
-    DEVICE = 8  # its name; the number compared with ends with a zero byte if it is the whole name
+    DEVICE = 8  # its name; the compared number ends with a zero byte if it is the whole name
 
 
 #: Kinds that end the walk through a chain, or leave it.
@@ -74,22 +74,22 @@ class Part:
     """One match, target or expression of a rule."""
 
     kind: Kind
-    #: For people: what it is called in the tool that made it.
+    #: For people: its name in the tool that made it.
     words: str = ""
     #: Two conditions with the same key are the same condition.
     key: bytes = b""
     #: JUMP, GOTO: the chain. MAP, and COUNTS by a set or object map: its name.
     target: str = ""
     field: Field = Field.OTHER
-    #: MARK, CONNMARK, RESTORE: the bits that it may change. A condition for equality: the number compared with.
+    #: MARK, CONNMARK, RESTORE: the bits that may change. A condition for equality: the compared number.
     number: int | None = None
-    #: MARK: what those bits become, None: not known.
+    #: MARK: the new value of those bits; None: unknown.
     value: int | None = None
 
 
 @dataclass(slots=True)
 class Rule:
-    """``place``: how the tool that made it names it, as "rule handle 7" or "rule 3"."""
+    """``place``: its name in the tool that made it, such as "rule handle 7" or "rule 3"."""
 
     place: str
     parts: tuple[Part, ...]
@@ -97,11 +97,11 @@ class Rule:
 
 @dataclass(slots=True)
 class Chain:
-    """``hook``: None for one that is only jumped to; else whether packets that are forwarded cross it."""
+    """``hook``: None for a chain without a hook; else whether forwarded packets cross it."""
 
     name: str
     hook: bool | None = None
-    #: Asked for the first packet of a flow only.
+    #: Run only for the first packet of a flow.
     nat: bool = False
     policy_drops: bool = False
     rules: list[Rule] = field(default_factory=list)
@@ -114,20 +114,20 @@ class Table:
     name: str
     families: frozenset[int]
     chains: dict[str, Chain] = field(default_factory=dict)
-    #: Chains that the verdict maps of this table lead to, by map.
+    #: Target chains of this table's verdict maps, by map.
     maps: dict[str, frozenset[str]] = field(default_factory=dict)
-    #: What the elements of sets carry, where that counts: "limit rate" by the set's name.
+    #: Sets whose elements have a state that matters: "limit rate" by the set's name.
     stateful: dict[str, str] = field(default_factory=dict)
     has_sets: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What an ip rule or a tc filter goes by: packets whose mark is ``value`` in the bits ``mask``."""
+    """The condition of an ip rule or a tc filter: packets whose mark is ``value`` in the bits ``mask``."""
 
     value: int
     mask: int
-    #: It is for the packets with any other mark.
+    #: It matches packets with any other mark.
     inverted: bool = False
     #: For people: "ip rule 1024".
     words: str = ""
@@ -135,12 +135,12 @@ class Mark:
 
 @dataclass(slots=True)
 class Rulesets:
-    """All that was read."""
+    """Everything that was read."""
 
     tables: list[Table] = field(default_factory=list)
     #: By family.
     marks: dict[int, list[Mark]] = field(default_factory=dict)
     #: Names of devices that the fast path never uses: loopback, tunnels, PPP.
     slow_devices: frozenset[str] = frozenset()
-    #: What could not be read, by family; nothing is known of it.
+    #: Parts that could not be read, by family.
     unread: dict[int, list[str]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dumps of nftables, message by message, read into the model. Pure.
 
-iptables-nft keeps its tables here, too: as tables of the families ip and ip6, its extensions as expressions.
+The tables of iptables-nft are here, too: as tables of the families ip and ip6, with extensions as expressions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEADER = 4  # struct nfgenmsg
 _DORMANT = 1
 _VERDICTS = 0xFFFFFF00  # NFT_DATA_VERDICT
 _OBJECT_COUNTER = 1
-#: What a packet that comes by one device and leaves by another does not cross: input and output.
+#: Hooks that a forwarded packet does not cross: input and output.
 _NOT_CROSSED = {INET: {1, 3}, IPV4: {1, 3}, IPV6: {1, 3}}
 
 Messages = Iterable[bytes]
@@ -34,7 +34,7 @@ Key = tuple[int, str]
 
 
 def tables(messages: Messages) -> dict[Key, Table]:
-    """Tables that are awake, by family and name, still empty."""
+    """Tables that are not dormant, by family and name, still empty."""
     found = {}
     for message in messages:
         parts = _parts(message)
@@ -63,7 +63,7 @@ def add_chains(into: dict[Key, Table], messages: Messages) -> None:
 
 
 def add_sets(table: Table, messages: Messages) -> list[str]:
-    """What matters of a table's sets and maps; returned are the names of verdict maps, whose elements are wanted."""
+    """Reads the relevant parts of a table's sets and maps; returns the names of verdict maps, whose elements matter."""
     maps = []
     for message in messages:
         parts = _parts(message)
@@ -72,7 +72,7 @@ def add_sets(table: Table, messages: Messages) -> list[str]:
         if number(parts.get(6)) == _VERDICTS:
             maps.append(name)
         of_elements = b"".join(parts.get(kind, b"") for kind in (17, 18))
-        if b"limit\0" in of_elements or b"quota\0" in of_elements:  # connlimit ends so, too
+        if b"limit\0" in of_elements or b"quota\0" in of_elements:  # also matches connlimit
             table.stateful[name] = f"a limit or quota of each element of set {name}"
         if number(parts.get(15)) not in (None, _OBJECT_COUNTER):
             table.stateful[name] = f"objects of map {name}"
@@ -80,7 +80,7 @@ def add_sets(table: Table, messages: Messages) -> list[str]:
 
 
 def add_elements(table: Table, name: str, messages: Messages) -> None:
-    """The chains that a verdict map leads to."""
+    """The target chains of a verdict map."""
     chains = set()
     for message in messages:
         for element in _list(_parts(message).get(3, b"")):
@@ -94,7 +94,7 @@ def add_elements(table: Table, name: str, messages: Messages) -> None:
 
 
 def add_rules(table: Table, messages: Messages, known: dict[bytes, Part]) -> None:
-    """All rules of a table, in their order. ``known``: expressions that were decoded before, by their bytes."""
+    """All rules of a table in order. ``known``: cache of decoded expressions, by their bytes."""
     for message in messages:
         chain = None
         place = ""
@@ -111,7 +111,7 @@ def add_rules(table: Table, messages: Messages, known: dict[bytes, Part]) -> Non
 
 
 def _of_set(part: Part, stateful: dict[str, str]) -> Part:
-    """A lookup in a set or a map counts if its elements do."""
+    """A lookup in a set or a map counts packets if its elements do."""
     if not part.target or part.kind in (Kind.JUMP, Kind.GOTO, Kind.MAP):
         return part
     if part.target in stateful:

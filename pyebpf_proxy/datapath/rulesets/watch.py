@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the rulesets of this network namespace: tells of every change at once, and reads them again soon after.
+"""Follows the rulesets of this network namespace: reports every change at once, and reads the rules again soon after.
 
-nftables (and so iptables-nft) tells of each commit. iptables-legacy does not: it is looked at every two seconds.
-What ipset holds is not looked at: no rule closes the fast path by it, and permits live one second anyway.
+nftables (and so iptables-nft) notifies about each commit. iptables-legacy does not: it is checked every two seconds.
+Contents of ipsets are not checked: no rule closes the fast path because of them, and permits last one second anyway.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _MESSAGE = struct.Struct("=IHHII")
 _RECEIVE_BYTES = 1 << 17
 _BUFFER_BYTES = 8 << 20
 
-#: Seconds from one reading's begin to the next one's, at least.
+#: Minimum seconds from the beginning of one reading to the next.
 INTERVAL = 0.25
-#: And so many times the CPU time that the last one took: rulesets that change all the time cost a tenth of a CPU.
+#: Also at least this many times the CPU time of the last reading: constantly changing rulesets cost a tenth of a CPU.
 SHARE = 10
-#: But no longer than this.
+#: Maximum of that.
 LONGEST = 5.0
-#: Seconds that a reading took whose memory is worth giving back.
+#: After a reading that took this many seconds, memory is returned to the system.
 _LARGE = 0.05
-#: Seconds between two looks at iptables-legacy, at how many rules there are and how large they are; and between two
-#: looks at what they are: a rule may take the place of another of its size.
+#: Seconds between two checks of the number and size of iptables-legacy's rules; and between two checks of their
+#: contents, because a rule may be replaced by another one of the same size.
 LOOK_SECONDS = 2.0
 CLOSE_LOOK_SECONDS = 30.0
 
@@ -52,9 +52,9 @@ _log = Logger("datapath")
 
 
 class Commits:
-    """What nfnetlink tells of: which commits were somebody else's than the table ``inet <own>``'s, and what they were.
+    """Interprets nfnetlink notifications: which commits were not of the table ``inet <own>``, and what they changed.
 
-    Pure but for its state.
+    Pure except for its state.
     """
 
     def __init__(self, own: str) -> None:
@@ -65,16 +65,16 @@ class Commits:
         self._others = self._mine = self._rules = False
 
     def take(self, data: bytes, maps: frozenset[tuple[int, str, str]]) -> tuple[bool, bool]:
-        """Messages as received: whether others have committed something, and whether it was more than elements.
+        """Parses received messages: whether others have committed a change, and whether it was more than elements.
 
-        ``maps``: verdict maps, whose elements are as good as rules: family, table, name.
+        ``maps``: verdict maps, whose elements count as rules: family, table, name.
         """
         changed = rules = False
         at = 0
         while at + _MESSAGE.size <= len(data):
             length, kind, _, _, _ = _MESSAGE.unpack_from(data, at)
             if kind == _NFT_SUBSYSTEM << 8 | _NEWGEN:
-                # It ends a commit. One of which nothing was told is somebody's.
+                # The end of a commit. A commit without messages was made by others.
                 if self._others or not self._mine:
                     changed = True
                     rules |= self._rules or not self._others
@@ -102,10 +102,10 @@ class Commits:
 
 
 class Watch:
-    """The rulesets of the network namespace it was made in, read once on making. OSError.
+    """The rulesets of the network namespace in which it is created, read once at creation. OSError.
 
-    ``own``: the name of this instance's table, whose changes are none. ``on_commit`` is called for every change of
-    others, before anything is read; ``on_reading`` after each reading, also the first. Both in the loop's thread.
+    ``own``: the name of this instance's table, whose changes do not count. ``on_commit`` is called for every change by
+    others, before anything is read; ``on_reading`` after each reading, including the first. Both in the loop's thread.
     """
 
     def __init__(self, own: str, on_commit: Callable[[], None], on_reading: Callable[[Reading], None]) -> None:
@@ -140,7 +140,7 @@ class Watch:
         self._look()
 
     def again(self) -> None:
-        """Something that the verdict depends on has changed: read, soon."""
+        """Something that the verdict depends on has changed: read again soon."""
         self._wanted = True
         if self._loop is None or self._reading or "read" in self._timers:
             return
@@ -149,7 +149,7 @@ class Watch:
         self._timers["read"] = self._loop.call_later(wait, self._start)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -163,12 +163,12 @@ class Watch:
         self._events.close()
         self._filters.close()
 
-    # ---- what the kernel tells ---------------------------------------------------------------------------------
+    # ---- notifications of the kernel ---------------------------------------------------------------------------
 
     def _read_commits(self) -> None:
         changed = rules = False
         for data in _received(self._events, "changes of nftables"):
-            if data is None:  # Some were lost.
+            if data is None:  # Messages were lost.
                 changed = rules = True
                 continue
             one, other = self._commits.take(data, self.reading.maps)
@@ -185,14 +185,14 @@ class Watch:
             self.again()
 
     def _look(self) -> None:
-        """At iptables-legacy."""
+        """Check iptables-legacy."""
         assert self._loop is not None
         self._timers["look"] = self._loop.call_later(LOOK_SECONDS, self._look)
         try:
             tables = kernel.legacy_info()
         except OSError as error:
-            _log.debug("iptables-legacy could not be looked at", error=str(error))
-            self.again()  # which tells
+            _log.debug("iptables-legacy could not be checked", error=str(error))
+            self.again()  # which reports the error
             return
         if tables != self.reading.tables:
             self._on_commit()
@@ -206,7 +206,7 @@ class Watch:
             self._on_commit()
             self.again()
 
-    # ---- reading, beside the loop ------------------------------------------------------------------------------
+    # ---- reading in a thread -----------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._timers.pop("read", None)
@@ -215,7 +215,7 @@ class Watch:
         self._beside(kernel.read, self._take)
 
     def _beside(self, work: Callable[[], T], done: Callable[[T | Exception, float], None]) -> None:
-        """Do something in a thread, then give the loop's thread the result, and the CPU time that it took."""
+        """Run ``work`` in a thread, then pass the result and its CPU time to ``done`` in the loop's thread."""
         loop = self._loop
         assert loop is not None
 
@@ -255,7 +255,7 @@ def _subscribe(protocol: int, group: int) -> socket.socket:
         try:
             made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
         except PermissionError:
-            pass  # The default overruns earlier: then everything is read again.
+            pass  # The default buffer overflows earlier; then everything is read again.
         made.bind((0, 0))
         made.setsockopt(_SOL_NETLINK, _ADD_MEMBERSHIP, group)
     except BaseException:
@@ -265,7 +265,7 @@ def _subscribe(protocol: int, group: int) -> socket.socket:
 
 
 def _received(source: socket.socket, what: str) -> list[bytes | None]:
-    """What has arrived; None where the kernel had more than the buffer holds."""
+    """The received messages; None where the kernel dropped some because the buffer was full."""
     found: list[bytes | None] = []
     while True:
         try:

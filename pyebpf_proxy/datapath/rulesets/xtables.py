@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matches and targets of iptables (xtables) by their names: what each does to a packet. Pure.
+"""Matches and targets of iptables (xtables) by name: what each does to a packet. Pure.
 
-The same extensions stand in tables of iptables-legacy and, as ``match`` and ``target`` expressions, in those of
+The same extensions are in tables of iptables-legacy and, as ``match`` and ``target`` expressions, in those of
 iptables-nft. Sources: include/uapi/linux/netfilter/xt_*.h, netfilter_ipv4/ipt_*.h, man iptables-extensions.
 """
 
@@ -29,10 +29,10 @@ _MATCHES = {
     "bpf": Kind.INSPECTS,
     "comment": Kind.IGNORED,
     "nfacct": Kind.IGNORED,
-    "log": Kind.LOGS,  # this and nflog: of ebtables
+    "log": Kind.LOGS,  # log and nflog are of ebtables
     "nflog": Kind.LOGS,
 }
-#: Nothing but conditions; the last line is of ebtables.
+#: Only conditions; the last line is of ebtables.
 # fmt: off
 _CONDITIONS = frozenset(
     {
@@ -78,15 +78,15 @@ _TARGETS = {
     "SECMARK": Kind.REWRITES,
     "CONNSECMARK": Kind.REWRITES,
     "NOTRACK": Kind.NOTRACK,
-    # A flow that these translate shows another translation than ours when it leaves: the observer refuses it.
+    # A flow translated by these leaves with a translation other than the proxy's, so the observer rejects it.
     "DNAT": Kind.IGNORED,
     "SNAT": Kind.IGNORED,
     "MASQUERADE": Kind.IGNORED,
     "REDIRECT": Kind.IGNORED,
     "NETMAP": Kind.IGNORED,
-    # Of checksums that the sender left to a device; what we send has none of that kind left open.
+    # For checksums that the sender left to a device; the packets that the proxy sends have complete ones.
     "CHECKSUM": Kind.IGNORED,
-    # Of ebtables; a frame with another link address is one that the observer saw.
+    # Of ebtables; the observer sees the frame with its new link address.
     "snat": Kind.IGNORED,
     "dnat": Kind.IGNORED,
     "redirect": Kind.IGNORED,
@@ -101,22 +101,22 @@ _CONNMARK_MODE = {1: 12, 2: 14}  # by revision
 _CONNMARK_SET, _CONNMARK_SAVE = 0, 1  # XT_CONNMARK_SET, XT_CONNMARK_SAVE
 _CT_NOTRACK = 1 | 2  # XT_CT_NOTRACK, XT_CT_NOTRACK_ALIAS
 _CT = struct.Struct("=HHII16s32s")  # struct xt_ct_target_info_v1 (timeout since revision 1)
-#: Where struct xt_set_info_match_v3 and _v4 say what the counters of an element are compared by.
+#: Offsets in struct xt_set_info_match_v3 and _v4 of the operators that compare an element's counters.
 _SET_OPERATORS = {3: (8, 24), 4: (16, 32)}
 
 
 def match(name: str, revision: int, data: bytes) -> Part:
-    """A match; ``data`` as the kernel gives it."""
+    """A match; ``data`` as in the kernel."""
     if name == "set" and any(data[at : at + 1] > b"\0" for at in _SET_OPERATORS.get(revision, ())):
         return Part(Kind.COUNTS, "a set's counters")
     if name in _CONDITIONS:
         return Part(Kind.CONDITION, name, _key(name, revision, data))
     kind = _MATCHES.get(name, Kind.UNKNOWN)
-    return Part(kind, name if kind is not Kind.UNKNOWN else f"match {name}, which is not known here")
+    return Part(kind, name if kind is not Kind.UNKNOWN else f"unknown match {name}")
 
 
 def target(name: str, revision: int, data: bytes) -> Part:
-    """A target; ``data`` as the kernel gives it. The standard target, which is a verdict, is not for this function."""
+    """A target; ``data`` as in the kernel. Not for the standard target, which is a verdict."""
     if name == "MARK":
         return _mark(revision, data)
     if name in ("HMARK", "mark"):
@@ -126,7 +126,7 @@ def target(name: str, revision: int, data: bytes) -> Part:
     if name == "CT":
         return _ct(data)
     kind = _TARGETS.get(name, Kind.UNKNOWN)
-    return Part(kind, name if kind is not Kind.UNKNOWN else f"target {name}, which is not known here")
+    return Part(kind, name if kind is not Kind.UNKNOWN else f"unknown target {name}")
 
 
 def _key(name: str, revision: int, data: bytes) -> bytes:
@@ -166,4 +166,4 @@ def _ct(data: bytes) -> Part:
         return Part(Kind.TRACKS, "CT --helper")
     if timeout.rstrip(b"\0"):
         return Part(Kind.TRACKS, "CT --timeout")
-    return Part(Kind.IGNORED, "CT")  # which events are told
+    return Part(Kind.IGNORED, "CT")  # configures only which events are reported

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service maps: what stands in them, how a change is written, how they are read back."""
+"""The service maps: their content, how a change is written, and how they are read back."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the pinned maps back: what is served stays as it is, what an interrupted write left is found.
+"""Reads the pinned maps back: served entries stay as they are, leftovers of an interrupted write are found.
 
-Nothing is trusted that does not fit together. The chain is service_names → services → tables → slots → backends;
-what the chain does not reach is garbage. A service port whose chain is broken is marked and written anew when the
-source names it again.
+Nothing inconsistent is trusted. The chain is service_names → services → tables → slots → backends; entries that the
+chain does not reach are garbage. A service port whose chain is broken is marked, and written anew when the source
+names it again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pyebpf_proxy.services.model import (
 
 
 class Repairs(NamedTuple):
-    """What must be written at once so that the maps are what the mirror says. Keys and values by map."""
+    """Entries to write at once so that the maps match the mirror. Keys and values by map."""
 
     garbage: Garbage
     puts: dict[str, tuple[bytes, bytes]]
@@ -66,7 +66,7 @@ class _Adoption:
         self.puts: dict[str, tuple[bytes, bytes]] = {}
         self.deletes: dict[str, list[bytes]] = {}
         self.records: dict[int, Record] = {}
-        self.fields: dict[int, tuple[int, ...]] = {}  # by service id: its table's row
+        self.fields: dict[int, tuple[int, ...]] = {}  # by service id: the row of its table
         self.frontends: dict[int, list[Frontend]] = {}
         self.table_ids: list[int] = []
         self.ranges: dict[int, list[SourceRange]] = {}
@@ -86,7 +86,7 @@ class _Adoption:
         return Repairs(self.garbage, self.puts, {name: b"".join(keys) for name, keys in self.deletes.items()}, dead)
 
     def _rows(self, name: str, key: Struct, value: Struct) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], bytes]]:
-        """Every entry: key, value, the key as it is. One after the other: a hundred thousand at once are 35 MB."""
+        """Every entry: key, value, raw key. An iterator, because a list of a hundred thousand takes 35 MB."""
         keys, values = self.maps[name].dump()
         size = key.size
         raw = (keys[i : i + size] for i in range(0, len(keys), size))
@@ -96,7 +96,7 @@ class _Adoption:
         self.deletes.setdefault(name, []).append(key)
 
     def _names(self) -> dict[int, ServicePortName]:
-        """Ids that may be live. Of two ids with one name (deleted and made again) the one in force is it."""
+        """Ids that may be live. If two ids have one name (deleted and created again), the active one counts."""
         names: dict[int, ServicePortName] = {}
         by_name: dict[ServicePortName, int] = {}
         count = 0
@@ -143,7 +143,7 @@ class _Adoption:
                 record.dirty = True
                 record.length = 0
         self.garbage.slots = [r for r, fit in zip(other, fits[len(live) :], strict=True) if fit]
-        # Named and in force, but its table is gone: nothing to serve from.
+        # Named and active, but its table is gone: nothing can be served.
         self.garbage.services += [number for number in names if number not in self.records]
 
     def _source_ranges(self) -> None:
@@ -159,7 +159,7 @@ class _Adoption:
                     self.ranges.setdefault(table, []).append(SourceRange(address, length - 32))  # type: ignore[arg-type]
                 else:
                     self.garbage.source_ranges[family].append(raw)
-        # Ranges are written before their table: those of one that never came to be must not become another's.
+        # Ranges are written before their table: those of a table that was never written must not get into another.
         self.mirror.table_ids = Ids(TABLE_IDS, self.table_ids, newest + 1)
 
     def _backends(self) -> None:
@@ -189,7 +189,7 @@ class _Adoption:
                 found.append(backend.endpoint)
             split = cluster_count if not record.dirty else len(found)
             lists = found[:split], found[split:]
-            # Lists that an agent before this one wrote in another order are written anew.
+            # Lists that an earlier agent wrote in another order are rewritten.
             if any(part != sorted(part, key=slot_order) for part in lists):
                 record.dirty = True
             record.plan = ServicePort(record.plan.name, (), _by_text(lists[0]), _by_text(lists[1]))
@@ -199,7 +199,7 @@ class _Adoption:
             mirror.endpoint_counts[key] = mirror.endpoint_counts.get(key, 0) + 1
             if number not in reached:
                 self.garbage.backends[backend.family].append((number, key))
-        # Ids that a client or a socket remembers must not come back as something else.
+        # Ids that a client or a socket remembers must not be reused.
         remembered = max(max(self.backends, default=0), mirror.foreign_id)
         for name in ("affinities", "socket_flows"):
             keys, values = self.maps[name].dump()
@@ -274,12 +274,12 @@ class _Adoption:
             )
             if not row[4] and self.layouts.u32.pack(service) in self.bound:
                 self.garbage.affinities.append(service)
-            # The flag and the ranges must agree, or the table lets through what it should not.
+            # The flag and the ranges must agree, or the table would allow forbidden sources.
             record.dirty |= bool(row[8]) != bool(record.plan.source_ranges)
             self.mirror.records[names[service]] = record
             self.mirror.names[service] = names[service]
 
 
 def adopt(mirror: State, maps: Mapping[str, Map], services: memoryview, slots: memoryview) -> Repairs:
-    """Fill an empty mirror from the maps; what must be written, and what is garbage."""
+    """Fill an empty mirror from the maps; returns what must be written and what is garbage."""
     return _Adoption(mirror, maps, services, slots).run()

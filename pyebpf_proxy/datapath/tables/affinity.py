@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs remember of clients: it ends when affinity is off, and no service port has more than its share.
+"""The programs' session affinity entries: ends those of ports without affinity, and limits each port to its share.
 
-Session affinity that was switched off is forgotten (spec/service-semantics §13), not only left unasked. What clients
-are bound to stands under the number of the service port, and that number stays. So the entries are taken away once no
-program can be writing any more; if affinity comes back before that, then before it does.
+Switching session affinity off removes its entries (spec/service-semantics §13). The entries are stored under the id of
+the service port, which stays the same. So they are deleted once no program can be writing them any more, and in any
+case before affinity is switched on again.
 
-The programs count the clients that they take in. They cannot know which of them have been away for too long: these
-are taken away here, and what is left is counted anew.
+The programs count the clients that they add. They cannot know which clients have expired: those are deleted here, and
+the rest is counted again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.tables.changes import Change
 from pyebpf_proxy.datapath.tables.layouts import Layouts
 
-#: One service port has at most one of so many parts of the map.
+#: The maximum share of one service port is the map's size divided by this.
 PARTS = 4
 
 
 class Memory:
-    """What the programs remember of clients. ``off``: service ports without affinity that it holds clients of."""
+    """The affinity entries of clients. ``off``: service ports without affinity that still have entries."""
 
     def __init__(self, affinities: Map, counts: Map, layouts: Layouts, off: Iterable[int] = ()) -> None:
         self._map = affinities
@@ -36,9 +36,9 @@ class Memory:
         self._counted = False
 
     def recount(self, seconds: Mapping[int, int]) -> None:
-        """Take away clients that were away for too long, if a service port comes near its share.
+        """Delete clients that have expired, if a service port comes near its share.
 
-        ``seconds``: for how long a client may be away, by the numbers of the service ports that have affinity.
+        ``seconds``: the affinity timeout, by the ids of the service ports that have affinity.
         """
         counts = self._counts
         if self._counted and not any(2 * counts[number] >= self.share for number in seconds):
@@ -62,7 +62,7 @@ class Memory:
                 counts[number] = left[number]
 
     def changing(self, changes: Iterable[Change]) -> None:
-        """These changes are about to be in force: those who get affinity begin with nothing."""
+        """These changes are about to become active: service ports that get affinity start without entries."""
         for change in changes:
             if change.new is not None and change.new.plan.affinity_seconds:
                 self.forget([change.new.id])
@@ -70,12 +70,12 @@ class Memory:
                 self._off.add(change.new.id)
 
     def forget(self, services: Iterable[int]) -> None:
-        """Take away what is remembered of clients of these, as far as their affinity is off still."""
+        """Delete the clients of these service ports whose affinity is still off."""
         numbers = {self._u32.pack(number) for number in self._off.intersection(services)}
         self._off.difference_update(services)
         if not numbers:
             return
-        # The whole map is read: up to 65536 entries, some 10 ms, and only after affinity was switched off.
+        # Reads the whole map: up to 65536 entries, some 10 ms, and only after affinity was switched off.
         keys, _ = self._map.dump()
         size = self._map.key_size
         starts = range(0, len(keys), size)
@@ -85,5 +85,5 @@ class Memory:
 
 
 def _heads(keys: bytes, size: int) -> list[bytes]:
-    """The first word of every key: its service port's number."""
+    """The first word of every key: the id of its service port."""
     return [keys[at : at + 4] for at in range(0, len(keys), size)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a service port in the maps, one change of it, and what changes leave behind. Only data."""
+"""A service port in the maps, one change of it, and what changes leave behind. Only data."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pyebpf_proxy.services.model import Endpoint, IPFamily, ServicePort, Service
 
 
 class NoRoomError(Exception):
-    """A change does not fit. The text says what is full; nothing was changed."""
+    """A change does not fit. The text names what is full; nothing was changed."""
 
 
 class Problem(NamedTuple):
-    """A service port that is not in the maps as it should be. Its last good state is."""
+    """A service port that is not in the maps as wanted. Its last good state is."""
 
     name: ServicePortName
     text: str
@@ -26,7 +26,7 @@ class Problem(NamedTuple):
 
 
 class Record:
-    """A service port that is in the maps. ``plan`` holds only the frontends that are really its own."""
+    """A service port that is in the maps. ``plan`` has only the frontends that it really owns."""
 
     __slots__ = ("_numbers", "dirty", "first_slot", "id", "length", "plan", "table")
 
@@ -37,27 +37,27 @@ class Record:
         self.first_slot = 0
         self.length = 0
         self._numbers = array("I")
-        #: Adopted from maps that do not fit together: written anew with the next change.
+        #: Adopted from inconsistent maps: rewritten with the next change.
         self.dirty = False
 
     @property
     def backends(self) -> dict[Endpoint, int]:
-        """The number of every endpoint of the plan's lists. Made when it is asked for, see ``set_backends``."""
+        """The id of every endpoint in the plan's lists. Built on each access, see ``set_backends``."""
         return dict(self.numbered())
 
     def numbered(self) -> Iterator[tuple[Endpoint, int]]:
-        """Every endpoint of the plan's lists, once, and its number."""
+        """Every endpoint in the plan's lists, once, with its id."""
         return zip(self._endpoints(), self._numbers, strict=True)
 
     def set_backends(self, numbers: Mapping[Endpoint, int]) -> None:
-        """Every endpoint of the plan's lists has its number in ``numbers``.
+        """``numbers`` has the id of every endpoint in the plan's lists.
 
-        Kept as numbers alone, in the order of the lists: a hundred thousand dictionary entries would take 10 MB.
+        Only the ids are kept, in the order of the lists: a hundred thousand dictionary entries would take 10 MB.
         """
         self._numbers = array("I", map(numbers.__getitem__, self._endpoints()))
 
     def keep_backends(self, other: Record) -> None:
-        """The same lists as ``other``, and the same numbers."""
+        """The same lists as ``other``, with the same ids."""
         self._numbers = other._numbers
 
     def _endpoints(self) -> dict[Endpoint, None]:
@@ -65,20 +65,20 @@ class Record:
 
 
 def slot_order(endpoint: Endpoint) -> tuple[bytes, int]:
-    """The order of endpoints in each list of map ``slots``: the programs look for one by halves (bpf/slots.h)."""
+    """The order of endpoints in each list of map ``slots``, for the programs' binary search (bpf/slots.h)."""
     return endpoint.address, endpoint.port
 
 
 @dataclass
 class Garbage:
-    """What nothing refers to any more; it may be taken away when no packet can be looking at it."""
+    """Entries without references; they may be deleted when no program can be reading them."""
 
     tables: list[int] = field(default_factory=list)
     services: list[int] = field(default_factory=list)
     slots: list[tuple[int, int]] = field(default_factory=list)
-    #: Service ports whose affinity was switched off: what is remembered of their clients.
+    #: Service ports whose affinity was switched off, to delete their clients.
     affinities: list[int] = field(default_factory=list)
-    # By family: keys one after the other; backends with the key of their service-0 endpoint entry.
+    # By family: concatenated keys; backends with the key of their service-0 endpoint entry.
     source_ranges: dict[IPFamily, list[bytes]] = field(default_factory=lambda: {f: [] for f in IPFamily})
     serving: dict[IPFamily, list[bytes]] = field(default_factory=lambda: {f: [] for f in IPFamily})
     backends: dict[IPFamily, list[tuple[int, bytes]]] = field(default_factory=lambda: {f: [] for f in IPFamily})
@@ -89,7 +89,7 @@ class Garbage:
         return any(lists)
 
     def absorb(self, other: Garbage) -> None:
-        """Take over what ``other`` holds."""
+        """Add the contents of ``other``."""
         self.tables += other.tables
         self.services += other.services
         self.slots += other.slots
@@ -101,7 +101,7 @@ class Garbage:
 
 
 class Change:
-    """One service port from what it is to what it shall be."""
+    """The change of one service port from its old to its new state."""
 
     __slots__ = (
         "claims",
@@ -127,24 +127,24 @@ class Change:
         self.old = old
         self.new = new
         self.table_changed = False
-        #: By map: keys and values, to be written before the flip.
+        #: By map: keys and values to write before the flip.
         self.puts: dict[str, tuple[bytes, bytes]] = {}
         self.slots: list[int] = []
         self.frontend_puts: list[tuple[bytes, bytes]] = []
         self.frontend_deletes: list[bytes] = []
         self.claims: list[tuple[bytes, int | None]] = []
-        #: Frontends that another service port has: what to say about them.
+        #: Frontends that another service port owns, as text.
         self.conflicts: list[str] = []
         self.serving_new: list[bytes] = []
         self.serving_deletes: list[bytes] = []
         self.fresh: list[tuple[int, bytes]] = []
         self.gone: list[tuple[int, bytes]] = []
-        #: What the nft table must know before a packet can carry these ids.
+        #: Backends that the nft table must have before a packet can carry these ids.
         self.targets: dict[int, tuple[bytes, int]] = {}
         self.failed: str | None = None
 
     @property
     def unbinds(self) -> bool:
-        """Whether session affinity ends with it."""
+        """Whether the change ends session affinity."""
         old, new = self.old, self.new
         return old is not None and new is not None and old.plan.affinity_seconds > 0 == new.plan.affinity_seconds

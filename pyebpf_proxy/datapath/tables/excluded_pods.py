@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranges of ``socketLBExclude`` in the map that tc asks when it learns what a pod's packets look like."""
+"""Writes the ranges of ``socketLBExclude`` into the map that tc checks when it learns a pod's source."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _FAMILY_BITS = 32
 
 
 def write(table: Map, btf: Btf, ranges: Iterable[Network]) -> None:
-    """Make ``ranges`` what is in ``table`` (``excluded_pods``). BpfError if they do not fit.
+    """Make ``table`` (``excluded_pods``) contain exactly ``ranges``. BpfError if they do not fit.
 
-    A pod that was learned before is held by its range when it is learned again, within a minute.
+    A pod that was learned before is excluded when it is learned again, within a minute.
     """
     key = btf.struct("excluded_pods_key")
     wanted = {

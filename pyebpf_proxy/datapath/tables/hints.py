@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What saves most packets a look into the maps: is a port anybody's NodePort, may an address and port be a service's?
+"""Bitmaps that save most packets a map lookup: may a port be a NodePort, may an address and port be a service's?
 
-A bit is set before the entry is there: one that is set for nothing costs a lookup, one that is missing would cost the
-service.
+A bit is set before its entry is written: a bit too many costs a lookup, a missing one would break the service.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MIX = (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
 
 
 class Hints:
-    """Writes ``node_port_hints`` and ``address_hints``; knows the maps that they are for by name."""
+    """Writes ``node_port_hints`` and ``address_hints``; knows by name the maps that they are for."""
 
     def __init__(self, maps: Mapping[str, Map], btf: Btf) -> None:
         self._sizes = {name: maps[name].key_size for name in ("frontends4", "frontends6")}
@@ -29,13 +28,13 @@ class Hints:
         self._addresses = AddressHints(maps["address_hints"], btf)
 
     def rebuild(self, frontends: Iterable[bytes], endpoints: Iterable[bytes]) -> None:
-        """Exactly these keys and no others exist."""
+        """Exactly these keys exist."""
         self._node_ports.rebuild(frontends)
         self._addresses.add(frontends)
         self._addresses.add(endpoints)
 
     def add(self, name: str, keys: bytes) -> None:
-        """These keys, one after the other, are about to be written to the map of that name."""
+        """These concatenated keys are about to be written to the map with that name."""
         if name in self._sizes:
             size = self._sizes[name]
             self._node_ports.add(keys[at : at + size] for at in range(0, len(keys), size))
@@ -46,7 +45,7 @@ class Hints:
 class NodePortHints:
     """One bit for each port number. Keys are those of the maps ``frontends4`` and ``frontends6``.
 
-    Bits are cleared by :meth:`rebuild` only, at a start.
+    Only :meth:`rebuild` clears bits, at the start.
     """
 
     def __init__(self, hints: Map, btf: Btf) -> None:
@@ -57,7 +56,7 @@ class NodePortHints:
             self._fields[layout.size] = layout.packer("address", "port")
 
     def rebuild(self, keys: Iterable[bytes]) -> None:
-        """Exactly these frontends and no others exist."""
+        """Exactly these frontends exist."""
         words = [0] * len(self._words)
         for port in self._ports(keys):
             words[port // 64] |= 1 << port % 64
@@ -80,8 +79,8 @@ class NodePortHints:
 class AddressHints:
     """One bit for each address and port, by a hash. Keys are those of the maps ``frontends*`` and ``endpoints*``.
 
-    Bits are never cleared: the programs set some, too, for what the flow cache knows. The map lives until the node
-    starts anew; of a million bits some 200 000 make every fifth other packet pay for what it is not.
+    Bits are never cleared, because the programs also set some, for entries of the flow table. The map lives until the
+    node reboots. With 200 000 of its million bits set, every fifth other packet costs a needless lookup.
     """
 
     def __init__(self, hints: Map, btf: Btf) -> None:
@@ -100,7 +99,7 @@ class AddressHints:
         self._names = {fields.size: name for name, fields in self._fields.items()}
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """These keys, of any of the maps."""
+        """Add keys of any of the maps."""
         found: dict[int, list[bytes]] = {}
         for key in keys:
             found.setdefault(len(key), []).append(key)
@@ -108,7 +107,7 @@ class AddressHints:
             self.add_all(self._names[size], b"".join(some))
 
     def add_all(self, name: str, keys: bytes) -> None:
-        """These keys, one after the other, of the map of that name."""
+        """Add concatenated keys of the map with that name."""
         words = self._words
         if name.endswith("4"):
             for address, port in self._fields[name].iter_unpack(keys):

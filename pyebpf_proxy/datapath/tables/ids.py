@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that are given out in rising order, so that a freed one does not come back soon."""
+"""Ids that are allocated in rising order, so that a freed one is not reused soon."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-#: Numbers that share one integer of bits.
+#: Ids that share one integer of bits.
 _PAGE = 1024
 
 
 class Ids:
-    """The numbers 1 … ``limit`` - 1. 0 means "none" in every map.
+    """The ids 1 … ``limit`` - 1. 0 means "none" in every map.
 
-    ``used`` are taken from the start; ``start`` is where giving out begins (it is raised above all of ``used``).
-    One bit for each number in use, in pages: a set of a hundred thousand numbers takes 10 MB.
+    ``used`` are taken from the start; allocation begins at ``start``, or above all of ``used``.
+    One bit per id, in pages: a set of a hundred thousand numbers would take 10 MB.
     """
 
     def __init__(self, limit: int, used: Iterable[int] = (), start: int = 1) -> None:
         self._limit = limit
         pages: dict[int, int] = {}
         highest = start - 1
-        # After a restart there are a hundred thousand: no call for each of them.
+        # After a restart there are a hundred thousand, so there is no function call for each.
         for number in used:
             page = number // _PAGE
             pages[page] = pages.get(page, 0) | 1 << number % _PAGE
@@ -29,7 +29,7 @@ class Ids:
         self._pages = pages
         self._count = sum(bits.bit_count() for bits in pages.values())
         self._next = highest + 1
-        # Until the end is reached for the first time, everything from _next on is free.
+        # Until the end is reached for the first time, all ids from _next on are free.
         self._wrapped = False
 
     def __contains__(self, number: int) -> bool:
@@ -42,7 +42,7 @@ class Ids:
         return self._limit - 1 - self._count
 
     def take(self, count: int) -> list[int]:
-        """``count`` numbers that are not in use. The caller has looked at ``available``."""
+        """``count`` free ids. The caller has checked ``available``."""
         if count > self.available:
             raise ValueError(f"{count} ids wanted, {self.available} are free")
         if not self._wrapped and self._next + count <= self._limit:
@@ -73,7 +73,7 @@ class Ids:
             self._count -= 1
 
     def _mark(self, first: int, count: int) -> None:
-        """``count`` numbers from ``first`` on, of which none is in use."""
+        """Mark ``count`` ids from ``first`` on, none of which is in use."""
         self._count += count
         while count:
             page, bit = divmod(first, _PAGE)

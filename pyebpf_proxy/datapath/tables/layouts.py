@@ -9,12 +9,12 @@ from struct import Struct
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.services.model import Frontend, FrontendKind, IPFamily, Protocol, ServicePortName
 
-#: Names longer than this are refused by Kubernetes too; one byte is left for the end of the C string.
+#: Kubernetes refuses longer names, too; one byte is left for the end of the C string.
 NAME_MAX = 63
 
 
 class Layouts:
-    """Everything the writer packs. Attributes ending in a family are dicts by IPFamily."""
+    """All layouts of the writer. Attributes by family are dicts by IPFamily."""
 
     def __init__(self, btf: Btf) -> None:
         def each(pattern: str, *names: str) -> dict[IPFamily, Struct]:
@@ -41,7 +41,7 @@ class Layouts:
         self.endpoint = btf.struct("endpoint").packer("backends")
         self.source_range_key = each("source_range{}_key", "prefix_length", "table", "address")
         self.affinity = btf.struct("affinity").packer("last_used", "backend", "position")
-        # services and slots are written as whole words: table or backend in the first half, zero in the other.
+        # services and slots are written as whole words: table or backend in the first half, zero in the second.
         for name, field in (("service", "table"), ("slot", "backend")):
             layout = btf.struct(name)
             if layout.size != 8 or layout.fields[field].offset != 0 or layout.fields[field].size != 4:
@@ -55,7 +55,7 @@ class Layouts:
         return self.service_name.pack(*texts, name.family, name.protocol)
 
     def unpack_name(self, raw: bytes) -> ServicePortName:
-        """Raises ValueError for what is no name."""
+        """Raises ValueError for an invalid name."""
         namespace, name, port, family, protocol = self.service_name.unpack(raw)
         texts = [part.rstrip(b"\0").decode() for part in (namespace, name, port)]
         return ServicePortName(texts[0], texts[1], texts[2], Protocol(protocol), IPFamily(family))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a service port that is wanted to the entries that must be written. No kernel here.
+"""From a wanted service port to the entries that must be written. No kernel access.
 
-The order in which a :class:`Change` is carried out is the writer's business (``writer.py``): first ``puts`` and the
-slots, then the flip of ``services[id]``, then frontends, and what is no longer referred to only after a grace period.
+The writer (``writer.py``) carries a :class:`Change` out in this order: first ``puts`` and the slots, then the flip of
+``services[id]``, then frontends; entries without references are deleted after a grace period.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Mirror(State):
     """The state of the maps, and the planning of changes to it."""
 
     def released_by(self, name: ServicePortName, new: ServicePort | None) -> set[bytes]:
-        """Keys of frontends that this change gives up, so that another one of the same round may have them."""
+        """Keys of frontends that this change releases, so that another service port of the round may claim them."""
         old = self.records.get(name)
         if old is None or (new is not None and new.frontends == old.plan.frontends):
             return set()
@@ -30,7 +30,7 @@ class Mirror(State):
         return {key for key in self._own_frontends(old) if key not in keep}
 
     def plan_removal(self, name: ServicePortName) -> Change | None:
-        """What takes a service port away; None if there is none."""
+        """The change that removes a service port; None if it does not exist."""
         old = self.records.get(name)
         if old is None:
             return None
@@ -42,9 +42,9 @@ class Mirror(State):
         return change
 
     def plan(self, name: ServicePortName, wanted: ServicePort, released: set[bytes]) -> Change | None:
-        """What makes the maps say ``wanted``; None if they do.
+        """The change that brings the maps to ``wanted``; None if they match already.
 
-        Takes ids, slots and frontends at once: :meth:`commit` or :meth:`revert` must follow. Raises NoRoomError.
+        Allocates ids, slots and frontends at once: :meth:`commit` or :meth:`revert` must follow. Raises NoRoomError.
         """
         old = self.records.get(name)
         table_changed = old is None or old.dirty or _table_fields(old.plan) != _table_fields(wanted)
@@ -52,7 +52,7 @@ class Mirror(State):
         old_serving = self._serving_pairs(old.plan) if old is not None else frozenset()
         serving_changed = serving != old_serving
         if not table_changed and not serving_changed and old is not None and old.plan.frontends == wanted.frontends:
-            # What was adopted from the maps is an equal copy: kept once.
+            # An adopted plan is an equal copy: keep only one of them.
             old.plan = wanted
             return None
 
@@ -124,13 +124,13 @@ class Mirror(State):
     def _grants(
         self, name: ServicePortName, old: Record | None, wanted: ServicePort, released: set[bytes]
     ) -> tuple[dict[bytes, int], list[str]]:
-        """Which frontends the service port gets (key -> kind), and words about those that others have."""
+        """The frontends that the service port gets (key -> kind), and text about those that others own."""
         grants: dict[bytes, int] = {}
         conflicts = []
         new = left_out = 0
         own = old.id if old is not None else 0
         table = f"frontends{name.family.value}"
-        # The rest is for ClusterIPs: without theirs, Services of the cluster do not work.
+        # The rest is reserved for ClusterIPs, without which Services of the cluster do not work.
         external_room = self.room[table] - self.room[table] // RESERVED
         for frontend in wanted.frontends:
             key = self.layouts.pack_frontend(name, frontend)
@@ -171,7 +171,7 @@ class Mirror(State):
         change.fresh = list(zip(ids, fresh_keys, strict=True))
         backends = dict(zip(fresh, ids, strict=True))
         if had:
-            # What is not here is kept.
+            # Endpoints that are not fresh are kept.
             backends = {**had, **backends}
             there = {*wanted.cluster, *wanted.local}
             change.gone = [
@@ -198,7 +198,7 @@ class Mirror(State):
         before = len(counts)
         ones = dict.fromkeys(fresh_keys, 1)
         if len(ones) == len(fresh_keys) and counts.keys().isdisjoint(ones):
-            # Nobody had any of them: so it is at a start, but for endpoints of several services.
+            # None was in use. That is the case at a start, except for endpoints of several services.
             counts.update(ones)
             packed_counts = self.pack_count(1) * len(ones)
         else:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps of another layout, left by an agent of another version: what clients are bound to is taken over, then they go.
+"""Maps of another layout, from an agent of another version: session affinity is taken over, then they are removed.
 
-Everything else is written anew from the objects. Numbers of service ports and endpoints are others in the new maps, so
-each client's is looked up by what it stood for. Maps whose keys or values have not the size of ours are of no use.
+Everything else is written anew from the objects. Service ports and endpoints have other ids in the new maps, so the
+entry of each client is translated. Maps whose keys or values have another size cannot be used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _READ = ("affinities", "service_names", "backends4", "backends6")
 
 
 class OtherLayouts:
-    """All other layouts beside ``pins``. Raises BpfError if the kernel refuses what should always work."""
+    """All other layouts next to ``pins``. Raises BpfError if the kernel refuses something that should always work."""
 
     def __init__(self, pins: Path, loaded: Loaded, writer: Writer) -> None:
         others = pins.parent.glob("v*") if pins.parent.is_dir() else ()
@@ -35,16 +35,16 @@ class OtherLayouts:
         self._writer = writer
 
     def drain(self) -> None:
-        """Hand flows that only the programs of the others know to conntrack, before ours take their places."""
+        """Hand flows that only the other layouts' programs know to conntrack, before those programs are replaced."""
         for folder in self.folders:
             drain(folder)
 
     def take_over(self) -> int:
-        """Bind clients as they are bound there; how many. May be done again: the newest connection counts."""
+        """Take over the session affinity there; returns how many. Can be repeated: the newest connection counts."""
         return sum(self._take_over(folder / "maps") for folder in self.folders)
 
     def retire(self) -> None:
-        """Our programs are in their places: bring over what was remembered meanwhile, and take the others away."""
+        """The new programs are attached: take over what was written meanwhile, and remove the other layouts."""
         self.take_over()
         for folder in self.folders:
             cgroups.detach(folder / "links")
@@ -90,7 +90,7 @@ class OtherLayouts:
         return rows
 
     def _number(self, name: ServicePortName, address: bytes, port: int) -> int:
-        """What an endpoint of a service port has as its number now; 0: it is none."""
+        """The current id of a service port's endpoint; 0: it is not one."""
         try:
             plan = self._writer[name]
         except KeyError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges of an array, by length: best fit, neighbours joined when freed. Work per call does not grow with use."""
+"""Ranges of an array: best fit by length, neighbours merge when freed. The cost of a call does not grow with use."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from bisect import bisect_left, insort
 
 
 class Ranges:
-    """The free ranges of 0 … ``size`` - 1. A range of length 0 is (0, 0) and costs nothing."""
+    """The free ranges of 0 … ``size`` - 1. A range of length 0 is (0, 0) and takes nothing."""
 
     def __init__(self, size: int) -> None:
         self._ends: dict[int, int] = {}  # start -> end, of free ranges
         self._starts: dict[int, int] = {}  # end -> start
         self._by_length: dict[int, set[int]] = {}
-        self._lengths: list[int] = []  # sorted; few different ones
+        self._lengths: list[int] = []  # sorted; few distinct ones
         self.available = size
         if size:
             self._add(0, size)
 
     def take(self, length: int) -> int | None:
-        """The start of a range that is now taken, or None if no free range is that long."""
+        """The start of a range, which is then taken; None if no free range is long enough."""
         if length == 0:
             return 0
         at = bisect_left(self._lengths, length)
@@ -34,7 +34,7 @@ class Ranges:
         return start
 
     def free(self, start: int, length: int) -> None:
-        """Give a range back that was taken whole."""
+        """Free a range exactly as it was taken."""
         if length == 0:
             return
         end = start + length
@@ -51,9 +51,9 @@ class Ranges:
 
     @classmethod
     def without(cls, size: int, taken: list[tuple[int, int]]) -> tuple[Ranges, list[bool]]:
-        """An allocator in which these ranges (start, length) are taken, and which of them could be.
+        """An allocator in which these ranges (start, length) are taken, and which of them were accepted.
 
-        A range out of bounds, or that overlaps one before it in the list, is refused.
+        A range that is out of bounds, or overlaps an earlier one in the list, is refused.
         """
         fresh = cls(0)
         accepted: list[tuple[int, int]] = []

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps of a former run that have another size: the new ones take their place with everything that was in them.
+"""Replaces maps of a former run that have another size, with all their entries.
 
-Beside the folder of the pins (``maps``) there are two more while this goes on:
+Meanwhile there are two more folders next to the folder of the pins (``maps``):
 
-1. ``maps-resized``: the new maps, made and pinned there when the new programs are loaded. Entries are copied.
-   Up to here nothing has changed; what a killed start left there is thrown away by the next.
-2. Each old pin gets a second name in ``maps-former``, then the new one is renamed over it: one step, there is no
-   moment without a pin. Killed between two maps, the next start finds some new and some old, with the same contents.
-3. The old programs go on with the old maps, and write to them (affinity, sockets), until the new programs are in
-   their places. Then what was written meanwhile is brought over, and ``maps-former`` goes. Killed before, the next
-   start does it.
+1. ``maps-resized``: the new maps, created and pinned there when the new programs are loaded. Entries are copied.
+   Up to here nothing has changed; the next start discards what a killed start left there.
+2. Each old pin gets a second name in ``maps-former``, then the new one is renamed over it. This is atomic: there is
+   always a pin. After a kill between two maps, the next start finds some new and some old, with the same contents.
+3. The old programs continue with the old maps, and write to them (affinity, sockets), until the new programs are
+   attached. Then the entries written meanwhile are copied, and ``maps-former`` is removed. After a kill before that,
+   the next start does it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from pyebpf_proxy.errors import FatalError
 
 _BPF_NOEXIST = 1
 _ARRAY, _PERCPU_ARRAY, _LRU_HASH = 2, 6, 9
-#: Maps that the programs write to while they run: what the old ones were told last is brought over.
+#: Maps that running programs write to: the last entries of the old ones are copied, too.
 WRITTEN_BY_PROGRAMS = (
     *("affinities", "socket_revnat4", "socket_revnat6", "socket_flows", "bridged_fragments"),
     *("choices", "localities", "locality_sets"),
     *("pod_sources", "deferred_sockets"),
 )
-#: Of these the values begin with the time of their newest use.
+#: Values of these maps begin with the time of their last use.
 _WITH_TIME = ("affinities", "socket_flows", "localities", "locality_sets", "pod_sources")
-#: Arrays of which what is beyond the new end may go: counters, and turns of lists that are no more.
+#: Arrays that may be truncated: counters, and turns of lists that no longer exist.
 _MAY_BE_CUT = ("counters", "last_refused", "recent_refusals", "rr_cursor", "affinity_counts")
 
 
@@ -50,16 +50,16 @@ class Resize:
         self.former = pins.with_name(f"{pins.name}-former")
 
     def begin(self) -> None:
-        """Make room for new maps; what a start that did not get through left is thrown away."""
+        """Prepare for new maps; leftovers of an interrupted start are discarded."""
         self.abandon()
         self.made.mkdir(mode=0o700)
 
     def abandon(self) -> None:
-        """Drop the new maps; those in force are as they were."""
+        """Discard the new maps; the active ones are unchanged."""
         _remove(self.made)
 
     def take_over(self, maps: Mapping[str, Map], btf: Btf) -> dict[str, tuple[int, int]]:
-        """Fill the new maps and put their pins in place of the old ones: old and new size of each.
+        """Fill the new maps and replace the old pins: old and new size of each.
 
         Raises FatalError if the entries of one do not fit, BpfError if the kernel refuses something; then nothing has
         changed.
@@ -72,19 +72,19 @@ class Resize:
         for name in sizes:
             self._swap(name)
         self.abandon()
-        # From a start that was killed between its swaps and its end.
+        # For a start that was killed between its swaps and its end.
         self._bring_over(maps, btf)
         return sizes
 
     def finish(self, maps: Mapping[str, Map], btf: Btf) -> None:
-        """The new programs are in their places: what the old ones wrote until then is brought over."""
+        """The new programs are attached: copies what the old ones wrote until then."""
         if self.former.is_dir():
             self._bring_over(maps, btf)
             _remove(self.former)
 
     def _swap(self, name: str) -> None:
         self.former.mkdir(mode=0o700, exist_ok=True)
-        # An earlier start may have got no further either: each former map has its own name.
+        # Earlier starts may also have stopped here, so each former map gets its own name.
         taken = {entry.name for entry in self.former.iterdir()}
         number = next(n for n in range(len(taken) + 1) if f"{name}-{n}" not in taken)
         os.link(self.pins / name, self.former / f"{name}-{number}")
@@ -105,7 +105,7 @@ class Resize:
 
 def _copy(old: Map, new: Map, all_old: Mapping[str, Map], btf: Btf) -> None:
     if old.name == "flows":
-        return  # The flow cache fills itself.
+        return  # The flow table fills itself.
     keys, values = old.dump()
     rows = _rows(old, keys, values)
     if old.type in (_ARRAY, _PERCPU_ARRAY):
@@ -119,13 +119,13 @@ def _copy(old: Map, new: Map, all_old: Mapping[str, Map], btf: Btf) -> None:
         raise _does_not_fit(old, new, f"has {len(rows)} entries")
     new.update_batch(b"".join([key for key, _ in rows]), b"".join([value for _, value in rows]))
     if new.type == _LRU_HASH and (kept := len(new.dump()[0]) // new.key_size) < len(rows):
-        # Such a map keeps some of its places ready for each CPU.
+        # An LRU map reserves some entries for each CPU.
         raise _does_not_fit(old, new, f"has {len(rows)} entries, of which {kept} were kept")
 
 
 def _does_not_fit(old: Map, new: Map, what: str) -> FatalError:
     return FatalError(
-        f"map {old.name} cannot get the size {new.max_entries}: it {what}; give it a larger one in the file of"
+        f"map {old.name} cannot get the size {new.max_entries}: it {what}; configure a larger size in the file of"
         " --datapath-config, or run pyebpf-proxy --cleanup first"
     )
 
@@ -138,10 +138,10 @@ def _rows(table: Map, keys: bytes, values: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def _used(table: Map, rows: list[tuple[bytes, bytes]], maps: Mapping[str, Map], btf: Btf) -> int:
-    """How many places of an array are needed, from its beginning on."""
+    """How many entries of an array are needed, from its beginning."""
     if table.name != "slots":
         return max((i + 1 for i, (_, value) in enumerate(rows) if any(value)), default=0)
-    # Words that were given up are not wiped: only what a table in force names is in use.
+    # Freed words are not cleared: only those that an active table names are in use.
     layouts = Layouts(btf)
     in_force = maps["services"].dump()[1]
     words = [in_force[i : i + 4] for i in range(0, len(in_force), 8)]
@@ -154,7 +154,7 @@ def _used(table: Map, rows: list[tuple[bytes, bytes]], maps: Mapping[str, Map], 
 
 
 def _bound(rows: list[tuple[bytes, bytes]], new: Map, maps: Mapping[str, Map], btf: Btf) -> list[tuple[bytes, bytes]]:
-    """If there is no room for all clients: those that are still bound to an endpoint."""
+    """All clients or, if they do not fit, those whose affinity has not expired."""
     if len(rows) <= new.max_entries:
         return rows
     layouts = Layouts(btf)
@@ -171,7 +171,7 @@ def _bound(rows: list[tuple[bytes, bytes]], new: Map, maps: Mapping[str, Map], b
 
 
 def merge(rows: list[tuple[bytes, bytes]], new: Map, with_time: bool) -> None:
-    """Entries that ``new`` has not, or has from an earlier time."""
+    """Add entries that ``new`` does not have, or has with an earlier time."""
     present = dict(new.items())
     for key, value in rows:
         found = present.get(key)
@@ -179,7 +179,7 @@ def merge(rows: list[tuple[bytes, bytes]], new: Map, with_time: bool) -> None:
             try:
                 new.update(key, value, _BPF_NOEXIST)
             except BpfError as error:
-                # A program was quicker, or there is no room any more for what is remembered.
+                # A program was faster, or the map is full.
                 if error.errno not in (errno.EEXIST, errno.E2BIG):
                     raise
         elif with_time and _time(value) > _time(found):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the service maps hold, as the control plane knows it. No kernel here; planning is in ``mirror.py``."""
+"""The contents of the service maps as the control plane knows them. No kernel access; planning is in ``mirror.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyebpf_proxy.datapath.tables.layouts import Layouts
 from pyebpf_proxy.datapath.tables.ranges import Ranges
 from pyebpf_proxy.services.model import Endpoint, IPFamily, Protocol, ServicePort, ServicePortName
 
-#: Ids of backends travel in 24 bits of skb->priority.
+#: Backend ids use 24 bits of skb->priority.
 BACKEND_IDS = 1 << 24
 TABLE_IDS = 1 << 32
 
@@ -26,7 +26,7 @@ class State:
         self.layouts = layouts
         self.room = dict(room)
         self.used = dict.fromkeys(room, 0)
-        #: Ids of backends up to this one may be in packets, and mean those of other maps.
+        #: Backend ids up to this one may be in packets, and refer to other maps.
         self.foreign_id = foreign_id
         self.records: dict[ServicePortName, Record] = {}
         self.owners: dict[bytes, int] = {}
@@ -39,7 +39,7 @@ class State:
         self._counts = [layouts.endpoint.pack(i) for i in range(64)]
 
     def fill(self) -> dict[str, tuple[int, int]]:
-        """Entries used and room, by map."""
+        """Used entries and capacity, by map."""
         used = self.used | {
             "services": self.room["services"] - 1 - self.service_ids.available,
             "slots": self.room["slots"] - self.slot_ranges.available,
@@ -49,7 +49,7 @@ class State:
     # ---- after the maps were written -----------------------------------------------------------------------
 
     def commit(self, change: Change, garbage: Garbage) -> None:
-        """The change is in the maps. What it made superfluous goes to ``garbage``."""
+        """The change is in the maps. Entries that it replaced go to ``garbage``."""
         name, old, new = change.name, change.old, change.new
         family = name.family
         if new is not None:
@@ -69,7 +69,7 @@ class State:
             garbage.affinities.append(old.id)
 
     def revert(self, change: Change, garbage: Garbage) -> None:
-        """The change could not be written, or only in part. What there may be of it goes to ``garbage``."""
+        """The change was not written, or only in part. Entries that may exist of it go to ``garbage``."""
         name, new = change.name, change.new
         if new is None:
             return
@@ -89,7 +89,7 @@ class State:
             garbage.services.append(new.id)
 
     def orphans(self, change: Change) -> list[bytes]:
-        """Keys that a reverted change was to take over from a service port that has meanwhile given them up."""
+        """Keys that a reverted change was to take over from a service port that has released them meanwhile."""
         result = []
         for key, owner in change.claims:
             if owner is not None and self.owners.get(key) == owner:
@@ -99,7 +99,7 @@ class State:
         return result
 
     def frontends_missing(self, change: Change, keys: list[bytes]) -> None:
-        """These frontends of a change that is carried out could not be written."""
+        """These frontends of an applied change could not be written."""
         new, name = change.new, change.name
         if new is None:
             return
@@ -115,7 +115,7 @@ class State:
         self.used[f"frontends{family.value}"] -= 1
 
     def freed(self, garbage: Garbage) -> None:
-        """The garbage is out of the maps: its room, slots and ids may be used again."""
+        """The garbage is deleted: its capacity, slots and ids may be reused."""
         used = self.used
         used["service_configs"] -= len(garbage.tables)
         used["service_names"] -= len(garbage.services)
@@ -133,7 +133,7 @@ class State:
             self.backend_ids.free(ids)
 
     def discount_endpoints(self, backends: list[tuple[int, bytes]], family: IPFamily) -> tuple[dict[bytes, int], int]:
-        """Backends are gone: new counts of their service-0 endpoint entries (0: delete), and how many are 0."""
+        """For removed backends: new counts of their service-0 endpoint entries (0: delete), and how many are 0."""
         counts = self.endpoint_counts
         changed: dict[bytes, int] = {}
         for _, key in backends:
@@ -146,7 +146,7 @@ class State:
         return changed, len(ended)
 
     def targets(self, garbage: Garbage) -> dict[int, tuple[bytes, int]]:
-        """Address and port of every backend that a packet may carry the id of: those in use, and garbage."""
+        """Address and port of every backend id that a packet may carry: those in use, and garbage."""
         found = {n: (e.address, e.port) for record in self.records.values() for e, n in record.numbered()}
         for family in IPFamily:
             unpack = self.layouts.endpoint_key[family].unpack
@@ -156,9 +156,9 @@ class State:
         return found
 
     def backends_of(self, routes: Iterable[Route]) -> Iterator[tuple[Route, int]]:
-        """The backend that each route of a flow leads to; nothing for what is no service's.
+        """The backend ids of each route; none for a route of no service.
 
-        A node's socket was translated before its packets: of its service nothing is known, so the flow is one of every
+        A node's socket was translated before it sent packets, so its service is unknown: the flow counts for every
         backend with that address.
         """
         direct: dict[tuple[int, bytes, int], Route] = {}
@@ -189,7 +189,7 @@ class State:
                 if found is not None:
                     yield found, number
 
-    # ---- small things --------------------------------------------------------------------------------------
+    # ---- helpers -------------------------------------------------------------------------------------------
 
     def pack_count(self, count: int) -> bytes:
         return self._counts[count] if count < len(self._counts) else self.layouts.endpoint.pack(count)
@@ -213,7 +213,7 @@ class State:
 
     def _range_keys(self, family: IPFamily, record: Record) -> list[bytes]:
         pack = self.layouts.source_range_key[family].pack
-        # 32: the table's id is part of the prefix.
+        # 32: the prefix includes the table's id.
         return list(
             dict.fromkeys(pack(32 + r.prefix_length, record.table, r.address) for r in record.plan.source_ranges)
         )

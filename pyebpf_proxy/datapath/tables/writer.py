@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writer: service ports into maps, so that no packet ever sees half a change.
+"""Writes service ports into the maps, so that no packet sees a partial change.
 
-Order of a round (everything in batches, each over all service ports of the round):
+Order of a round (each step in batches, over all service ports of the round):
 
-1. names, backends, endpoints, slots, source ranges, tables: nothing refers to them yet;
-2. old frontends of those that get a new table off: no address of one version may lead to the table of the other;
+1. write names, backends, endpoints, slots, source ranges, tables: nothing refers to them yet;
+2. delete old frontends of service ports with a new table: no old address may lead to the new table;
 3. ``services[id]`` = the new table's id, one aligned store each;
-4. new frontends, then the other old ones off (a port that moves to another service never blinks), gone services to 0;
-5. later, after a grace period: what is no longer referred to.
+4. write new frontends, then delete the other old ones (a port that moves to another service is always served), then
+   set removed services to 0;
+5. after a grace period, delete entries without references.
 
-Killed at any point, the next start finds what was written and not referred to (``adopt.py``).
+After a kill at any point, the next start finds entries without references (``adopt.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MAPS = (
     *("service_configs", "frontends4", "frontends6"),
 )
 _BEFORE_FLIP = MAPS[:8]
-#: Service ports that empty maps get at once.
+#: Into empty maps this many service ports are written at a time.
 PART = 1000
 _NO_ROOM = {errors.E2BIG, errors.ENOSPC, errors.ENOMEM}
 
@@ -49,12 +50,12 @@ BackendsCallback = Callable[[Mapping[int, tuple[bytes, int]], Iterable[int]], No
 class Writer:
     """Owns the service maps of ``loaded``.
 
-    Backends are told to ``on_backends`` (added: id → packed address, port; removed: ids), the added ones before
-    packets can choose them; :attr:`netfilter_backends` has all of them, to begin with. ``foreign_id``: ids up to this
+    ``on_backends`` is called with added (id → packed address, port) and removed backends (ids), for added ones before
+    packets can choose them; :attr:`netfilter_backends` has all of them for the start. ``foreign_id``: ids up to this
     one are in use by programs with other maps, and are not given to new backends.
 
-    Made by adopting what the maps hold. A BpfError from any call means that the kernel refused what should always
-    work; what was to be done is remembered, and the next call begins by adopting anew.
+    The constructor adopts the contents of the maps. A BpfError from any call means that the kernel refused something
+    that should always work; the pending work is kept, and the next call begins by adopting again.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class Writer:
         self._services = maps["services"].mmap().cast("Q")
         self._slots = maps["slots"].mmap().cast("Q")
         self._hints = Hints(maps, loaded.tc.btf)
-        #: Service ports that are not as they should be.
+        #: Service ports that are not as wanted.
         self.problems: dict[ServicePortName, Problem] = {}
         self._pending: dict[ServicePortName, ServicePort | None] = {}
         self._freed = False
-        #: Nothing refers to it any more, and the grace period is running.
+        #: Entries without references, during their grace period.
         self._dying = Garbage()
         self._adopt()
 
@@ -97,7 +98,7 @@ class Writer:
 
     @contextmanager
     def _whole(self, todo: Mapping[ServicePortName, ServicePort | None]) -> Iterator[None]:
-        """What breaks off in the middle leaves a mirror that is not to be believed, and work to be done again."""
+        """An interrupted change leaves an unreliable mirror, and pending work."""
         if self._broken:
             self._adopt()
             self._freed = True
@@ -109,11 +110,11 @@ class Writer:
             raise
         self._broken = False
 
-    # ---- what the control plane calls ----------------------------------------------------------------------
+    # ---- called by the control plane -----------------------------------------------------------------------
 
     @property
     def netfilter_backends(self) -> Mapping[int, tuple[bytes, int]]:
-        """Every backend that our nft table must know: id → packed address, port."""
+        """Every backend that the nft table must have: id → packed address, port."""
         garbage = Garbage()
         garbage.absorb(self._garbage)
         garbage.absorb(self._dying)
@@ -126,28 +127,28 @@ class Writer:
         return self._mirror.records.keys()
 
     def fill(self) -> Mapping[str, tuple[int, int]]:
-        """Entries used and room, by map."""
+        """Used entries and capacity, by map."""
         return self._mirror.fill()
 
     def __getitem__(self, name: ServicePortName) -> ServicePort:
-        """What the maps hold of a service port. Raises KeyError."""
+        """A service port as it is in the maps. Raises KeyError."""
         return self._mirror.records[name].plan
 
     def service_id(self, name: ServicePortName) -> int:
-        """The number of a service port in all maps. Raises KeyError."""
+        """The id of a service port in all maps. Raises KeyError."""
         return self._mirror.records[name].id
 
     def backends_of(self, routes: Iterable[Route]) -> Iterator[tuple[Route, int]]:
-        """Routes of flows, each with the number of every backend that it leads to."""
+        """Routes of flows, each with the ids of all its backends."""
         return self._mirror.backends_of(routes)
 
     def has_backend(self, number: int) -> bool:
-        """Whether this is a backend's number in the maps."""
+        """Whether this is a backend id in the maps."""
         return number in self._mirror.backend_ids
 
     @property
     def room(self) -> dict[str, tuple[int, int]]:
-        """How full the maps are: name → entries used, entries that fit."""
+        """How full the maps are: name → used entries, capacity."""
         mirror = self._mirror
         used = {name: (mirror.used[name], mirror.room[name]) for name in MAPS}
         used["slots"] = mirror.room["slots"] - mirror.slot_ranges.available, mirror.room["slots"]
@@ -160,10 +161,10 @@ class Writer:
         return bool(self._garbage)
 
     def apply(self, delta: Mapping[ServicePortName, ServicePort | None], complete: bool = False) -> list[Problem]:
-        """Write what changed; None takes a service port away. Returns the problems that are new or say something new.
+        """Write changes; None removes a service port. Returns new or changed problems.
 
-        A service port that does not fit keeps its last good state, and is tried again when room was made.
-        ``complete``: there are no others. Those go in the same round, so that nothing that is gone keeps an address.
+        A service port that does not fit keeps its last good state, and is retried when entries were freed.
+        ``complete``: there are no others. Those are removed in the same round, so that they keep no address.
         """
         before = dict(self.problems)
         with self._whole(delta), without_cycle_search():
@@ -171,7 +172,7 @@ class Writer:
                 known = (*self._mirror.records, *self._pending) if complete else ()
                 self._apply({**delta, **dict.fromkeys(name for name in known if name not in delta)})
             else:
-                # Nobody has anything that another one of the same round might get: in parts, which takes less memory.
+                # The maps are empty, so no service port can take over another's addresses: in parts, to save memory.
                 names = list(delta)
                 for start in range(0, max(1, len(names)), PART):
                     self._apply({name: delta[name] for name in names[start : start + PART]})
@@ -184,20 +185,20 @@ class Writer:
         self._freed = False
         failed = self._round(todo)
         if failed and (self._garbage or self._freed):
-            # What this very round has made superfluous may be the room that it lacked.
+            # Entries that this round has replaced may free the capacity that it lacked.
             self._free_garbage()
             self._freed = False
             self._round({name: todo[name] for name in failed})
 
     def recount_clients(self) -> None:
-        """Keep what is remembered of clients within the shares of their service ports. Some 50 ms for a full map."""
+        """Keep affinity entries within the shares of their service ports. Some 50 ms for a full map."""
         records = self._mirror.records.values()
         self._memory.recount({r.id: r.plan.affinity_seconds for r in records if r.plan.affinity_seconds})
 
     def collect(self) -> None:
-        """Wait for a grace period and take away what nothing refers to; then what lacked room is tried again.
+        """Wait for a grace period and delete entries without references; then retry what did not fit.
 
-        Blocks for some 10 ms, longer for much garbage: not for the way of a change, but soon after it.
+        Blocks for some 10 ms, longer for much garbage: call it soon after a change, not during it.
         """
         if self._garbage:
             with self._whole({}):
@@ -218,7 +219,7 @@ class Writer:
             finally:
                 self._dying = Garbage()
             with self._whole({}):
-                # If the maps were adopted anew meanwhile, that has found this garbage again.
+                # If the maps were adopted again meanwhile, that has found this garbage again.
                 if mirror is self._mirror:
                     self._free(garbage)
         self._use_freed_room()
@@ -230,7 +231,7 @@ class Writer:
     # ---- a round -------------------------------------------------------------------------------------------
 
     def _round(self, todo: Mapping[ServicePortName, ServicePort | None]) -> list[ServicePortName]:
-        """One pass through all steps. The names that lacked room; ``problems`` and ``_pending`` are up to date."""
+        """One pass through all steps. Returns the names that did not fit; updates ``problems`` and ``_pending``."""
         changes, failed = self._plan(todo)
         for name in _BEFORE_FLIP:
             self._put(name, changes)
@@ -306,7 +307,7 @@ class Writer:
             change.failed = _refusal(name, error)
 
     def _update(self, name: str, rows: list[tuple[Change, bytes, bytes]]) -> list[tuple[Change, int, BpfError]]:
-        """Write batches of entries; which changes' failed, after how many of their own entries, and why."""
+        """Write batches of entries; returns the changes that failed, after how many of their entries, and why."""
         if not rows:
             return []
         table = self._maps[name]
@@ -335,7 +336,7 @@ class Writer:
         return failures
 
     def _put_frontends(self, changes: list[Change], family: IPFamily) -> None:
-        """Entries that the kernel refuses are missing from then on; the rest of the change stands."""
+        """Write frontends. Those that the kernel refuses are missing from then on; the rest of the change is valid."""
         name = f"frontends{family.value}"
         rows = [
             (c, b"".join([key for key, _ in c.frontend_puts]), b"".join([value for _, value in c.frontend_puts]))
@@ -377,7 +378,7 @@ class Writer:
                 self._mirror.frontend_deleted(key, family)
 
     def _tell_netfilter(self, changes: list[Change], family: int) -> None:
-        """Our nft table learns of backends before a packet can choose them."""
+        """Backends are added to the nft table before a packet can choose them."""
         concerned = [c for c in changes if c.targets and c.failed is None and c.name.family.value == family]
         if self._on_backends is None or not concerned:
             return

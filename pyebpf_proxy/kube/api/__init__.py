@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API server as a source of objects, and as the place where Events go. ``connect.api_server`` is the way in."""
+"""The API server as a source of objects and as the recipient of Events. The entry point is ``connect.api_server``."""

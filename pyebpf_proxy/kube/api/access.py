@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the way to an API server: a kubeconfig, ``--master``, or the pod's own account, as one value.
+"""Access to an API server from a kubeconfig, ``--master``, or the pod's service account, as one value.
 
-Errors are told in kube-proxy's (client-go's) words, so that what people search for is found.
+Errors have the wording of kube-proxy (client-go), so that searches for them succeed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOT_IN_CLUSTER = (
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Whom to trust and who we are. Data go before files; files are read again when they change."""
+    """CA and client certificate. Inline data take precedence over files; changed files are read again."""
 
     ca_file: str = ""
     ca_data: bytes = field(default=b"", repr=False)
@@ -32,9 +32,9 @@ class Tls:
     certificate_data: bytes = field(default=b"", repr=False)
     key_file: str = ""
     key_data: bytes = field(default=b"", repr=False)
-    #: The name in the server's certificate, where it is not that of the URL.
+    #: The expected name in the server's certificate, if it differs from the URL's host.
     server_name: str = ""
-    #: Take any certificate.
+    #: Accept any certificate.
     insecure: bool = False
 
     @property
@@ -56,25 +56,25 @@ class ExecPlugin:
     api_version: str = ""
     install_hint: str = ""
     provide_cluster_info: bool = False
-    #: The extension of the cluster entry that is meant for the program, as it stands there.
+    #: The extension of the cluster entry for the program, unchanged.
     cluster_config: object = None
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The server and the credentials, nothing read yet but the kubeconfig itself."""
+    """The server and the credentials; only the kubeconfig itself has been read."""
 
-    #: ``scheme://host[:port][/prefix]`` without a slash at the end.
+    #: ``scheme://host[:port][/prefix]`` without a trailing slash.
     server: str
     tls: Tls = Tls()
     token: str = field(default="", repr=False)
     token_file: str = ""
     username: str = ""
     password: str = field(default="", repr=False)
-    #: Headers that ask to be taken for somebody else.
+    #: Impersonation headers.
     impersonation: tuple[tuple[str, str], ...] = ()
     exec_plugin: ExecPlugin | None = None
-    #: A proxy that the kubeconfig names; empty: that of the environment.
+    #: The proxy of the kubeconfig; empty: that of the environment.
     proxy_url: str = ""
     compression: bool = True
 
@@ -84,31 +84,8 @@ class Access:
         return urlsplit(self.server).netloc.rpartition("@")[2]
 
 
-def find(kubeconfig: str, master: str, environment: Mapping[str, str] = os.environ) -> Access:
-    """Where the API server is: from the kubeconfig with ``master`` over it, ``master`` alone, or of the pod.
-
-    Raises FatalError.
-    """
-    if not kubeconfig and not master:
-        return in_cluster(environment)
-    if not kubeconfig:
-        return Access(server_url(master, tls=False))
-    from .kubeconfig import load
-
-    access = load(Path(kubeconfig), master)
-    if access is not None:
-        return access
-    in_pod = environment.get("KUBERNETES_SERVICE_HOST") and environment.get("KUBERNETES_SERVICE_PORT")
-    if in_pod and (SERVICE_ACCOUNT / "token").is_file():
-        return in_cluster(environment)
-    raise FatalError(
-        f"{kubeconfig}: invalid configuration: no configuration has been provided,"
-        " try setting KUBERNETES_MASTER environment variable"
-    )
-
-
 def in_cluster(environment: Mapping[str, str] = os.environ, folder: Path = SERVICE_ACCOUNT) -> Access:
-    """The API server of the cluster that this pod runs in, with the pod's own account."""
+    """The API server of this pod's cluster, with the pod's service account."""
     host, port = environment.get("KUBERNETES_SERVICE_HOST", ""), environment.get("KUBERNETES_SERVICE_PORT", "")
     if not host or not port:
         raise FatalError(NOT_IN_CLUSTER)
@@ -123,7 +100,7 @@ def in_cluster(environment: Mapping[str, str] = os.environ, folder: Path = SERVI
 
 
 def server_url(text: str, *, tls: bool) -> str:
-    """The URL of a ``server`` or ``--master``: a URL, or host:port, which is https where anything speaks of TLS."""
+    """The URL of a ``server`` or ``--master``: a URL, or host:port, which means https if any TLS option is set."""
     url = text if "://" in text else f"{'https' if tls else 'http'}://{text}"
     try:
         parts = urlsplit(url)
@@ -138,5 +115,5 @@ def server_url(text: str, *, tls: bool) -> str:
 
 
 def without_credentials(access: Access) -> Access:
-    """As kube-proxy over plain HTTP: no credentials are sent where anybody could read them."""
+    """As in kube-proxy, no credentials are sent over plain HTTP."""
     return replace(access, token="", token_file="", username="", password="", exec_plugin=None, tls=Tls())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP with the API server: one connection per channel, each watched for peers that are dead or far too slow.
+"""HTTP client for the API server: one connection per channel, each supervised for dead or very slow peers.
 
-urllib3 speaks HTTP (pool, TLS, proxies, chunks, gzip). A channel belongs to one thread, which blocks while it reads;
-``Client.look`` ends, from another thread, what takes too long, by shutting the socket down under it.
+urllib3 implements HTTP (pool, TLS, proxies, chunks, gzip). A channel belongs to one thread, which blocks while it
+reads. From another thread, ``Client.look`` ends what takes too long by shutting the socket down.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .observer import Observer
 from .timing import Timing
 from .trouble import HTTP_ERRORS, StoppedError, TroubleError, connection_trouble, status_trouble
 
-#: More than any answer needs; one that goes on and on does not fill the memory.
+#: More than any answer needs; an endless answer must not fill the memory.
 MOST_BYTES = 128 * 1024 * 1024
 
 _KEEPALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    # A peer that is gone is noticed after 30 + 3 · 5 s of silence, and after 45 s with something unacknowledged.
+    # A dead peer is detected after 30 + 3 · 5 s of silence, or after 45 s with unacknowledged data.
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 45_000),
 ]
-# Who sets insecure-skip-tls-verify knows.
+# insecure-skip-tls-verify is an explicit choice: no warning.
 urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
 _USER_AGENT = f"pyebpf-proxy/{__version__} (linux/{platform.machine()}) kubernetes/{KUBERNETES_VERSION.lstrip('v')}"
 
@@ -54,7 +54,7 @@ class _Status(msgspec.Struct):
 
 
 class Client:
-    """What all channels to one API server share."""
+    """State shared by all channels to one API server."""
 
     def __init__(self, access: Access, limiter: Limiter, observer: Observer, timing: Timing | None = None) -> None:
         self.access = access
@@ -72,24 +72,24 @@ class Client:
         return channel
 
     def look(self, now: float) -> None:
-        """End what takes too long. To be called now and then."""
+        """End requests that take too long. Called periodically."""
         for channel in self._channels:
             channel.look(now)
 
     def stop(self) -> None:
-        """Every thread that waits gets ``StoppedError`` soon."""
+        """Make every waiting thread raise ``StoppedError`` soon."""
         self.stopping.set()
         for channel in self._channels:
             channel.cut("")
 
     def wait(self, seconds: float) -> None:
-        """Wait, unless the end comes: then ``StoppedError``."""
+        """Wait; ``StoppedError`` if the client is stopped."""
         if self.stopping.wait(seconds):
             raise StoppedError
 
 
 class Channel:
-    """One connection, used by one thread; only ``look`` and ``cut`` are for others."""
+    """One connection, used by one thread; only ``look`` and ``cut`` may be called from others."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -111,9 +111,9 @@ class Channel:
         permission: str = "",
         limited: bool = True,
     ) -> Answer:
-        """Send a request; its answer's body is still to be read. Raises TroubleError for every status but 2xx.
+        """Send a request; the caller reads the answer's body. Raises TroubleError for every status but 2xx.
 
-        ``permission`` is what a 403 asks for. ``limited``: it counts against qps and burst.
+        ``permission``: named in the error for status 403. ``limited``: the request counts against qps and burst.
         """
         client = self._client
         host = client.access.host
@@ -159,29 +159,29 @@ class Channel:
         return answer
 
     def expect(self, seconds: float, why: str) -> None:
-        """Something must come within ``seconds``, or the connection is cut because of ``why``."""
+        """Data must arrive within ``seconds``, or the connection is cut with the reason ``why``."""
         self._why = why
         self._limit = time.monotonic() + seconds
 
     def look(self, now: float) -> None:
-        """Cut the connection if what is expected is overdue."""
+        """Cut the connection if expected data is overdue."""
         limit = self._limit
         if limit is not None and now >= limit:
             self._limit = None
             self.cut(self._why)
 
     def cut(self, why: str) -> None:
-        """End the connection under its reader."""
+        """Shut the connection down while its thread reads."""
         with self._lock:
             self._cut = why
             if self._socket is not None:
                 try:
                     self._socket.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    pass  # it is gone already
+                    pass  # it is closed already
 
     def close(self) -> None:
-        """Close the connection; the next request makes a new one."""
+        """Close the connection; the next request opens a new one."""
         self._limit = None
         self.opened(None)
         if self._pool is not None:
@@ -189,11 +189,11 @@ class Channel:
             self._pool = None
 
     def done(self) -> None:
-        """An answer was read to its end: the connection may be used again, nothing is expected."""
+        """An answer was read completely: the connection may be reused, and nothing is expected."""
         self._limit = None
 
     def opened(self, opened: socket.socket | None) -> None:
-        """Remember the socket that is used from now on."""
+        """Remember the socket in use."""
         with self._lock:
             before, self._socket = self._socket, opened
             self._cut = ""
@@ -203,7 +203,7 @@ class Channel:
                 opened.shutdown(socket.SHUT_RDWR)
 
     def broken(self, error: Exception) -> Exception:
-        """The trouble behind an error while reading."""
+        """The TroubleError for an error while reading."""
         return self._trouble(error)
 
     def _trouble(self, error: Exception) -> Exception:
@@ -224,7 +224,7 @@ class Channel:
             body = answer.read(1024 * 1024)
             message = msgspec.json.decode(body, type=_Status).message
         except (TroubleError, msgspec.DecodeError, UnicodeDecodeError):
-            self.close()  # whatever speaks there; the status says enough
+            self.close()  # the body is not needed: the status is sufficient
         try:
             seconds = min(float(response.headers.get("Retry-After", "0")), 60.0)
         except ValueError:
@@ -233,7 +233,7 @@ class Channel:
         return status_trouble(self._client.access.host, response.status, reason, message, seconds, permission)
 
     def _connect(self) -> HTTPConnectionPool:
-        """The pool of our one connection; made anew when a certificate's file has changed."""
+        """The pool of the channel's only connection; recreated when a certificate file has changed."""
         access = self._client.access
         secure = access.server.startswith("https:")
         context = self._client.credentials.context() if secure else None
@@ -268,7 +268,7 @@ class Answer:
         self._timing = channel._client.timing
 
     def pieces(self) -> Iterator[bytes]:
-        """The body as it comes, decompressed. Raises TroubleError. What is expected, the caller says."""
+        """The decompressed body in pieces. Raises TroubleError. The caller sets the timeouts by ``expect``."""
         read = self.response.read1
         while True:
             try:
@@ -283,7 +283,7 @@ class Answer:
         self._channel.done()
 
     def read(self, most: int = MOST_BYTES) -> bytes:
-        """The whole body. Raises TroubleError, also when it comes far too slowly or is far too long."""
+        """The whole body. Raises TroubleError, also if it arrives too slowly or is too long."""
         pieces = []
         total = 0
         length = self.response.headers.get("Content-Length", "")
@@ -306,7 +306,7 @@ class Answer:
 
 
 class Pace:
-    """Something that has begun must go on at a least pace, or the connection is cut."""
+    """Enforces a minimum rate of a transfer; otherwise the connection is cut."""
 
     def __init__(self, channel: Channel, timing: Timing) -> None:
         self._channel = channel
@@ -315,7 +315,7 @@ class Pace:
         self._expect()
 
     def came(self, size: int) -> None:
-        """So many bytes came."""
+        """Record received bytes."""
         self._bytes += size
         if self._bytes >= self._timing.window_bytes:
             self._bytes = 0

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way in: what the configuration says of the API server → a source."""
+"""Creates the source for the API server of the configuration."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
 from pyebpf_proxy.config.effective import ApiServer
+from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.log import Logger
 
-from .access import find
+from .access import SERVICE_ACCOUNT, Access, in_cluster, server_url
 from .client import Client
 from .limiter import Limiter
 from .observer import Observer
@@ -14,9 +19,32 @@ from .source import ApiSource
 
 
 def api_server(settings: ApiServer, node_name: str, observer: Observer, *, service_cidrs: bool) -> ApiSource:
-    """The API server as a source; FatalError where it cannot be told which, or how to get in."""
+    """The API server as a source; FatalError if its address or credentials cannot be determined."""
     access = find(settings.kubeconfig, settings.master)
     if not settings.kubeconfig and not settings.master:
-        Logger("api").info("neither kubeconfig nor master URL is given: the API server is that of this pod's cluster")
+        Logger("api").info("neither kubeconfig nor master URL is given: using in-cluster configuration")
     client = Client(access, Limiter(settings.qps, settings.burst), observer)
     return ApiSource(client, node_name, service_cidrs=service_cidrs)
+
+
+def find(kubeconfig: str, master: str, environment: Mapping[str, str] = os.environ) -> Access:
+    """Access from the kubeconfig (overridden by ``master``), from ``master`` alone, or in-cluster.
+
+    Raises FatalError.
+    """
+    if not kubeconfig and not master:
+        return in_cluster(environment)
+    if not kubeconfig:
+        return Access(server_url(master, tls=False))
+    from .kubeconfig import load  # YAML is read only where it is needed
+
+    access = load(Path(kubeconfig), master)
+    if access is not None:
+        return access
+    in_pod = environment.get("KUBERNETES_SERVICE_HOST") and environment.get("KUBERNETES_SERVICE_PORT")
+    if in_pod and (SERVICE_ACCOUNT / "token").is_file():
+        return in_cluster(environment)
+    raise FatalError(
+        f"{kubeconfig}: invalid configuration: no configuration has been provided,"
+        " try setting KUBERNETES_MASTER environment variable"
+    )

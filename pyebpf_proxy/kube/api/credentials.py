@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is shown to the API server: headers, and the TLS context. Files that were rotated are read again.
+"""Credentials for the API server: headers and the TLS context. Rotated files are read again.
 
-A program for credentials (exec plugin) is run by ourselves: the protocol is an environment variable, and one JSON
-document back. The ``kubernetes`` package would do it too, at 19 packages, 126 MB of disk and 42 MB of memory.
+Exec plugins are run by this module: the protocol is an environment variable and one JSON document on standard output.
+The ``kubernetes`` package could do it as well, at 19 packages, 126 MB of disk and 42 MB of memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from . import exec_plugin
 from .access import Access, Tls
 from .trouble import TroubleError
 
-#: A token file is looked at as often, seconds: rotated ones are good for minutes more.
+#: Interval of checking a token file, seconds; a rotated token remains valid for minutes.
 TOKEN_SECONDS = 10.0
 
 _Stamp = tuple[int, int, int]
 
 
 class Credentials:
-    """Safe in any thread. Raises TroubleError where a program or file gives none."""
+    """Safe in any thread. Raises TroubleError if a program or file gives no credentials."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -41,7 +41,7 @@ class Credentials:
         self._stamps: tuple[object, ...] = ()
 
     def headers(self) -> list[tuple[str, str]]:
-        """Headers that say who we are."""
+        """The authentication headers."""
         with self._lock:
             access = self._access
             headers = list(access.impersonation)
@@ -56,13 +56,13 @@ class Credentials:
             return headers
 
     def refused(self) -> None:
-        """They were not accepted (401): read or make them anew."""
+        """The credentials were rejected (401): read or request them again."""
         with self._lock:
             self._token_read = -TOKEN_SECONDS
             self._exec = None
 
     def context(self) -> ssl.SSLContext:
-        """The TLS context; another one as soon as a certificate's file has changed."""
+        """The TLS context; a new one after a certificate file has changed."""
         with self._lock:
             tls = self._access.tls
             credential = self._current_exec()
@@ -85,7 +85,7 @@ class Credentials:
                 if not self._token:
                     raise TroubleError(f"the token file {path} cannot be read: {error}", shared=True) from None
             else:
-                # An empty file is one that is being written: the old token goes on.
+                # An empty file is being written: keep the old token.
                 self._token = token or self._token
                 self._token_read = now
         return self._token
@@ -110,14 +110,14 @@ def _stamp(path: str) -> _Stamp | None:
 
 
 class _SharedContext(ssl.SSLContext):
-    """Channels of several threads connect by it.
+    """A TLS context that channels of several threads share.
 
-    urllib3 sets ALPN before every connection. OpenSSL then frees the list that another thread, which begins a
-    connection without Python's lock, is just copying: that one sends garbage, which the server cannot decode.
+    urllib3 sets ALPN before every connection. OpenSSL then frees the list that another thread, which starts a
+    connection without Python's lock, may be copying. That thread would send garbage that the server cannot decode.
     """
 
     def set_alpn_protocols(self, alpn_protocols: Iterable[str]) -> None:
-        """Nothing: it was set before anybody else had the context."""
+        """Do nothing: ALPN is set once, before the context is shared."""
 
 
 def _context(tls: Tls, credential: exec_plugin.Credential | None) -> ssl.SSLContext:
@@ -126,7 +126,7 @@ def _context(tls: Tls, credential: exec_plugin.Credential | None) -> ssl.SSLCont
     ssl.SSLContext.set_alpn_protocols(context, ["http/1.1"])
     if not (tls.has_ca or tls.insecure):
         context.load_default_certs()
-    # Go's TLS takes certificates without key identifiers, and so do the CAs of existing clusters.
+    # Go accepts certificates without key identifiers, and CAs of existing clusters have none.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     if tls.insecure:
         context.check_hostname = False
@@ -163,13 +163,13 @@ def _read(path: str) -> bytes:
 
 
 def _load_pair(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    """Python's ssl reads the pair from files only: they are of memory, and gone at once."""
+    """Load the pair via memory files, which are closed at once: Python's ssl reads only files."""
     descriptors = [os.memfd_create(name) for name in ("certificate", "key")]
     try:
         for descriptor, data in zip(descriptors, (certificate, key), strict=True):
             os.write(descriptor, data)
         paths = [f"/proc/self/fd/{descriptor}" for descriptor in descriptors]
-        # A key with a passphrase would ask at the terminal.
+        # A key with a passphrase would prompt at the terminal.
         context.load_cert_chain(paths[0], paths[1], password=lambda: "")
     finally:
         for descriptor in descriptors:

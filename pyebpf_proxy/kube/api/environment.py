@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy that environment variables name, by Go's rules: kubeadm hands them to kube-proxy's pods."""
+"""The HTTP proxy of the environment variables, by Go's rules: kubeadm sets them in kube-proxy's pods."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _matches(entry: str, host: str, port: int, address: ipaddress.IPv4Address | 
         return _address(entry.strip("[]")) == address
     if entry.startswith("*."):
         entry = entry[1:]
-    # A name stands for itself and what is below it; with a dot in front, only for what is below.
+    # A name matches itself and its subdomains; with a leading dot, only the subdomains.
     return host.endswith(entry) if entry.startswith(".") else host == entry or host.endswith(f".{entry}")
 
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from .access import Access, ExecPlugin
 from .trouble import TroubleError
 
-#: A program that has not answered by then is ended, seconds.
+#: Seconds after which a program without an answer is killed.
 TIMEOUT = 60.0
 
 
 class Credential(NamedTuple):
-    """What the program gave: a token, a client certificate with its key (PEM), or both."""
+    """The result: a token, a client certificate with its key (PEM), or both."""
 
     token: str
     certificate: str
@@ -86,9 +86,9 @@ def _read(plugin: ExecPlugin, output: bytes) -> Credential:
         expires = status.get("expirationTimestamp")
         end = datetime.fromisoformat(expires) if expires else None
         if not all(isinstance(value, str) for value in (token, certificate, key)):
-            raise TypeError("a value is no text")
+            raise TypeError("a value is not a string")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _trouble(plugin, f"printed something that is no ExecCredential ({error})") from None
+        raise _trouble(plugin, f"printed something that is not an ExecCredential ({error})") from None
     if kind != "ExecCredential" or version != plugin.api_version:
         what = f"is configured to use API version {plugin.api_version}, but returned {kind} of version {version}"
         raise _trouble(plugin, what)

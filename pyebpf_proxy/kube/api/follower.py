@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One resource, followed: everything is listed once, then the watch tells what changes; again whenever it breaks off.
+"""Follows one resource: list once, then watch; start again after every interruption.
 
-As client-go's reflector: the list comes as the beginning of the watch (``sendInitialEvents``, one request, one object
-at a time in memory), or in pages from servers that do not know that. Expired history (410) means listing again, and
-the difference is delivered. Changes of a list are delivered together, when it is complete; the first one in parts.
+As in client-go's reflector, the list is the beginning of the watch (``sendInitialEvents``: one request, one object at
+a time in memory), or comes in pages from servers without that feature. Expired history (410) causes a new list, of
+which only the difference is delivered. Changes of a list are delivered together when it is complete; those of the
+first list in parts.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from .resources import Resource
 from .trouble import GoneError, Log, StoppedError, TroubleError
 
 PAGE = 500
-#: Of a first list so many changes go on at once: what is made of them takes less memory than they do.
+#: Number of changes of a first list delivered at a time: the planned result takes less memory than the objects.
 PART = 500
-#: Larger than any object that etcd takes.
+#: Larger than any object that etcd accepts.
 MOST_BYTES_OF_EVENT = 64 * 1024 * 1024
 _END_OF_LIST = "k8s.io/initial-events-end"
 
 _log = Logger("api")
 
-#: Gets changes; the flag says that with them everything there is has been delivered.
+#: Receives changes; the flag means that all existing objects have been delivered.
 Deliver = Callable[[Resource, list[Change], bool], None]
 
 
@@ -85,7 +86,7 @@ _read_page = msgspec.json.Decoder(_Page).decode
 
 
 class Follower:
-    """``run`` is for a thread of its own; it ends when the client is stopped."""
+    """``run`` needs its own thread; it ends when the client is stopped."""
 
     def __init__(self, client: Client, resource: Resource, deliver: Deliver, log: Log) -> None:
         self._client = client
@@ -94,18 +95,18 @@ class Follower:
         self._troubles = log
         self._channel = client.channel()
         self._inventory = Inventory(resource.kind, lambda text: _log.error(text))
-        #: Up to where everything is known; empty: everything is to be listed.
+        #: The last known resourceVersion; empty: list again.
         self._version = ""
         self._was_listed = False
         self._streams_lists = True
         self._bookmarks = False
         self._failures = 0
-        #: When there was no server, last: one that starts forbids everything at first, and that is not told.
+        #: Time of the last outage. A starting server forbids everything at first; that is not logged.
         self._lost_at = -math.inf
         self._watching_since: float | None = None
 
     def look(self, now: float) -> None:
-        """From another thread, now and then: a watch that goes on for a while is right again."""
+        """Called periodically from another thread: a watch that has lasted for a while counts as recovered."""
         since = self._watching_since
         if since is not None and now - since >= self._client.timing.settle:
             self._watching_since = None
@@ -124,7 +125,7 @@ class Follower:
                 except GoneError as gone:
                     _log.debug("history has expired, listing again", resource=name, why=str(gone))
                     self._version = ""
-                    # After a server's restart the first try breaks off, and the second ends so: nothing is wrong.
+                    # Normal after a server's restart: the first attempt breaks off, the second one ends like this.
                     self._fail(gone, tell=self._failures > 1)
                 except TroubleError as trouble:
                     self._fail(trouble, tell=True)
@@ -134,7 +135,7 @@ class Follower:
             self._channel.close()
 
     def _follow_once(self) -> None:
-        """As ``_follow``; whatever ends it, the wait that comes then is shown as one."""
+        """As ``_follow``; when it ends, the resource is reported as not connected."""
         try:
             self._follow()
         finally:
@@ -150,9 +151,9 @@ class Follower:
         if trouble.lost:
             self._lost_at = time.monotonic()
             if self._failures == 1 and self._version:
-                tell = False  # a server that restarts, a balancer that is changed: most often the next try works
+                tell = False  # a restarting server or load balancer: usually the next attempt succeeds
             else:
-                # There was no server for a while; what comes back may have another history under the same numbers.
+                # The server was away: the new one may use the same resourceVersions for another history.
                 self._version = ""
         elif trouble.code in (403, 404):
             if time.monotonic() - self._lost_at < timing.starting:
@@ -187,18 +188,18 @@ class Follower:
         changes: list[Change] = []
         keys: list[ObjectKey] = []
         query = {**self._resource.selectors, "limit": str(PAGE)}
-        # For the first time what the server holds in memory will do, and comes in one piece, as kube-proxy reads it.
+        # The first list may come from the server's cache, in one piece, as in kube-proxy.
         first = {} if self._was_listed else {"resourceVersion": "0"}
         version = token = ""
         with self._delivering(changes):
             while True:
                 try:
-                    # Pages of one list count once against qps and burst: they come one after the other anyway.
+                    # The pages of one list count once against qps and burst: they are sequential anyway.
                     answer = self._ask(query | ({"continue": token} if token else first), limited=not token)
                 except GoneError:
                     if not token:
                         raise
-                    # The list has become too old while it was read: once more, in one piece.
+                    # The list expired while it was read: list again, in one piece.
                     keys, token = [], ""
                     query = dict(self._resource.selectors)
                     continue
@@ -213,7 +214,7 @@ class Follower:
 
     @contextmanager
     def _delivering(self, changes: list[Change]) -> Iterator[None]:
-        """Whatever ends the reading of changes: the inventory holds them as delivered, so they are delivered."""
+        """Deliver pending changes even if reading fails: the inventory already has them as delivered."""
         try:
             yield
         finally:
@@ -242,7 +243,7 @@ class Follower:
         changes += self._inventory.change(read)
 
     def _pass_on(self, changes: list[Change]) -> None:
-        """A part of the first list: nothing is programmed before its end. Later ones are one difference."""
+        """Deliver a part of the first list; nothing is programmed before its end. Later lists give one difference."""
         if len(changes) >= PART and not self._was_listed:
             self._deliver(self._resource, changes[:], False)
             changes.clear()
@@ -293,7 +294,7 @@ class Follower:
                 total += len(lines)
                 if keys is None:
                     if changes:
-                        # What has come together goes on together.
+                        # Events that arrive together are delivered together.
                         self._deliver(self._resource, changes[:], False)
                         changes.clear()
                     self._failures = 0
@@ -302,12 +303,10 @@ class Follower:
         if keys is not None:
             raise TroubleError(f"{host} ended a list before its end", shared=True)
         if total == 0 and time.monotonic() - begin < min(1.0, seconds / 2):
-            raise TroubleError(
-                f"{host} ends every watch at once: check what stands between it and this node", shared=True
-            )
+            raise TroubleError(f"{host} ends every watch at once: check proxies between it and this node", shared=True)
 
     def _lines(self, answer: Answer, end: float, *, listing: bool) -> Iterator[list[bytes]]:
-        """The whole lines of a stream, as many as have come together. Says what is expected meanwhile."""
+        """The complete lines of a stream, in groups as they arrive. Sets the timeouts for the next data."""
         timing = self._client.timing
         channel = self._channel
         pace: Pace | None = Pace(channel, timing) if listing else None
@@ -329,7 +328,7 @@ class Follower:
             if waiting > MOST_BYTES_OF_EVENT:
                 raise self._garbage(ValueError(f"an event of more than {MOST_BYTES_OF_EVENT} bytes"))
             if rest or listing:
-                # A list, and an event that has begun, must come at a least pace.
+                # A list, and a partial event, must arrive at a minimum rate.
                 pace = pace or Pace(channel, timing)
                 pace.came(len(piece))
             else:
@@ -346,7 +345,7 @@ class Follower:
         seconds = end - time.monotonic()
         if self._bookmarks:
             seconds = min(seconds, self._client.timing.bookmarks)
-        self._channel.expect(max(seconds, 1.0), "nothing came for too long: it, or the way to it, is dead")
+        self._channel.expect(max(seconds, 1.0), "no data for too long: the server or the path to it is down")
 
     def _event(self, line: bytes) -> _Event:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was delivered of one resource, as hashes: enough to tell what differs, and no second copy of any object."""
+"""The delivered objects of one resource, as hashes: enough to detect differences without a second copy of them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Read(NamedTuple):
-    """One object, read: its identity, and the object unless it breaks a rule."""
+    """A decoded object: its identity, and the object unless it is invalid."""
 
     key: ObjectKey | None
     object: Object | None
 
 
 class Inventory:
-    """``report`` is given one line for each object that breaks a rule, once until it changes."""
+    """``report`` is called with one line for each invalid object, once until it changes."""
 
     def __init__(self, kind: Kind, report: Callable[[str], None]) -> None:
         self._kind = kind
         self._report = report
-        #: By (namespace, name). Python's hash of bytes is keyed by chance: nobody can make two objects look the same.
+        #: By (namespace, name). Python's hash of bytes is randomized: collisions cannot be crafted.
         self._hashes: dict[tuple[str, str], int] = {}
-        #: What was said of objects, and which of them are not used.
+        #: The messages reported for objects, and which objects are refused.
         self._told: dict[tuple[str, str], tuple[str, ...]] = {}
         self._refused: set[tuple[str, str]] = set()
         self._nameless: set[tuple[str, ...]] = set()
@@ -40,16 +40,16 @@ class Inventory:
 
     @property
     def refused(self) -> int:
-        """How many objects are not used as they are."""
+        """The number of refused objects."""
         return len(self._refused)
 
     @property
     def in_part(self) -> int:
-        """How many objects are used without something that is wrong in them."""
+        """The number of objects that are used without their invalid parts."""
         return len(self._told) - len(self._refused)
 
     def read(self, data: bytes | msgspec.Raw) -> Read:
-        """Decode and check an object; tell what is wrong with it. Raises UnreadableError for what is no JSON."""
+        """Decode and check an object; report its errors. Raises UnreadableError if it is not JSON."""
         key, value, messages, _ = decode.decode_object(self._kind, data)
         if key is None:
             if messages not in self._nameless and len(self._nameless) < 1000:
@@ -70,7 +70,7 @@ class Inventory:
         return Read(key, value)
 
     def change(self, read: Read) -> list[Change]:
-        """What an object that was added or modified changes: itself, or nothing."""
+        """The changes from an added or modified object: itself, or nothing."""
         if read.key is None or read.object is None:
             return []  # its last good state stays
         short = (read.key.namespace, read.key.name)
@@ -81,7 +81,7 @@ class Inventory:
         return [Change(read.key.kind, *short, read.object)]
 
     def remove(self, namespace: str, name: str) -> list[Change]:
-        """What an object that is deleted changes."""
+        """The changes from a deleted object."""
         short = (namespace, name)
         self._told.pop(short, None)
         self._refused.discard(short)
@@ -90,7 +90,7 @@ class Inventory:
         return [Change(self._kind, namespace, name, None)]
 
     def keep_only(self, keys: Iterable[ObjectKey]) -> list[Change]:
-        """Everything was listed: what is not among ``keys`` is gone."""
+        """After a complete list: objects that are not among ``keys`` are deleted."""
         there = {(key.namespace, key.name) for key in keys}
         changes = []
         for namespace, name in sorted((self._hashes.keys() | self._refused) - there):
@@ -103,7 +103,7 @@ class Inventory:
 
 
 def _hash(value: Object) -> int:
-    """Of everything that matters. Annotations only say things about what stands elsewhere in the object."""
+    """The hash of the relevant fields; annotations do not matter by themselves."""
     metadata = value.metadata
     annotations, metadata.annotations = metadata.annotations, None
     try:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A kubeconfig file as an ``Access``.
 
-Only this file is read: kube-proxy merges no others, and neither ``KUBECONFIG`` nor ``~/.kube/config`` counts.
+Only this file is read. As in kube-proxy, no other files are merged, and ``KUBECONFIG`` and ``~/.kube/config`` are
+ignored.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from pyebpf_proxy.errors import FatalError
 from .access import Access, ExecPlugin, Tls, server_url, without_credentials
 
 _EXEC_VERSIONS = ("client.authentication.k8s.io/v1", "client.authentication.k8s.io/v1beta1")
-#: Versions that do without an interactiveMode.
+#: API versions that do not require interactiveMode.
 _NOT_INTERACTIVE = tuple(f"client.authentication.k8s.io/{version}" for version in ("v1beta1", "v1alpha1"))
-#: More values than any kubeconfig has, aliases counted with what they stand for.
+#: More values than any kubeconfig has, with aliases expanded.
 MAX_VALUES = 100_000
 _EXEC_EXTENSION = "client.authentication.k8s.io/exec"
 
@@ -109,7 +110,7 @@ class _Config(msgspec.Struct, rename="kebab"):
 
 
 def load(path: Path, master: str = "") -> Access | None:
-    """Read a kubeconfig; ``master`` goes before the server in it. None: there is nothing in it. Raises FatalError."""
+    """Read a kubeconfig; ``master`` overrides its server. None: it is empty. Raises FatalError."""
     config = _read(path)
     if not (config.clusters or config.users or config.contexts or config.current_context or master):
         return None
@@ -151,7 +152,7 @@ def _read(path: Path) -> _Config:
     if document is None:
         return _Config()
     if not isinstance(document, dict):
-        raise FatalError(f'error loading config file "{path}": it is not a mapping, so no kubeconfig')
+        raise FatalError(f'error loading config file "{path}": it is not a mapping, so not a kubeconfig')
     kind = document.get("kind")
     if kind not in (None, "", "Config"):
         raise FatalError(f'error loading config file "{path}": no kind "{kind}" is registered for version "v1"')
@@ -175,7 +176,7 @@ def _yaml_problem(error: Exception) -> str:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A null is what is not there, as for Go. ValueError for aliases that make a cycle, or too much."""
+    """Remove nulls, which mean absent in Go. ValueError for cyclic or excessive aliases."""
     left = MAX_VALUES
     inside: set[int] = set()
 
@@ -201,7 +202,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _chosen(entries: dict[str, _T], name: str, problem: str, problems: list[str]) -> _T | None:
-    """The entry of that name, None without a name: the first (only) one is not guessed. Not there is a problem."""
+    """The entry of that name; None without a name, even if there is only one entry. A missing entry is a problem."""
     if name and name not in entries:
         problems.append(problem)
     return entries.get(name) if name else None
@@ -340,5 +341,5 @@ def _resolve(folder: Path, path: str) -> str:
 
 
 def _aggregate(problems: list[str]) -> str:
-    """As Go writes several errors."""
+    """Several errors, joined as in Go."""
     return problems[0] if len(problems) == 1 else f"[{', '.join(problems)}]"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""clientConnection's qps and burst: a bucket of tokens, as client-go's."""
+"""clientConnection's qps and burst: a token bucket, as in client-go."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 
-#: What 0 stands for, as for client-go.
+#: The meaning of 0, as in client-go.
 DEFAULT_QPS = 5.0
 DEFAULT_BURST = 10
 
 
 class Limiter:
-    """``burst`` requests at once, ``qps`` a second in the long run; a negative ``qps`` sets no limit. Thread-safe."""
+    """``burst`` requests at once, ``qps`` per second sustained; a negative ``qps`` sets no limit. Thread-safe."""
 
     def __init__(self, qps: float, burst: int, now: Callable[[], float] = time.monotonic) -> None:
         self._qps = qps or DEFAULT_QPS

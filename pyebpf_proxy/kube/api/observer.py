@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the source tells about itself, for metrics. Methods are called in the source's threads, and must not block."""
+"""The source's reports for metrics. Methods are called in the source's threads and must not block."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class Observer(Critic, Protocol):
         """Bodies of a request that ended, in bytes. Watches are not counted."""
 
     def limited(self, method: str, host: str, seconds: float) -> None:
-        """So long a request waited for qps and burst."""
+        """The time that a request waited for qps and burst."""
 
     def connected(self, resource: str, connected: bool) -> None:
-        """Whether the resource is followed now."""
+        """Whether the resource is watched now."""
 
     def listed(self, resource: str, objects: int) -> None:
-        """Everything of a resource was read, at the start or again."""
+        """A complete list of a resource was read."""
 
     def received(self, resource: str, events: int, at: float) -> None:
-        """Events of a watch came (bookmarks too). ``at``: Unix time."""
+        """Events of a watch arrived (also bookmarks). ``at``: Unix time."""
 
     def retried(self, resource: str) -> None:
-        """Following broke off, and is tried again."""
+        """A list or watch failed and will be retried."""
 
 
 class Silent:
-    """Nobody looks."""
+    """Ignores all reports."""
 
     def requested(self, method: str, host: str, code: str, seconds: float) -> None:
         pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of events.k8s.io/v1, as kube-proxy's recorder writes them: one object, and a series where it comes again."""
+"""Events of events.k8s.io/v1, as kube-proxy's recorder writes them: one object, and a series if it repeats."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..events import About, EventType
 from .client import Channel, Client
 from .trouble import StoppedError, TroubleError
 
-#: Who reports, as for kube-proxy: what looks for its events finds ours.
+#: The reporting controller, as in kube-proxy: tools that look for its events find these.
 CONTROLLER = "kube-proxy"
-#: Events that wait to be sent; more are lost.
+#: Events waiting to be sent; more are dropped.
 MOST_WAITING = 100
-#: One that has not come again for so long begins anew, seconds; also how often a series that goes on is written.
+#: Seconds after which an event without repetition starts a new series; also the interval of updating a series.
 SERIES_SECONDS = 360.0
 TRIES = 12
 RETRY_SECONDS = 10.0
@@ -44,7 +44,7 @@ class _Event(NamedTuple):
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Two events of one key are the same event again; the note of the first counts."""
+        """Events with the same key are repetitions; the note of the first counts."""
         return (*self.about, self.event_type, self.reason, self.action)
 
 
@@ -75,15 +75,15 @@ class EventRecorder:
             self._lost("too many wait", reason)
 
     def start(self) -> None:
-        """Begin to send what was recorded and will be."""
+        """Start sending events, also those already recorded."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, once the client is stopped."""
+        """End the thread after the client is stopped."""
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            pass  # then it does not wait for the queue, and sees that the client is stopped
+            pass  # the thread is not waiting for the queue, and notices that the client is stopped
 
     def _run(self) -> None:
         channel = self._client.channel()
@@ -103,7 +103,7 @@ class EventRecorder:
         if series is not None and (event.at - series.last).total_seconds() < SERIES_SECONDS:
             series.count += 1
             series.last = event.at
-            # The second time says that it is a series; after that, how long it has become need not be known at once.
+            # The first repetition is written at once, later ones in intervals.
             if series.count > 2 and now - series.written < SERIES_SECONDS:
                 return
             change = {"series": {"count": series.count, "lastObservedTime": _micro_time(event.at)}}
@@ -136,15 +136,15 @@ class EventRecorder:
         }
 
     def _send(self, channel: Channel, method: str, path: str, body: dict[str, Any], reason: str) -> bool:
-        """Whether it is there now; a server that cannot be reached is tried for two minutes."""
+        """Create or update an event; returns whether it exists. An unreachable server is retried for two minutes."""
         for attempt in range(1, TRIES + 1):
             try:
                 channel.request(method, path, body=msgspec.json.encode(body), permission=_PERMISSION).read()
             except TroubleError as trouble:
                 if method == "PATCH" and trouble.code == 404:
-                    return False  # it has expired: a new one is made
+                    return False  # it has expired: create a new one
                 if method == "POST" and trouble.code == 409 and attempt > 1:
-                    return True  # the try before has made it, though its answer did not come
+                    return True  # the previous attempt created it, but its answer was lost
                 again = trouble.code in (0, 401, 429) or trouble.code >= 500
                 if not again or attempt == TRIES:
                     self._lost(str(trouble), reason)
@@ -158,7 +158,7 @@ class EventRecorder:
     def _lost(self, why: str, reason: str) -> None:
         if not self._failing:
             self._failing = True
-            _log.error("an Event could not be recorded; later ones that fail are not told", reason=reason, error=why)
+            _log.error("an Event could not be recorded; later failures are not logged", reason=reason, error=why)
 
 
 def _micro_time(at: datetime) -> str:
@@ -166,6 +166,6 @@ def _micro_time(at: datetime) -> str:
 
 
 def _cut(note: str) -> str:
-    """The API server takes no more than 1024 bytes."""
+    """The note on one line; the API server accepts at most 1024 bytes."""
     text = re.sub(r"\s+", " ", note).encode()
     return note if len(note.encode()) <= _NOTE_BYTES else text[: _NOTE_BYTES - 3].decode(errors="ignore") + "…"

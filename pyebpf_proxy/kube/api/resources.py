@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is followed: which objects, selected how (spec/service-semantics §1.1)."""
+"""The watched resources and their selectors (spec/service-semantics §1.1)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..source import Kind
 
 
 class Resource(NamedTuple):
-    """One resource, and which of its objects."""
+    """One resource, and the selection of its objects."""
 
     kind: Kind
-    #: As RBAC names it.
+    #: Its name in RBAC.
     name: str
     group: str
     field_selector: str = ""
@@ -20,12 +20,12 @@ class Resource(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Of all its objects in all namespaces."""
+        """The URL path of all its objects in all namespaces."""
         return f"/apis/{self.group}/v1/{self.name}" if self.group else f"/api/v1/{self.name}"
 
     @property
     def permission(self) -> str:
-        """What RBAC must allow."""
+        """The permission that RBAC must grant."""
         return f'list and watch on {self.name} (apiGroup "{self.group}")'
 
     @property
@@ -35,12 +35,12 @@ class Resource(NamedTuple):
         return {name: text for name, text in both.items() if text}
 
 
-#: Without headless Services, and without those that other proxies serve.
+#: Excludes headless Services and those of other proxies.
 SERVICES = Resource("Service", "services", "", "spec.clusterIP!=None", "!service.kubernetes.io/service-proxy-name")
 ENDPOINT_SLICES = Resource("EndpointSlice", "endpointslices", "discovery.k8s.io", "", "!service.kubernetes.io/headless")
 SERVICE_CIDRS = Resource("ServiceCIDR", "servicecidrs", "networking.k8s.io")
 
 
 def node(name: str) -> Resource:
-    """One Node, and no other."""
+    """Only this Node."""
     return Resource("Node", "nodes", "", f"metadata.name={name}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The API server as a ``kube.source.Source``: a thread per resource, one stream of batches.
 
-``complete`` comes when Services, EndpointSlices and our Node have been listed, and the Node has an address or has been
-waited for (spec/configuration §5.3). After that, what cannot be had is not delivered, and nothing else happens.
+``complete`` is set when Services, EndpointSlices and this Node have been listed, and the Node has an address or the
+wait for it has timed out (spec/configuration §5.3). Later outages only mean that no changes are delivered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .recorder import EventRecorder
 from .resources import Resource
 from .trouble import Log
 
-#: So many objects of the first lists may wait for being planned.
+#: Objects of the first lists that may wait for planning.
 MOST_WAITING = 500
 
 _log = Logger("api")
@@ -46,14 +46,14 @@ class ApiSource:
         self._node_listed: float | None = None
         self._node: objects.Node | None = None
         self._wake = asyncio.Event()
-        #: Where Events go. What is recorded before ``run`` waits for it.
+        #: The recorder of Events. Events recorded before ``run`` wait for it.
         self.events = EventRecorder(client)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._followers: list[Follower] = []
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to read; what comes waits for ``run``. So the API server makes its lists while others still start."""
+        """Start reading; results wait for ``run``. The API server prepares its lists while the agent still starts."""
         log = Log(self._client.access.host, _log.error, _log.info)
         self._followers = [Follower(self._client, resource, self._take, log) for resource in self._resources]
         self._threads = [
@@ -64,12 +64,12 @@ class ApiSource:
             thread.start()
 
     async def run(self, deliver: Callable[[Batch], None]) -> None:
-        """Deliver everything, then every change, until cancelled."""
+        """Deliver all objects, then every change, until cancelled."""
         if not self._threads:
             self.start()
         _log.info("following the API server", server=self._client.access.host, node=self._node_name)
         self._loop = asyncio.get_running_loop()
-        self._wake.set()  # for what has come before
+        self._wake.set()  # for changes that arrived before
         self.events.start()
         look = asyncio.create_task(self._look(self._followers), name="look")
         try:
@@ -80,7 +80,7 @@ class ApiSource:
             with self._lock:
                 self._taken.notify_all()
             self.events.stop()
-            # A thread may be in a place that cannot be interrupted (resolving a name): it is a daemon.
+            # A thread may be blocked where it cannot be interrupted (name resolution), so it is a daemon.
             await asyncio.gather(*(asyncio.to_thread(thread.join, 0.5) for thread in self._threads))
 
     async def _forward(self, deliver: Callable[[Batch], None]) -> None:
@@ -98,12 +98,12 @@ class ApiSource:
             self._complete |= first
             if changes or first:
                 deliver(Batch(changes, self._complete))
-            del changes  # the first ones are everything there is: not to be kept while nothing happens
+            del changes  # the first batch holds all objects: do not keep it while idle
 
     def _take(self, resource: Resource, changes: list[Change], listed: bool) -> None:
-        """From the followers' threads."""
+        """Called by the followers' threads."""
         with self._lock:
-            # The first lists are read no faster than they are planned: as objects they would pile up.
+            # The first lists are read no faster than they are planned; otherwise the objects would pile up.
             while len(self._changes) >= MOST_WAITING and not (self._complete or self._client.stopping.is_set()):
                 self._taken.wait(1.0)
             self._changes += changes
@@ -115,14 +115,14 @@ class ApiSource:
                 if resource.kind == "Node" and self._node_listed is None:
                     self._node_listed = time.monotonic()
         if self._loop is None:
-            return  # ``run`` will look
+            return  # ``run`` will check
         try:
             self._loop.call_soon_threadsafe(self._wake.set)
         except RuntimeError:
-            pass  # the loop is closed: the agent ends
+            pass  # the loop is closed: the agent exits
 
     def _node_patience(self) -> float | None:
-        """Seconds that the Node may still lack addresses; None: something else is awaited first."""
+        """Seconds that the Node may still lack addresses; None: something else is missing first."""
         if self._node_listed is None or self._node_has_address():
             return None
         return max(0.0, self._node_listed + self._client.timing.node - time.monotonic())

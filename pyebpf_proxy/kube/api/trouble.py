@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with an API server, in words: one line when it begins, one when it is over."""
+"""Errors of the API server: one log line when a problem begins, one when it is over."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from collections.abc import Callable
 
 from urllib3 import exceptions
 
-#: An outage that has looked otherwise for so long is told again.
+#: Seconds after which an outage with a changed cause is logged again.
 STEADY_SECONDS = 30.0
 
 
 class TroubleError(Exception):
-    """A request that came to nothing. Its text is one line: what happened, and what to do.
+    """A failed request. Its message is one line: what happened, and what to do.
 
-    ``shared``: it concerns the server as a whole, so that every resource meets it. ``lost``: there was no server to
-    talk to; what comes back may be another one. ``code``: the HTTP status. ``seconds``: do not come back sooner.
+    ``shared``: it affects the whole server, so every resource. ``lost``: no server was reachable; the next one may be
+    another one. ``code``: the HTTP status. ``seconds``: minimum delay before a retry.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class TroubleError(Exception):
 
 
 class StoppedError(Exception):
-    """The agent ends; whatever was being waited for does not matter any more."""
+    """The agent exits; pending waits are abandoned."""
 
 
 class GoneError(TroubleError):
-    """The history that was asked for is not kept any more (410): everything is to be listed again."""
+    """The requested history has expired (410): list again."""
 
 
 def connection_trouble(host: str, error: Exception) -> TroubleError:
-    """The trouble behind an exception of the HTTP library."""
+    """The TroubleError for an exception of the HTTP library."""
     cause = _root(error)
     if isinstance(error, exceptions.NameResolutionError):
         name = re.sub(r":\d+$", "", host)
@@ -61,20 +61,20 @@ def connection_trouble(host: str, error: Exception) -> TroubleError:
     elif isinstance(error, exceptions.ConnectTimeoutError):
         text = f"{host} cannot be reached: no answer to connecting; check the address, routes and firewalls"
     elif isinstance(cause, TimeoutError):
-        text = f"{host} takes the connection and does not answer: check whether the API server hangs or is overloaded"
+        text = f"{host} accepts the connection but does not answer: check whether the API server hangs or is overloaded"
     elif isinstance(cause, OSError) and cause.errno is not None:
         text = f"the connection to {host} broke: {cause.strerror}"
     else:
-        text = f"the answer of {host} ended before its end or is no HTTP ({_in_short(cause)})"
+        text = f"the answer of {host} ended before its end or is not HTTP ({_in_short(cause)})"
     return TroubleError(text, shared=True, lost=True)
 
 
 def status_trouble(host: str, code: int, reason: str, message: str, seconds: float, permission: str) -> TroubleError:
-    """The trouble behind an HTTP status. ``message`` is the server's own, ``permission`` what RBAC must allow."""
+    """The TroubleError for an HTTP status. ``message`` is the server's, ``permission`` what RBAC must grant."""
     said = _in_short(message or reason)
     if code == 401:
         return TroubleError(
-            f"{host} does not accept our credentials (401 {said}): check token or client certificate",
+            f"{host} rejects the credentials (401 {said}): check token or client certificate",
             shared=True,
             code=code,
         )
@@ -88,7 +88,7 @@ def status_trouble(host: str, code: int, reason: str, message: str, seconds: flo
 
 
 def _root(error: BaseException) -> BaseException:
-    """The innermost exception that says something."""
+    """The innermost exception with a message."""
     for _ in range(10):
         inner = getattr(error, "original_error", None) or getattr(error, "reason", None)
         if not isinstance(inner, BaseException):
@@ -115,7 +115,7 @@ def _tls_problem(error: ssl.SSLError) -> str:
     if name in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL"):
         return "what answers there does not speak TLS"
     if "ALERT" in name:
-        return f"it refuses us ({name}); check the client certificate"
+        return f"it rejects the client ({name}); check the client certificate"
     return _in_short(name)
 
 
@@ -125,10 +125,10 @@ def _in_short(value: object) -> str:
 
 
 class Log:
-    """Tells troubles once: when one begins and when it is over. What is shared by all resources is told once.
+    """Logs each problem once when it begins and once when it is over; a shared problem once for all resources.
 
-    Of one outage, one line: what else it looks like on the way is told only if it goes on looking like that.
-    Safe in any thread; ``failed`` and ``well`` are called as often as one likes.
+    An outage is one line. A change of its cause is logged only if it persists. Safe in any thread; ``failed`` and
+    ``well`` may be called repeatedly.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Log:
         self._info = info
         self._now = now
         self._lock = threading.Lock()
-        #: Resources that meet the shared trouble, what was told of it, and what else it seems to be, since when.
+        #: Resources affected by the shared problem, the logged cause, and a changed cause with its start.
         self._shared: set[str] = set()
         self._told = ""
         self._other = ""
@@ -151,7 +151,7 @@ class Log:
         self._own: dict[str, str] = {}
 
     def failed(self, resource: str, trouble: TroubleError) -> None:
-        """Following the resource failed."""
+        """Listing or watching the resource failed."""
         text = str(trouble)
         with self._lock:
             if trouble.shared:
@@ -160,20 +160,20 @@ class Log:
             elif self._own.get(resource) != text:
                 self._own[resource] = text
                 self._error(
-                    "the API server does not let us follow a resource, tried again; what is programmed stays",
+                    "a resource cannot be watched, retrying; programmed Services stay",
                     resource=resource,
                     error=text,
                 )
 
     def well(self, resource: str) -> None:
-        """The resource is followed."""
+        """The resource is being watched."""
         with self._lock:
             if self._own.pop(resource, None) is not None:
-                self._info("the resource can be followed again", resource=resource)
+                self._info("the resource can be watched again", resource=resource)
             self._shared.discard(resource)
             if self._told and not self._shared:
                 self._told = self._other = ""
-                self._info("the API server is right again", server=self._server)
+                self._info("the API server is reachable again", server=self._server)
 
     def _fail(self, text: str) -> None:
         if text == self._told:
@@ -183,7 +183,7 @@ class Log:
             if text != self._other:
                 self._other, self._since = text, self._now()
             return
-        then = None if self._told else "tried again until it works; what is programmed stays"
+        then = None if self._told else "retrying; programmed Services stay"
         self._told, self._other = text, ""
         self._error("the API server fails", server=self._server, error=text, then=then)
 

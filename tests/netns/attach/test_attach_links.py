@@ -243,7 +243,7 @@ def test_a_filter_that_somebody_removed_comes_back(how: str, harness: Harness, s
     shell(how)
     assert carried("v0")[0] == []
     follow(harness.node, lambda: carried("v0") == (["tc_ethernet"], ["tc_egress"]))
-    assert any("v0: our tc program is gone" in report for report in harness.reports)
+    assert any("v0: the agent's tc program is gone" in report for report in harness.reports)
 
 
 def test_a_full_map_is_said_once_and_the_rest_is_served(

@@ -169,7 +169,7 @@ def test_who_keeps_going_to_the_head_is_left_there(agent: Agent, pod: int, forei
         link = tcx.attach(foreign.programs["goes_on"].fd, pod, tcx.INGRESS, tcx.BEFORE)
         node.look()
         os.close(link)
-    assert any("keeps taking our tc program from its place" in report for report in agent.reports)
+    assert any("keeps moving or removing the agent's tc program" in report for report in agent.reports)
     assert carried("pod")[0][-1] == "tc_ethernet"
     assert len(agent.reports) < 13
 
@@ -231,7 +231,7 @@ def test_a_link_that_somebody_took_off_comes_back(agent: Agent, pod: int) -> Non
     assert carried("pod")[0] == []
     node.look()
     assert carried("pod") == OURS
-    assert agent.reports == ["device pod: our tc program is gone, attaching it again"]
+    assert agent.reports == ["device pod: the agent's tc program is gone, attaching it again"]
 
 
 def test_another_run_takes_the_links_over(agent: Agent, pod: int, put: Put, bpf_objects: Path) -> None:

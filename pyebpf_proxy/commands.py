@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that look: arguments, help, exit statuses. What each does is in the module that it names."""
+"""The inspection commands: arguments, help, exit statuses. Each command's module does the work."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pyebpf_proxy.closed_pipe import closed_pipe
 from pyebpf_proxy.printable import printable
 from pyebpf_proxy.see.answers import QUESTION, SeeError
 
-STATUSES = "exit status: 0 all is right, 1 something is not, 2 the question is wrong, 3 there is no answer"
+STATUSES = "exit status: 0 no problem found, 1 a problem was found, 2 wrong usage, 3 no answer"
 DIRECTORY = "PYEBPF_PROXY_DIRECTORY"
 
 
 class Command:
-    """One command: its help, its arguments, the function that answers (imported when it is asked)."""
+    """One command: its help, its arguments, the function that answers (imported on use)."""
 
     def __init__(
         self,
@@ -46,20 +46,20 @@ def _say(text: str, status: int) -> int:
 
 
 def _named(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="[NAMESPACE/]NAME[:PORT], or its beginning")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="[NAMESPACE/]NAME[:PORT], or a prefix of it")
     parser.add_argument("-n", "--namespace", help="only services of this namespace")
 
 
 def _source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--manifests", metavar="FOLDER", help="where the objects are (default: as the agent's)")
-    parser.add_argument("--config", metavar="FILE", help="the agent's configuration (default: as the agent's)")
-    text = "with --manifests or --config: this node's name, if it is not the host's"
+    parser.add_argument("--manifests", metavar="FOLDER", help="folder with the objects (default: the agent's)")
+    parser.add_argument("--config", metavar="FILE", help="the agent's configuration (default: the running agent's)")
+    text = "with --manifests or --config: the node's name, if it differs from the host name"
     parser.add_argument("--hostname-override", metavar="NAME", help=text)
 
 
 def _services_arguments(parser: argparse.ArgumentParser) -> None:
     _named(parser)
-    parser.add_argument("--diff", action="store_true", help="only where the kernel differs from what is wanted")
+    parser.add_argument("--diff", action="store_true", help="only differences from the desired state")
     _source(parser)
 
 
@@ -93,10 +93,10 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _explain_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC[:PORT]", help="who sends; an IPv6 address with a port in brackets")
-    parser.add_argument("destination", metavar="DST:PORT", help="what is asked for")
-    parser.add_argument("protocol", nargs="?", default="TCP", metavar="PROTO", help="TCP (default), UDP, SCTP")
-    parser.add_argument("--device", help="where it comes in (default: where this node would answer to)")
+    parser.add_argument("source", metavar="SRC[:PORT]", help="the source; IPv6 addresses with a port in brackets")
+    parser.add_argument("destination", metavar="DST:PORT", help="the destination")
+    parser.add_argument("protocol", nargs="?", default="TCP", metavar="PROTO", help="TCP (default), UDP or SCTP")
+    parser.add_argument("--device", help="the ingress device (default: the device of the route to SRC)")
     _source(parser)
 
 
@@ -113,15 +113,15 @@ def _drops(arguments: argparse.Namespace) -> int:
 
 
 def _flows_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "address, name of a service, protocol or state; or FIELD=VALUE: service, client, endpoint, destination, …"
-    parser.add_argument("filter", nargs="*", metavar="FILTER", help=text + "; all must fit")
+    text = "an address, a service, a protocol or a state; or FIELD=VALUE: service, client, endpoint, destination, …"
+    parser.add_argument("filter", nargs="*", metavar="FILTER", help=text + "; a flow must match all filters")
     _source(parser)
 
 
 def _flows(arguments: argparse.Namespace) -> int:
-    from pyebpf_proxy.see import flows
+    from pyebpf_proxy.see import run_flows
 
-    return flows.run(arguments)
+    return run_flows.run(arguments)
 
 
 def _top_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,9 +132,9 @@ def _top_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    from pyebpf_proxy.see import top
+    from pyebpf_proxy.see import run_top
 
-    return top.run(arguments)
+    return run_top.run(arguments)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -158,7 +158,7 @@ def _trace(arguments: argparse.Namespace) -> int:
 def _probe_arguments(parser: argparse.ArgumentParser) -> None:
     from pyebpf_proxy.probe import PAGES
 
-    parser.add_argument("what", choices=tuple(PAGES), help="live: it answers; ready: it has programmed the node")
+    parser.add_argument("what", choices=tuple(PAGES), help="live: the agent answers; ready: it has programmed the node")
 
 
 def _probe(arguments: argparse.Namespace) -> int:
@@ -176,54 +176,54 @@ def _completion(arguments: argparse.Namespace) -> int:
 
 
 def _shell(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose script is printed")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell to print a script for")
 
 
 COMMANDS = {
     "status": Command(
-        "is it right? paths, devices, programs, agent, how full everything is, and what to do about what is not right",
-        "pyebpf-proxy status              # status 0: no warnings",
+        "the node's health: agent, devices, programs, fast path, map usage, drops; a remedy for each warning",
+        "pyebpf-proxy status              # exit status 0: no warnings",
         _status,
     ),
     "services": Command(
-        "the service ports as the kernel has them: addresses, endpoints, policies, affinity",
-        "pyebpf-proxy services web        # everything of one Service\n"
-        "  pyebpf-proxy services --diff     # where the kernel differs from what is wanted; status 1 if it does",
+        "the service ports in the kernel: addresses, endpoints, policies, session affinity",
+        "pyebpf-proxy services web        # one Service in detail\n"
+        "  pyebpf-proxy services --diff     # differences between kernel and desired state; exit status 1 if any",
         _services,
         _services_arguments,
     ),
     "backends": Command(
-        "the endpoints as the kernel has them, with their numbers",
+        "the endpoints in the kernel, with their backend ids",
         "pyebpf-proxy backends default/web:http",
         _backends,
         _named,
     ),
     "frontends": Command(
-        "the addresses that services are reached at, and whose they are",
+        "the frontend addresses, with their services",
         "pyebpf-proxy frontends --address 10.96.0.10",
         _frontends,
         _frontends_arguments,
     ),
     "explain": Command(
-        "what would happen to a packet, and why, rule by rule; the real program is asked, too, and leaves nothing",
+        "what would happen to a packet, and why, rule by rule; checked by a dry run of the real program",
         "pyebpf-proxy explain 198.51.100.2 203.0.113.10:80\n"
         "  pyebpf-proxy explain [2001:db8:2::2]:40000 [2001:db8:3::10]:53 UDP",
         _explain,
         _explain_arguments,
     ),
     "drops": Command(
-        "what was refused or dropped, how often, the newest packet of each, and what it means",
-        "pyebpf-proxy drops               # status 1: something within the last minute",
+        "refused and dropped packets by reason: counts, the latest packet, meaning and remedy",
+        "pyebpf-proxy drops               # exit status 1: drops in the last minute",
         _drops,
     ),
     "flows": Command(
-        "flows to services, as conntrack has them, with the services' names",
+        "flows to services, from conntrack and the flow table, with names of services and pods",
         "pyebpf-proxy flows default/web state=ESTABLISHED",
         _flows,
         _flows_arguments,
     ),
     "top": Command(
-        "services by what happens just now: new flows, packets, bytes, drops a second, and their endpoints' shares",
+        "live rates by service: new flows, packets, bytes and drops a second, and each endpoint's share",
         "pyebpf-proxy top                 # keys: f p b d n order, e endpoints, + - interval, space pause, q quit\n"
         "  pyebpf-proxy top web --once      # one interval, in plain text\n"
         "  pyebpf-proxy top -o json -i 10   # an object every ten seconds, each on a line",
@@ -231,26 +231,26 @@ COMMANDS = {
         _top_arguments,
     ),
     "doctor": Command(
-        "can this machine carry services? kernel, programs by loading them, mounts, settings, other proxies, limits",
-        "pyebpf-proxy doctor              # before or after installing; status 0: everything is good",
+        "check this machine: kernel, loading of the programs, mounts, sysctls, other proxies, limits",
+        "pyebpf-proxy doctor              # before or after installation; exit status 0: every check is good",
         _doctor,
     ),
     "trace": Command(
-        "live, a line a decision: where from, which service, endpoint, path, masquerade, reason",
+        "live decisions, one a line: source, service, endpoint, path, masquerade, reason",
         "pyebpf-proxy trace default/web            # until Ctrl-C\n"
-        "  pyebpf-proxy trace drop,reject             # whatever gets no further; --count 1: the next one\n"
+        "  pyebpf-proxy trace drop,reject             # drops and refusals; with --count 1 only the next one\n"
         "  pyebpf-proxy trace client=198.51.100.2 port=80 --duration 30s -o json",
         _trace,
         _trace_arguments,
     ),
     "probe": Command(
-        "is the agent live, or ready? for probes of the kubelet; status 1 also where no agent answers",
+        "whether the agent is live or ready, for kubelet probes; exit status 1 also if no agent answers",
         "pyebpf-proxy probe ready",
         _probe,
         _probe_arguments,
     ),
     "completion": Command(
-        "shell completion of these commands, names of services too",
+        "print a shell completion script; it completes names of services, too",
         "source <(pyebpf-proxy completion bash)\n"
         "  source <(pyebpf-proxy completion zsh)    # after compinit\n"
         "  pyebpf-proxy completion fish | source",
@@ -280,19 +280,19 @@ def command_parser(name: str) -> argparse.ArgumentParser:
             "--directory",
             type=Path,
             default=Path(os.environ.get(DIRECTORY) or "/run/pyebpf-proxy"),
-            help=f"run folder of the agent (default: ${DIRECTORY}, else /run/pyebpf-proxy)",
+            help=f"the agent's run folder (default: ${DIRECTORY}, else /run/pyebpf-proxy)",
         )
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command, the first word; the exit status (docs/commands.md)."""
+    """Run the command that the first word names. The result is the exit status (docs/commands.md)."""
     name, *rest = arguments
     try:
         try:
             return COMMANDS[name].run(command_parser(name).parse_args(rest))
         finally:
-            sys.stdout.flush()  # of --help, too, which ends by SystemExit
+            sys.stdout.flush()  # also for --help, which raises SystemExit
     except SeeError as error:
         return _say(str(error), error.status)
     except BrokenPipeError:
