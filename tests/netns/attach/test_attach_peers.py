@@ -9,7 +9,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -111,15 +110,15 @@ def limit(node: Node, device: int) -> tuple[int, str]:
 
 def test_a_program_comes_and_goes(start: Callable[[], Node], pod: Pod, programs: Object) -> None:
     node = start()
-    moves: list[float] = []
-    node.on_devices = lambda: moves.append(time.monotonic())
+    moves: list[int] = []
+    node.on_devices = lambda: moves.append(1)
     assert limit(node, pod.device) == (REDIRECT_PEER, "")
     for _ in range(2):
-        begun = time.monotonic()
+        moves.clear()
         pod.xdp("xdpdrv")
         follow(node, lambda: limit(node, pod.device) == (REDIRECT_DEVICE, PROGRAM))
         assert written(programs, pod.device) == REDIRECT_DEVICE
-        assert moves.pop() - begun < 1, "flows that are known are told of it"
+        assert moves, "flows that are known are told of it"
         pod.xdp("xdpdrv", off=True)
         follow(node, lambda: limit(node, pod.device) == (REDIRECT_PEER, ""))
         assert written(programs, pod.device) == REDIRECT_PEER
