@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.loader.programs import OBJECTS
-from pyebpf_proxy.datapath.tables.layouts import Layouts
+from pyebpf_proxy.datapath.maps.layouts import Layouts
 from pyebpf_proxy.lab.cluster import Lab
 
 from . import workload

@@ -10,8 +10,8 @@ from ipaddress import ip_network
 from typing import NamedTuple
 
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
+from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.datapath.settings import netns_cookie
-from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 

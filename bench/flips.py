@@ -20,7 +20,7 @@ from typing import Protocol
 
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.loader.programs import OBJECTS
-from pyebpf_proxy.datapath.tables.layouts import Layouts
+from pyebpf_proxy.datapath.maps.layouts import Layouts
 from pyebpf_proxy.lab.namespace import set_network_namespace
 
 from . import workload

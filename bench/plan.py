@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from pyebpf_proxy.cycles import without_cycle_search
+from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.kube.decode import decode_object
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services.planner import Planner, PlanSettings

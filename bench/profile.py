@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pyebpf_proxy import memory
-from pyebpf_proxy.cycles import without_cycle_search
+from pyebpf_proxy.common import memory
+from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.datapath.loader.libbpf import Map
-from pyebpf_proxy.datapath.tables.writer import Writer
+from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.kube.api.inventory import Inventory
 from pyebpf_proxy.kube.source import Change, Kind
 from pyebpf_proxy.services.model import ServicePort, ServicePortName

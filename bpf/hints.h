@@ -5,7 +5,7 @@
 
 #include "packet.h"
 
-/* The bit in address_hints. The control plane computes the same (datapath/tables/hints.py). */
+/* The bit in address_hints. The control plane computes the same (datapath/maps/hints.py). */
 static __always_inline __u32 hint_of(const union address *address, __u16 port, bool ipv6)
 {
 	__u32 mixed = address->words[0] ^ port;

@@ -14,7 +14,7 @@ from pyebpf_proxy import KUBERNETES_VERSION, __version__
 from pyebpf_proxy.config.flags import Flags, UsageError, parse, usage
 
 if TYPE_CHECKING:
-    from pyebpf_proxy.cluster_connection import ClusterConnection
+    from pyebpf_proxy.agent.cluster_connection import ClusterConnection
     from pyebpf_proxy.config.datapath_model import DatapathConfiguration
     from pyebpf_proxy.config.effective import Effective
     from pyebpf_proxy.config.model import KubeProxyConfiguration
@@ -58,7 +58,7 @@ def _print(text: str) -> int:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        from pyebpf_proxy.closed_pipe import closed_pipe
+        from pyebpf_proxy.common.closed_pipe import closed_pipe
 
         return closed_pipe()
     return 0
@@ -85,9 +85,9 @@ def _version(flags: Flags) -> str:
 
 
 def _run(flags: Flags) -> int:
-    from pyebpf_proxy import log
+    from pyebpf_proxy.common import log
+    from pyebpf_proxy.common.errors import DatapathError, FatalError
     from pyebpf_proxy.config.loader import ConfigError
-    from pyebpf_proxy.errors import DatapathError, FatalError
 
     log.configure("text")
     logger = log.Logger()
@@ -121,7 +121,7 @@ def _run(flags: Flags) -> int:
 
 
 def _configuration(flags: Flags) -> KubeProxyConfiguration:
-    from pyebpf_proxy import log
+    from pyebpf_proxy.common import log
     from pyebpf_proxy.config.complete import complete
 
     # The log format is known only after the configuration has been completed.
@@ -147,7 +147,7 @@ def _own(flags: Flags) -> DatapathConfiguration | None:
     from pyebpf_proxy.config.datapath_model import without_effect
 
     own = read(Path(flags.datapath_config))
-    from pyebpf_proxy import log
+    from pyebpf_proxy.common import log
 
     if names := without_effect(own):
         text = f"{' and '.join(names)} of an older release: accepted, without effect"
@@ -170,8 +170,8 @@ def _write(config: KubeProxyConfiguration, path: str) -> None:
 
 
 def _settings(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfiguration | None) -> Effective:
+    from pyebpf_proxy.common.log import Logger
     from pyebpf_proxy.config.effective import effective
-    from pyebpf_proxy.log import Logger
 
     settings = effective(config, flags, own)
     logger = Logger("config")
@@ -181,8 +181,8 @@ def _settings(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
 
 
 def _cluster(settings: Effective) -> ClusterConnection:
-    from pyebpf_proxy.cluster_connection import ClusterConnection
-    from pyebpf_proxy.errors import FatalError
+    from pyebpf_proxy.agent.cluster_connection import ClusterConnection
+    from pyebpf_proxy.common.errors import FatalError
 
     if settings.manifests is None:
         from pyebpf_proxy.kube.api.connect import api_server
@@ -192,8 +192,8 @@ def _cluster(settings: Effective) -> ClusterConnection:
         source = api_server(settings.api, settings.node_name, metrics, service_cidrs=settings.nft_mode)
         source.start()  # listing overlaps with the slow imports below
         return ClusterConnection(source, source.events, metrics.families)
+    from pyebpf_proxy.common.log import Logger
     from pyebpf_proxy.kube.manifests import ManifestSource
-    from pyebpf_proxy.log import Logger
     from pyebpf_proxy.servers.source_metrics import SourceMetrics
 
     if not settings.manifests.is_dir():
@@ -206,21 +206,21 @@ def _cluster(settings: Effective) -> ClusterConnection:
 
 
 def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) -> None:
-    from pyebpf_proxy.cycles import without_cycle_search
+    from pyebpf_proxy.common.cycles import without_cycle_search
 
     watch = None
     # Check the command line before the slow imports.
     with without_cycle_search():
         cluster = _cluster(settings)
-        from pyebpf_proxy.agent import prepare, run
+        from pyebpf_proxy.agent.run import prepare, run
 
-        if flags.values.get("init-only"):
+        if flags.init_only:
             prepare(settings, cluster.source)
             return
         if flags.config or flags.datapath_config:
             from pathlib import Path
 
-            from pyebpf_proxy.config_watch import ConfigWatch
+            from pyebpf_proxy.agent.config_watch import ConfigWatch
 
             watch = ConfigWatch(*(Path(name) if name else None for name in (flags.config, flags.datapath_config)))
         from pyebpf_proxy.config.shown import shown
@@ -230,6 +230,6 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
 
 
 def _cleanup(settings: Effective, keep_kube_proxy: bool) -> None:
-    from pyebpf_proxy.cleanup import run
+    from pyebpf_proxy.agent.cleanup import run
 
     run(settings.directory, settings.ipvs_exclude_cidrs, keep_kube_proxy)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from pyebpf_proxy.closed_pipe import closed_pipe
-from pyebpf_proxy.printable import printable
+from pyebpf_proxy.common.closed_pipe import closed_pipe
+from pyebpf_proxy.common.printable import printable
 from pyebpf_proxy.see.answers import QUESTION, SeeError
 
 STATUSES = "exit status: 0 no problem found, 1 a problem was found, 2 wrong usage, 3 no answer"

@@ -91,7 +91,7 @@ not moved: an array must be large enough for the highest one in use. `--cleanup`
 affinity and socket state are lost.
 
 If the agent is killed at any point of the change, the next start continues from there
-([resize.py](../pyebpf_proxy/datapath/tables/resize.py) explains how).
+([resize.py](../pyebpf_proxy/datapath/maps/resize.py) explains how).
 
 ## socketLB: off
 

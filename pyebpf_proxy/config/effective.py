@@ -79,7 +79,6 @@ class Effective:
     #: A directory of objects that replaces the API server.
     manifests: Path | None
     api: ApiServer
-    log_format: Literal["text", "json"]
     #: Which connections are translated at the socket: the node's own, also those of pods, or none.
     socket_lb: SocketLB
     #: Ranges of pods whose connections are never translated at the socket.
@@ -173,7 +172,6 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
         directory=Path(flags.directory if "directory" in flags.given else own.directory),
         manifests=Path(manifests) if manifests else None,
         api=ApiServer(client.kubeconfig, flags.master, client.qps, client.burst),
-        log_format="json" if config.logging.format == "json" else "text",
         socket_lb=own.socket_lb,
         socket_lb_exclude=tuple(own.socket_lb_exclude),
         map_sizes=own.maps.model_dump(),

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pyebpf_proxy.common.errors import DatapathError
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.addresses import Address
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.cleanup import cleanup
@@ -21,10 +23,13 @@ from pyebpf_proxy.datapath.connections.drain import drain, pin_programs
 from pyebpf_proxy.datapath.connections.liberal import make_liberal
 from pyebpf_proxy.datapath.connections.promotion import Promoter, promoter
 from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup, peers_in
-from pyebpf_proxy.datapath.kube_proxy.monitor import KubeProxyMonitor
 from pyebpf_proxy.datapath.loader import grace
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import LAYOUT_VERSION, LEAST_CONNECTIONS, Loaded, fast_path_is_built, load
+from pyebpf_proxy.datapath.maps import excluded_pods
+from pyebpf_proxy.datapath.maps.other_layouts import OtherLayouts
+from pyebpf_proxy.datapath.maps.writer import Writer
+from pyebpf_proxy.datapath.migration.monitor import KubeProxyMonitor
 from pyebpf_proxy.datapath.netfilter.cluster_addresses import ClusterAddresses
 from pyebpf_proxy.datapath.netfilter.host_rules import HostRules
 from pyebpf_proxy.datapath.netfilter.nft import NftError, Table
@@ -43,14 +48,9 @@ from pyebpf_proxy.datapath.settings import (
     settings,
     xdp_config,
 )
-from pyebpf_proxy.datapath.tables import excluded_pods
-from pyebpf_proxy.datapath.tables.other_layouts import OtherLayouts
-from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.datapath.view import flow_table, view
-from pyebpf_proxy.errors import DatapathError
-from pyebpf_proxy.log import Logger
-from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
+from pyebpf_proxy.services.node_facts import NodeFacts
 
 Delta = Mapping[ServicePortName, ServicePort | None]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.common.errors import FatalError
 
 # For devices, nftables and attaching; for comparing packet pointers, which the verifier allows only with CAP_PERFMON;
 # for bpf() itself. tests/netns/test_deploy_capabilities.py tries without each.

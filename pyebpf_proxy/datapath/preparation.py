@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from pyebpf_proxy.datapath.datapath import Datapath
-from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
+from pyebpf_proxy.services.node_facts import NodeFacts
 
 
 class Preparation:

@@ -20,8 +20,8 @@ from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.datapath.node.plan import NodeConfig, accepted_networks
 from pyebpf_proxy.datapath.node.xdp import XdpConfig
 from pyebpf_proxy.datapath.preflight import SO_NETNS_COOKIE
-from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.services.model import IPFamily, Protocol
+from pyebpf_proxy.services.node_facts import NodeFacts
 
 # enum detector of bpf/settings.h
 DETECT_NOTHING, DETECT_CIDR, DETECT_DEVICE = range(3)

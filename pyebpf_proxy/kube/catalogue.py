@@ -7,9 +7,9 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from . import decode
-from .decode import Decoded, ObjectKey
-from .source import Change, Object
+from pyebpf_proxy.kube import decode
+from pyebpf_proxy.kube.decode import Decoded, ObjectKey
+from pyebpf_proxy.kube.source import Change, Object
 
 #: Used as the kind of objects that have no name or cannot be read.
 UNREADABLE = "unreadable"

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 import yaml
 
-from . import validation
-from .objects import EndpointSlice, Node, Service, ServiceCIDR
-from .source import Kind, Object
+from pyebpf_proxy.kube import validation
+from pyebpf_proxy.kube.objects import EndpointSlice, Node, Service, ServiceCIDR
+from pyebpf_proxy.kube.source import Kind, Object
 
 
 class ObjectKey(NamedTuple):

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 from inotify_simple import INotify, flags
 
-from ..errors import FatalError
-from ..log import Logger
-from .catalogue import Catalogue
-from .source import Batch, Change, Critic
+from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.kube.catalogue import Catalogue
+from pyebpf_proxy.kube.source import Batch, Change, Critic
 
 #: A file that disappears counts as deleted only after this time: editors rename the old file before they write the new
 #: one, and no service may be interrupted by that.

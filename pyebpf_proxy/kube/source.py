@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
-from .objects import EndpointSlice, Node, Service, ServiceCIDR
+from pyebpf_proxy.kube.objects import EndpointSlice, Node, Service, ServiceCIDR
 
 Kind = Literal["Service", "EndpointSlice", "Node", "ServiceCIDR"]
 Object = Service | EndpointSlice | Node | ServiceCIDR

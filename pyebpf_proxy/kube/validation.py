@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..printable import printable_json
-from ..services import pods
-from ..services.addresses import family_of, parse_address, parse_prefix, unusable_reason
-from ..services.model import IPFamily
-from .objects import EndpointSlice, Node, Service, ServiceCIDR
+from pyebpf_proxy.common.printable import printable_json
+from pyebpf_proxy.kube.objects import EndpointSlice, Node, Service, ServiceCIDR
+from pyebpf_proxy.services import pods
+from pyebpf_proxy.services.addresses import family_of, parse_address, parse_prefix, unusable_reason
+from pyebpf_proxy.services.model import IPFamily
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")

@@ -19,9 +19,8 @@ from typing import Any
 import yaml
 
 from pyebpf_proxy.config.datapath_model import API_VERSION, KIND
-
-from . import addresses
-from .namespace import LabError, Namespace, die_with_parent
+from pyebpf_proxy.lab import addresses
+from pyebpf_proxy.lab.namespace import LabError, Namespace, die_with_parent
 
 METRICS = ("127.0.0.1", 10249)
 _STAMP = r'^kubeproxy_sync_proxy_rules_%s_seconds\{.*?ip_family="(\w+)".*?\} (\S+)$'

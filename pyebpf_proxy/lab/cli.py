@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from . import leftovers
-from .cluster import Lab
-from .example import EXAMPLES, open_example, populate
-from .namespace import LabError, note
+from pyebpf_proxy.lab import leftovers
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.example import EXAMPLES, open_example, populate
+from pyebpf_proxy.lab.namespace import LabError, note
 
 
 def main(argv: list[str]) -> int:
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from . import demo
+    from pyebpf_proxy.lab import demo
 
     leftovers.clean()
     with open_example(arguments.examples, arguments.pod_network) as lab:
@@ -94,7 +94,7 @@ def _shell(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from .inspect import tour
+    from pyebpf_proxy.lab.inspect import tour
 
     with open_example(arguments.examples, arguments.pod_network) as lab:
         populate(lab, arguments.examples)

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from . import addresses, leftovers, links
-from .addresses import Dual
-from .agent import Agent
-from .namespace import LabError, Namespace, Task, batch
-from .servers import Ports, start_servers
+from pyebpf_proxy.lab import addresses, leftovers, links
+from pyebpf_proxy.lab.addresses import Dual
+from pyebpf_proxy.lab.agent import Agent
+from pyebpf_proxy.lab.namespace import LabError, Namespace, Task, batch
+from pyebpf_proxy.lab.servers import Ports, start_servers
 
 PodNetwork = Literal["routed", "bare", "bridge"]
 
@@ -283,7 +283,7 @@ class Lab:
 
     def write(self, file: str, objects: Sequence[object]) -> float:
         """Write a manifest file into the folder that all agents watch; returns the time (``time.time``)."""
-        from .manifests import write
+        from pyebpf_proxy.lab.manifests import write
 
         return write(self.manifests / file, objects)
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from . import addresses
-from .client import ask
-from .cluster import Lab, Pod
-from .example import SLICES, populate, with_endpoint
-from .load import Load, Sample, failed, first_answer, last_answer
-from .rules import decide
-from .scenario import Client, Target, observe
+from pyebpf_proxy.lab import addresses
+from pyebpf_proxy.lab.client import ask
+from pyebpf_proxy.lab.cluster import Lab, Pod
+from pyebpf_proxy.lab.example import SLICES, populate, with_endpoint
+from pyebpf_proxy.lab.load import Load, Sample, failed, first_answer, last_answer
+from pyebpf_proxy.lab.rules import decide
+from pyebpf_proxy.lab.scenario import Client, Target, observe
 
 CHANGE_DEADLINE = 10.0  # seconds for a change to take effect under load
 LINE = "{:<9} {:<26} {:<5} {:<4} {:<14} {:<38} {}"

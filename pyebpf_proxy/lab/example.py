@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from .cluster import Lab, PodNetwork
-from .namespace import LabError
+from pyebpf_proxy.lab.cluster import Lab, PodNetwork
+from pyebpf_proxy.lab.namespace import LabError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SLICES = "web-endpoints.yaml"

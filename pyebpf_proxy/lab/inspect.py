@@ -12,8 +12,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .client import ask
-from .cluster import Lab, Node
+from pyebpf_proxy.lab.client import ask
+from pyebpf_proxy.lab.cluster import Lab, Node
 
 _PROTOCOLS = {"TCP": 6, "UDP": 17, "SCTP": 132}
 #: Maps whose entries the kernel does not list, by type.

@@ -19,8 +19,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from .agent import command
-from .namespace import NETNS_FOLDER, batch
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.namespace import NETNS_FOLDER, batch
 
 _TAG = re.compile(r"pep-(\d+)-(\d+)")
 _MNT_DETACH = 2

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .addresses import Dual
+from pyebpf_proxy.lab.addresses import Dual
 
 
 def veth(namespace: str, device: str) -> list[str]:

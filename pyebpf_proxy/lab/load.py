@@ -8,8 +8,8 @@ import multiprocessing.synchronize
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .client import ANSWERED, ask
-from .namespace import Namespace, Task
+from pyebpf_proxy.lab.client import ANSWERED, ask
+from pyebpf_proxy.lab.namespace import Namespace, Task
 
 
 class Sample(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from .addresses import Dual
+from pyebpf_proxy.lab.addresses import Dual
 
 Object = dict[str, Any]
 

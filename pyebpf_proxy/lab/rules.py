@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
-from .cluster import Node, Pod
+from pyebpf_proxy.lab.cluster import Node, Pod
 
 Destination = Literal["ClusterIP", "ExternalIP", "LoadBalancer", "NodePort"]
 SourceClass = Literal["pod", "node", "external"]

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .addresses import Dual
-from .client import ANSWERED, Outcome, ask
-from .cluster import Node, Pod
-from .namespace import Namespace
-from .rules import Decision, Destination, Expected, SourceClass, expect
+from pyebpf_proxy.lab.addresses import Dual
+from pyebpf_proxy.lab.client import ANSWERED, Outcome, ask
+from pyebpf_proxy.lab.cluster import Node, Pod
+from pyebpf_proxy.lab.namespace import Namespace
+from pyebpf_proxy.lab.rules import Decision, Destination, Expected, SourceClass, expect
 
 MAX_REQUESTS = 64  # with two endpoints, one is never selected by chance once in 2^63 runs
 DROPPED_AFTER = 0.7  # seconds without an answer that count as dropped if a drop is expected

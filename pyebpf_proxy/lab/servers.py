@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .namespace import Namespace, Task
+from pyebpf_proxy.lab.namespace import Namespace, Task
 
 IPV6_RECVPKTINFO = 49
 IPV6_PKTINFO = 50

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pyebpf_proxy.run_directory import LOCK, lock_holder
+from pyebpf_proxy.common.run_directory import LOCK, lock_holder
 
 
 class Agent(NamedTuple):

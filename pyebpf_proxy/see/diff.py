@@ -55,10 +55,5 @@ def sets(what: str, ours: set[T], theirs: set[T], text: Callable[[T], str]) -> l
     ]
 
 
-def _endpoint_text(endpoint: tuple[bytes, int, bool]) -> str:
-    address, port, local = endpoint
-    return format_address_port(address, port) + (" (local)" if local else "")
-
-
 def _frontend_text(frontend: Frontend) -> str:
     return f"{KINDS[frontend.kind]} {format_address_port(frontend.address, frontend.port)}"

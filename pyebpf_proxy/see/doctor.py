@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.datapath.node import mounts
-from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.see import facts, model
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT
 from pyebpf_proxy.see.doctor_fast_path import findings as _fast_path
@@ -170,7 +170,7 @@ def _sysctls() -> Found:
 
 
 def _others(directory: Path) -> Found:
-    from pyebpf_proxy.datapath.kube_proxy import leftovers
+    from pyebpf_proxy.datapath.migration import leftovers
 
     try:
         modes = sorted(leftovers.running())

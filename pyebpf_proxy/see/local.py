@@ -24,7 +24,7 @@ class _Connection(http.client.HTTPConnection):
         self._directory = directory
 
     def connect(self) -> None:
-        from pyebpf_proxy.run_directory import connected
+        from pyebpf_proxy.common.run_directory import connected
 
         self.sock = connected(self._directory, _SECONDS)
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from pyebpf_proxy.printable import printable_json
+from pyebpf_proxy.common.printable import printable_json
 
 
 class Answer(msgspec.Struct, rename="camel", kw_only=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from pyebpf_proxy.printable import printable
+from pyebpf_proxy.common.printable import printable
 from pyebpf_proxy.see.model import encode
 from pyebpf_proxy.see.text import safe
 

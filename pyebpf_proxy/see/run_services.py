@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from pyebpf_proxy.cycles import without_cycle_search
+from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.see import pods, services_text, state
 from pyebpf_proxy.see import services as made
 from pyebpf_proxy.see.agent import running_agent

@@ -14,7 +14,7 @@ from typing import Protocol as Interface
 
 import msgspec
 
-from pyebpf_proxy.cycles import without_cycle_search
+from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import (
     Endpoint,

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from pyebpf_proxy.printable import printable
+from pyebpf_proxy.common.printable import printable
 
 Colour = Literal["", "bold", "red", "green", "yellow", "dim"]
 _CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "dim": "2"}

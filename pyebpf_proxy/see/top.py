@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from pyebpf_proxy.printable import printable, printable_json
+from pyebpf_proxy.common.printable import printable, printable_json
 from pyebpf_proxy.see import local, model, services
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import SeeError

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pyebpf_proxy.printable import printable
+from pyebpf_proxy.common.printable import printable
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.rates import Part, ordered, short
 from pyebpf_proxy.see.text import Terminal, wrapped

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import h11
 
-from pyebpf_proxy.log import Logger
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.servers.http import Handler, Pool, Request, Response, Source, Sources, http_date
 
 #: As Go's net/http.

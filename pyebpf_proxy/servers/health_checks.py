@@ -6,9 +6,9 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterable, Mapping
 
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.addresses import Address, parse_cidr
 from pyebpf_proxy.kube.events import About, Recorder
-from pyebpf_proxy.log import Logger
 from pyebpf_proxy.servers.health import JSON_HEADERS, Health, Moment
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.servers.server import BindError, Network, Open, Server

@@ -45,7 +45,7 @@ class SyncedObjects(Protocol):
 
 
 class Observer:
-    """The ``Observer`` of :class:`pyebpf_proxy.proxy.Proxy`; all methods are called in the syncing thread."""
+    """The ``Observer`` of :class:`pyebpf_proxy.agent.proxy.Proxy`; all methods are called in the syncing thread."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from pyebpf_proxy import log
+from pyebpf_proxy.common import log
 from pyebpf_proxy.config.shown import Shown
 from pyebpf_proxy.servers import standard, zpages
 from pyebpf_proxy.servers.health import JSON_HEADERS, NOT_FOUND, TEXT_HEADERS

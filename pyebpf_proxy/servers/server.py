@@ -16,8 +16,8 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, Literal, cast
 
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.addresses import join_host_port
-from pyebpf_proxy.log import Logger
 from pyebpf_proxy.servers.connection import REFUSAL_SECONDS, Connection
 from pyebpf_proxy.servers.http import Handler, Pool, Source, Sources
 

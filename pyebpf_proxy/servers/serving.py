@@ -7,13 +7,13 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.run_directory import SOCKET, listening_socket, remove_socket
 from pyebpf_proxy.config.addresses import Address, join_host_port
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.config.shown import Shown
-from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.kube.events import About, Recorder
-from pyebpf_proxy.log import Logger
-from pyebpf_proxy.run_directory import SOCKET, listening_socket, remove_socket
 from pyebpf_proxy.servers import server
 from pyebpf_proxy.servers.health import TEXT_HEADERS, Health, HealthPages
 from pyebpf_proxy.servers.health_checks import Addresses, HealthCheckPorts, listen_addresses

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
 
-from .model import IPFamily, SourceRange
+from pyebpf_proxy.services.model import IPFamily, SourceRange
 
 UNSPECIFIED = {IPFamily.IPV4: bytes(4), IPFamily.IPV6: bytes(16)}
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .addresses import format_address_port
-from .model import Frontend, FrontendKind, Protocol, ServicePortName
+from pyebpf_proxy.services.addresses import format_address_port
+from pyebpf_proxy.services.model import Frontend, FrontendKind, Protocol, ServicePortName
 
 #: The field of a Service for each kind of address, for messages.
 FIELDS = {

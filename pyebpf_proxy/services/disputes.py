@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .claims import Claim, Claims, Conflict, claim_of
-from .guard import Check, Guard
-from .losses import Loss, Losses
-from .model import FrontendKind, ServicePort, ServicePortName
-from .overlaps import Overlaps
+from pyebpf_proxy.services.claims import Claim, Claims, Conflict, claim_of
+from pyebpf_proxy.services.guard import Check, Guard
+from pyebpf_proxy.services.losses import Loss, Losses
+from pyebpf_proxy.services.model import FrontendKind, ServicePort, ServicePortName
+from pyebpf_proxy.services.overlaps import Overlaps
 
 Remember = Callable[[ServicePortName], None]
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from . import pods
-from .addresses import format_address_port, parse_address, unusable_reason
-from .model import Endpoint, IPFamily, Protocol
+from pyebpf_proxy.services import pods
+from pyebpf_proxy.services.addresses import format_address_port, parse_address, unusable_reason
+from pyebpf_proxy.services.model import Endpoint, IPFamily, Protocol
 
 if TYPE_CHECKING:
-    from ..kube import objects
+    from pyebpf_proxy.kube import objects
 
 SERVICE_NAME_LABEL = "kubernetes.io/service-name"
 HEADLESS_LABEL = "service.kubernetes.io/headless"

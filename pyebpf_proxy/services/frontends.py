@@ -10,12 +10,27 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .addresses import UNSPECIFIED, contains, family_of, parse_address, parse_prefix, unusable_reason
-from .model import Frontend, FrontendKind, IPFamily, Protocol, ServicePort, ServicePortName, SourceRange
-from .shares import Denied, Need
+from pyebpf_proxy.services.addresses import (
+    UNSPECIFIED,
+    contains,
+    family_of,
+    parse_address,
+    parse_prefix,
+    unusable_reason,
+)
+from pyebpf_proxy.services.model import (
+    Frontend,
+    FrontendKind,
+    IPFamily,
+    Protocol,
+    ServicePort,
+    ServicePortName,
+    SourceRange,
+)
+from pyebpf_proxy.services.shares import Denied, Need
 
 if TYPE_CHECKING:
-    from ..kube import objects
+    from pyebpf_proxy.kube import objects
 
 SERVICE_PROXY_NAME_LABEL = "service.kubernetes.io/service-proxy-name"
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from .addresses import UNSPECIFIED
-from .claims import Claim
-from .model import Frontend, FrontendKind, IPFamily, Protocol, ServicePortName
-from .nodes import Network
+from pyebpf_proxy.services.addresses import UNSPECIFIED
+from pyebpf_proxy.services.claims import Claim
+from pyebpf_proxy.services.model import Frontend, FrontendKind, IPFamily, Protocol, ServicePortName
+from pyebpf_proxy.services.nodes import Network
 
 #: checked: refuse addresses known to be in use; strict: also any address of a Node; unchecked: refuse nothing.
 Check = Literal["checked", "strict", "unchecked"]

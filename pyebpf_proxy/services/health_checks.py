@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from .endpoints import LOCAL, READY, SliceView
-from .model import IPFamily, ServicePort
+from pyebpf_proxy.services.endpoints import LOCAL, READY, SliceView
+from pyebpf_proxy.services.model import IPFamily, ServicePort
 
 if TYPE_CHECKING:
-    from ..kube import objects
+    from pyebpf_proxy.kube import objects
 
 
 class HealthCheckName(NamedTuple):

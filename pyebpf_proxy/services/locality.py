@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .model import IPFamily, ServicePort, ServicePortName
+from pyebpf_proxy.services.model import IPFamily, ServicePort, ServicePortName
 
 
 class NoLocal:

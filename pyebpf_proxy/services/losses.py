@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import NamedTuple
 
-from .claims import FIELDS, Claim
-from .model import FrontendKind, ServicePortName
+from pyebpf_proxy.services.claims import FIELDS, Claim
+from pyebpf_proxy.services.model import FrontendKind, ServicePortName
 
 #: At most this many addresses of a Service are logged; for the others only their number.
 LINES = 8

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, NamedTuple
 
-from .addresses import family_of, format_prefix, parse_address, parse_prefix
-from .model import IPFamily
+from pyebpf_proxy.services.addresses import family_of, format_prefix, parse_address, parse_prefix
+from pyebpf_proxy.services.model import IPFamily
 
 if TYPE_CHECKING:
-    from ..kube import objects
+    from pyebpf_proxy.kube import objects
 
 #: Set by the cluster autoscaler before it removes a Node.
 TO_BE_DELETED_TAINT = "ToBeDeletedByClusterAutoscaler"

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from .addresses import format_address_port
-from .claims import FIELDS, Claim, claim_of
-from .losses import LINES, News, Said
-from .model import Frontend, FrontendKind, IPFamily, ServicePort, ServicePortName
+from pyebpf_proxy.services.addresses import format_address_port
+from pyebpf_proxy.services.claims import FIELDS, Claim, claim_of
+from pyebpf_proxy.services.losses import LINES, News, Said
+from pyebpf_proxy.services.model import Frontend, FrontendKind, IPFamily, ServicePort, ServicePortName
 
 Key = tuple[str, str]
 

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from . import endpoints, frontends
-from .claims import claim_of
-from .disputes import Disputes
-from .guard import API_SERVER, Check
-from .health_checks import HealthCheck, HealthCheckName, HealthChecks, health_check_port
-from .losses import Loss, Said
-from .model import IPFamily, Protocol, ServicePort, ServicePortName
-from .nodes import NO_NODE, Network, NodeView, networks_of, view_node
-from .overlaps import Overlap, Overlaps
-from .shares import EndpointShares, Limits, Shares
-from .slices import Slices
+from pyebpf_proxy.services import endpoints, frontends
+from pyebpf_proxy.services.claims import claim_of
+from pyebpf_proxy.services.disputes import Disputes
+from pyebpf_proxy.services.guard import API_SERVER, Check
+from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName, HealthChecks, health_check_port
+from pyebpf_proxy.services.losses import Loss, Said
+from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.nodes import NO_NODE, Network, NodeView, networks_of, view_node
+from pyebpf_proxy.services.overlaps import Overlap, Overlaps
+from pyebpf_proxy.services.shares import EndpointShares, Limits, Shares
+from pyebpf_proxy.services.slices import Slices
 
 if TYPE_CHECKING:
-    from ..kube import objects
-    from ..kube.source import Change
+    from pyebpf_proxy.kube import objects
+    from pyebpf_proxy.kube.source import Change
 
 Delta = dict[ServicePortName, ServicePort | None]
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .model import IPFamily
+from pyebpf_proxy.services.model import IPFamily
 
 Key = tuple[str, str]
 #: Sort key by key of a Service: the smallest comes first.

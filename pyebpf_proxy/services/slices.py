@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from . import endpoints, pods
-from .guard import Place
+from pyebpf_proxy.services import endpoints, pods
+from pyebpf_proxy.services.guard import Place
 
 if TYPE_CHECKING:
-    from ..kube import objects
+    from pyebpf_proxy.kube import objects
 
 Key = tuple[str, str]
 

@@ -8,7 +8,7 @@ from datetime import datetime
 
 import msgspec
 
-from pyebpf_proxy.printable import printable, printable_json
+from pyebpf_proxy.common.printable import printable, printable_json
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.text import Colour, Terminal
 

@@ -370,13 +370,12 @@ def _end(process: subprocess.Popen[bytes], number: int) -> None:
 def _wait_for(name: str, ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
     end = time.monotonic() + START_SECONDS
     while True:
+        why: Exception | None = None
         try:
             if ready():
                 return
         except (OSError, http.client.HTTPException, ApiError) as error:
             why = error
-        else:
-            why = None
         if process.poll() is not None or time.monotonic() > end:
             tail = log.read_text(errors="replace")[-2000:]
             raise RuntimeError(f"{name} does not come up ({why}); its log ends with:\n{tail}")

@@ -27,7 +27,7 @@ _OUT = Path("/dev/ttyS1")
 # Suites are forks of a process that has read what all of them use, which takes an emulated processor six seconds.
 _READ_ONCE = (
     *("hypothesis", "pyroute2", "scapy.layers.inet", "scapy.layers.inet6", "scapy.layers.sctp", "_pytest.junitxml"),
-    *("pyebpf_proxy.lab.scenario", "pyebpf_proxy.see.loading", "pyebpf_proxy.datapath.tables.writer"),
+    *("pyebpf_proxy.lab.scenario", "pyebpf_proxy.see.loading", "pyebpf_proxy.datapath.maps.writer"),
 )
 # Seconds for a suite to end that is out of time.
 _END = 60

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.datapath.loader.programs import Settings, load
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
-from pyebpf_proxy.errors import FatalError
 
 
 def probe() -> dict[str, str]:

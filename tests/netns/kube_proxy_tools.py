@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 from pyebpf_proxy.config.addresses import parse_cidr
-from pyebpf_proxy.datapath.kube_proxy import leftovers
+from pyebpf_proxy.datapath.migration import leftovers
 from pyebpf_proxy.datapath.report import Report
 from pyebpf_proxy.lab.namespace import Namespace
 

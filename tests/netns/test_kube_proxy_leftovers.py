@@ -22,7 +22,7 @@ from kube_proxy_tools import (
     without_kube_proxy,
 )
 
-from pyebpf_proxy.datapath.kube_proxy import iptables, ipvs, leftovers
+from pyebpf_proxy.datapath.migration import iptables, ipvs, leftovers
 from pyebpf_proxy.datapath.report import Report
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.namespace import Namespace

@@ -17,7 +17,7 @@ from kube_proxy_tools import DATA, load_kube_proxy, recorded, saved
 from lab_services import Kind, write_nodes, write_services
 from lab_tools import wait_until
 
-from pyebpf_proxy.datapath.kube_proxy import leftovers
+from pyebpf_proxy.datapath.migration import leftovers
 from pyebpf_proxy.lab.addresses import CLIENT_CIDR, vip
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod

@@ -17,7 +17,7 @@ from service_maps import SIZES, wipe
 from world import World
 
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
-from pyebpf_proxy.datapath.tables.writer import Writer
+from pyebpf_proxy.datapath.maps.writer import Writer
 
 
 @pytest.fixture(scope="module", params=[4, 6], ids=["IPv4", "IPv6"])

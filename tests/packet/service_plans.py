@@ -9,8 +9,8 @@ from typing import Any
 from service_maps import rows, word
 
 from pyebpf_proxy.datapath.loader.programs import Loaded
-from pyebpf_proxy.datapath.tables import writer
-from pyebpf_proxy.datapath.tables.writer import Writer
+from pyebpf_proxy.datapath.maps import writer
+from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.services.model import (
     Endpoint,
     Frontend,

@@ -20,7 +20,7 @@ from pyebpf_proxy.datapath.connections import ctnetlink, flows
 from pyebpf_proxy.datapath.connections.counts import Connections
 from pyebpf_proxy.datapath.connections.flows import Count, Route
 from pyebpf_proxy.datapath.loader.programs import LEAST_CONNECTIONS, SCHEDULERS, Loaded, Settings, load
-from pyebpf_proxy.datapath.tables.writer import Writer
+from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]

@@ -17,7 +17,7 @@ from service_plans import name_of, service
 
 from pyebpf_proxy.datapath.loader.libbpf import SkBuff
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
-from pyebpf_proxy.datapath.tables.writer import Writer
+from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.services.model import IPFamily, ServicePort
 
 pytestmark = pytest.mark.needs_bpf

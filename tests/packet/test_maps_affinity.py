@@ -12,7 +12,7 @@ from service_maps import SIZES
 from service_plans import name_of, service, slot_backends
 
 from pyebpf_proxy.datapath.loader.programs import Loaded
-from pyebpf_proxy.datapath.tables.writer import Writer
+from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
 
 pytestmark = pytest.mark.needs_bpf

@@ -14,7 +14,7 @@ from service_plans import second_plan
 
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import Loaded
-from pyebpf_proxy.datapath.tables.writer import Writer
+from pyebpf_proxy.datapath.maps.writer import Writer
 
 pytestmark = pytest.mark.needs_bpf
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.datapath.loader import _libbpf, _map
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object, SkBuff
 from pyebpf_proxy.datapath.loader.programs import Settings, load
-from pyebpf_proxy.errors import FatalError
 
 pytestmark = pytest.mark.needs_bpf
 

@@ -15,14 +15,14 @@ import pytest
 from service_maps import SIZES, logical
 from service_plans import first_plan, name_of, slot_backends
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.config.datapath_model import Maps, Size
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
-from pyebpf_proxy.datapath.tables.resize import Resize, merge
-from pyebpf_proxy.datapath.tables.writer import Writer
-from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.datapath.maps.resize import Resize, merge
+from pyebpf_proxy.datapath.maps.writer import Writer
 
 pytestmark = pytest.mark.needs_bpf
 

@@ -25,7 +25,7 @@ from service_plans import (
 
 from pyebpf_proxy.datapath.loader import grace
 from pyebpf_proxy.datapath.loader.programs import Loaded
-from pyebpf_proxy.datapath.tables.writer import Writer
+from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.services.model import (
     FrontendKind,
     IPFamily,

@@ -37,7 +37,7 @@ import pyebpf_proxy
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
 from pyebpf_proxy.datapath.loader.libbpf import Link, Object, Program, RunResult, SkBuff
 from pyebpf_proxy.datapath.loader.programs import unused_maps
-from pyebpf_proxy.datapath.tables.hints import AddressHints
+from pyebpf_proxy.datapath.maps.hints import AddressHints
 from pyebpf_proxy.services.model import FrontendKind
 
 # Another object can be named, to see that the tests fail for a program that is wrong (tests/packet/mutants.py).

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.kube.api.access import Access, ExecPlugin, Tls, in_cluster, server_url
 from pyebpf_proxy.kube.api.client import Client
 from pyebpf_proxy.kube.api.connect import find

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy import node_checks
+from pyebpf_proxy.agent import node_checks
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.config.families import Stated, node_port_cidrs, node_ports, wrong_families
-from pyebpf_proxy.errors import FatalError
-from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.services.model import IPFamily
+from pyebpf_proxy.services.node_facts import NodeFacts
 
 UNSET = (
     "nodePortAddresses is unset; NodePort connections will be accepted on all local IPs."

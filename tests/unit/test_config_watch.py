@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from inotify_simple import Event, INotify, flags
 
-from pyebpf_proxy import config_watch
+from pyebpf_proxy.agent import config_watch
+from pyebpf_proxy.agent.config_watch import ConfigWatch
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.config.loader import ConfigError
-from pyebpf_proxy.config_watch import ConfigWatch
-from pyebpf_proxy.errors import FatalError
 
 
 @pytest.fixture

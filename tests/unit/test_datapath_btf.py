@@ -14,7 +14,7 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import Object
-from pyebpf_proxy.datapath.tables.layouts import Layouts
+from pyebpf_proxy.datapath.maps.layouts import Layouts
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePortName
 
 

@@ -228,7 +228,7 @@ def test_cleanup_takes_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "own.yaml"
     path.write_text(HEADER + "directory: /run/of-the-file\n")
     cleaned: list[Path] = []
-    monkeypatch.setattr("pyebpf_proxy.cleanup.run", lambda directory, *more: cleaned.append(directory))
+    monkeypatch.setattr("pyebpf_proxy.agent.cleanup.run", lambda directory, *more: cleaned.append(directory))
     assert main(["--cleanup", "--datapath-config", str(path)]) == 0
     assert main(["--cleanup", "--datapath-config", str(path), "--directory=/run/of-the-flag"]) == 0
     assert cleaned == [Path("/run/of-the-file"), Path("/run/of-the-flag")]

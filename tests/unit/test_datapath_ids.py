@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyebpf_proxy.datapath.tables.ids import Ids
-from pyebpf_proxy.datapath.tables.ranges import Ranges
+from pyebpf_proxy.datapath.maps.ids import Ids
+from pyebpf_proxy.datapath.maps.ranges import Ranges
 
 
 def test_ids_rise_and_a_freed_one_does_not_come_back_soon() -> None:

@@ -8,7 +8,7 @@ import sys
 
 PROGRAM = """
 import sys
-import pyebpf_proxy.agent
+import pyebpf_proxy.agent.run
 assert not [name for name in sys.modules if name.startswith("pyroute2")], "the whole of pyroute2 was imported"
 from pyebpf_proxy.datapath.node.messages import ifinfmsg
 import pyroute2

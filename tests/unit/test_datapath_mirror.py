@@ -14,10 +14,10 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Object
-from pyebpf_proxy.datapath.tables.changes import Change, Garbage, NoRoomError
-from pyebpf_proxy.datapath.tables.layouts import Layouts
-from pyebpf_proxy.datapath.tables.mirror import Mirror
-from pyebpf_proxy.datapath.tables.writer import MAPS
+from pyebpf_proxy.datapath.maps.changes import Change, Garbage, NoRoomError
+from pyebpf_proxy.datapath.maps.layouts import Layouts
+from pyebpf_proxy.datapath.maps.mirror import Mirror
+from pyebpf_proxy.datapath.maps.writer import MAPS
 from pyebpf_proxy.services.model import (
     Endpoint,
     Frontend,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from inotify_simple import INotify
 
-from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.kube import manifests
 from pyebpf_proxy.kube.manifests import ManifestSource
 from pyebpf_proxy.kube.source import Batch

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.config.addresses import parse_cidr
-from pyebpf_proxy.datapath.kube_proxy.ipvs import SETS, VirtualServer, excluded, to_remove
-from pyebpf_proxy.datapath.kube_proxy.rules import is_ours_to_remove, plan
+from pyebpf_proxy.datapath.migration.ipvs import SETS, VirtualServer, excluded, to_remove
+from pyebpf_proxy.datapath.migration.rules import is_ours_to_remove, plan
 
 RECORDED = Path(__file__).parents[1] / "netns" / "kube_proxy"
 BUILT_IN = ":PREROUTING ACCEPT [0:0]\n:POSTROUTING ACCEPT [0:0]\n"

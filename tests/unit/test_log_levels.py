@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from pyebpf_proxy import log
+from pyebpf_proxy.common import log
 
 
 @pytest.fixture(autouse=True)

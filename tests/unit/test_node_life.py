@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.agent.node_life import NodeLife
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.kube.objects import Node, NodeAddress, NodeSpec, NodeStatus, ObjectMeta
 from pyebpf_proxy.kube.source import Change
-from pyebpf_proxy.node_life import NodeLife
 
 
 def node(name: str = "here", ips: tuple[str, ...] = ("192.0.2.1",), cidrs: tuple[str, ...] = ()) -> Change:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.datapath import preflight
-from pyebpf_proxy.errors import FatalError
 
 NET_ADMIN, SYS_ADMIN, PERFMON, BPF = 1 << 12, 1 << 21, 1 << 38, 1 << 39
 

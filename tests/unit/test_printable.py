@@ -11,10 +11,10 @@ from struct import Struct
 
 import pytest
 
-from pyebpf_proxy import log
+from pyebpf_proxy.common import log
+from pyebpf_proxy.common.printable import printable, printable_json
 from pyebpf_proxy.kube.decode import decode_document
 from pyebpf_proxy.kube.validation import quote
-from pyebpf_proxy.printable import printable, printable_json
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.output import show
 from pyebpf_proxy.see.text import Cell, Terminal, fields, safe, table, wrapped

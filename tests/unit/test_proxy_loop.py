@@ -12,16 +12,16 @@ from contextlib import nullcontext
 
 import pytest
 
+from pyebpf_proxy.agent.proxy import Delta, Proxy
+from pyebpf_proxy.common.errors import DatapathError, FatalError
 from pyebpf_proxy.config import flags
 from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.effective import Effective, effective
-from pyebpf_proxy.errors import DatapathError, FatalError
 from pyebpf_proxy.kube.events import About
 from pyebpf_proxy.kube.source import Batch, Change
-from pyebpf_proxy.node_facts import NodeFacts
-from pyebpf_proxy.proxy import Delta, Proxy
 from pyebpf_proxy.services.losses import Said
 from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.node_facts import NodeFacts
 
 
 def name(text: str) -> ServicePortName:

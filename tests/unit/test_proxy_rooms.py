@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from pyebpf_proxy import log, run_directory
-from pyebpf_proxy.errors import FatalError
-from pyebpf_proxy.run_directory import RunDirectory
+from pyebpf_proxy.common import log, run_directory
+from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.run_directory import RunDirectory
 
 
 def packed(text: str) -> bytes:
@@ -44,7 +44,7 @@ def test_two_agents_cannot_have_one_folder(tmp_path: Path) -> None:
 
 def test_a_killed_agent_leaves_no_lock(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from pyebpf_proxy.run_directory import RunDirectory;"
+        "import os, sys; from pathlib import Path; from pyebpf_proxy.common.run_directory import RunDirectory;"
         "RunDirectory(Path(sys.argv[1])).acquire(); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=False).returncode == -9
@@ -192,7 +192,7 @@ def test_an_agent_in_another_container_is_named_by_its_command_line(tmp_path: Pa
     directory = RunDirectory(tmp_path / "run")
     directory.acquire()
     program = (
-        "import sys; from pathlib import Path; from pyebpf_proxy.run_directory import RunDirectory;"
+        "import sys; from pathlib import Path; from pyebpf_proxy.common.run_directory import RunDirectory;"
         "RunDirectory(Path(sys.argv[1])).acquire()"
     )
     inside = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program, str(tmp_path / "run")]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from pyebpf_proxy.schedule import Schedule
+from pyebpf_proxy.agent.schedule import Schedule
 
 
 def sync(schedule: Schedule, start: float, end: float, ok: bool = True) -> bool:

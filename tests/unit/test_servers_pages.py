@@ -9,7 +9,7 @@ import re
 import pytest
 import yaml
 
-from pyebpf_proxy import log
+from pyebpf_proxy.common import log
 from pyebpf_proxy.config import flags
 from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.shown import Shown, shown

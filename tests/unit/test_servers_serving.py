@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.config import flags
 from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.effective import effective
 from pyebpf_proxy.config.shown import shown
-from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.kube.events import About
 from pyebpf_proxy.kube.objects import Node
 from pyebpf_proxy.kube.source import Change

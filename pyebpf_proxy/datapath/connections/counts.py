@@ -13,11 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections import flows
 from pyebpf_proxy.datapath.connections.flows import Count, Route
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
-from pyebpf_proxy.log import Logger
 
 #: Minimum seconds from the end of one count to the next.
 INTERVAL = 1.0

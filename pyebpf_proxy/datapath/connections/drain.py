@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections.promotion import SOON_SECONDS, promoter
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader._libbpf import lib
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object, Program
 from pyebpf_proxy.datapath.loader.programs import OBJECTS
-from pyebpf_proxy.log import Logger
 
 #: Folder of pinned programs, next to that of the maps.
 PROGRAMS = "programs"

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections import create
 from pyebpf_proxy.datapath.connections.create import Entry, Outcome, Result
 from pyebpf_proxy.datapath.connections.queue import Queue
 from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map, Program
-from pyebpf_proxy.log import Logger
 from pyebpf_proxy.services.model import Protocol as IpProtocol
 
 #: Seconds from one pass to the next: with young flows, and without any.

@@ -18,7 +18,7 @@ from typing import Any
 
 import cffi
 
-from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.common.errors import FatalError
 
 # const char * where libbpf has const void *: cffi then takes Python bytes without a copy.
 _DECLARATIONS = """
@@ -60,7 +60,6 @@ struct bpf_link *bpf_program__attach_cgroup(const struct bpf_program *program, i
 struct bpf_link *bpf_link__open(const char *path);
 int bpf_link__fd(const struct bpf_link *link);
 int bpf_link__pin(struct bpf_link *link, const char *path);
-int bpf_link__unpin(struct bpf_link *link);
 int bpf_link__update_program(struct bpf_link *link, struct bpf_program *program);
 int bpf_link__detach(struct bpf_link *link);
 int bpf_link__destroy(struct bpf_link *link);

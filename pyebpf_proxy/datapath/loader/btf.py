@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.common.errors import FatalError
 
 _MAGIC = 0xEB9F
 _INT, _PTR, _ARRAY, _STRUCT, _UNION, _ENUM, _TYPEDEF = 1, 2, 3, 4, 5, 6, 8

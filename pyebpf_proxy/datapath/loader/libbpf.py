@@ -16,12 +16,12 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.datapath.loader import _libbpf
 from pyebpf_proxy.datapath.loader._libbpf import BpfError, captured, checked, checked_pointer, ffi
 from pyebpf_proxy.datapath.loader._map import Map
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS, of_kernel
 from pyebpf_proxy.datapath.loader.btf import Btf
-from pyebpf_proxy.errors import FatalError
 
 __all__ = ["BpfError", "Link", "Map", "Object", "Program", "RunResult", "SkBuff"]
 
@@ -201,10 +201,6 @@ class Link:
     def pin(self, path: Path) -> None:
         with captured():
             checked(self._lib.bpf_link__pin(self._pointer, os.fsencode(path)), f"pin link {path}")
-
-    def unpin(self) -> None:
-        with captured():
-            checked(self._lib.bpf_link__unpin(self._pointer), f"unpin link {self._name}")
 
     def update(self, program: Program) -> None:
         """Replace the attached program atomically: there is always a program attached."""

@@ -17,8 +17,8 @@ from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION as LAYOUT_VERSION
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object
+from pyebpf_proxy.datapath.maps.resize import Resize
 from pyebpf_proxy.datapath.preflight import old_kernel, unreachable_conntrack
-from pyebpf_proxy.datapath.tables.resize import Resize
 
 if TYPE_CHECKING:
     from pyebpf_proxy.config.effective import Scheduler

@@ -20,13 +20,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections.rawlink import RawLink
 from pyebpf_proxy.datapath.node import policy_routing
 from pyebpf_proxy.datapath.node.neighbours import Neighbours
 from pyebpf_proxy.datapath.rulesets.judge import Verdict
 from pyebpf_proxy.datapath.rulesets.kernel import Reading, device
 from pyebpf_proxy.datapath.rulesets.watch import Watch
-from pyebpf_proxy.log import Logger
 
 # include/uapi/linux/netlink.h, rtnetlink.h, xfrm.h
 _NETLINK_ROUTE, _NETLINK_XFRM = 0, 6

@@ -7,12 +7,12 @@ import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.node.links import Node
 from pyebpf_proxy.datapath.node.netdev import Features
 from pyebpf_proxy.datapath.node.plan import Link, Wanted
 from pyebpf_proxy.datapath.node.xdp import Mode, Xdp, XdpConfig, release
-from pyebpf_proxy.log import Logger
 
 _log = Logger("datapath")
 

@@ -19,7 +19,6 @@ from pyebpf_proxy.datapath.refused import RefusedError
 
 NLMSG_ERROR = 2
 NLMSG_DONE = 3
-NLMSG_OVERRUN = 4
 NLM_F_DUMP_INTR = 0x10
 HEADER = struct.Struct("=IHHII")
 SOL_NETLINK = 270
@@ -31,8 +30,6 @@ NLM_F_ACK_TLVS = 0x200
 RECEIVE_BYTES = 1 << 18
 EVENT_BUFFER_BYTES = 8 << 20
 SO_RCVBUFFORCE = 33
-
-Message = dict[str, Any]
 
 
 class NetlinkError(RefusedError):

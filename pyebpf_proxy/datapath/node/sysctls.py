@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.kernel import KernelSettings
 from pyebpf_proxy.datapath.node.node_settings import BUCKETS, CONNTRACK_MAX, HASHSIZE, Setting, count_cpus, wanted
 from pyebpf_proxy.datapath.refused import RefusedError
-from pyebpf_proxy.log import Logger
 
 RECORD = "node-settings.json"
 OOM_SCORE_ADJ = "proc/self/oom_score_adj"

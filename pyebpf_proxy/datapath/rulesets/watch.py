@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.memory import give_back
 from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, attributes
 from pyebpf_proxy.datapath.rulesets import kernel, nft
 from pyebpf_proxy.datapath.rulesets.expressions import text
 from pyebpf_proxy.datapath.rulesets.kernel import Reading
-from pyebpf_proxy.log import Logger
-from pyebpf_proxy.memory import give_back
 
 # include/uapi/linux/netlink.h, netfilter/nfnetlink.h, netfilter/nf_tables.h, rtnetlink.h
 _ADD_MEMBERSHIP, _SOL_NETLINK, _SO_RCVBUFFORCE = 1, 270, 33

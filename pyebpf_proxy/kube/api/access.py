@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.config.loader import content
-from pyebpf_proxy.errors import FatalError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 NOT_IN_CLUSTER = (

@@ -23,14 +23,13 @@ from urllib3.connectionpool import HTTPConnectionPool
 from urllib3.response import BaseHTTPResponse
 
 from pyebpf_proxy import KUBERNETES_VERSION, __version__
-
-from .access import Access
-from .credentials import Credentials
-from .environment import proxy_for
-from .limiter import Limiter
-from .observer import Observer
-from .timing import Timing
-from .trouble import HTTP_ERRORS, StoppedError, TroubleError, connection_trouble, status_trouble
+from pyebpf_proxy.kube.api.access import Access
+from pyebpf_proxy.kube.api.credentials import Credentials
+from pyebpf_proxy.kube.api.environment import proxy_for
+from pyebpf_proxy.kube.api.limiter import Limiter
+from pyebpf_proxy.kube.api.observer import Observer
+from pyebpf_proxy.kube.api.timing import Timing
+from pyebpf_proxy.kube.api.trouble import HTTP_ERRORS, StoppedError, TroubleError, connection_trouble, status_trouble
 
 #: More than any answer needs; an endless answer must not fill the memory.
 MOST_BYTES = 128 * 1024 * 1024

@@ -7,15 +7,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import ApiServer
-from pyebpf_proxy.errors import FatalError
-from pyebpf_proxy.log import Logger
-
-from .access import SERVICE_ACCOUNT, Access, in_cluster, server_url
-from .client import Client
-from .limiter import Limiter
-from .observer import Observer
-from .source import ApiSource
+from pyebpf_proxy.kube.api.access import SERVICE_ACCOUNT, Access, in_cluster, server_url
+from pyebpf_proxy.kube.api.client import Client
+from pyebpf_proxy.kube.api.limiter import Limiter
+from pyebpf_proxy.kube.api.observer import Observer
+from pyebpf_proxy.kube.api.source import ApiSource
 
 
 def api_server(settings: ApiServer, node_name: str, observer: Observer, *, service_cidrs: bool) -> ApiSource:
@@ -36,7 +35,7 @@ def find(kubeconfig: str, master: str, environment: Mapping[str, str] = os.envir
         return in_cluster(environment)
     if not kubeconfig:
         return Access(server_url(master, tls=False))
-    from .kubeconfig import load  # YAML is read only where it is needed
+    from pyebpf_proxy.kube.api.kubeconfig import load  # YAML is read only where it is needed
 
     access = load(Path(kubeconfig), master)
     if access is not None:

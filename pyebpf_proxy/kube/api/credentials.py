@@ -17,10 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pyebpf_proxy.config.loader import content
-
-from . import exec_plugin
-from .access import Access, Tls
-from .trouble import TroubleError
+from pyebpf_proxy.kube.api import exec_plugin
+from pyebpf_proxy.kube.api.access import Access, Tls
+from pyebpf_proxy.kube.api.trouble import TroubleError
 
 #: Interval of checking a token file, seconds; a rotated token remains valid for minutes.
 TOKEN_SECONDS = 10.0

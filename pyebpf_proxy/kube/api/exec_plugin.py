@@ -10,8 +10,8 @@ import subprocess
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from .access import Access, ExecPlugin
-from .trouble import TroubleError
+from pyebpf_proxy.kube.api.access import Access, ExecPlugin
+from pyebpf_proxy.kube.api.trouble import TroubleError
 
 #: Seconds after which a program without an answer is killed.
 TIMEOUT = 60.0

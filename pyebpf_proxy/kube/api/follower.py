@@ -17,14 +17,13 @@ from typing import Any
 
 import msgspec
 
-from pyebpf_proxy.log import Logger
-
-from ..decode import ObjectKey, UnreadableError
-from ..source import Change
-from .client import Answer, Client, Pace
-from .inventory import Inventory
-from .resources import Resource
-from .trouble import GoneError, Log, StoppedError, TroubleError
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.kube.api.client import Answer, Client, Pace
+from pyebpf_proxy.kube.api.inventory import Inventory
+from pyebpf_proxy.kube.api.resources import Resource
+from pyebpf_proxy.kube.api.trouble import GoneError, Log, StoppedError, TroubleError
+from pyebpf_proxy.kube.decode import ObjectKey, UnreadableError
+from pyebpf_proxy.kube.source import Change
 
 PAGE = 500
 #: Number of changes of a first list delivered at a time: the planned result takes less memory than the objects.

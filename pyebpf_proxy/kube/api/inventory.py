@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from .. import decode
-from ..decode import ObjectKey
-from ..source import Change, Kind, Object
+from pyebpf_proxy.kube import decode
+from pyebpf_proxy.kube.decode import ObjectKey
+from pyebpf_proxy.kube.source import Change, Kind, Object
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -19,10 +19,9 @@ import msgspec
 import yaml
 from msgspec import field
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.config.loader import content
-from pyebpf_proxy.errors import FatalError
-
-from .access import Access, ExecPlugin, Tls, server_url, without_credentials
+from pyebpf_proxy.kube.api.access import Access, ExecPlugin, Tls, server_url, without_credentials
 
 _EXEC_VERSIONS = ("client.authentication.k8s.io/v1", "client.authentication.k8s.io/v1beta1")
 #: API versions that do not require interactiveMode.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..source import Critic
+from pyebpf_proxy.kube.source import Critic
 
 
 class Observer(Critic, Protocol):

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pyebpf_proxy.log import Logger
-
-from ..events import About, EventType
-from .client import Channel, Client
-from .trouble import StoppedError, TroubleError
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.kube.api.client import Channel, Client
+from pyebpf_proxy.kube.api.trouble import StoppedError, TroubleError
+from pyebpf_proxy.kube.events import About, EventType
 
 #: The reporting controller, as in kube-proxy: tools that look for its events find these.
 CONTROLLER = "kube-proxy"

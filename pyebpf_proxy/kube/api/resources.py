@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..source import Kind
+from pyebpf_proxy.kube.source import Kind
 
 
 class Resource(NamedTuple):

@@ -12,16 +12,15 @@ import threading
 import time
 from collections.abc import Callable
 
-from pyebpf_proxy.log import Logger
-
-from .. import objects
-from ..source import Batch, Change
-from . import resources
-from .client import Client
-from .follower import Follower
-from .recorder import EventRecorder
-from .resources import Resource
-from .trouble import Log
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.kube import objects
+from pyebpf_proxy.kube.api import resources
+from pyebpf_proxy.kube.api.client import Client
+from pyebpf_proxy.kube.api.follower import Follower
+from pyebpf_proxy.kube.api.recorder import EventRecorder
+from pyebpf_proxy.kube.api.resources import Resource
+from pyebpf_proxy.kube.api.trouble import Log
+from pyebpf_proxy.kube.source import Batch, Change
 
 #: Objects of the first lists that may wait for planning.
 MOST_WAITING = 500

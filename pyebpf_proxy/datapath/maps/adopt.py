@@ -15,10 +15,10 @@ from typing import NamedTuple
 import msgspec
 
 from pyebpf_proxy.datapath.loader.libbpf import Map
-from pyebpf_proxy.datapath.tables.changes import Garbage, Record, slot_order
-from pyebpf_proxy.datapath.tables.ids import Ids
-from pyebpf_proxy.datapath.tables.ranges import Ranges
-from pyebpf_proxy.datapath.tables.state import BACKEND_IDS, TABLE_IDS, State
+from pyebpf_proxy.datapath.maps.changes import Garbage, Record, slot_order
+from pyebpf_proxy.datapath.maps.ids import Ids
+from pyebpf_proxy.datapath.maps.ranges import Ranges
+from pyebpf_proxy.datapath.maps.state import BACKEND_IDS, TABLE_IDS, State
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import (
     Endpoint,

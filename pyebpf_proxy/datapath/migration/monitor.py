@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.addresses import Network
-from pyebpf_proxy.datapath.kube_proxy import leftovers
-from pyebpf_proxy.log import Logger
+from pyebpf_proxy.datapath.migration import leftovers
 
 T = TypeVar("T")
 

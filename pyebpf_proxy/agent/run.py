@@ -6,27 +6,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pyebpf_proxy import __version__, node_checks
-from pyebpf_proxy.cluster_connection import ClusterConnection
+from pyebpf_proxy import __version__
+from pyebpf_proxy.agent import node_checks
+from pyebpf_proxy.agent.cluster_connection import ClusterConnection
+from pyebpf_proxy.agent.config_watch import ConfigWatch
+from pyebpf_proxy.agent.proxy import Proxy
+from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.run_directory import RunDirectory
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.config.shown import Shown
-from pyebpf_proxy.config_watch import ConfigWatch
 from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.datapath.datapath import Datapath
 from pyebpf_proxy.datapath.node import sysctls
 from pyebpf_proxy.datapath.preparation import Preparation
-from pyebpf_proxy.errors import FatalError
 from pyebpf_proxy.kube.events import About
 from pyebpf_proxy.kube.source import Source
-from pyebpf_proxy.log import Logger
-from pyebpf_proxy.node_facts import NodeFacts
-from pyebpf_proxy.proxy import Proxy
-from pyebpf_proxy.run_directory import RunDirectory
 from pyebpf_proxy.servers.health import Health
 from pyebpf_proxy.servers.local import Local
 from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
 from pyebpf_proxy.servers.observer import Observer
 from pyebpf_proxy.servers.serving import Servers
+from pyebpf_proxy.services.node_facts import NodeFacts
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 from pyebpf_proxy.services.shares import Limits
 

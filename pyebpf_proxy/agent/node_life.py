@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from pyebpf_proxy.errors import FatalError
-from pyebpf_proxy.log import Logger
+from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.services.addresses import format_address
 from pyebpf_proxy.services.nodes import NO_NODE, NodeView, view_node
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.run_directory import SOCKET, RunDirectory
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.datapath.cleanup import cleanup
-from pyebpf_proxy.datapath.kube_proxy import leftovers
+from pyebpf_proxy.datapath.migration import leftovers
 from pyebpf_proxy.datapath.report import Report
-from pyebpf_proxy.errors import FatalError
-from pyebpf_proxy.log import Logger
-from pyebpf_proxy.run_directory import SOCKET, RunDirectory
 
 _log = Logger("cleanup")
 

@@ -15,10 +15,10 @@ from pyebpf_proxy.datapath.connections.drain import drain
 from pyebpf_proxy.datapath.connections.flows import Route
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import Loaded
+from pyebpf_proxy.datapath.maps.layouts import Layouts
+from pyebpf_proxy.datapath.maps.resize import merge
+from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.datapath.node import cgroups
-from pyebpf_proxy.datapath.tables.layouts import Layouts
-from pyebpf_proxy.datapath.tables.resize import merge
-from pyebpf_proxy.datapath.tables.writer import Writer
 from pyebpf_proxy.services.model import IPFamily, ServicePortName
 
 _READ = ("affinities", "service_names", "backends4", "backends6")

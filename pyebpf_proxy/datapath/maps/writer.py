@@ -22,17 +22,17 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from pyebpf_proxy.cycles import without_cycle_search
+from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.datapath.connections.flows import Route
 from pyebpf_proxy.datapath.loader import grace
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.loader.programs import Loaded
-from pyebpf_proxy.datapath.tables.adopt import adopt
-from pyebpf_proxy.datapath.tables.affinity import Memory
-from pyebpf_proxy.datapath.tables.changes import Change, Garbage, NoRoomError, Problem
-from pyebpf_proxy.datapath.tables.hints import Hints
-from pyebpf_proxy.datapath.tables.layouts import Layouts
-from pyebpf_proxy.datapath.tables.mirror import Mirror
+from pyebpf_proxy.datapath.maps.adopt import adopt
+from pyebpf_proxy.datapath.maps.affinity import Memory
+from pyebpf_proxy.datapath.maps.changes import Change, Garbage, NoRoomError, Problem
+from pyebpf_proxy.datapath.maps.hints import Hints
+from pyebpf_proxy.datapath.maps.layouts import Layouts
+from pyebpf_proxy.datapath.maps.mirror import Mirror
 from pyebpf_proxy.services.model import IPFamily, ServicePort, ServicePortName
 
 MAPS = (

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pyebpf_proxy.datapath.tables.changes import Change, NoRoomError, Record, slot_order
-from pyebpf_proxy.datapath.tables.state import State
+from pyebpf_proxy.datapath.maps.changes import Change, NoRoomError, Record, slot_order
+from pyebpf_proxy.datapath.maps.state import State
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import Endpoint, FrontendKind, ServicePort, ServicePortName
 from pyebpf_proxy.services.shares import RESERVED

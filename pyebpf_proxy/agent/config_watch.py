@@ -12,8 +12,8 @@ from pathlib import Path
 
 from inotify_simple import INotify, flags
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.config.loader import ConfigError
-from pyebpf_proxy.errors import FatalError
 
 UPDATED = "content of the proxy server's configuration file was updated"
 OWN_UPDATED = "content of the datapath configuration file was updated"

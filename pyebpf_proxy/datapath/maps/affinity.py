@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from pyebpf_proxy.datapath.loader.libbpf import Map
-from pyebpf_proxy.datapath.tables.changes import Change
-from pyebpf_proxy.datapath.tables.layouts import Layouts
+from pyebpf_proxy.datapath.maps.changes import Change
+from pyebpf_proxy.datapath.maps.layouts import Layouts
 
 #: The maximum share of one service port is the map's size divided by this.
 PARTS = 4

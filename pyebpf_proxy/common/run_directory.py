@@ -10,8 +10,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from pyebpf_proxy.errors import FatalError
-from pyebpf_proxy.printable import printable
+from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.printable import printable
 
 #: Only root may use it.
 SOCKET = "agent.sock"

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from pyebpf_proxy.datapath.connections.flows import Route
-from pyebpf_proxy.datapath.tables.changes import Change, Garbage, Record
-from pyebpf_proxy.datapath.tables.ids import Ids
-from pyebpf_proxy.datapath.tables.layouts import Layouts
-from pyebpf_proxy.datapath.tables.ranges import Ranges
+from pyebpf_proxy.datapath.maps.changes import Change, Garbage, Record
+from pyebpf_proxy.datapath.maps.ids import Ids
+from pyebpf_proxy.datapath.maps.layouts import Layouts
+from pyebpf_proxy.datapath.maps.ranges import Ranges
 from pyebpf_proxy.services.model import Endpoint, IPFamily, Protocol, ServicePort, ServicePortName
 
 #: Backend ids use 24 bits of skb->priority.

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
-from pyebpf_proxy.datapath.tables.layouts import Layouts
-from pyebpf_proxy.errors import FatalError
+from pyebpf_proxy.datapath.maps.layouts import Layouts
 
 _BPF_NOEXIST = 1
 _ARRAY, _PERCPU_ARRAY, _LRU_HASH = 2, 6, 9

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pyebpf_proxy.datapath.kube_proxy.nftables import FAMILIES, Ruleset
-from pyebpf_proxy.datapath.kube_proxy.rules import CANARY, Plan, is_ours_to_remove, plan
+from pyebpf_proxy.datapath.migration.nftables import FAMILIES, Ruleset
+from pyebpf_proxy.datapath.migration.rules import CANARY, Plan, is_ours_to_remove, plan
 from pyebpf_proxy.datapath.report import Report
 
 #: The rules may change between save and restore.

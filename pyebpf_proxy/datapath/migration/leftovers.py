@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pyebpf_proxy.config.addresses import Network
-from pyebpf_proxy.datapath.kube_proxy import iptables, ipvs, nftables
+from pyebpf_proxy.datapath.migration import iptables, ipvs, nftables
 from pyebpf_proxy.datapath.report import Report
 
 

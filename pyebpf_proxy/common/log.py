@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from pyebpf_proxy.printable import printable, printable_json
+from pyebpf_proxy.common.printable import printable, printable_json
 
 _LEVELS = {
     logging.DEBUG: "debug",

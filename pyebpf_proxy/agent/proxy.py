@@ -14,18 +14,18 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from pyebpf_proxy import memory
+from pyebpf_proxy.agent.node_life import NodeLife
+from pyebpf_proxy.agent.schedule import Schedule
+from pyebpf_proxy.common import memory
+from pyebpf_proxy.common.cycles import without_cycle_search
+from pyebpf_proxy.common.errors import DatapathError, FatalError
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
-from pyebpf_proxy.cycles import without_cycle_search
-from pyebpf_proxy.errors import DatapathError, FatalError
 from pyebpf_proxy.kube.events import About, Recorder
 from pyebpf_proxy.kube.source import Batch, Change, Source
-from pyebpf_proxy.log import Logger
-from pyebpf_proxy.node_facts import NodeFacts
-from pyebpf_proxy.node_life import NodeLife
-from pyebpf_proxy.schedule import Schedule
 from pyebpf_proxy.services.losses import Said
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
+from pyebpf_proxy.services.node_facts import NodeFacts
 
 #: Removals that need a grace period wait until nothing has changed for this time.
 IDLE_SECONDS = 0.2

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config import families
 from pyebpf_proxy.config.families import Stated
-from pyebpf_proxy.errors import FatalError
-from pyebpf_proxy.log import Logger
-from pyebpf_proxy.node_facts import NodeFacts
 from pyebpf_proxy.services.model import IPFamily
+from pyebpf_proxy.services.node_facts import NodeFacts
 
 _log = Logger("config")
 
