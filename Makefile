@@ -45,7 +45,7 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line with the missing program and the remedy.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup objects build wheel demo inspect screenshots test test-cluster test-kernels lab-test parity record lint bench bench-check profile image-root clean distclean
+.PHONY: help setup objects build wheel demo inspect screenshots test test-cluster test-kernels lab-test parity record lint docs bench bench-check profile image-root clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -161,6 +161,13 @@ lint: setup ## ruff, mypy --strict, C warnings as errors, shellcheck if installe
 	@if command -v shellcheck >/dev/null; then \
 		set -x; shellcheck .ci/run vagrant/build-box $$(git ls-files '*.sh' 2>/dev/null || echo tools/*.sh); \
 	else echo "shellcheck is not installed: shell scripts were not checked"; fi
+
+docs: ## the documentation as a site, build/site/html, with every link checked
+	@tools/setup.sh docs
+	@rm -rf build/site && mkdir -p build/site/pages
+	@git ls-files | xargs -d '\n' cp --parents -t build/site/pages
+	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet --strict
+	@echo build/site/html/README.html
 
 bench: setup ## run the benchmarks, each with its comparison; results and plots in bench/results/; QUICK=1: shorter
 	@$(SUDO) $(PYTHON) -m bench $(if $(QUICK),--quick) $(ARGS)

@@ -17,3 +17,12 @@ printf 'setuptools\nwheel\n' >"$scratch/build.in"
     echo "# Exact versions with hashes, written by tools/lock.sh. Do not edit by hand."
     cat "$scratch/lock"
 } >requirements.lock
+# The same for the site of the documentation.
+echo mkdocs-material >"$scratch/docs.in"
+"$scratch/venv/bin/pip-compile" --quiet --generate-hashes --allow-unsafe --strip-extras --upgrade \
+    --no-emit-index-url --no-emit-find-links --no-annotate --no-header \
+    --output-file "$scratch/docs.lock" "$scratch/docs.in"
+{
+    echo "# Exact versions with hashes for make docs, written by tools/lock.sh. Do not edit by hand."
+    cat "$scratch/docs.lock"
+} >docs/requirements.lock

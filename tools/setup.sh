@@ -1,7 +1,8 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# The two parts of `make setup` that fetch something; each returns quickly if everything is installed.
+# The parts of `make setup` and `make docs` that fetch something; each returns quickly if everything is installed.
 #   tools/setup.sh packages [LIST]   Debian packages named in tools/debian-packages.txt, or LIST; only those missing
+#   tools/setup.sh docs       build/docs-venv, with the versions of docs/requirements.lock
 #   tools/setup.sh venv       .venv from Debian's python3, with the versions of requirements.lock
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -74,6 +75,17 @@ venv() {
     printf '%s\n' "$wanted" >"$stamp"
 }
 
+docs() {
+    local stamp=build/docs-venv/setup-stamp wanted
+    wanted=$({ pwd; "$python" -V; sha256sum docs/requirements.lock; } | sha256sum)
+    [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return 0
+    say "installing the versions of docs/requirements.lock into build/docs-venv"
+    "$python" -m venv --clear build/docs-venv
+    twice build/docs-venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check \
+        --require-hashes -r docs/requirements.lock || fail "pip could not install docs/requirements.lock; is the package index reachable?"
+    printf '%s\n' "$wanted" >"$stamp"
+}
+
 mkdir -p build
 # Concurrent `make` runs in one checkout take turns.
 exec 9>build/.setup-lock
@@ -81,5 +93,6 @@ command -v flock >/dev/null && flock 9
 case "${1:-}" in
 packages) packages ;;
 venv) venv ;;
-*) fail "usage: tools/setup.sh packages|venv" ;;
+docs) docs ;;
+*) fail "usage: tools/setup.sh packages|venv|docs" ;;
 esac
