@@ -234,23 +234,31 @@ static __noinline int enter_opened(struct __sk_buff *skb, const struct packet *p
 	return 0;
 }
 
-static __always_inline void observe_open(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
-					 bool is_new, __u64 now)
+static __always_inline int observe_open(struct __sk_buff *skb, const struct packet *p, const struct handover *h,
+					bool is_new, __u64 now)
 {
 	bool same_source, known_pair;
 
 	if (confirm(skb, p, h, now) || !is_new)
-		return;
+		return TC_ACT_UNSPEC;
 	if (!same_bytes16(h->endpoint, &p->destination) || h->endpoint_port != p->destination_port)
-		return;
+		return TC_ACT_UNSPEC;
 	same_source = same_bytes16(h->key.source, &p->source) && h->key.source_port == p->source_port;
-	/* A rule of another program changed the source: the next flow may get a different one. */
-	if (!h->masquerade && !same_source)
-		return;
+	/*
+	 * Netfilter changed the source: a rule of another program, or the kernel, which knows another flow with this
+	 * port.  It does not know young flows: replies to the new port might be a young flow's.
+	 */
+	if (!h->masquerade && !same_source) {
+		if (!is_taken_by_young(p, &p->destination, p->destination_port, h->device))
+			return TC_ACT_UNSPEC;
+		count(DROP_AWAITING_PROMOTION);
+		return TC_ACT_SHOT;
+	}
 	known_pair = grant_permit(skb, p, h, now);
 	/* Also so that no young flow takes the same ports, through another Service of the endpoint. */
 	if (known_pair || (p->protocol == UDP && takes_stranger(now)))
 		enter_opened(skb, p, h, now);
+	return TC_ACT_UNSPEC;
 }
 
 /* ---- an endpoint's packet ---------------------------------------------------------------------- */
@@ -371,8 +379,7 @@ static __always_inline int observe(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	switch (h->kind) {
 	case HANDOVER_OPEN:
-		observe_open(skb, &p, h, is_new, now);
-		break;
+		return observe_open(skb, &p, h, is_new, now);
 	case HANDOVER_REPLY:
 		observe_reply(skb, &p, h, now);
 		break;

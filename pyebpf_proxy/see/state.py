@@ -168,7 +168,7 @@ class _Reading:
         names, unreadable = read_names(self.maps)
         self.state.problems += unreadable
         row = self.maps.packer(
-            "table",
+            "service_config",
             *("service", "first_slot", "cluster_count", "local_count", "affinity_seconds", "any_endpoints"),
             *("internal_local", "external_local", "source_ranges", "vip_source_allowed"),
         )

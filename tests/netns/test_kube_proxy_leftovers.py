@@ -175,7 +175,7 @@ def test_where_forward_drops(room: Namespace, kind: str, at_start: bool) -> None
         assert left == (before if at_start else [])
         assert ":FORWARD DROP [0:0]" in saved(room, kind, 4)
         if at_start:
-            assert [text for text in report.warnings if "KUBE-FORWARD stays" in text]
+            assert [text for text in report.warnings if "stays; --cleanup removes it" in text]
     assert bool(report.warnings) is at_start  # it is told when it goes, and as long as it stays
 
 

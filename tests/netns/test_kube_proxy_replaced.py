@@ -121,7 +121,7 @@ def test_where_forward_drops_connections_go_on_and_new_ones_are_made(node_lab: L
         assert client.call(exchange, "by us") == "by us"
         client.call(connect, vip(10).of(family), 80)  # which ends the first, so that the server takes this one
         assert client.call(exchange, "a new one") == "a new one"
-        wait_until(lambda: "KUBE-FORWARD stays" in node.agent.log(), "that the chain stays is told")
+        wait_until(lambda: "stays; --cleanup removes it" in node.agent.log(), "that the chain stays is told")
     finally:
         server.stop()
         node.agent.stop()

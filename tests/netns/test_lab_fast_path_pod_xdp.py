@@ -61,9 +61,7 @@ class PodXdp:
         return number
 
     def wait(self, redirect: int) -> None:
-        begun = time.monotonic()
         wait_until(lambda: self.redirect() == redirect, "the device's redirect mode", 10.0)
-        assert time.monotonic() - begun < 1
 
     def seen(self) -> int:
         """Packets that the program was given."""

@@ -115,7 +115,7 @@ def test_a_closed_pipe_ends_it_quietly(node: Node, name: str) -> None:
 def test_who_may_not_is_told_so(node: Node, name: str) -> None:
     ran = as_nobody(node, *words(name))
     assert (ran.returncode, ran.stdout) == (3, "")
-    assert ran.stderr == "Error: not allowed to read the kernel's maps: run it as root (sudo)\n"
+    assert ran.stderr == "Error: not permitted to read the BPF maps: run it as root (sudo)\n"
 
 
 def test_doctor_finds_that_it_may_not(node: Node) -> None:

@@ -281,7 +281,7 @@ def test_without_permission_there_is_one_line(node: Node) -> None:
         check=False,
     )
     assert (ran.returncode, ran.stdout) == (3, "")
-    assert ran.stderr == "Error: not allowed to read the kernel's maps: run it as root (sudo)\n"
+    assert ran.stderr == "Error: not permitted to read the BPF maps: run it as root (sudo)\n"
 
 
 class Terminal:

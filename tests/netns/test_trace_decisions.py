@@ -275,4 +275,4 @@ def test_without_permission(node: Node) -> None:
         check=False,
     )
     assert (ran.returncode, ran.stdout) == (3, "")
-    assert ran.stderr == "Error: not allowed to read the kernel's maps: run it as root (sudo)\n"
+    assert ran.stderr == "Error: not permitted to read the BPF maps: run it as root (sudo)\n"

@@ -296,7 +296,7 @@ def test_a_pin_of_another_kind_is_named(bpf_objects: Path, bpffs: Path) -> None:
 # ---- what the kernel refuses --------------------------------------------------------------------------------
 
 SOCKETS = 'SEC("cgroup/connect4") int connect4(struct bpf_sock_addr *ctx) { return 1; }'
-MAPS = "__u32 zero = 0; bpf_map_lookup_elem(&tables, &zero);"
+MAPS = "__u32 zero = 0; bpf_map_lookup_elem(&service_configs, &zero);"
 WRONG = "return *(volatile int *)(long)(skb->len & 4096);"
 
 

@@ -6,11 +6,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fast_world import CLIENT_MAC, NODE_MAC, REDIRECT, Flow, count_of_young, fast_node, one_cpu
+from fast_world import (
+    CLIENT_MAC,
+    FAR,
+    NODE_MAC,
+    REDIRECT,
+    Flow,
+    count_of_young,
+    drop_records,
+    fast_node,
+    one_cpu,
+    taken,
+    write_permits,
+)
 from scapy.packet import Packet
 from test_young_ends import close
 from test_young_flows import options, young
 from world import GO_ON, SHOT, World
+
+from pyebpf_proxy.datapath.loader.libbpf import RunResult
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -92,3 +106,42 @@ def test_a_client_that_alone_has_closed_still_waits(fast: World, way: str) -> No
     flow.run(frame=flow.frame(flags="FA", size=0, seq=101, ack=501))
     assert flow.run(frame=second(flow, way)).retval == SHOT
     assert fast.promotions() == [flow.key()]
+
+
+# ---- netfilter gives the second flow another source port -----------------------------------------------------
+
+
+def remapped(fast: World, flow: Flow) -> RunResult:
+    """A new flow of the same client and endpoint, to which netfilter gives the source port of ``flow``."""
+    other = Flow(fast, flow.protocol, sport=flow.sport + 7)
+    write_permits(fast, until=0)
+    drop_records(fast)
+    assert flow.run(frame=options(other, flags="S", size=0, seq=7000)).retval == GO_ON, fast.reasons()
+    ports = flow.sport, flow.endpoint_port
+    left = flow.packet(flow.client, flow.endpoint, *ports, NODE_MAC, FAR, flags="S", size=0, seq=7000, hops=63)
+    return flow.leave(left, taken(fast)["number"], new=True)
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_netfilter_chooses_the_port_of_a_young_flow(fast: World, protocol: str) -> None:
+    flow = young(fast, protocol)
+    assert flow.run(reply=True).retval == REDIRECT
+    flow.run()
+    assert remapped(fast, flow).retval == SHOT
+    assert fast.reasons()["DROP_AWAITING_PROMOTION"] == 1
+    assert fast.promotions() == [flow.key()]
+    assert flow.entries() == [False, True]
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_netfilter_chooses_the_port_of_a_young_flow_that_has_ended(fast: World, protocol: str) -> None:
+    flow = young(fast, protocol)
+    if protocol == "tcp":
+        close(flow)
+    else:
+        assert flow.run(reply=True).retval == REDIRECT
+        flow.older(0.1)
+    assert remapped(fast, flow).retval == GO_ON
+    assert flow.entries() == [], "replies would go to the first"
+    assert fast.reasons()["CLOSING_FLOW_REPLACED"] == 1
+    assert fast.promotions() == []

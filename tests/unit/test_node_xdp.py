@@ -68,4 +68,4 @@ def test_what_frames_may_be_sent_by() -> None:
 
 def test_a_pod_whose_socket_may_have_been_left_to_tc_opens_its_flows_there() -> None:
     found = planned("eth0", "pod1", pods=True).entries
-    assert (found[2].opens, found[4].opens) == (1, 0)
+    assert (found[2].starts_flow, found[4].starts_flow) == (1, 0)

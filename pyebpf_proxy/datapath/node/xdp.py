@@ -52,7 +52,7 @@ class Entry(NamedTuple):
     """``struct xdp_device`` of bpf/xdp_maps.h."""
 
     mac: bytes
-    opens: int
+    starts_flow: int
     returns: int
     takes: int
 
@@ -100,10 +100,10 @@ def plan(
         bits = features.get(index, 0) if features is not None else 0
         takes = _frames(bits, NDO_XMIT, NDO_XMIT_SG)
         if index in found.attach:
-            opens = not (config.pod_sockets and link.kind in _PAIRS)
+            starts_flow = not (config.pod_sockets and link.kind in _PAIRS)
             # Every driver with XDP supports XDP_TX.
             returns = NO_FRAMES if link.kind in _PAIRS else _frames(bits | BASIC, BASIC, RX_SG)
-            found.entries[index] = Entry(link.mac, int(opens), returns, takes)
+            found.entries[index] = Entry(link.mac, int(starts_flow), returns, takes)
         elif takes:
             found.entries[index] = Entry(bytes(6), 0, NO_FRAMES, takes)
     return found

@@ -117,7 +117,7 @@ NFT_RULES = {
     "dscp": ("ip dscp set cs1", "header", {4}),
     "ttl": ("ip6 hoplimit set 3", "header", {6}),
     "priority": ("meta priority set 1:2", "meta priority", {4, 6}),
-    "payload": ("@th,160,32 0x1 drop", "carry", {4, 6}),
+    "payload": ("@th,160,32 0x1 drop", "packet contents", {4, 6}),
     "helper": ('tcp dport 21 ct helper set "ftp-21"', "ct helper", {4, 6}),
     "by a map": ("tcp dport vmap { 80 : jump counted }", "quota", {4, 6}),
     "by a named map": ("tcp dport vmap @ports", "quota", {4, 6}),
