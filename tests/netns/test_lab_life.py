@@ -339,6 +339,30 @@ def test_what_was_renamed_while_the_agent_was_dead_is_served_all_the_time(living
     assert "belongs to" not in node.agent.log()[said:]
 
 
+def test_two_services_of_the_same_endpoints_without_an_agent(living: Lab, family: int) -> None:
+    """Without an agent all new flows take the slow path, where the kernel changes source ports that it has in use.
+
+    It does not know the young flows of before, whose ports it may choose: no request fails by that.
+    """
+    node, toolbox = living.nodes[0], living.pods["toolbox"].namespace
+    other = Kind("other", 15)
+    other.endpoints = WEB.endpoints
+    living.wait_synced(write_services(living, other))
+    addresses = [kind.target("ClusterIP", node).address.of(family) for kind in (WEB, other)]
+    loads = [Load(toolbox, address, 80, timeout=0.9) for address in addresses]
+    try:
+        wait_until(lambda: all(load.made >= 2000 for load in loads), "young flows")
+        node.agent.kill()
+        before = reasons(node)["new_flow_netfilter"]
+        wait_until(lambda: reasons(node)["new_flow_netfilter"] > before + 6000, "flows by netfilter")
+    finally:
+        samples = [load.stop() for load in loads]
+        (living.manifests / "other.yaml").unlink(missing_ok=True)
+        node.agent.start()
+        node.agent.wait_synced()
+    assert [failed(some) for some in samples] == [[], []]
+
+
 def test_a_pod_that_comes_later_is_served(living: Lab, family: int) -> None:
     """New interfaces are followed: a pod made while the agent runs reaches services, and not by luck of the order."""
     node = living.nodes[0]
