@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-WRITER, PLANNED = "datapath/tables/writer.py", "services/endpoints.py"
+WRITER, PLANNED = "datapath/maps/writer.py", "services/endpoints.py"
 
 
 class Mutant(NamedTuple):
@@ -72,11 +72,11 @@ MUTANTS = {
         PLANNED, "FALLBACK = SERVING | TERMINATING", "FALLBACK = 64", "endpoints roll", ("refused", "unreachable"),
     ),
     "a new endpoint is never chosen": Mutant(
-        "datapath/tables/mirror.py", "len(wanted.cluster),\n", "min(3, len(wanted.cluster)),\n", "endpoints roll",
+        "datapath/maps/mirror.py", "len(wanted.cluster),\n", "min(3, len(wanted.cluster)),\n", "endpoints roll",
         ("unused",),
     ),
     "no endpoints: dropped": Mutant(
-        "datapath/tables/mirror.py", "wanted.any_endpoints,\n            wanted.internal",
+        "datapath/maps/mirror.py", "wanted.any_endpoints,\n            wanted.internal",
         "True,\n            wanted.internal",
         "all endpoints vanish and return", ("silent", "lost"),
     ),
@@ -85,15 +85,15 @@ MUTANTS = {
         ("late", "wrong", "early"),
     ),
     "policies are not followed": Mutant(
-        "datapath/tables/mirror.py", "wanted.external_local,\n            bool", "False,\n            bool",
+        "datapath/maps/mirror.py", "wanted.external_local,\n            bool", "False,\n            bool",
         "policies flip", ("late", "wrong", "early"),
     ),
     "an endpoint has another number after each change": Mutant(
-        "datapath/tables/mirror.py", "return [e for e in endpoints if e not in had]",
+        "datapath/maps/mirror.py", "return [e for e in endpoints if e not in had]",
         "return list(endpoints)", "affinity on and off", ("affinity",),
     ),
     "affinity is not switched on": Mutant(
-        "datapath/tables/mirror.py", "wanted.affinity_seconds,\n", "0,\n", "affinity on and off", ("affinity",),
+        "datapath/maps/mirror.py", "wanted.affinity_seconds,\n", "0,\n", "affinity on and off", ("affinity",),
     ),
     "connections of what is gone are ended": Mutant(
         WRITER, "self._memory.changing(done)",

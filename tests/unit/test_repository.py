@@ -230,11 +230,14 @@ def test_every_function_that_the_packet_page_names_exists() -> None:
     assert named - there == set()
 
 
-def test_every_mutant_of_the_data_plane_changes_something() -> None:
+def test_every_mutant_changes_something() -> None:
     """They are run by hand: one that no longer fits would be found missing too late."""
     mutants = runpy.run_path(str(ROOT / "tests" / "packet" / "mutants.py"))["MUTANTS"]
     sources = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[ch]")}
     assert [name for name, (file, old, _) in mutants.items() if old not in sources[file]] == []
+    of_agent = runpy.run_path(str(ROOT / "tests" / "changes" / "mutants.py"))["MUTANTS"]
+    texts = {each.file: (ROOT / "pyebpf_proxy" / each.file).read_text() for each in of_agent.values()}
+    assert [name for name, each in of_agent.items() if each.there not in texts[each.file]] == []
 
 
 def test_every_row_of_the_packet_page_names_who_decides() -> None:
