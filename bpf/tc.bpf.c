@@ -186,7 +186,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 	struct packet p = {};
 	struct place asked;
 	struct frontend f;
-	bool stale = false;
+	bool stale = false, midstream = false;
 	bool parsed, fast;
 
 	if (is_decided(skb))
@@ -218,10 +218,11 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 		verdict = send_by_table(skb, &p, skb->ifindex);
 		if (verdict != NOT_SENT && verdict != NOT_KNOWN && verdict != NOT_CONFIRMED)
 			return verdict;
-		if (verdict == NOT_KNOWN && is_midstream(&p) && find_frontend(&p, &f))
-			skb->priority = PRIORITY_MIDSTREAM;
+		midstream = verdict == NOT_KNOWN && is_midstream(&p);
 	}
-	if ((p.starts_flow || bridge_port) && find_frontend(&p, &f)) {
+	if ((p.starts_flow || bridge_port || midstream) && find_frontend(&p, &f)) {
+		if (midstream)
+			skb->priority = PRIORITY_MIDSTREAM;
 		if (!p.starts_flow)
 			return leave(skb, &p, false, fast, verdict);
 	} else if (settings.pod_sockets && p.protocol == UDP && is_stale(skb, &p, &f, &asked)) {

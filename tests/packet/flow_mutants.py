@@ -26,6 +26,11 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "if (false)",
     ),
     "flows: permit for another's source": ("observer.h", "if (!h->masquerade && !same_source)", "if (false)"),
+    "flows: source port of a young flow": (
+        "observer.h",
+        "if (!is_taken_by_young(p, &p->destination, p->destination_port, h->device))",
+        "if (true)",
+    ),
     "flows: old records": ("observer.h", "now - h->when > HANDOVER_NS || ", ""),
     "flows: records of another device": ("observer.h", " || h->ip_device != skb->ingress_ifindex", ""),
     "flows: records of another number": ("observer.h", "if (!h || h->number != number)", "if (!h)"),

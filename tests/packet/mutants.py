@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # name → (file, what is there, what stands there instead)
 MUTANTS: dict[str, tuple[str, str, str]] = {
     "entries for any TCP segment": ("parse.h", "== TCP_SYN;\n", ">= 0;\n"),
+    "connections picked up midstream": ("tc.bpf.c", "skb->priority = PRIORITY_MIDSTREAM;", ""),
     "stale UDP kept": (
         "conntrack.h",
         "REASON_UNSPECIFIED : STALE_UDP_REPLACED",
