@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # The parts of `make setup` and `make docs` that fetch something; each returns quickly if everything is installed.
 #   tools/setup.sh packages [LIST]   Debian packages named in tools/debian-packages.txt, or LIST; only those missing
-#   tools/setup.sh docs       build/docs-venv, with the versions of docs/requirements.lock
 #   tools/setup.sh venv       .venv from Debian's python3, with the versions of requirements.lock
+#   tools/setup.sh docs       build/docs-venv, with the versions of docs/requirements.lock
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -48,6 +48,13 @@ packages() {
     twice apt install --no-install-recommends $missing || fail "apt-get could not install: $missing"
 }
 
+# install FOLDER LOCK: the versions of LOCK into the virtual environment in FOLDER.
+install() {
+    say "installing the versions of $2 into $1"
+    twice "$1/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --no-warn-script-location \
+        --require-hashes -r "$2" || fail "pip could not install $2; is the package index reachable?"
+}
+
 venv() {
     local stamp=.venv/setup-stamp wanted
     [ -x "$python" ] || fail "$python is missing: apt-get install python3"
@@ -64,9 +71,7 @@ venv() {
         # Debian's packages stay visible: the libnftables binding exists only there.
         "$python" -m venv --clear --system-site-packages .venv
     fi
-    say "installing the versions of requirements.lock into .venv"
-    twice .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-warn-script-location \
-        --require-hashes -r requirements.lock || fail "pip could not install requirements.lock; is the package index reachable?"
+    install .venv requirements.lock
     # An editable install by a plain .pth file: type checkers support it, and nothing needs to be built.
     .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-deps --no-build-isolation \
         --no-index --config-settings editable_mode=compat --editable . ||
@@ -79,10 +84,8 @@ docs() {
     local stamp=build/docs-venv/setup-stamp wanted
     wanted=$({ pwd; "$python" -V; sha256sum docs/requirements.lock; } | sha256sum)
     [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return 0
-    say "installing the versions of docs/requirements.lock into build/docs-venv"
     "$python" -m venv --clear build/docs-venv
-    twice build/docs-venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check \
-        --require-hashes -r docs/requirements.lock || fail "pip could not install docs/requirements.lock; is the package index reachable?"
+    install build/docs-venv docs/requirements.lock
     printf '%s\n' "$wanted" >"$stamp"
 }
 
