@@ -46,6 +46,17 @@ def fast(node: World) -> Iterator[World]:
         yield world
 
 
+def ended(fast: World, protocol: str) -> Flow:
+    """A young flow that is over: closed by both sides, or answered and idle."""
+    flow = young(fast, protocol)
+    if protocol == "tcp":
+        close(flow)
+    else:
+        assert flow.run(reply=True).retval == REDIRECT
+        flow.older(0.1)
+    return flow
+
+
 def second(flow: Flow, way: str) -> Packet:
     """The first packet of a flow that netfilter is to carry, from the port of ``flow``, to its endpoint."""
     if way == "by another Service":
@@ -87,12 +98,7 @@ def test_from_another_port_it_goes_on(fast: World, way: str) -> None:
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_after_the_end_of_the_first_it_goes_on(fast: World, way: str, protocol: str) -> None:
-    flow = young(fast, protocol)
-    if protocol == "tcp":
-        close(flow)
-    else:
-        assert flow.run(reply=True).retval == REDIRECT
-        flow.older(0.1)
+    flow = ended(fast, protocol)
     assert flow.run(frame=second(flow, way)).retval == GO_ON
     assert flow.entries() == [], "its answers would go to the first"
     assert count_of_young(fast, "pods") == 0
@@ -135,12 +141,7 @@ def test_netfilter_chooses_the_port_of_a_young_flow(fast: World, protocol: str) 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 def test_netfilter_chooses_the_port_of_a_young_flow_that_has_ended(fast: World, protocol: str) -> None:
-    flow = young(fast, protocol)
-    if protocol == "tcp":
-        close(flow)
-    else:
-        assert flow.run(reply=True).retval == REDIRECT
-        flow.older(0.1)
+    flow = ended(fast, protocol)
     assert remapped(fast, flow).retval == GO_ON
     assert flow.entries() == [], "replies would go to the first"
     assert fast.reasons()["CLOSING_FLOW_REPLACED"] == 1
