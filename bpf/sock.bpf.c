@@ -49,6 +49,35 @@ static __always_inline bool is_mapped(const union address *a)
 	return !a->words[0] && !a->words[1] && a->words[2] == bpf_htonl(0xffff);
 }
 
+/* The address of the call, an IPv4 one as such.  True: it is an IPv4 address in an IPv6 socket. */
+static __always_inline bool read_address6(struct bpf_sock_addr *ctx, union address *a)
+{
+	bool mapped;
+
+	a->words[0] = ctx->user_ip6[0];
+	a->words[1] = ctx->user_ip6[1];
+	a->words[2] = ctx->user_ip6[2];
+	a->words[3] = ctx->user_ip6[3];
+	mapped = is_mapped(a);
+	if (mapped) {
+		a->v4 = a->words[3];
+		a->words[1] = a->words[2] = a->words[3] = 0;
+	}
+	return mapped;
+}
+
+static __always_inline void write_address6(struct bpf_sock_addr *ctx, const union address *a, bool mapped)
+{
+	if (mapped) {
+		ctx->user_ip6[3] = a->v4;
+	} else {
+		ctx->user_ip6[0] = a->words[0];
+		ctx->user_ip6[1] = a->words[1];
+		ctx->user_ip6[2] = a->words[2];
+		ctx->user_ip6[3] = a->words[3];
+	}
+}
+
 /* The address that the socket is bound to, or that the message is sent from; else none. */
 static __always_inline void bound_source4(struct bpf_sock_addr *ctx, bool datagram, struct packet *p)
 {
@@ -175,18 +204,9 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 	if (!may_be_served(ctx))
 		return ALLOW;
 	p.protocol = protocol_of(ctx);
-	p.destination.words[0] = ctx->user_ip6[0];
-	p.destination.words[1] = ctx->user_ip6[1];
-	p.destination.words[2] = ctx->user_ip6[2];
-	p.destination.words[3] = ctx->user_ip6[3];
 	p.destination_port = bpf_ntohs(ctx->user_port);
-	mapped = is_mapped(&p.destination);
-	if (mapped) {
-		p.destination.v4 = p.destination.words[3];
-		p.destination.words[1] = p.destination.words[2] = p.destination.words[3] = 0;
-	} else {
-		p.ipv6 = true;
-	}
+	mapped = read_address6(ctx, &p.destination);
+	p.ipv6 = !mapped;
 	bound_source6(ctx, datagram, &p);
 	verdict = translate_for(ctx, &p, datagram, &b);
 	if (verdict == REFUSE)
@@ -194,14 +214,7 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 	request_masquerade(ctx, datagram, verdict);
 	if (!b.id)
 		return ALLOW;
-	if (mapped) {
-		ctx->user_ip6[3] = b.address.v4;
-	} else {
-		ctx->user_ip6[0] = b.address.words[0];
-		ctx->user_ip6[1] = b.address.words[1];
-		ctx->user_ip6[2] = b.address.words[2];
-		ctx->user_ip6[3] = b.address.words[3];
-	}
+	write_address6(ctx, &b.address, mapped);
 	ctx->user_port = bpf_htons(b.port);
 	return ALLOW;
 }
@@ -234,26 +247,11 @@ static __always_inline int incoming6(struct bpf_sock_addr *ctx)
 
 	if (!may_be_served(ctx))
 		return ALLOW;
-	at.address.words[0] = ctx->user_ip6[0];
-	at.address.words[1] = ctx->user_ip6[1];
-	at.address.words[2] = ctx->user_ip6[2];
-	at.address.words[3] = ctx->user_ip6[3];
 	at.port = bpf_ntohs(ctx->user_port);
-	mapped = is_mapped(&at.address);
-	if (mapped) {
-		at.address.v4 = at.address.words[3];
-		at.address.words[1] = at.address.words[2] = at.address.words[3] = 0;
-	}
+	mapped = read_address6(ctx, &at.address);
 	if (!asked_for(ctx, &at, !mapped, &asked))
 		return ALLOW;
-	if (mapped) {
-		ctx->user_ip6[3] = asked.address.v4;
-	} else {
-		ctx->user_ip6[0] = asked.address.words[0];
-		ctx->user_ip6[1] = asked.address.words[1];
-		ctx->user_ip6[2] = asked.address.words[2];
-		ctx->user_ip6[3] = asked.address.words[3];
-	}
+	write_address6(ctx, &asked.address, mapped);
 	ctx->user_port = bpf_htons(asked.port);
 	return ALLOW;
 }
