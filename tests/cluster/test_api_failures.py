@@ -243,15 +243,15 @@ def test_permission_for_one_resource_is_taken_away(server: ApiServer, proxy: Pro
             proxy.cut()
             source.until(lambda n=before: numbers.retries.total() > n, LONG)  # type: ignore[misc]
             source.until(lambda: numbers.all_connected or numbers.codes["403"], LONG)
-        # Not "403": the port of the line that names the server may have it.
-        source.until(lambda: source.said("does not let us"), LONG)
+        # Not "403": a port number may contain it.
+        source.until(lambda: source.said("is forbidden"), LONG)
         server.create(service("api"))
         source.until(lambda: "api" in source.names("Service"), LONG)
         still_there(source)
         server.account(ACCOUNT, RULES)
         source.until(lambda: numbers.all_connected, LONG)
         source.until(lambda: source.said("can be watched again"), LONG)
-        (line,) = source.said("does not let us")
+        (line,) = source.said("is forbidden")
         assert 'grant list and watch on endpointslices (apiGroup "discovery.k8s.io") by RBAC' in line
 
 
