@@ -114,7 +114,13 @@ class ApiServer:
         shutil.rmtree(self.folder / "etcd", ignore_errors=True)
 
     def freeze(self) -> None:
+        """Stop the process. Its threads stop one after another, so wait for the last of them."""
         os.kill(self.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.pid}/task")
+        end = time.monotonic() + 30
+        while not all(_is_stopped(task) for task in tasks.iterdir()):
+            assert time.monotonic() < end, "the API server does not stop"
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -347,6 +353,14 @@ def _collection(item: Object) -> str:
     if kind in _CLUSTER_WIDE:
         return f"{root}/{plural}"
     return f"{root}/namespaces/{item['metadata'].get('namespace', 'default')}/{plural}"
+
+
+def _is_stopped(task: Path) -> bool:
+    """A thread that has ended counts as stopped."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def _remove_leftovers() -> None:
