@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -201,6 +203,8 @@ def serving(namespace: Namespace, command: Sequence[str]) -> Iterator[None]:
             while "listening" not in (line := process.stdout.readline()):
                 if not line:
                     raise RuntimeError(f"{' '.join(command)} does not listen")
+            # iperf3 prints some lines for each test. Unread, they would stop it when the pipe is full.
+            threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
             yield
         finally:
             process.kill()
