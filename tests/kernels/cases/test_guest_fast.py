@@ -78,7 +78,7 @@ def test_the_agent_has_three_capabilities_and_the_fast_path(lab: Lab) -> None:
     assert not unexpected(log), log
     assert "there is no fast path" not in log
     module = Path("/sys/module/nf_conntrack/initstate").exists()
-    assert module == ("calling them from BPF takes CAP_SYS_ADMIN" in log), log
+    assert module == ("lookups from BPF need CAP_SYS_ADMIN" in log), log
 
 
 @pytest.mark.parametrize("by", ["ClusterIP", "NodePort"])

@@ -46,7 +46,7 @@ def test_the_agent_brings_conntrack_with_few_rights(lab: Lab) -> None:
     log = node.agent.log()
     assert "call #0" not in log
     assert "the kernel does not accept" not in log
-    assert "calling them from BPF takes CAP_SYS_ADMIN" in log
+    assert "lookups from BPF need CAP_SYS_ADMIN" in log
     before = reasons(node)
     for family in (4, 6):
         for protocol in ("tcp", "udp"):
