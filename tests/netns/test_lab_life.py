@@ -336,7 +336,7 @@ def test_what_was_renamed_while_the_agent_was_dead_is_served_all_the_time(living
         for name in ("renamed", "replaced", "successor"):
             (living.manifests / f"{name}.yaml").unlink(missing_ok=True)
     assert {name: failed(some) for name, some in samples.items()} == {name: [] for name in samples}
-    assert "belongs to" not in node.agent.log()[said:]
+    assert "is already used by" not in node.agent.log()[said:]
 
 
 def test_two_services_of_the_same_endpoints_without_an_agent(living: Lab, family: int) -> None:
