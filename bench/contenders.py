@@ -11,6 +11,7 @@ pyebpf-proxy reads a directory of manifests, kube-proxy the same objects from a 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import threading
@@ -130,6 +131,8 @@ class Ground:
 
     def __init__(self, contender: Contender, stack: ExitStack) -> None:
         self.contender = contender
+        #: When conntrack was flushed last.
+        self.flushed = -math.inf
         self.lab = stack.enter_context(Lab(nodes=1))
         self.node = self.lab.nodes[0]
         self.pod = self.lab.add_pod("client-pod", self.node, serve=False)
