@@ -42,7 +42,8 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 	if (!reply)
 		return true;
 	if (key->protocol == UDP)
-		return idle > s->udp_idle || (s->pressed && is_complete(f, reply, UDP, s->now));
+		return idle > s->udp_idle || (s->pressed && is_complete(f, reply, UDP, s->now) &&
+					      !awaits_client(f, reply, UDP, s->now));
 	/* A half-closed connection may go on, and one packet may have been forged: the kernel has to end those. */
 	if (f->closing && reply->closing && idle > CLOSING_NS)
 		return true;

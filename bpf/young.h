@@ -11,6 +11,7 @@
 
 #define SNAT_PORT_TRIES 4
 #define EXCHANGE_NS (NANOSECONDS / 20)
+#define ROUND_TRIP_NS NANOSECONDS
 #define PERMIT_NS NANOSECONDS
 
 static __always_inline void permit_key_of(struct permit_key *key, __u32 device, const union address *client,
@@ -160,6 +161,18 @@ static __always_inline bool is_complete(const struct flow *f, const struct flow 
 	return reply->packets > f->packets;
 }
 
+/*
+ * A UDP client on another machine sees the reply, and can send the flow's next datagram, only after a round trip: the
+ * second flight of QUIC or DTLS must reach the same endpoint.
+ */
+static __always_inline bool awaits_client(const struct flow *f, const struct flow *reply, enum protocol protocol,
+					  __u64 now)
+{
+	__u64 last = f->last_seen > reply->last_seen ? f->last_seen : reply->last_seen;
+
+	return protocol == UDP && reply->rewrite.out.redirect != REDIRECT_PEER && now <= last + ROUND_TRIP_NS;
+}
+
 /* The replies' entry of a young flow between this client port and that endpoint; NULL if there is none. */
 static __always_inline struct flow *young_answers(const struct packet *p, const union address *endpoint, __u16 port,
 						  struct flow_key *answer)
@@ -226,7 +239,9 @@ static __noinline int note_recent(const struct flow_key *key)
 		return 0;
 	answer_key(&f->rewrite, former.protocol, former.ipv6, &answer);
 	reply = bpf_map_lookup_elem(&flows, &answer);
-	if (reply && is_complete(f, reply, former.protocol, now) && forget_flow(&former, &f->rewrite, false, true))
+	if (!reply || !is_complete(f, reply, former.protocol, now) || awaits_client(f, reply, former.protocol, now))
+		return 0;
+	if (forget_flow(&former, &f->rewrite, false, true))
 		count(YOUNG_ENDED);
 	return 0;
 }

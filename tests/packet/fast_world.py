@@ -77,14 +77,14 @@ def one_cpu() -> Iterator[None]:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """A record is good for 20 ms, which a busy machine may need to come back to this process."""
-    before = os.sched_getscheduler(0)
+    before = os.sched_getscheduler(0), os.sched_getparam(0)
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))
     try:
         yield
     finally:
-        os.sched_setscheduler(0, before, os.sched_param(0))
+        os.sched_setscheduler(0, *before)
 
 
 def device(world: World, name: str, **changes: Any) -> None:
@@ -193,7 +193,7 @@ class Flow:
             priority=NEW if new else priority,
             cb=(HANDOVER_MARK | record, 0, 0, 0, 0),
         )
-        with _undisturbed():
+        with undisturbed():
             write_record(world, record, when=now() - age)
             return programs.programs["named"].test_run(bytes(frame), skb)
 

@@ -11,11 +11,13 @@ from fast_world import (
     REDIRECT,
     Flow,
     count_of_young,
+    device,
     end,
     fast_node,
     one_cpu,
     promote,
     sweep,
+    undisturbed,
     wipe_reasons,
 )
 from test_kernel_flows import CONFIRM, learned
@@ -91,6 +93,20 @@ def test_a_syn_without_an_answer(fast: World) -> None:
     assert fast.promotions() == []
     assert is_swept(fast, flow, 2)
     assert count_of_young(fast, "pods") == 0
+
+
+@pytest.mark.parametrize(
+    ("redirect", "early", "late"), [(2, 0, 0.06), (1, 0.5, 0.51)], ids=["a pod", "another machine"]
+)
+def test_answered_datagrams_end_early_if_half_of_the_table_is_in_use(
+    fast: World, redirect: int, early: float, late: float
+) -> None:
+    """From another machine, the flow's next datagram may take a round trip to come."""
+    device(fast, "pods", redirect=redirect)
+    with undisturbed():
+        flow = answered(fast, "udp")
+        assert not is_swept(fast, flow, early, 2 * QUOTA + 1)
+    assert is_swept(fast, flow, late, 2 * QUOTA + 1)
 
 
 @pytest.mark.parametrize(("entries", "seconds"), [(QUOTA, 30), (QUOTA + 1, 10), (2 * QUOTA + 1, 2)])

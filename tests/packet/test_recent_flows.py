@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short flows make room for later ones: a new young flow takes the slot of an earlier one, which may end then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fast_world import REDIRECT, Flow, count_of_young, device, fast_node, one_cpu, undisturbed, wipe_reasons
+from test_young_ends import close
+from test_young_flows import young
+from world import World
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+#: Values of struct link's field redirect.
+OTHER_MACHINE, POD = 1, 2
+#: Directions with an entry: the client's and that of the replies.
+BOTH = [False, True]
+NEXT_SLOT = (0).to_bytes(4, "little")
+
+
+@pytest.fixture
+def fast(node: World) -> Iterator[World]:
+    with one_cpu():
+        yield fast_node(node)
+
+
+def answered(world: World, client: int) -> Flow:
+    device(world, "pods", redirect=client)
+    flow = young(world, "udp")
+    assert flow.run(reply=True).retval == REDIRECT
+    wipe_reasons(world)
+    return flow
+
+
+def take_slot_of(world: World, flow: Flow) -> None:
+    """A new flow of the pair, in the slot of this flow, which was opened last."""
+    slots = world.object.maps["recent_next"]
+    values = [int.from_bytes(value, "little") for value in slots.lookup_cpus(NEXT_SLOT) or []]
+    slots.update(NEXT_SLOT, b"".join(max(value - 1, 0).to_bytes(4, "little").ljust(8, b"\0") for value in values))
+    later = Flow(world, flow.protocol, sport=43000)
+    later.open_young()
+    assert later.entries() == BOTH
+
+
+@pytest.mark.parametrize(
+    ("client", "seconds", "ends"),
+    [(POD, 0, False), (POD, 0.1, True), (OTHER_MACHINE, 0.5, False), (OTHER_MACHINE, 1.1, True)],
+    ids=["a pod, at once", "a pod", "another machine, within a round trip", "another machine"],
+)
+def test_an_answered_query_ends(fast: World, client: int, seconds: float, ends: bool) -> None:
+    """The client's next datagram, which goes on with the flow, may take a round trip to come."""
+    with undisturbed():
+        flow = answered(fast, client)
+        flow.older(seconds)
+        take_slot_of(fast, flow)
+    assert flow.entries() == ([] if ends else BOTH)
+    assert fast.reasons().get("YOUNG_ENDED", 0) == ends
+    assert count_of_young(fast, "pods") == 2 - ends
+
+
+def test_a_query_without_an_answer_stays(fast: World) -> None:
+    device(fast, "pods", redirect=POD)
+    flow = young(fast, "udp")
+    flow.older(1.5)
+    take_slot_of(fast, flow)
+    assert flow.entries() == BOTH
+
+
+def test_two_queries_and_one_answer_stay(fast: World) -> None:
+    flow = answered(fast, POD)
+    assert flow.run().retval == REDIRECT
+    flow.older(1.5)
+    take_slot_of(fast, flow)
+    assert flow.entries() == BOTH
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed by both sides"])
+def test_a_connection_ends_if_both_sides_have_closed_it(fast: World, closed: bool) -> None:
+    flow = young(fast)
+    if closed:
+        close(flow)
+    else:
+        flow.answer()
+    flow.older(0.1)
+    take_slot_of(fast, flow)
+    assert flow.entries() == ([] if closed else BOTH)
