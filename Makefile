@@ -45,7 +45,7 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line with the missing program and the remedy.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup objects build wheel demo inspect screenshots test test-cluster test-kernels lab-test parity record lint docs bench bench-check profile image-root clean distclean
+.PHONY: help setup objects build wheel demo inspect screenshots test test-cluster test-kernels lab-test parity record lint docs man pictures bench bench-check profile image-root clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -168,6 +168,17 @@ docs: ## the documentation as a site, build/site/html, with every link checked
 	@git ls-files | xargs -d '\n' cp --parents -t build/site/pages
 	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet --strict
 	@echo build/site/html/README.html
+
+man: setup ## the manual pages, build/man, from the commands' own help texts, checked by mandoc
+	@tools/setup.sh packages docs/debian-packages.txt
+	@rm -rf build/man
+	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || date +%s) $(PYTHON) tools/man_pages.py build/man
+	@mandoc -Tlint -Wwarning build/man/*.1
+	@ls build/man/*.1
+
+pictures: setup ## regenerate the pictures in docs/ that have a source in docs/pictures/, with Graphviz
+	@tools/setup.sh packages docs/debian-packages.txt
+	@$(PYTHON) tools/pictures.py
 
 bench: setup ## run the benchmarks, each with its comparison; results and plots in bench/results/; QUICK=1: shorter
 	@$(SUDO) $(PYTHON) -m bench $(if $(QUICK),--quick) $(ARGS)
