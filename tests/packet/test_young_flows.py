@@ -348,6 +348,20 @@ def test_segments_that_fit_are_sent_as_one(fast: World) -> None:
     assert fast.reasons()["STACK_TOO_BIG"] == 1
 
 
+@pytest.mark.parametrize("mac", ["ff:ff:ff:ff:ff:ff", "01:00:5e:00:00:01", "33:33:00:00:00:01"])
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_a_frame_for_many_hosts_opens_no_flow(fast: World, protocol: str, mac: str) -> None:
+    """The kernel forwards none of them, and it is the kernel that gets it."""
+    flow = Flow(fast, protocol)
+    flow.permit()
+    frame = flow.frame(flags="S", size=0)
+    frame[Ether].dst = mac
+    found = flow.run(frame=frame)
+    assert (found.retval, found.data) == (GO_ON, bytes(frame))
+    assert flow.entries() == []
+    assert fast.reasons()["STACK_NOT_PLAIN"] == 1
+
+
 # ---- fragments ---------------------------------------------------------------------------------------
 
 
