@@ -16,7 +16,8 @@ import life_cycle
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = Path(life_cycle.__file__)
-#: What is left out, for a search of some seconds (life_cycle.py itself leaves out nothing, and takes a minute), and how many states there are at least.
+#: What is left out, for a search of some seconds, and how many states there are at least. life_cycle.py, started by
+#: itself, leaves out nothing and takes a minute.
 PARTS = {
     "how connections end": (("draining", "dies", "rule", "ODD"), 80_000),
     "the agent dies and starts again": (("draining", "rule", "FORGED", "FIN"), 80_000),
