@@ -373,7 +373,7 @@ class Round:
             raise WrongPacketError(f"no ports, and verdict {verdict}, priority {priority:#x}")
         if verdict == REDIRECT:
             p = Parsed(live.to, False, 0, 14, 0, 0, True, False, False)
-            if live.device != device:
+            if live.device != device or frame[:6] != NODE:
                 raise WrongPacketError("a fragment of another device was sent")
             if why := wrong_rewrite(frame, data, p, live.to, live.macs, ports=False):
                 raise WrongPacketError(f"a later fragment: {why}")
@@ -660,6 +660,8 @@ def _related(world: World, name: str, seed: int, last: int) -> list[int]:
 
     with contextlib.suppress(WrongPacketError):
         play(world, name, seed, last + 1, Counter(), note=note)
+    if len(seen) <= last:  # another one is wrong now: the choice of an endpoint is the kernel's, and random
+        return list(range(last))
     return [index for index, places in enumerate(seen[:last]) if places & seen[last]]
 
 
