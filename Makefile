@@ -45,7 +45,7 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line with the missing program and the remedy.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup objects build wheel demo inspect screenshots test test-cluster test-kernels lab-test parity record lint docs man pictures bench bench-check profile image-root clean distclean
+.PHONY: help setup objects build wheel demo inspect screenshots test test-cluster test-kernels lab-test parity record lint docs man pictures bench bench-check profile image-root sbom clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -124,6 +124,10 @@ test: setup ## run all unit, packet and netns tests; skipped tests are listed at
 
 image-root: ## build the image of deploy/Dockerfile as the directory build/image/root, without pulling images (root, debootstrap)
 	@$(SUDO) python3 deploy/image/root.py build/image
+
+sbom: image-root ## list what the image contains, as CycloneDX: build/image/debian.cdx.json and python.cdx.json
+	@tools/setup.sh sbom
+	@$(SUDO) deploy/image/sbom.sh build/image
 
 test-cluster: setup ## run tests against the real Kubernetes programs; builds them first (Go 1.26) if they are not cached
 	@tools/setup.sh packages tests/cluster/debian-packages.txt

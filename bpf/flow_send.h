@@ -237,7 +237,8 @@ __noinline int judge_syn(const struct packet *p, const struct flow_rewrite *a, c
 	if (!other || (f->closing == CLOSING_IN_SEQUENCE && other->closing == CLOSING_IN_SEQUENCE))
 		return SYN_OF_ANOTHER;
 	__builtin_memcpy(&endpoint, a->destination, 16);
-	if (!is_endpoint(&endpoint, a->destination_port, TCP, p->ipv6, 0))
+	/* An endpoint may send one, too: both sides may open a connection at once. */
+	if (!f->reply && !is_endpoint(&endpoint, a->destination_port, TCP, p->ipv6, 0))
 		return SYN_OF_ANOTHER;
 	/* A SYN does not end a flow that is alive. */
 	return f->closing || other->closing ? SYN_AFTER_END : SYN_REPEATED;
@@ -362,7 +363,7 @@ static __noinline int send_by_table(struct context *ctx, const struct packet *p,
 	if (!is_for(ctx, a->mac_in) || is_bulk(ctx, p, known))
 		return NOT_SENT;
 	if (is_new_connection(p) && known->young && begins_anew(p, a, known)) {
-		forget_flow((const struct flow_key *)p, a, false, true);
+		forget_flow((const struct flow_key *)p, a, known->reply, true);
 		return NOT_KNOWN;
 	}
 	word = fast_path_state();

@@ -111,12 +111,16 @@ static __always_inline void count_young(__u32 device)
 		bpf_map_update_elem(&young_counts, &device, &first, BPF_NOEXIST);
 }
 
+/*
+ * A promotion and the end of a flow may both lower its count, so it can be too low, but never below zero: as a huge
+ * number it would keep the device out of the fast path for good.
+ */
 static __always_inline void uncount_young(__u32 device)
 {
 	__u32 *open = bpf_map_lookup_elem(&young_counts, &device);
 
-	if (open && *(volatile __u32 *)open)
-		__sync_fetch_and_add(open, -1);
+	if (open && *(volatile __u32 *)open && !__sync_fetch_and_add(open, -1))
+		__sync_fetch_and_add(open, 1);
 }
 
 /* Removes both directions of a flow, given one key and its rewrite. 1: the flow was there. */

@@ -76,13 +76,16 @@ static __noinline int rewrite_addresses(struct __sk_buff *skb, const struct flow
 	}
 }
 
-/* Sends the first fragment of a young flow's datagram; the later ones follow it. */
+/*
+ * Sends the first fragment of a young flow's datagram; the later ones follow it.  Not one that only the kernel can
+ * handle: it fragments again, or reports that it may not, or that the packet has made its last hop.
+ */
 static __noinline int send_first_fragment(struct __sk_buff *skb, const struct packet *p, const struct flow_rewrite *a)
 {
 	struct fragments key = {};
 	__be16 ports[2];
 
-	if (!p || !a || p->protocol != UDP || !is_fragment(skb, &key))
+	if (!p || !a || p->protocol != UDP || p->hops <= 1 || p->length > a->out.mtu || !is_fragment(skb, &key))
 		return NOT_SENT;
 	bpf_map_update_elem(&flow_fragments, &key, a, BPF_ANY);
 	ports[0] = bpf_htons(a->source_port);

@@ -97,7 +97,8 @@ static __always_inline bool find_frontend(const struct packet *p, struct fronten
 
 	if (is_hinted(&p->destination, p->destination_port, p->ipv6))
 		found = exact_frontend(&p->destination, p->destination_port, p->protocol, p->ipv6);
-	if (!found)
+	/* NodePorts are entered at the unspecified address, which no packet may name instead of the node's. */
+	if (!found || found->kind == NODE_PORT)
 		return find_node_port(p, f);
 	*f = *found;
 	return true;

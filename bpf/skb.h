@@ -73,10 +73,17 @@ static __always_inline __u32 segment_size(struct context *ctx)
 	return ctx->gso_size;
 }
 
-/* No VLAN tag and no mark. A mark was set for the kernel's rules to see it. */
+#define PACKET_BROADCAST 1
+#define PACKET_MULTICAST 2
+
+/*
+ * No VLAN tag and no mark: a mark was set for the kernel's rules to see it.  And a frame for one host: the kernel
+ * forwards no other, whatever the IP address.
+ */
 static __always_inline bool is_plain(struct context *ctx)
 {
-	return !ctx->vlan_present && !ctx->mark;
+	return !ctx->vlan_present && !ctx->mark && ctx->pkt_type != PACKET_BROADCAST &&
+	       ctx->pkt_type != PACKET_MULTICAST;
 }
 
 /* The frame is addressed to `mac`, an address of this node. */

@@ -141,8 +141,11 @@ static __always_inline enum reason insert_young(struct flow_draft *d, bool masqu
 	}
 	if (i == SNAT_PORT_TRIES)
 		return SLOW_NO_PORT;
+	/* First, because whoever removes the flow lowers the count. */
+	count_young(d->there.rewrite.device_in);
 	if (!bpf_map_update_elem(&flows, &d->key, &d->there, BPF_NOEXIST))
 		return REASON_UNSPECIFIED;
+	uncount_young(d->there.rewrite.device_in);
 	bpf_map_delete_elem(&flows, &d->reply_key);
 	return SLOW_TABLE_FULL;
 }
@@ -348,7 +351,6 @@ static __noinline int open_young(struct context *ctx, const struct packet *p, co
 	reason = insert_young(d, e->masquerade);
 	if (reason)
 		return reason;
-	count_young(device);
 	/* From now on the table is looked up for packets to this address. */
 	set_hint(&p->destination, p->destination_port, p->ipv6);
 	return REASON_UNSPECIFIED;

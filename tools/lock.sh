@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Regenerates requirements.lock: exact versions with hashes of all dependencies in pyproject.toml and the build backend;
-# and docs/requirements.lock: those of the documentation's site. Run it to upgrade; the result is committed. Needs the
+# docs/requirements.lock: those of the documentation's site; and deploy/image/requirements.lock: those of make sbom. Run it to upgrade; the result is committed. Needs the
 # package index.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,3 +26,5 @@ printf 'setuptools\nwheel\n' >"$scratch/build.in"
 lock requirements.lock "" --extra dev pyproject.toml "$scratch/build.in"
 echo mkdocs-material >"$scratch/docs.in"
 lock docs/requirements.lock " for make docs" "$scratch/docs.in"
+printf 'cyclonedx-bom\ndebsbom\n' >"$scratch/sbom.in"
+lock deploy/image/requirements.lock " for make sbom" "$scratch/sbom.in"

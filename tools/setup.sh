@@ -1,9 +1,10 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# The parts of `make setup` and `make docs` that fetch something; each returns quickly if everything is installed.
+# The parts of `make setup`, `make docs` and `make sbom` that fetch something; each returns quickly if everything is installed.
 #   tools/setup.sh packages [LIST]   Debian packages named in tools/debian-packages.txt, or LIST; only those missing
 #   tools/setup.sh venv       .venv from Debian's python3, with the versions of requirements.lock
 #   tools/setup.sh docs       build/docs-venv, with the versions of docs/requirements.lock
+#   tools/setup.sh sbom       build/sbom-venv, with the versions of deploy/image/requirements.lock
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -80,13 +81,14 @@ venv() {
     printf '%s\n' "$wanted" >"$stamp"
 }
 
-docs() {
-    local stamp=build/docs-venv/setup-stamp wanted
-    wanted=$({ pwd; "$python" -V; sha256sum docs/requirements.lock; } | sha256sum)
-    [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return 0
-    "$python" -m venv --clear build/docs-venv
-    install build/docs-venv docs/requirements.lock
-    printf '%s\n' "$wanted" >"$stamp"
+# extra NAME LOCK: build/NAME-venv with the versions of LOCK.
+extra() {
+    local folder=build/$1-venv wanted
+    wanted=$({ pwd; "$python" -V; sha256sum "$2"; } | sha256sum)
+    [ "$(cat "$folder/setup-stamp" 2>/dev/null)" = "$wanted" ] && return 0
+    "$python" -m venv --clear "$folder"
+    install "$folder" "$2"
+    printf '%s\n' "$wanted" >"$folder/setup-stamp"
 }
 
 mkdir -p build
@@ -96,6 +98,7 @@ command -v flock >/dev/null && flock 9
 case "${1:-}" in
 packages) packages ;;
 venv) venv ;;
-docs) docs ;;
-*) fail "usage: tools/setup.sh packages|venv|docs" ;;
+docs) extra docs docs/requirements.lock ;;
+sbom) extra sbom deploy/image/requirements.lock ;;
+*) fail "usage: tools/setup.sh packages|venv|docs|sbom" ;;
 esac

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -55,6 +58,24 @@ def test_it_starts_with_what_the_daemon_set_gives_it_and_serves(small: Lab) -> N
             assert outcome.kind == ANSWERED, outcome
         assert only.namespace.call(ask, cluster_ip(1).v4, 80).kind == ANSWERED
         assert container.terminate() == 0
+
+
+def test_s12_the_sbom_names_every_package_with_its_version(image: Path) -> None:
+    subprocess.run([ROOT / "tools" / "setup.sh", "sbom"], check=True, stdin=subprocess.DEVNULL)
+    subprocess.run([ROOT / "deploy" / "image" / "sbom.sh", FOLDER], check=True)
+
+    def named(file: str) -> set[str]:
+        components = json.loads((FOLDER / file).read_text())["components"]
+        return {unquote(component["purl"].partition("?")[0]) for component in components}
+
+    query = ["dpkg-query", f"--admindir={image}/var/lib/dpkg", "--show", "--showformat=${Package}@${Version}\n"]
+    installed = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()
+    assert len(installed) > 80
+    assert {f"pkg:deb/debian/{each}" for each in installed} <= named("debian.cdx.json")
+    (site,) = image.glob("opt/pyebpf-proxy/lib/python3*/site-packages")
+    modules = {f"{found.name.lower()}@{found.version}" for found in distributions(path=[str(site)])}
+    assert len(modules) > 10
+    assert {f"pkg:pypi/{each.replace('_', '-')}" for each in modules} == named("python.cdx.json")
 
 
 def test_the_errand_of_the_way_back_cleans_up(small: Lab) -> None:

@@ -10,24 +10,32 @@ capability set of its own::
     /sys/fs/cgroup       its own cgroup, as if that were the root
     /dev                 a tmpfs with the usual few devices
     volumeMounts         bound from the host; ``substitutes`` says what stands for a path of the host in a test
+    system calls         by seccompProfile: those of containerd's default profile (``RuntimeDefault``), or all
+    AppArmor             containerd's default profile, where the kernel has AppArmor
 
 The agent is process 1 there and sees no process of the host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+if __name__ != "__main__":  # in the container nothing of this package is to be found
+    from . import apparmor
+    from .seccomp_filter import runtime_default
 
 #: include/uapi/linux/capability.h, as far as manifests here name them.
 CAPABILITIES = {
@@ -41,7 +49,8 @@ CAPABILITIES = {
 }
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 4096, 8192, 16384, 1 << 18
-PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
+SECCOMP_MODE_FILTER = 2
 
 
 class Container:
@@ -120,6 +129,9 @@ class Container:
 
     def kill(self) -> None:
         """End it at once, as a runtime does after the grace period, and take its cgroup away."""
+        if self._cgroup is not None:
+            # AppArmor takes back that the container ends with the process that made it.
+            (self._cgroup / "cgroup.kill").write_text("1")
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -128,19 +140,37 @@ class Container:
             _remove_cgroup(self._cgroup)
             self._cgroup = None
 
+    def statuses(self) -> list[str]:
+        """``/proc/PID/status`` of every thread in the container."""
+        return [text for pid in self._processes() for text in _texts(Path(f"/proc/{pid}/task").glob("*/status"))]
+
+    def first(self) -> int:
+        """Process 1 of the container, by its number on the machine."""
+        (pid,) = (pid for pid, number in self._processes().items() if number == 1)
+        return pid
+
     def terminate(self) -> int:
         """SIGTERM to process 1 of the container, and its exit status."""
-        assert self._cgroup is not None
-        ours = {int(pid) for pid in (self._cgroup / "cgroup.procs").read_text().split()}
-        for pid in ours:
-            try:
-                text = Path(f"/proc/{pid}/status").read_text()
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # a program that the agent ran just then
-            (line,) = (line for line in text.splitlines() if line.startswith("NSpid"))
-            if line.split()[-1] == "1" and len(line.split()) > 2:
-                os.kill(pid, signal.SIGTERM)
+        os.kill(self.first(), signal.SIGTERM)
         return self.wait_ended()
+
+    def _processes(self) -> dict[int, int]:
+        """The container's processes without what has started it: number on the machine, and in the container."""
+        assert self._cgroup is not None
+        found = {}
+        for pid in (self._cgroup / "cgroup.procs").read_text().split():
+            for text in _texts([Path(f"/proc/{pid}/status")]):
+                (line,) = (line for line in text.splitlines() if line.startswith("NSpid"))
+                if len(line.split()) > 2:
+                    found[int(pid)] = int(line.split()[-1])
+        return found
+
+
+def _texts(paths: Iterable[Path]) -> Iterator[str]:
+    """Of those processes that are there still: the agent runs programs now and then."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            yield path.read_text()
 
 
 def _specification(
@@ -173,9 +203,25 @@ def _specification(
         "mounts": [(sources[mount["name"]], mount["mountPath"], bool(mount.get("readOnly"))) for mount in mounts],
         "capabilities": security["capabilities"]["add"],
         "no_new_privileges": security["allowPrivilegeEscalation"] is False,
+        "seccomp": _seccomp(pod, security["capabilities"]["add"]).hex(),
+        # Without appArmorProfile a node with AppArmor applies the runtime's default.
+        "apparmor": apparmor.load() if apparmor.enabled() else "",
         "arguments": arguments,
         "environment": environment,
     }
+
+
+def _seccomp(pod: Mapping[str, Any], capabilities: Sequence[str]) -> bytes:
+    """The program that filters system calls; none: all are allowed."""
+    profile = pod.get("securityContext", {}).get("seccompProfile", {"type": "Unconfined"})
+    match profile["type"]:
+        case "RuntimeDefault":
+            return runtime_default(capabilities)
+        case "Localhost":
+            return Path(profile["localhostProfile"]).read_bytes()
+        case "Unconfined":
+            return b""
+    raise ValueError(f"seccomp profile {profile}")
 
 
 def _cgroup2() -> Path:
@@ -231,6 +277,15 @@ def _bind(source: str, target: Path, read_only: bool) -> None:
         _mount(source, target, None, MS_BIND | MS_REMOUNT | MS_RDONLY)
 
 
+def _filter_calls(instructions: bytes) -> None:
+    """Last of all, as a runtime does it: what comes before needs calls that the profile refuses."""
+    if not instructions:
+        return
+    buffer = ctypes.create_string_buffer(instructions, len(instructions))
+    program = struct.pack("@HP", len(instructions) // 8, ctypes.addressof(buffer))
+    _checked(_libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0), "seccomp filter")
+
+
 def _enter(wanted: dict[str, Any]) -> None:
     """In the new namespaces, as the process that becomes the container: never returns."""
     root = Path(wanted["root"])
@@ -274,6 +329,9 @@ def _enter(wanted: dict[str, Any]) -> None:
             _checked(_libc.prctl(PR_CAPBSET_DROP, bit, 0, 0, 0), f"drop capability {bit}")
     if wanted["no_new_privileges"]:
         _checked(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    if wanted["apparmor"]:
+        Path("/proc/self/attr/apparmor/exec").write_text(f"exec {wanted['apparmor']}")
+    _filter_calls(bytes.fromhex(wanted["seccomp"]))
     os.execve(wanted["arguments"][0], wanted["arguments"], wanted["environment"])
 
 

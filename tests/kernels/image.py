@@ -23,15 +23,18 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "kernels"
 #: SideBySide Debian's essential packages.
 PACKAGES = (
-    *("bpftool", "conntrack", "curl", "ethtool", "iperf3", "iproute2", "iptables", "iputils-ping", "jq", "kmod"),
-    *("libbpf1", "nftables", "procps", "python3", "python3-nftables", "tcpdump", "util-linux"),
+    *("apparmor", "bpftool", "conntrack", "curl", "ethtool", "iperf3", "iproute2", "iptables", "iputils-ping", "jq"),
+    *("kmod", "libbpf1", "libseccomp2", "nftables", "procps", "python3", "python3-nftables", "tcpdump", "util-linux"),
 )
 _LEFT_OUT = (
     *("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "usr/share/lintian", "usr/share/i18n"),
     *("usr/share/perl*", "var/cache", "var/lib/apt", "var/lib/dpkg/info"),
 )
-# What a network of devices and namespaces can need; the rest (disks, graphics, filesystems) is not carried along.
-_MODULES = ("kernel/net", "kernel/drivers/net", "kernel/lib", "kernel/crypto", "kernel/arch", "kernel/drivers/char")
+# What a network of devices and namespaces can need, and containers; the rest (disks, graphics) is not carried along.
+_MODULES = (
+    *("kernel/net", "kernel/drivers/net", "kernel/lib", "kernel/crypto", "kernel/arch", "kernel/drivers/char"),
+    "kernel/fs/overlayfs",
+)
 _NO_MODULES = ("*/drivers/net/ethernet/*", "*/drivers/net/wireless/*", "*/net/mac80211/*", "*/net/bluetooth/*")
 # Of the virtual environment: what no suite in a guest uses, by weight.
 _NO_PYTHON = (
@@ -84,13 +87,15 @@ def root() -> Path:
 def kernel(series: str) -> Kernel:
     """The newest kernel of a series, from the cache or the archive."""
     folder = CACHE / series
-    if not (folder / "release").exists():
-        _fetch(series, folder)
+    mark = hashlib.sha256(" ".join([*_MODULES, *_NO_MODULES]).encode()).hexdigest()[:12]
+    modules = folder / f"modules-{mark}.cpio"
+    if not (folder / "release").exists() or not modules.exists():
+        _fetch(series, folder, modules.name)
     release = (folder / "release").read_text().strip()
-    return Kernel(series, release, folder / "vmlinuz", folder / "modules.cpio")
+    return Kernel(series, release, folder / "vmlinuz", modules)
 
 
-def _fetch(series: str, folder: Path) -> None:
+def _fetch(series: str, folder: Path, modules: str) -> None:
     scratch = folder.with_name(f"{series}.{os.getpid()}")
     try:
         found = None
@@ -111,9 +116,10 @@ def _fetch(series: str, folder: Path) -> None:
         (image,) = [*(scratch / "files").glob(f"**/boot/vmlinuz-{release}"), *place.glob("vmlinuz")]
         subprocess.run(["depmod", "-b", place.parents[2], release], check=True)
         shutil.move(image, scratch / "vmlinuz")
-        _write(scratch / "modules.cpio", lambda archive: _add_modules(archive, place, release))
+        _write(scratch / modules, lambda archive: _add_modules(archive, place, release))
         (scratch / "release").write_text(release + "\n")
         shutil.rmtree(scratch / "files")
+        shutil.rmtree(folder, ignore_errors=True)  # fetched with other modules
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

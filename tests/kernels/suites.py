@@ -45,6 +45,8 @@ SUITES = (
     ),
     Suite("sctp", (f"{_CASES}/test_guest_sctp.py",), "ipv4 or refused"),
     Suite("underlays", (f"{_CASES}/test_guest_underlays.py",), "vxlan and not pod_keeps"),
+    # The agent in the container of its pod, under the profiles of a container runtime: Debian's kernels have AppArmor.
+    Suite("container", ("tests/netns/test_deploy_capabilities.py", "-k", "t13 or s11 or gives_it_serves")),
     Suite("netem", (f"{_CASES}/test_guest_netem.py",)),
     Suite("bridge", ("tests/netns/test_lab_bridge.py", "-k", "large or fragmented or talk")),
     Suite("netns", tuple(f"tests/netns/{name}" for name in _NETNS), "second_agent"),

@@ -19,8 +19,9 @@ from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.deployment import manifests
+from tests.deployment import apparmor, manifests
 from tests.deployment.node import contained, pod_of, wait_ready, with_manifests
+from tests.deployment.seccomp_filter import runtime_default
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -155,10 +156,108 @@ def test_without_a_capability_the_kernel_itself_refuses(small: Lab, name: str) -
     """So what the agent asks of itself is no more than what it needs."""
     specification = pod(small, [other for other in NEEDED if other != name])
     specification["containers"][0]["command"] = [sys.executable, "-c", UNCHECKED]
+    specification["securityContext"]["seccompProfile"] = {"type": "Unconfined"}  # which refuses bpf() before the kernel
     with contained(small.nodes[0], specification) as container:
         container.start()
         assert container.wait_ended() == 1
         assert re.search(REFUSALS[name], container.log()), container.log()
+
+
+# Calls that the kernel grants to any process, and what the container's filter makes of them; bpf() and
+# perf_event_open() with no arguments: the kernel then finds fault with these.
+CALLS = """
+import ctypes, errno, os, platform
+libc = ctypes.CDLL(None, use_errno=True)
+numbers = dict(zip("bpf perf_event_open keyctl add_key io_uring_setup".split(), NUMBERS[platform.machine()]))
+for name, number in numbers.items():
+    libc.syscall(number, *(ctypes.c_long(0) for _ in range(5)))
+    print(name, errno.errorcode.get(ctypes.get_errno(), "granted"))
+    ctypes.set_errno(0)
+for name, call in (("unshare", lambda: libc.unshare(0x10000000)), ("vsock", lambda: libc.socket(40, 1, 0)),
+                   ("inet", lambda: libc.socket(2, 1, 0))):
+    ctypes.set_errno(0)
+    print(name, "granted" if call() >= 0 else errno.errorcode[ctypes.get_errno()])
+print(*(line for line in open("/proc/self/status").read().splitlines() if line.startswith("Seccomp:")))
+"""
+NUMBERS = {"x86_64": (321, 298, 250, 248, 425), "aarch64": (280, 241, 219, 217, 425)}
+
+
+def answers(lab: Lab, specification: manifests.Object) -> dict[str, str]:
+    """What the kernel says to each of those calls in such a container."""
+    (container,) = specification["containers"]
+    container["command"], container["args"] = [sys.executable, "-c", CALLS.replace("NUMBERS", repr(NUMBERS))], []
+    with contained(lab.nodes[0], specification) as made:
+        made.start()
+        assert made.wait_ended() == 0, made.log()
+        return dict(line.split(maxsplit=1) for line in made.log().splitlines())
+
+
+def test_t13_the_containers_here_are_under_the_runtimes_default_seccomp_profile(small: Lab) -> None:
+    """What the tests above rest on: calls that the agent has no use for are refused, bpf() to whom it is given."""
+    specification = pod(small)
+    assert specification["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    found = answers(small, specification)
+    assert found.pop("Seccomp:") == "2"
+    # With its capabilities bpf() and perf_event_open() come to the kernel, which finds no arguments.
+    assert found.pop("bpf") not in ("EPERM", "granted")
+    assert found.pop("perf_event_open") not in ("EPERM", "granted")
+    refused = ("keyctl", "add_key", "io_uring_setup", "unshare", "vsock")
+    assert found == {**dict.fromkeys(refused, "EPERM"), "inet": "granted"}
+    found = answers(small, pod(small, ["NET_ADMIN"]))
+    assert (found["bpf"], found["perf_event_open"]) == ("EPERM", "EPERM")
+    specification["securityContext"]["seccompProfile"] = {"type": "Unconfined"}
+    found = answers(small, specification)
+    assert found["Seccomp:"] == "0"
+    assert [found[name] for name in refused].count("EPERM") == 0, found
+
+
+def test_t13_the_running_agent_and_its_threads_are_under_the_filter(small: Lab) -> None:
+    with contained(small.nodes[0], pod(small)) as container:
+        container.start()
+        wait_ready(small.nodes[0], container)
+        for status in container.statuses():
+            assert "\nSeccomp:\t2\n" in status
+            assert "\nNoNewPrivs:\t1\n" in status
+
+
+def test_t13_under_an_older_runtimes_profile_it_names_what_is_refused(small: Lab, tmp_path: Path) -> None:
+    """One that gives bpf() to holders of CAP_SYS_ADMIN alone."""
+    (tmp_path / "filter").write_bytes(runtime_default(["NET_ADMIN", "PERFMON"]))
+    specification = pod(small)
+    profile = {"type": "Localhost", "localhostProfile": str(tmp_path / "filter")}
+    specification["securityContext"]["seccompProfile"] = profile
+    with contained(small.nodes[0], specification) as container:
+        container.start()
+        assert container.wait_ended() == 1
+        assert "Operation not permitted" in container.log().splitlines()[-1], container.log()
+
+
+def test_t13_the_apparmor_profile_is_in_force_and_the_agent_serves(small: Lab) -> None:
+    """Writing below /sys/fs is denied by path, also on a mount that is writable; the agent has its pins elsewhere."""
+    if not apparmor.enabled():
+        pytest.skip("this kernel has no AppArmor; suite container of make test-kernels has it")
+    specification = pod(small)
+    (container,) = specification["containers"]
+    (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "pins")
+    container["volumeMounts"].append({**mount, "mountPath": "/sys/fs/bpf"})
+    pins = mount["mountPath"]
+    script = f"cat /proc/self/attr/apparmor/current; mkdir /sys/fs/bpf/mine; mkdir {pins}/mine && echo made"
+    container["command"], container["args"] = ["/bin/sh", "-c", script], []
+    with contained(small.nodes[0], specification) as made:
+        made.start()
+        made.wait_ended()
+        said = made.log().splitlines()
+    assert said[0] == f"{apparmor.NAME} (enforce)"
+    assert re.search("mkdir: .*/sys/fs/bpf/mine.*: Permission denied", said[1]), said
+    assert said[2] == "made"
+    with contained(small.nodes[0], pod(small)) as agent:
+        agent.start()
+        wait_ready(small.nodes[0], agent)
+        label = Path(f"/proc/{agent.first()}/attr/apparmor/current").read_text().strip()
+        assert label == f"{apparmor.NAME} (enforce)"
+        target = WEB.target("ClusterIP", small.nodes[0])
+        asking = pod_client(small.pods["asking"]).namespace
+        assert asking.call(ask, target.address.v4, target.ports["tcp"]).kind == ANSWERED
 
 
 def test_without_the_nodes_bpffs_it_says_so(small: Lab) -> None:

@@ -158,6 +158,8 @@ ROWS = [
     Row("the ClusterIP, another port", "pod", "cluster_ip", "untouched", port=81),
     Row("another address", "pod", "elsewhere", "untouched"),
     Row("the NodePort on an address that does not serve it", "client", "unserved_node", "untouched", port=NODE_PORT),
+    Row("the NodePort on the unspecified address", "client", "unspecified", "untouched", port=NODE_PORT),
+    Row("the same, no endpoints", "client", "unspecified", "untouched", port=NODE_PORT, cluster=[]),
     # there a REJECT and a DROP hold all the same, in iptables mode: kube-proxy refuses in the filter table
     *(
         Row(

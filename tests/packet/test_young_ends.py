@@ -48,6 +48,32 @@ def test_a_forged_reset_ends_nothing(fast: World, reply: bool) -> None:
     assert flow.entry(reply)["closing"] == 0  # type: ignore[index]
 
 
+def test_a_syn_of_the_endpoint_ends_nothing(fast: World) -> None:
+    """Both sides may open at once; and an endpoint must not shift what is counted for its client's device."""
+    flow = young(fast)
+    flow.answer()
+    for _ in range(3):
+        found = flow.run(reply=True, frame=flow.frame(True, flags="S", size=0))
+        assert found.retval == REDIRECT, fast.reasons()
+        assert found.data == bytes(flow.expected(True, flags="S", size=0))
+    assert flow.entries() == [False, True]
+    assert (count_of_young(fast, "pods"), count_of_young(fast, "nic")) == (1, 0)
+
+
+def test_a_syn_of_the_endpoint_after_the_end_is_counted_for_the_client(fast: World) -> None:
+    """The flow's entries go, and the device whose client has opened it has one flow less."""
+    flow = young(fast)
+    other = Flow(fast, sport=45000)
+    other.open_young()
+    close(flow)
+    assert (count_of_young(fast, "pods"), count_of_young(fast, "nic")) == (2, 0)
+    frame = flow.frame(True, flags="S", size=0)
+    found = flow.run(reply=True, frame=frame)
+    assert (found.retval, found.data) == (GO_ON, bytes(frame))
+    assert (flow.entries(), other.entries()) == ([], [False, True])
+    assert (count_of_young(fast, "pods"), count_of_young(fast, "nic")) == (1, 0)
+
+
 def close(flow: Flow) -> None:
     """FIN both ways, in sequence."""
     flow.answer()

@@ -348,6 +348,20 @@ def test_segments_that_fit_are_sent_as_one(fast: World) -> None:
     assert fast.reasons()["STACK_TOO_BIG"] == 1
 
 
+@pytest.mark.parametrize("mac", ["ff:ff:ff:ff:ff:ff", "01:00:5e:00:00:01", "33:33:00:00:00:01"])
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+def test_a_frame_for_many_hosts_opens_no_flow(fast: World, protocol: str, mac: str) -> None:
+    """The kernel forwards none of them, and it is the kernel that gets it."""
+    flow = Flow(fast, protocol)
+    flow.permit()
+    frame = flow.frame(flags="S", size=0)
+    frame[Ether].dst = mac
+    found = flow.run(frame=frame)
+    assert (found.retval, found.data) == (GO_ON, bytes(frame))
+    assert flow.entries() == []
+    assert fast.reasons()["STACK_NOT_PLAIN"] == 1
+
+
 # ---- fragments ---------------------------------------------------------------------------------------
 
 
@@ -390,6 +404,22 @@ def test_fragments_follow_the_first(fast: World, reply: bool, way: str) -> None:
         assert found.data == bytes(becomes)
     _, another, _ = fragments(flow, reply, number=10)
     assert flow.run(reply, another).retval == GO_ON
+
+
+@pytest.mark.parametrize("what", ["too big", "last hop"])
+def test_a_first_fragment_that_only_the_kernel_can_handle_is_left_to_it(fast: World, what: str) -> None:
+    """It fragments again, or tells the sender why not; the later fragments follow the first to it."""
+    flow = young(fast, "udp")
+    whole = flow.frame(size=2000, hops=64 if what == "too big" else 1)
+    body = bytes(whole[UDP])
+    at = 1560 if what == "too big" else 40
+    first, later = cut(fast, whole, body[:at], body[at:], 9)
+    found = flow.run(frame=first)
+    assert found.skb is not None
+    assert (found.retval, found.data) == (GO_ON, bytes(first)), fast.reasons()
+    assert found.skb.priority == PRIORITY_BACKEND | fast.backend_ids["remote", 2]
+    assert len(fast.promotions()) == 1
+    assert flow.run(frame=later).retval == GO_ON
 
 
 def test_fragments_from_elsewhere_do_not_follow(fast: World) -> None:

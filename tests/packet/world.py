@@ -70,6 +70,7 @@ ADDRESSES: dict[str, tuple[str, str]] = {
     "local": ("10.244.1.5", "fd00:10:244:1::5"),
     "outside": ("172.16.0.10", "fd00:ac::10"),
     "nowhere": ("100.64.0.9", "fd99::9"),
+    "unspecified": ("0.0.0.0", "::"),
     **{f"pod{i}": (f"10.244.3.{i}", f"fd00:10:244:3::{i:x}") for i in range(1, 13)},
     **{f"caller{i}": (f"10.244.1.{100 + i}", f"fd00:10:244:1:1::{i:x}") for i in range(100)},
 }

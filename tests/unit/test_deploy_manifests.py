@@ -15,7 +15,7 @@ import pytest
 from pyebpf_proxy import __version__
 from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.flags import parse
-from tests.deployment import manifests
+from tests.deployment import apparmor, manifests
 from tests.deployment.manifests import DEPLOY, ROOT, Object, build, container, one
 
 pytestmark = pytest.mark.needs_kubectl
@@ -121,6 +121,21 @@ def test_the_container_may_as_little_as_possible(folder: Path) -> None:
     assert "initContainers" not in specification
     paths = {volume["hostPath"]["path"] for volume in specification["volumes"] if "hostPath" in volume}
     assert paths <= HOST_PATHS
+
+
+@pytest.mark.parametrize("component", [None, "ipvs"])
+def test_t13_what_the_runtimes_apparmor_profile_denies_is_not_mounted_to_be_written(
+    component: str | None, tmp_path: Path
+) -> None:
+    """It denies by path: what the agent writes of /sys/fs/bpf and /proc/sys is mounted elsewhere."""
+    assert apparmor.denies_write("/sys/fs/bpf/pyebpf-proxy/tc")
+    assert apparmor.denies_write("/proc/sys/net/netfilter/nf_conntrack_max")
+    assert not apparmor.denies_write("/sys/fs/cgroup/kubepods/cgroup.procs")
+    objects = with_component(tmp_path, component) if component else manifests.base()
+    mounts = container(one(objects, "DaemonSet"))["volumeMounts"]
+    written = [mount["mountPath"] for mount in mounts if not mount.get("readOnly")]
+    assert {"/run/pyebpf-proxy/bpf/pyebpf-proxy", "/host/proc/sys/net/netfilter"} <= {*written}
+    assert [path for path in written if apparmor.denies_write(path) or apparmor.denies_write(f"{path}/x")] == []
 
 
 @pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random packets and Services through every tc and XDP program (fuzz.py). What failed once is a case of other tests."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fuzz import SETTINGS, fuzz
+from world import World
+
+pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
+
+PACKETS = 20_000
+#: What must occur, or the packets are not what they are meant to be; "fast" and "xdp" send.
+OCCUR = ("serve", "drop", "reject", "none", "no first packet", "without ports", "odd")
+OCCUR_FAST = ("young", "sent", "a young flow's, for the kernel", "ended", "later fragment")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_random_packets_become_what_the_rules_say(node: World, name: str) -> None:
+    seed = 1000
+    print(f"seed {seed}")
+    node.forget_flows()
+    node.settings = {}
+    counts = fuzz(node, PACKETS, seed, (name,))
+    for what in (*OCCUR, *(OCCUR_FAST if name in ("fast", "xdp") else ())):
+        assert counts[what] > 0, (what, counts)
+    assert counts["refused by the kernel's test run"] < PACKETS / 10
+
+
+def test_the_packets_of_a_seed_are_the_same(node: World) -> None:
+    """Else a seed that was printed would find nothing again."""
+    first, second = (fuzz(node, 500, 3, ("slow",)) for _ in range(2))
+    assert first == second
+    assert fuzz(node, 500, random.Random(4).randrange(1 << 30), ("slow",)) != first
