@@ -52,7 +52,7 @@ case "${1:-}" in
 packages)
     case "${2:-}" in
     build) packages "to build" ;;
-    run) packages "to run: (the agent|taking away)" ;;
+    run) packages "to run: (the agent|removing)" ;;
     *) echo "usage: $0 packages build|run" >&2; exit 1 ;;
     esac
     ;;
