@@ -47,7 +47,8 @@ class DatapathNumbers(NamedTuple):
 class Metrics:
     """All metrics that the agent's own code writes. Each field is written by one thread only."""
 
-    def __init__(self, datapath: DatapathNumbers) -> None:
+    def __init__(self, datapath: DatapathNumbers, localhost_node_ports: bool = False) -> None:
+        """``localhost_node_ports``: also the metric that kube-proxy has in mode iptables only."""
         self.duration = _histogram("sync_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds", EXP15)
         self.full_duration = _histogram(
             "sync_full_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds for full resyncs", EXP15
@@ -120,6 +121,9 @@ class Metrics:
         self.registry.add(*(family for family in vars(self).values() if isinstance(family, Counter | Histogram)))
         self.kubernetes_count = sum(name.startswith("kubeproxy_") for name in self.registry.names)
         self.registry.add(*_read(datapath))
+        if localhost_node_ports:
+            self.kubernetes_count += 1
+            self.registry.add(_localhost_node_ports(datapath))
 
     def count(self, path: str, code: int) -> None:
         """Count an answer of the health server."""
@@ -183,6 +187,25 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
         "Capacity of a BPF map, in entries",
         ("map",),
         lambda: [((name,), room) for name, (_, room) in datapath.maps().items()],
+    )
+
+
+def _localhost_node_ports(datapath: DatapathNumbers) -> Read:
+    """kube-proxy counts the first packet of each flow, in a rule with an nfacct object; here the socket's program does.
+
+    Without the programs nothing counts it, and the metric has no sample, as kube-proxy's without nfacct.
+    """
+
+    def accepted() -> Iterable[tuple[Labels, float]]:
+        found = datapath.reasons().get("localhost_node_port")
+        return [] if found is None else [((), found)]
+
+    return Read(
+        CounterMetricFamily,
+        "kubeproxy_iptables_localhost_nodeports_accepted_packets_total",
+        _ALPHA + "Number of packets accepted on nodeports of loopback interface",
+        (),
+        accepted,
     )
 
 
