@@ -7,6 +7,7 @@ import json
 import ssl
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -121,7 +122,7 @@ def test_it_serves_what_the_api_server_has(server: ApiServer, small: Lab, mode: 
 
 
 def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small: Lab, tmp_path: Path) -> None:
-    """The page's order: kube-proxy beside the agent, then the clean-up's pod. No connection fails in between."""
+    """The clean-up waits until kube-proxy has programmed the node. No connection fails in between."""
     (only,) = small.nodes
     admin = server.kubeconfig(tmp_path / "kube-proxy.conf", {"token": ADMIN_TOKEN})
     kube_proxy = [
@@ -141,10 +142,24 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
     def programmed() -> bool:
         return all(sum("default/web:http" in line for line in lines) > 2 for lines in rules().values())
 
+    cleaning = pod_of(manifests.one(manifests.build(DEPLOY / "overlays/kubeadm-back/cleanup"), "DaemonSet"))
+    clean = tmp_path / "clean"
+    clean.mkdir()
+    for volume in cleaning["volumes"]:
+        if volume.pop("emptyDir", None) is not None:
+            volume["hostPath"] = {"path": str(clean)}
+    path = {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"}
+
     with ExitStack() as stack:
         agent = stack.enter_context(started(server, small, {"clusterCIDR": ",".join(POD_CIDR)}))
         agent.start()
         wait_ready(only, agent)
+        assert agent.terminate() == 0
+        assert answered(), "what is attached carries on without the agent"
+        # The clean-up's pod comes first, as it may where kube-proxy's pods are counted before they have done anything.
+        cleaner = stack.enter_context(contained(only, cleaning, environment=path))
+        cleaner.start()
+        cleaner.wait_for(lambda: "waiting for kube-proxy at 127.0.0.1:10256" in cleaner.log(), "it waits", 30)
         log = stack.enter_context(open(tmp_path / "kube-proxy.log", "wb"))
         process = subprocess.Popen(
             ["ip", "netns", "exec", only.namespace.name, *kube_proxy],
@@ -154,24 +169,13 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
         )
         stack.callback(process.wait)
         stack.callback(process.kill)
-        agent.wait_for(programmed, "kube-proxy's rules are there, of both families")
-        assert answered()
-        before = rules()
-        assert agent.terminate() == 0
-        assert answered(), "what is attached carries on without the agent"
-
-        cleaning = pod_of(manifests.one(manifests.build(DEPLOY / "overlays/kubeadm-back/cleanup"), "DaemonSet"))
-        clean = tmp_path / "clean"
-        clean.mkdir()
-        for volume in cleaning["volumes"]:
-            if volume.pop("emptyDir", None) is not None:
-                volume["hostPath"] = {"path": str(clean)}
-        path = {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"}
-        cleaner = stack.enter_context(contained(only, cleaning, environment=path))
-        cleaner.start()
-        cleaner.wait_for(lambda: (clean / "done").exists(), "the node is clean", 120)
+        while not (clean / "done").exists():
+            assert answered(), "either the agent's programs or kube-proxy's rules are there"
+            cleaner.wait_for(lambda: True, "it runs")
+            time.sleep(0.05)
+        assert "kube-proxy has programmed this node: IPv4, IPv6" in cleaner.log()
+        assert programmed(), "kube-proxy's rules are there, of both families"
         assert "pyebpf-proxy" not in only.namespace.run("nft", "list", "tables")
-        assert rules() == before
         assert answered(), "kube-proxy's rules carry on"
         assert process.poll() is None
 
