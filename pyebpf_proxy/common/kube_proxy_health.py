@@ -38,8 +38,9 @@ def wait(address: str | None = None, sleep: Callable[[float], None] = time.sleep
         families, why = programmed(host.strip("[]"), int(port))
         now = time.monotonic()
         since = None if families is None else now if since is None else since
-        if families is not None and (families >= _BOTH or since is not None and now - since >= SETTLED_SECONDS):
-            print(f"kube-proxy has programmed this node: {', '.join(sorted(families)) or 'an old one, it names no family'}")
+        if families is not None and (families >= _BOTH or now - (since or now) >= SETTLED_SECONDS):
+            names = ", ".join(sorted(families)) or "it is an old one, which names no family"
+            print(f"kube-proxy has programmed this node: {names}")
             return 0
         if why != said:
             print(f"waiting for kube-proxy at {address}: {why}", flush=True)

@@ -48,9 +48,7 @@ def kubectl(server: ApiServer, tmp_path: Path) -> Kubectl:
 
 
 @pytest.fixture(params=["kubeadm", "apply", "server-side"])
-def cluster(
-    request: pytest.FixtureRequest, server: ApiServer, kubectl: Kubectl, tmp_path: Path
-) -> Iterator[ApiServer]:
+def cluster(request: pytest.FixtureRequest, server: ApiServer, kubectl: Kubectl, tmp_path: Path) -> Iterator[ApiServer]:
     """The cluster as kubeadm leaves it, as far as kube-proxy is concerned; or as somebody's own apply leaves it."""
     for item in (kubeadm.config_map("https://192.0.2.1:6443"), kubeadm.daemon_set()):
         if request.param == "kubeadm":
