@@ -110,14 +110,18 @@ class Api:
         content: str = JSON,
         query: Mapping[str, str] | None = None,
         text: bool = False,
+        later: frozenset[int] = _LATER,
     ) -> Any:
-        """The answer, decoded. ``text``: as it is. RefusedError; ClusterError if the server does not answer in time."""
+        """The answer, decoded. ``text``: as it is. RefusedError; ClusterError if the server does not answer in time.
+
+        ``later``: statuses after which the request is repeated.
+        """
         end = time.monotonic() + PATIENCE
         while True:
             try:
                 answer = self._once(method, path, body, content, query or {}, text)
             except RefusedError as refused:
-                if refused.status not in _LATER:
+                if refused.status not in later:
                     raise
                 why = str(refused)
             else:
@@ -213,13 +217,14 @@ class Api:
             raise
         return True
 
-    def log(self, pod: str, namespace: str, container: str = "") -> str:
-        """A pod's log; "" while it has none."""
-        query = {"container": container} if container else {}
+    def log(self, pod: str, namespace: str, most_bytes: int = 1 << 20, previous: bool = False) -> str:
+        """The beginning of a pod's log; "" while it has none, or while its kubelet does not give it."""
+        query = {"limitBytes": str(most_bytes)} | ({"previous": "true"} if previous else {})
+        path = f"{PODS.path(namespace, pod)}/log"
         try:
-            return str(self.request("GET", f"{PODS.path(namespace, pod)}/log", query=query, text=True))
+            return str(self.request("GET", path, query=query, text=True, later=frozenset({0, 429})))
         except RefusedError as refused:
-            if refused.status in (400, 404):
+            if refused.status in (400, 404) or refused.status >= 500:
                 return ""
             raise
 

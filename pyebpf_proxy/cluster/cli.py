@@ -21,6 +21,7 @@ COMMANDS = {
     "install": "take nodes over from kube-proxy, one after the other, each verified; goes on where it was stopped",
     "upgrade": "replace the agents by those of another image, one after the other, each verified",
     "rollback": "give nodes back to kube-proxy; after the last one, remove all objects",
+    "sysdump": "one archive for a bug report: objects and logs, without secrets",
 }
 _CHANGING = frozenset({"install", "upgrade", "rollback"})
 _STATUSES = "exit status: 0 done, no problem found; 1 a problem; 2 wrong usage; 3 no answer; 130 Ctrl-C"
@@ -69,6 +70,8 @@ def parser() -> argparse.ArgumentParser:
         )
         if name in ("check", "install", "upgrade"):
             each.add_argument("--image", default="", metavar="NAME", help="the agent's image, with its tag")
+        if name == "sysdump":
+            each.add_argument("--file", default="", metavar="FILE", help="default: pyebpf-proxy-sysdump-TIME.tar.gz")
         if name == "install":
             each.add_argument("--canary", type=_count, metavar="N", help="stop when N nodes are taken over")
             each.add_argument("--dry-run", action="store_true", help="print objects and nodes; change nothing")
@@ -183,10 +186,17 @@ def _rollback(api: Api, output: Output, options: argparse.Namespace) -> int:
     return 0
 
 
+def _sysdump(api: Api, output: Output, options: argparse.Namespace) -> int:
+    from pyebpf_proxy.cluster import sysdump
+
+    return PROBLEM if sysdump.write(api, output, options.file) else 0
+
+
 _CALLS: dict[str, Callable[..., int]] = {
     "check": _check,
     "status": _status,
     "install": _install,
     "upgrade": _upgrade,
     "rollback": _rollback,
+    "sysdump": _sysdump,
 }

@@ -42,7 +42,8 @@ def wait_programmed(api: Api, node: str, seconds: float) -> Pod:
         found = pods(api, _AGENTS, node).get(node)
         if found is not None and found.hopeless:
             raise ClusterError(f"the agent does not start: {found.hopeless}")
-        return found is not None and found.usable and is_programmed(api, found)
+        # A pod that is ready may have so long a log that its beginning is gone.
+        return found is not None and found.usable and (found.ready or is_programmed(api, found))
 
     wait_until(programmed, "the agent has not programmed the node", seconds)
     assert found is not None

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -349,3 +350,49 @@ def test_without_kube_proxy_nothing_is_done(server: ApiServer, tmp_path: Path) -
         assert said.startswith("Error: there is no DaemonSet kube-system/kube-proxy: ")
         said = only_error(run(tmp_path, "rollback", status=1))
         assert "the agent stays, it is the only proxy" in said
+
+
+# ---- sysdump -------------------------------------------------------------------------------------------------------
+
+
+def contents(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as archive:
+        names = archive.getnames()
+        files = {name.partition("/")[2]: archive.extractfile(name) for name in names}
+        return {name: file.read().decode() for name, file in files.items() if file is not None}
+
+
+def test_sysdump_has_what_a_report_needs_and_no_secret(
+    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
+) -> None:
+    server.account("somebody", [])
+    secret, token = "the-password-of-somebody", server.token("somebody")
+    server.create({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}, "stringData": {"key": secret}})
+    data = server.request("GET", CONFIG_MAP)["data"]
+    user = {"token": token, "password": secret, "client-key-data": secret}
+    kubeconfig = yaml.safe_load(data["kubeconfig.conf"]) | {"users": [{"name": "default", "user": user}]}
+    changed = {"data": {"kubeconfig.conf": yaml.safe_dump(kubeconfig)}}
+    server.request("PATCH", CONFIG_MAP, changed, "application/merge-patch+json")
+    run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
+    target = tmp_path / "dump.tar.gz"
+    said = run(tmp_path, "sysdump", "--file", str(target))
+    assert "look at it before you publish it" in said
+    assert target.stat().st_mode & 0o777 == 0o600
+    files = contents(target)
+    assert files["missing.txt"] == ""
+    assert [each["metadata"]["name"] for each in yaml.safe_load(files["nodes.yaml"])] == NAMES
+    assert "kubernetes" in files["services.yaml"]
+    assert "1 of 3 nodes are served by pyebpf-proxy" in files["status.txt"]
+    (agent,) = (text for name, text in files.items() if name.startswith("logs/pyebpf-proxy"))
+    assert " info ready " in agent
+    everything = "\n".join(files.values())
+    assert "mode: ''" in files["kube-proxy.config.yaml"]
+    assert secret not in everything
+    assert token not in everything
+    assert files["kube-proxy.config.yaml"].count("REDACTED") == 3
+    assert "exists already" in run(tmp_path, "sysdump", "--file", str(target), status=2)
+    server.account("reader", [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]}])
+    server.kubeconfig(tmp_path / "admin.conf", {"token": server.token("reader")})
+    said = run(tmp_path, "sysdump", "--file", str(tmp_path / "part.tar.gz"), status=1)
+    assert "missing: services.yaml: services is forbidden" in said
+    assert contents(tmp_path / "part.tar.gz")["missing.txt"].count("forbidden") > 5

@@ -73,7 +73,7 @@ def test_services_are_connected_to() -> None:
         listening = [
             sys.executable,
             "-c",
-            "import socket, time; socket.create_server(('127.0.0.1', 80)); time.sleep(60)",
+            "import socket, time; s = socket.create_server(('127.0.0.1', 80)); time.sleep(60)",
         ]
         with subprocess.Popen(["ip", "netns", "exec", namespace.name, *listening]) as process:
             command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "on-node", "verify", "127.0.0.1", "80"]
@@ -89,6 +89,6 @@ def test_services_are_connected_to() -> None:
             process.kill()
     finally:
         namespace.remove()
-    assert [each.returncode for each in results] == [0, 1]
+    assert [each.returncode for each in results] == [0, 1], results
     assert results[0].stdout == "connected to the Service at 127.0.0.1 port 80\nall is well\n"
     assert results[1].stdout.splitlines()[-1] == "no connection to the Service at 127.0.0.1 port 81: Connection refused"

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pyebpf_proxy.cluster.objects import errand
 from pyebpf_proxy.kube.api.resources import ENDPOINT_SLICES, SERVICE_CIDRS, SERVICES, Resource
 from pyebpf_proxy.kube.api.resources import node as one_node
 from pyebpf_proxy.lab.addresses import POD_CIDR, cluster_ip
@@ -178,6 +179,20 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
         assert "pyebpf-proxy" not in only.namespace.run("nft", "list", "tables")
         assert answered(), "kube-proxy's rules carry on"
         assert process.poll() is None
+        cleaner.kill()
+        process.kill()
+        process.wait()
+        # `cluster install` removes by a pod what kube-proxy wrote beside the agent: one capability is enough.
+        removing = errand("verify", only.name, "image", ["pyebpf-proxy", "cluster", "on-node", "verify"])["spec"]
+        for volume in removing["volumes"]:
+            if volume.pop("emptyDir", None) is not None:
+                volume["hostPath"] = {"path": str(clean)}
+        removing["containers"][0]["command"][0] = str(Path(sys.executable).parent / "pyebpf-proxy")
+        container = stack.enter_context(contained(only, removing, environment=path))
+        container.start()
+        assert container.wait_ended() == 0, container.log()
+        assert "removed what kube-proxy left behind: " in container.log()
+        assert not any(rules().values())
 
 
 # ---- exactly these rights ----------------------------------------------------------------------------------------
