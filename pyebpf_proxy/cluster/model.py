@@ -25,7 +25,7 @@ _HOPELESS = {
     "CrashLoopBackOff": "the container ends again and again",
 }
 #: The agent's log line once the node is programmed, as text and as JSON.
-_PROGRAMMED = re.compile(r'^\S+ info ready |"(?:msg|message|text)": ?"ready"', re.MULTILINE)
+_PROGRAMMED = re.compile(r'^\S+ info ready |"message": ?"ready"', re.MULTILINE)
 
 
 class Pod(NamedTuple):
@@ -136,7 +136,12 @@ def pods(api: Api, labels: str, node: str = "") -> dict[str, Pod]:
 
 def is_programmed(api: Api, pod: Pod) -> bool:
     """Whether this agent has programmed its node since its start."""
-    return bool(_PROGRAMMED.search(api.log(pod.name, NAMESPACE)))
+    return says_programmed(api.log(pod.name, NAMESPACE))
+
+
+def says_programmed(log: str) -> bool:
+    """Whether an agent's log says that the node is programmed."""
+    return bool(_PROGRAMMED.search(log))
 
 
 def kube_proxy_configuration(api: Api) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pyebpf_proxy.cluster.model import says_programmed
 from pyebpf_proxy.cluster.objects import errand
 from pyebpf_proxy.kube.api.resources import ENDPOINT_SLICES, SERVICE_CIDRS, SERVICES, Resource
 from pyebpf_proxy.kube.api.resources import node as one_node
@@ -120,6 +121,42 @@ def test_it_serves_what_the_api_server_has(server: ApiServer, small: Lab, mode: 
         log = container.log()
         assert not [line for line in log.splitlines() if "orbidden" in line or "not allowed" in line], log
         assert container.terminate() == 0
+
+
+def test_on_the_way_there_the_agent_takes_over_beside_kube_proxy(server: ApiServer, small: Lab, tmp_path: Path) -> None:
+    """What `cluster install` relies on: beside kube-proxy the agent says that it has programmed the node, and is not
+    ready; without kube-proxy it is, by itself."""
+    (only,) = small.nodes
+    admin = server.kubeconfig(tmp_path / "kube-proxy.conf", {"token": ADMIN_TOKEN})
+    kube_proxy = [
+        *(str(cache() / "go" / "kube-proxy"), f"--kubeconfig={admin}", f"--hostname-override={only.name}"),
+        *("--proxy-mode=iptables", f"--cluster-cidr={','.join(POD_CIDR)}", "--conntrack-max-per-core=0"),
+    ]
+    with ExitStack() as stack:
+        log = stack.enter_context(open(tmp_path / "kube-proxy.log", "wb"))
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", only.namespace.name, *kube_proxy],
+            stdout=log,
+            stderr=log,
+            preexec_fn=die_with_parent,
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        agent = stack.enter_context(started(server, small, {"clusterCIDR": ",".join(POD_CIDR)}))
+        end = time.monotonic() + 30
+        while not only.namespace.run("ss", "-Hltn", "sport", "=", ":10256"):
+            assert time.monotonic() < end, "kube-proxy does not serve its health page"
+            time.sleep(0.1)
+        agent.start()
+        agent.wait_for(lambda: says_programmed(agent.log()), "it says that the node is programmed")
+        assert only.namespace.call(ask, cluster_ip(11).v4, 80).kind == ANSWERED
+        with pytest.raises(AssertionError, match="readinessProbe succeeds"):
+            wait_ready(only, agent, 2)
+        process.kill()
+        process.wait()
+        wait_ready(only, agent)
+        assert only.namespace.call(ask, cluster_ip(11).v4, 80).kind == ANSWERED
+        assert agent.terminate() == 0
 
 
 def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small: Lab, tmp_path: Path) -> None:
