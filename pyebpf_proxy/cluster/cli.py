@@ -21,9 +21,10 @@ COMMANDS = {
     "install": "take nodes over from kube-proxy, one after the other, each verified; goes on where it was stopped",
     "upgrade": "replace the agents by those of another image, one after the other, each verified",
     "rollback": "give nodes back to kube-proxy; after the last one, remove all objects",
+    "test": "connectivity: pods and nodes ask Services of the test's own, on every node; cleans up after itself",
     "sysdump": "one archive for a bug report: objects and logs, without secrets",
 }
-_CHANGING = frozenset({"install", "upgrade", "rollback"})
+_CHANGING = frozenset({"install", "upgrade", "rollback", "test"})
 _STATUSES = "exit status: 0 done, no problem found; 1 a problem; 2 wrong usage; 3 no answer; 130 Ctrl-C"
 _EXAMPLE = """example:
   pyebpf-proxy cluster check --image REGISTRY/pyebpf-proxy:0.1.0
@@ -68,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         each.add_argument(
             "-o", "--output", choices=("text", "json"), default="text", help="json: one document, at the end"
         )
-        if name in ("check", "install", "upgrade"):
+        if name in ("check", "install", "upgrade", "test"):
             each.add_argument("--image", default="", metavar="NAME", help="the agent's image, with its tag")
         if name == "sysdump":
             each.add_argument("--file", default="", metavar="FILE", help="default: pyebpf-proxy-sysdump-TIME.tar.gz")
@@ -186,6 +187,14 @@ def _rollback(api: Api, output: Output, options: argparse.Namespace) -> int:
     return 0
 
 
+def _test(api: Api, output: Output, options: argparse.Namespace) -> int:
+    from pyebpf_proxy.cluster import connectivity
+    from pyebpf_proxy.cluster.model import view
+
+    passed = connectivity.run(api, output, view(api, options.nodes), options.image, options.timeout)
+    return 0 if passed else PROBLEM
+
+
 def _sysdump(api: Api, output: Output, options: argparse.Namespace) -> int:
     from pyebpf_proxy.cluster import sysdump
 
@@ -198,5 +207,6 @@ _CALLS: dict[str, Callable[..., int]] = {
     "install": _install,
     "upgrade": _upgrade,
     "rollback": _rollback,
+    "test": _test,
     "sysdump": _sysdump,
 }

@@ -3,7 +3,7 @@
 
 ``pyebpf-proxy cluster on-node fit`` checks what only the node itself shows. ``verify [ADDRESS PORT …]`` removes rules
 that kube-proxy wrote while both ran, then connects to Services. ``kube-proxy [ADDRESS PORT …]`` waits until kube-proxy
-has rules for these Services.
+has rules for these Services. ``peer``: a pod of ``cluster test``.
 """
 
 from __future__ import annotations
@@ -91,6 +91,10 @@ def _rules() -> str:
 def main(arguments: list[str]) -> int:
     """The command line; status 1 with the problems on the last line."""
     what, *rest = arguments
+    if what == "peer":
+        from pyebpf_proxy.cluster import peer
+
+        return peer.main()
     if what == "fit":
         problems = fit()
     else:

@@ -41,6 +41,8 @@ class Faults:
         self.never_programmed: set[str] = set()
         #: What errands say when they fail, by a word of their name and the node.
         self.errands: dict[tuple[str, str], str] = {}
+        #: What a row of `cluster test` found, by its text.
+        self.rows: dict[str, str] = {}
 
 
 class SimulatedNodes:
@@ -106,6 +108,7 @@ class SimulatedNodes:
                     self._control(daemon_set, pods)
                 for pod in pods.values():
                     self._report(pod, pods)
+                self._finalize()
             except (OSError, http.client.HTTPException, ssl.SSLError):
                 continue  # the API server is away, as a test wants it
             except ApiError as error:
@@ -116,8 +119,19 @@ class SimulatedNodes:
                 self.problems.append(traceback.format_exc())
                 return
 
+    def _finalize(self) -> None:
+        """The namespace controller's part: one that is being deleted goes once it is empty."""
+        for item in self.server.request("GET", "/api/v1/namespaces")["items"]:
+            name = item["metadata"]["name"]
+            if (
+                item["status"]["phase"] == "Terminating"
+                and not self.server.request("GET", f"/api/v1/namespaces/{name}/pods")["items"]
+            ):
+                item["spec"]["finalizers"] = []
+                self.server.request("PUT", f"/api/v1/namespaces/{name}/finalize", item)
+
     def _pods(self) -> dict[str, Object]:
-        return {each["metadata"]["name"]: each for each in self.server.request("GET", SYSTEM)["items"]}
+        return {each["metadata"]["name"]: each for each in self.server.request("GET", "/api/v1/pods")["items"]}
 
     def _control(self, daemon_set: Object, pods: dict[str, Object]) -> None:
         name, uid = daemon_set["metadata"]["name"], daemon_set["metadata"]["uid"]
@@ -155,11 +169,11 @@ class SimulatedNodes:
 
     def _delete(self, pod: Object) -> None:
         if "deletionTimestamp" not in pod["metadata"]:
-            self.server.request("DELETE", f"{SYSTEM}/{pod['metadata']['name']}")
+            self.server.request("DELETE", _path(pod))
 
     def _remove(self, pod: Object) -> None:
         body = {"gracePeriodSeconds": 0, "preconditions": {"uid": pod["metadata"]["uid"]}}
-        self._ignore("DELETE", f"{SYSTEM}/{pod['metadata']['name']}", body)
+        self._ignore("DELETE", _path(pod), body)
 
     def _ignore(self, method: str, path: str, body: Object | None = None) -> None:
         try:
@@ -173,22 +187,30 @@ class SimulatedNodes:
         metadata, specification = pod["metadata"], pod["spec"]
         name, node = metadata["name"], specification["nodeName"]
         if "deletionTimestamp" in metadata:
+            self._logs.pop(name, None)
             self._remove(pod)
             return
         age = time.monotonic() - self._since.setdefault(metadata["uid"], time.monotonic())
         (container,) = specification["containers"]
-        image, kind = container["image"], metadata["labels"].get("k8s-app", "errand")
+        image, kind = container["image"], metadata.get("labels", {}).get("k8s-app", "errand")
         if (image, node) in self.faults.missing and pod["status"]["phase"] == "Pending":
             reason = "ErrImagePull" if age < 0.3 else "ImagePullBackOff"
             waiting = {"reason": reason, "message": f'failed to pull "{image}": not found'}
             self._status(pod, "Pending", {"waiting": waiting}, started=False)
+            return
+        plan = next((each["value"] for each in container.get("env", ()) if each["name"] == "PEER_PLAN"), None)
+        if plan is not None:
+            # A pod of `cluster test`: what it found is the fault's, or as it should be.
+            rows = [row | self._found(row) for row in json.loads(plan)]
+            self._logs[name] = "".join(f"{json.dumps(row)}\n" for row in rows) + "done\n"
+            self._status(pod, "Running", {"running": {}}, True, True)
             return
         if kind == "errand":
             wrong = next((text for (what, at), text in self.faults.errands.items() if what in name and at == node), "")
             self._logs[name] = wrong or "all is well\n"
             # These two wait for a kube-proxy that has programmed the node.
             waits = ("await" in name or "clean" in name) and not any(
-                each["metadata"]["labels"].get("k8s-app") == "kube-proxy"
+                each["metadata"].get("labels", {}).get("k8s-app") == "kube-proxy"
                 and each["spec"]["nodeName"] == node
                 and _conditions(each).get("Programmed") == "True"
                 for each in pods.values()
@@ -207,11 +229,15 @@ class SimulatedNodes:
                 self._logs[name] += "2026-01-01T00:00:00.100Z info ready objects=3 service_ports=1 seconds=0.1\n"
             # Another process, kube-proxy, holds the health port.
             beside = any(
-                each["metadata"]["labels"].get("k8s-app") == "kube-proxy" and each["spec"]["nodeName"] == node
+                each["metadata"].get("labels", {}).get("k8s-app") == "kube-proxy" and each["spec"]["nodeName"] == node
                 for each in pods.values()
             )
             ready = programmed and not beside and node not in self.faults.never_ready
         self._status(pod, "Running", {"running": {}}, True, ready, programmed)
+
+    def _found(self, row: Object) -> Object:
+        wrong = self.faults.rows.get(row["to"])
+        return {"ok": wrong is None, "detail": wrong or "n1"}
 
     def _status(
         self, pod: Object, phase: str, state: Object, started: bool, ready: bool = False, programmed: bool = False
@@ -225,7 +251,7 @@ class SimulatedNodes:
         same = known.get("phase") == phase and _conditions(pod) == {each["type"]: each["status"] for each in conditions}
         if same and list(known["containerStatuses"][0]["state"]) == list(state) and _reason(known) == _reason(status):
             return
-        self.server.request("PATCH", f"{SYSTEM}/{pod['metadata']['name']}/status", {"status": status}, _MERGE)
+        self.server.request("PATCH", f"{_path(pod)}/status", {"status": status}, _MERGE)
 
     def _kubelet(self) -> ThreadingHTTPServer:
         """The port of every node: logs only."""
@@ -329,6 +355,10 @@ class Recorder:
 def _node(name: str) -> Object:
     labels = {"kubernetes.io/os": "linux", "kubernetes.io/hostname": name}
     return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
+
+
+def _path(pod: Object) -> str:
+    return f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
 
 
 def _owner(pod: Object) -> str:

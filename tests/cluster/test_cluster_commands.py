@@ -61,7 +61,7 @@ def proxies(pods: dict[str, Object]) -> dict[str, list[str]]:
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
-    confirmed = ["--yes"] if arguments[0] in ("install", "upgrade", "rollback") else []
+    confirmed = ["--yes"] if arguments[0] in ("install", "upgrade", "rollback", "test") else []
     where = ["--kubeconfig", str(folder / "admin.conf")]
     if "--timeout" not in arguments:
         where += ["--timeout", "20"]
@@ -126,13 +126,13 @@ def test_what_fails_is_given_back(cluster: SimulatedNodes, server: ApiServer, tm
         words = f'the agent does not start: the image cannot be pulled: failed to pull "{IMAGE}": not found'
     elif fault == "ready":
         cluster.faults.never_ready.add("n2")
-        words = "the agent's pod is not ready: not within 4 s"
+        words = "the agent's pod is not ready: not within 3 s"
     elif fault == "programmed":
         cluster.faults.never_programmed.add("n2")
-        words = "the agent has not programmed the node: not within 4 s"
+        words = "the agent has not programmed the node: not within 3 s"
     else:
         cluster.faults.errands["verify", "n2"] = words = "no connection to the Service at 10.96.0.1 port 443: timed out"
-    said = run(tmp_path, "install", "--image", IMAGE, "--timeout", "4", status=1)
+    said = run(tmp_path, "install", "--image", IMAGE, "--timeout", "3", status=1)
     assert "[1/3] n1: taken over, and verified" in said
     (error,) = (line for line in said.splitlines() if line.startswith("Error: "))
     assert error.startswith("Error: n2: ")
@@ -228,7 +228,7 @@ def test_upgrade_node_by_node_and_not_where_it_fails(
     before = {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]}
     installed.faults.missing.add((NEWER, "n1"))
     assert "pull: the image cannot be pulled" in run(tmp_path, "upgrade", "--image", NEWER, status=1)
-    assert {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]} == before
+    installed.until(lambda pods: {each["metadata"]["uid"] for each in pods.values()} == before, "the errand is gone")
     installed.faults.missing.clear()
     # What does not become ready is replaced by what was there before.
     installed.faults.errands["verify", "n2"] = "no connection to the Service at 10.96.0.1 port 443: timed out"
@@ -396,3 +396,45 @@ def test_sysdump_has_what_a_report_needs_and_no_secret(
     said = run(tmp_path, "sysdump", "--file", str(tmp_path / "part.tar.gz"), status=1)
     assert "missing: services.yaml: services is forbidden" in said
     assert contents(tmp_path / "part.tar.gz")["missing.txt"].count("forbidden") > 5
+
+
+# ---- test ----------------------------------------------------------------------------------------------------------
+
+
+def test_connectivity_is_tested_on_every_node_and_nothing_stays(
+    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
+) -> None:
+    document = json.loads(run(tmp_path, "test", "--image", IMAGE, "-o", "json"))
+    asked = {(row["from"], row["to"]) for row in document["rows"] if row["result"] == "ok"}
+    for node in NAMES:
+        for source in (f"pod on {node}", f"node {node}"):
+            for family in ("IPv4", "IPv6"):
+                for what in (
+                    "ClusterIP, TCP",
+                    "ClusterIP, UDP",
+                    "ClusterIP, 64 KiB, TCP",
+                    "ClusterIP, policy Local, TCP",
+                ):
+                    assert (source, f"{what}, {family}") in asked
+            for other in NAMES:
+                assert (source, f"NodePort of {other}, UDP, IPv4") in asked
+        assert (f"pod on {node}", "ClusterIP, hairpin, TCP, IPv6") in asked
+        assert (f"node {node}", "ClusterIP, hairpin, TCP, IPv6") not in asked
+    # Nothing listens at the nodes' addresses, as seen from here.
+    outside = {row["result"] for row in document["rows"] if row["from"] == "this machine"}
+    assert outside == {"not tested"}
+    cluster.faults.rows["NodePort of n2, TCP, IPv4"] = "timed out"
+    said = run(tmp_path, "test", "--image", IMAGE, "--nodes", "kubernetes.io/hostname in (n1, n2)", status=1)
+    failed = [line.split("  ")[0] for line in said.splitlines() if "FAILED" in line and "timed out" in line]
+    assert failed == ["node n1", "node n2", "pod on n1", "pod on n2"]
+    assert " 4 failed" in said.splitlines()[-1]
+    cluster.faults.missing.add((IMAGE, "n3"))
+    assert "n3: a pod of the test does not run: the image cannot be pulled" in run(
+        tmp_path, "test", "--image", IMAGE, status=1
+    )
+
+    def gone(pods: dict[str, Object]) -> bool:
+        names = [each["metadata"]["name"] for each in server.request("GET", "/api/v1/namespaces")["items"]]
+        return len(pods) == 3 and "pyebpf-proxy-test" not in names
+
+    cluster.until(gone, "the test's pods and its namespace are gone")
