@@ -36,23 +36,32 @@ class Command:
         found = view(api, self._selector)
         check.blocking(api, found)
         image = self._image(found, image)
-        todo = [node for node in found.nodes if not found.is_done(node)]
-        already = len(found.nodes) - len(todo)
-        if canary is not None:
-            todo = todo[: max(0, canary - already)]
         if dry_run:
-            self._dry_run(found, image, todo)
+            self._dry_run(found, image, self._todo(found, canary))
             return
-        say(f"{len(todo)} nodes to take over, {already} done: {', '.join(todo) or 'nothing to do'}")
         with Lease(api, "install") as lease:
             self._prepare(found, image)
             errand.remove_all(api)
+            found = view(api, self._selector)
+            todo = self._todo(found, canary)
+            done = sum(map(found.is_done, found.nodes))
+            say(f"{len(todo)} nodes to take over, {done} done: {', '.join(todo) or 'nothing to do'}")
+            self._tell_down(found)
             for number, node in enumerate(todo, 1):
                 lease.check()
                 self._take(node, image, f"[{number}/{len(todo)}] {node}: ")
-        left = len(found.nodes) - already - len(todo)
+        left = len(found.nodes) - done - len(todo)
         if left:
             say(f"{left} nodes are left to kube-proxy; to go on: pyebpf-proxy cluster install")
+
+    @staticmethod
+    def _todo(found: View, canary: int | None) -> list[str]:
+        todo = [node for node in found.nodes if not found.is_done(node) and found.is_up(node)]
+        return todo if canary is None else todo[: max(0, canary - sum(map(found.is_done, found.nodes)))]
+
+    def _tell_down(self, found: View) -> None:
+        if down := [node for node in found.nodes if not found.is_up(node)]:
+            self._output.say(f"left out, because their kubelets do not report: {', '.join(down)}")
 
     def _image(self, found: View, image: str) -> str:
         present = installed_image(found)
@@ -89,6 +98,10 @@ class Command:
         """Objects, and kube-proxy's DaemonSet: no pod starts or ends by it."""
         assert found.kube_proxy_set is not None
         if not objects.is_prepared(found.kube_proxy_set):
+            # Labels of before, as after an upgrade by kubeadm: kube-proxy is parked again where the agent is looked at.
+            for node, item in view(self._api).nodes.items():
+                if PARKED in (item["metadata"].get("labels") or {}):
+                    takeover.label(self._api, node, PARKED, False)
             takeover.patch_kube_proxy(self._api, objects.prepare, self._seconds)
         for item in objects.agent(image):
             try:
@@ -130,9 +143,10 @@ class Command:
         if found.kube_proxy_set is None:
             raise ClusterError(f"there is no DaemonSet {NAMESPACE}/{KUBE_PROXY}: the agent stays, it is the only proxy")
         image = installed_image(every)
-        todo = [node for node in found.nodes if self._is_ours(found, node)]
+        todo = [node for node in found.nodes if self._is_ours(found, node) and found.is_up(node)]
         last = not [node for node in every.nodes if self._is_ours(every, node) and node not in todo]
         say(f"{len(todo)} nodes to give back: {', '.join(todo) or 'nothing to do'}")
+        self._tell_down(found)
         with Lease(api, "rollback") as lease:
             errand.remove_all(api)
             if last:

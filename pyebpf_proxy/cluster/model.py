@@ -47,6 +47,8 @@ class Pod(NamedTuple):
     ran: bool
     #: What a container that has ended wrote.
     message: str
+    #: When the container started, as the API writes times; "" if it does not run.
+    since: str
 
     @property
     def usable(self) -> bool:
@@ -80,6 +82,7 @@ def pod_of(item: Object) -> Pod:
         hopeless=_one_line(hopeless),
         ran="running" in state or bool(ended) or int(container.get("restartCount", 0)) > 0,
         message=_one_line(ended.get("message") or ""),
+        since=(state.get("running") or {}).get("startedAt") or "",
     )
 
 
@@ -100,6 +103,11 @@ class View(NamedTuple):
     def has(self, node: str, label: str) -> bool:
         """Whether the node has one of our labels."""
         return (self.nodes[node]["metadata"].get("labels") or {}).get(label) == "true"
+
+    def is_up(self, node: str) -> bool:
+        """Whether the node's kubelet reports: without it no pod starts or ends."""
+        conditions = self.nodes[node]["status"].get("conditions") or ()
+        return all(each["status"] == "True" for each in conditions if each["type"] == "Ready")
 
     def proxy(self, node: str) -> str:
         """Which proxy runs there."""

@@ -78,13 +78,12 @@ def give_back(api: Api, node: str, image: str, targets: list[str], seconds: floa
     parked = has(api, node, PARKED)
     attached = parked or (agent is not None and agent.ran)
     label(api, node, PARKED, False)
-    if not parked and agent is not None and agent.usable and is_programmed(api, agent):
-        # The agent has removed the rules of the kube-proxy beside it, which would write them again at its next full
-        # sync: in mode nftables within an hour. A new one writes them at its start.
-        old = pods(api, _KUBE_PROXIES, node).get(node)
-        if old is not None:
-            api.delete(PODS, old.name, NAMESPACE, old.uid)
-            wait_until(lambda: _is_new(api, node, old), "no new pod of kube-proxy comes, and the agent stays", seconds)
+    old = pods(api, _KUBE_PROXIES, node).get(node)
+    if old is not None and agent is not None and _has_removed_rules(api, agent, old, parked):
+        # kube-proxy would write them again at its next full sync: in mode nftables within an hour. A new one writes
+        # them at its start.
+        api.delete(PODS, old.name, NAMESPACE, old.uid)
+        wait_until(lambda: _is_new(api, node, old), "no new pod of kube-proxy comes, and the agent stays", seconds)
 
     def kube_proxy_runs() -> bool:
         found = pods(api, _KUBE_PROXIES, node).get(node)
@@ -104,6 +103,12 @@ def give_back(api: Api, node: str, image: str, targets: list[str], seconds: floa
         # Its programs are attached until here.
         errand.run(api, "clean", node, image, objects.CLEAN_UP, seconds)
     say("kube-proxy serves the node")
+
+
+def _has_removed_rules(api: Api, agent: Pod, kube_proxy: Pod, parked: bool) -> bool:
+    """Whether an agent that started after this kube-proxy has removed its rules."""
+    later = not parked or agent.since > kube_proxy.since
+    return later and agent.usable and is_programmed(api, agent)
 
 
 def _is_new(api: Api, node: str, old: Pod) -> bool:

@@ -119,6 +119,31 @@ def test_there_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiServer
     assert "nothing to do" in run(tmp_path, "rollback")
 
 
+def test_after_kubeadm_has_rewritten_the_daemonset(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+    """As `kubeadm upgrade` does. And a node whose kubelet does not report is left out."""
+    down = {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}
+    server.request("PATCH", "/api/v1/nodes/n3/status", down, "application/merge-patch+json")
+    original = daemon_set(server)
+    said = run(tmp_path, "install", "--image", IMAGE)
+    assert "left out, because their kubelets do not report: n3" in said
+    assert now(server) == taken("n1", "n2")
+    rewritten = daemon_set(server) | {"spec": original["spec"]}
+    rewritten["metadata"]["annotations"].pop("pyebpf-proxy/before")
+    server.request("PUT", f"{SETS}/kube-proxy", rewritten)
+    both = ["kube-proxy", "pyebpf-proxy"]
+    cluster.until(lambda pods: proxies(pods) == {"n1": both, "n2": both, "n3": ["kube-proxy"]}, "both run")
+    assert "its DaemonSet was rewritten" in run(tmp_path, "status", status=1)
+    # One of the agents is not as it should be: kube-proxy must not go there, though the node has its label.
+    cluster.faults.never_programmed.add("n2")
+    cluster.until(lambda pods: proxies(pods)["n2"] == ["kube-proxy"], "the agent of n2 has not programmed it any more")
+    said = run(tmp_path, "install", "--timeout", "3", status=1)
+    assert "n2: the agent has not programmed the node" in said
+    assert now(server) == taken("n1")
+    cluster.faults.never_programmed.clear()
+    run(tmp_path, "install")
+    assert now(server) == taken("n1", "n2")
+
+
 @pytest.mark.parametrize("fault", ["image", "ready", "programmed", "service"])
 def test_what_fails_is_given_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, fault: str) -> None:
     if fault == "image":
