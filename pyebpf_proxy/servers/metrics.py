@@ -120,17 +120,15 @@ class Metrics:
         self.registry = Registry()
         self.registry.add(*(family for family in vars(self).values() if isinstance(family, Counter | Histogram)))
         self.kubernetes_count = sum(name.startswith("kubeproxy_") for name in self.registry.names)
-        self.registry.add(*_read(datapath))
-        if localhost_node_ports:
-            self.kubernetes_count += 1
-            self.registry.add(_localhost_node_ports(datapath))
+        self.kubernetes_count += localhost_node_ports
+        self.registry.add(*_read(datapath, localhost_node_ports))
 
     def count(self, path: str, code: int) -> None:
         """Count an answer of the health server."""
         (self.healthz if path == "/healthz" else self.livez).add(str(code))
 
 
-def _read(datapath: DatapathNumbers) -> Iterable[Read]:
+def _read(datapath: DatapathNumbers, localhost_node_ports: bool) -> Iterable[Read]:
     last: Mapping[str, int] = {}
 
     def reasons() -> Iterable[tuple[Labels, float]]:
@@ -166,6 +164,8 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
         ("reason",),
         slow,
     )
+    if localhost_node_ports:
+        yield _localhost_node_ports(lambda: last)
     yield from _read_fast_path(datapath, lambda: last)
     yield Read(
         GaugeMetricFamily,
@@ -190,14 +190,16 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
     )
 
 
-def _localhost_node_ports(datapath: DatapathNumbers) -> Read:
-    """kube-proxy counts the first packet of each flow, in a rule with an nfacct object; here the socket's program does.
+def _localhost_node_ports(last: Callable[[], Mapping[str, int]]) -> Read:
+    """``last``: the reasons read at this scrape.
+
+    kube-proxy counts the first packet of each flow, in a rule with an nfacct object; here the socket's program does.
 
     Without the programs nothing counts it, and the metric has no sample, as kube-proxy's without nfacct.
     """
 
     def accepted() -> Iterable[tuple[Labels, float]]:
-        found = datapath.reasons().get("localhost_node_port")
+        found = last().get("localhost_node_port")
         return [] if found is None else [((), found)]
 
     return Read(
