@@ -68,6 +68,8 @@ enum reason {
 	STACK_OTHER_DEVICE,
 	STACK_DEVICE,
 	STACK_NOT_PLAIN,
+	/* besides NEW_FLOW_SOCKET: of these, those to a NodePort on 127.0.0.0/8 */
+	LOCALHOST_NODE_PORT,
 	REASON_COUNT,
 };
 

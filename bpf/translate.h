@@ -166,8 +166,11 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 	e.masquerade = e.masquerade && bound;
 	if (!find_backend(ctx, p, &e, &key, datagram, b))
 		return refuse(ctx, p, &e, REJECT_NO_ENDPOINTS);
-	if (settle(ctx, p, &key, datagram, true, b))
+	if (settle(ctx, p, &key, datagram, true, b)) {
 		decided(ctx, p, &e, b, NEW_FLOW_SOCKET);
+		if (f.kind == NODE_PORT && !p->ipv6 && is_loopback4(p->destination.v4))
+			count(LOCALHOST_NODE_PORT);
+	}
 	return e.masquerade ? ALLOW_MASQUERADED : ALLOW;
 }
 

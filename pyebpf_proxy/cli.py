@@ -27,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pyebpf_proxy.lab.cli import main as lab
 
         return lab(list(arguments[1:]))
+    if arguments[:1] == ["cluster"]:
+        from pyebpf_proxy.cluster.cli import main as cluster
+
+        return cluster(list(arguments[1:]))
     if len(arguments) == 2 and arguments[0] == "probe":
         from pyebpf_proxy.probe import PAGES, probe
 
@@ -47,7 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.help:
         from pyebpf_proxy import commands
 
-        return _print(usage({name: command.text for name, command in commands.COMMANDS.items()}))
+        texts = {name: command.text for name, command in commands.COMMANDS.items()}
+        return _print(
+            usage(texts | {"cluster": "all nodes of a cluster, from outside: check, install, status, rollback"})
+        )
     if flags.version in ("true", "raw"):
         return _print(_version(flags))
     return _run(flags)

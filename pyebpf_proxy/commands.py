@@ -158,12 +158,16 @@ def _trace(arguments: argparse.Namespace) -> int:
 def _probe_arguments(parser: argparse.ArgumentParser) -> None:
     from pyebpf_proxy.probe import PAGES
 
-    parser.add_argument("what", choices=tuple(PAGES), help="live: the agent answers; ready: it has programmed the node")
+    text = "live: the agent answers; ready: it has programmed the node; kube-proxy: wait until a kube-proxy has"
+    parser.add_argument("what", choices=(*PAGES, "kube-proxy"), help=text)
 
 
 def _probe(arguments: argparse.Namespace) -> int:
+    from pyebpf_proxy.common.kube_proxy_health import wait
     from pyebpf_proxy.probe import probe
 
+    if arguments.what == "kube-proxy":
+        return wait()
     return probe(arguments.what, str(arguments.directory))
 
 

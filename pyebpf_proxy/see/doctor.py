@@ -32,6 +32,7 @@ _OTHERS = {
     ),
     "tc/globals/cali_v4_nat_fe3": ("Calico implements Services on this node", "bpfEnabled: false"),
 }
+_ON_THE_NODE = "run pyebpf-proxy doctor as root on the node itself"
 
 Found = Iterator[model.Finding]
 
@@ -182,6 +183,9 @@ def _others(directory: Path) -> Found:
             yield _warn("kube-proxy", what, "stop kube-proxy; the agent's next start, or --cleanup, removes the rules")
         else:
             yield _good("kube-proxy", "no rules found")
+    if facts.in_container() and not mounts.is_bpffs(mounts.SYSTEM_BPFFS):
+        what = f"not checked: the node's {mounts.SYSTEM_BPFFS}, with the pins of other programs, is not visible here"
+        yield _warn("other proxies", what, _ON_THE_NODE)
     for path, (text, remedy) in _OTHERS.items():
         if (mounts.SYSTEM_BPFFS / path).exists():
             yield _bad("other proxies", text, remedy)
@@ -196,8 +200,10 @@ def _cni(mark: int) -> Found:
     found = cni.read(mark)
     if found.problem:
         yield _warn("CNI", found.problem, "repair or remove the file: the kubelet cannot start pods with it either")
+    elif found.file is None and facts.in_container():
+        yield _warn("CNI", f"not checked: the node's {cni.FOLDERS[0]} is not visible in this container", _ON_THE_NODE)
     elif found.file is None:
-        # Before an installation, or in a container, which does not see the node's files.
+        # Before an installation.
         yield _good("CNI", f"no configuration in {cni.FOLDERS[0]}")
     else:
         for clash in found.clashes:

@@ -11,6 +11,8 @@ from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.see import model
 
 _NETFILTER = Path("/proc/sys/net/netfilter")
+#: PROC_PID_INIT_INO of include/linux/proc_ns.h, the same on every kernel.
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
 
 
 def number(path: Path) -> int | None:
@@ -19,6 +21,14 @@ def number(path: Path) -> int | None:
         return int(path.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def in_container() -> bool:
+    """Whether this process has a PID namespace of its own: the files that it sees are then its image's."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino != _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
 
 
 def conntrack_fill() -> model.Fill | None:

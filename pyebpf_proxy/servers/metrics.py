@@ -47,7 +47,8 @@ class DatapathNumbers(NamedTuple):
 class Metrics:
     """All metrics that the agent's own code writes. Each field is written by one thread only."""
 
-    def __init__(self, datapath: DatapathNumbers) -> None:
+    def __init__(self, datapath: DatapathNumbers, localhost_node_ports: bool = False) -> None:
+        """``localhost_node_ports``: also the metric that kube-proxy has in mode iptables only."""
         self.duration = _histogram("sync_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds", EXP15)
         self.full_duration = _histogram(
             "sync_full_proxy_rules_duration_seconds", "SyncProxyRules latency in seconds for full resyncs", EXP15
@@ -119,14 +120,15 @@ class Metrics:
         self.registry = Registry()
         self.registry.add(*(family for family in vars(self).values() if isinstance(family, Counter | Histogram)))
         self.kubernetes_count = sum(name.startswith("kubeproxy_") for name in self.registry.names)
-        self.registry.add(*_read(datapath))
+        self.kubernetes_count += localhost_node_ports
+        self.registry.add(*_read(datapath, localhost_node_ports))
 
     def count(self, path: str, code: int) -> None:
         """Count an answer of the health server."""
         (self.healthz if path == "/healthz" else self.livez).add(str(code))
 
 
-def _read(datapath: DatapathNumbers) -> Iterable[Read]:
+def _read(datapath: DatapathNumbers, localhost_node_ports: bool) -> Iterable[Read]:
     last: Mapping[str, int] = {}
 
     def reasons() -> Iterable[tuple[Labels, float]]:
@@ -162,6 +164,8 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
         ("reason",),
         slow,
     )
+    if localhost_node_ports:
+        yield _localhost_node_ports(lambda: last)
     yield from _read_fast_path(datapath, lambda: last)
     yield Read(
         GaugeMetricFamily,
@@ -183,6 +187,27 @@ def _read(datapath: DatapathNumbers) -> Iterable[Read]:
         "Capacity of a BPF map, in entries",
         ("map",),
         lambda: [((name,), room) for name, (_, room) in datapath.maps().items()],
+    )
+
+
+def _localhost_node_ports(last: Callable[[], Mapping[str, int]]) -> Read:
+    """``last``: the reasons read at this scrape.
+
+    kube-proxy counts the first packet of each flow, in a rule with an nfacct object; here the socket's program does.
+
+    Without the programs nothing counts it, and the metric has no sample, as kube-proxy's without nfacct.
+    """
+
+    def accepted() -> Iterable[tuple[Labels, float]]:
+        found = last().get("localhost_node_port")
+        return [] if found is None else [((), found)]
+
+    return Read(
+        CounterMetricFamily,
+        "kubeproxy_iptables_localhost_nodeports_accepted_packets_total",
+        _ALPHA + "Number of packets accepted on nodeports of loopback interface",
+        (),
+        accepted,
     )
 
 

@@ -68,7 +68,8 @@ class Servers:
         self._unserved: asyncio.Future[None] = self._loop.create_future()
         self._server = server.Server()
         health = Health(2 * settings.sync_period)
-        self.metrics = Metrics(datapath)
+        mode_iptables = not settings.nft_mode and settings.scheduler is None
+        self.metrics = Metrics(datapath, mode_iptables and settings.socket_lb != "off")
         self.metrics.registry.add(*more)
 
         def listen() -> Addresses:

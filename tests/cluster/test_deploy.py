@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.deployment import manifests
 from tests.deployment.manifests import DEPLOY, ROOT
@@ -46,11 +47,15 @@ def kubectl(server: ApiServer, tmp_path: Path) -> Kubectl:
     return run
 
 
-@pytest.fixture
-def cluster(server: ApiServer) -> Iterator[ApiServer]:
-    """The cluster as kubeadm leaves it, as far as kube-proxy is concerned."""
+@pytest.fixture(params=["kubeadm", "apply", "server-side"])
+def cluster(request: pytest.FixtureRequest, server: ApiServer, kubectl: Kubectl, tmp_path: Path) -> Iterator[ApiServer]:
+    """The cluster as kubeadm leaves it, as far as kube-proxy is concerned; or as somebody's own apply leaves it."""
     for item in (kubeadm.config_map("https://192.0.2.1:6443"), kubeadm.daemon_set()):
-        server.create(item)
+        if request.param == "kubeadm":
+            server.create(item)
+            continue
+        (tmp_path / "item.yaml").write_text(yaml.safe_dump(item))
+        kubectl("apply", *(["--server-side"] if request.param == "server-side" else []), "-f", tmp_path / "item.yaml")
     yield server
     for item in (kubeadm.config_map(""), kubeadm.daemon_set()):
         server.delete(item)
@@ -69,21 +74,17 @@ def roll_out(server: ApiServer, name: str, desired: int) -> None:
     server.request("PATCH", f"{DAEMON_SETS}/{name}/status", {"status": status}, "application/merge-patch+json")
 
 
+@pytest.mark.parametrize("cluster", ["kubeadm"], indirect=True)
 @pytest.mark.parametrize("folder", manifests.kustomizations(), ids=lambda folder: str(folder.relative_to(DEPLOY)))
 def test_every_manifest_is_taken(cluster: ApiServer, kubectl: Kubectl, folder: Path) -> None:
     """By server-side apply, with every field known to the server."""
-    before = daemon_set(cluster, "kube-proxy")["metadata"]["uid"]
-    # A node selector belongs to one manager as a whole, and kube-proxy's is kubeadm's.
-    server_side = ("--server-side", "--force-conflicts")
-    said = kubectl("apply", *server_side, "--validate=strict", "-k", folder)
+    said = kubectl("apply", "--server-side", "--validate=strict", "-k", folder)
     assert len(said.splitlines()) == len(manifests.build(folder))
     assert all(line.endswith("serverside-applied") for line in said.splitlines())
-    again = kubectl("diff", *server_side, "-k", folder)
+    again = kubectl("diff", "--server-side", "-k", folder)
     assert again == "", "the server has made something else of it"
     for item in manifests.build(folder):
-        if item["metadata"]["name"] == "pyebpf-proxy":
-            cluster.delete(item)
-    assert daemon_set(cluster, "kube-proxy")["metadata"]["uid"] == before
+        cluster.delete(item)
 
 
 def commands() -> list[list[str]]:
@@ -104,36 +105,42 @@ def test_the_page_is_followed_there_and_back(cluster: ApiServer, kubectl: Kubect
     seen: list[str] = []
     for program, *arguments in commands():
         assert program == "kubectl"
-        if "rollout" in arguments:
+        if "status" in arguments:
             name = arguments[-2].removeprefix("daemonset/")
             roll_out(cluster, name, 2)
         said = kubectl(*arguments)
         action = " ".join(
-            word for word in arguments if word in ("apply", "delete", "rollout") or word.startswith("deploy/")
+            word
+            for word in arguments
+            if word in ("apply", "delete", "patch", "rollout", "restart") or word.startswith("deploy/")
         )
         seen.append(action)
         parked = "pyebpf-proxy/parked" in daemon_set(cluster, "kube-proxy")["spec"]["template"]["spec"]["nodeSelector"]
-        if "rollout" in arguments:
+        if "status" in arguments:
             assert "successfully rolled out" in said
         elif "--dry-run=server" in arguments:
             assert not parked
         elif action == "apply deploy/overlays/kubeadm":
-            assert parked
+            assert not parked, "not before the agents run"
             volumes = daemon_set(cluster, "pyebpf-proxy")["spec"]["template"]["spec"]["volumes"]
             assert {"name": "kube-proxy"} in [
                 {"name": volume["configMap"]["name"]} for volume in volumes if "configMap" in volume
             ]
-        elif action == "apply deploy/overlays/kubeadm-back/kube-proxy":
+        elif action == "patch deploy/kube-proxy/park.yaml":
+            assert parked
+        elif action == "patch deploy/kube-proxy/unpark.yaml":
             assert not parked
             assert "livenessProbe" in manifests.container(daemon_set(cluster, "pyebpf-proxy")), "ours goes on meanwhile"
         elif action == "apply deploy/overlays/kubeadm-back/cleanup":
             ours = manifests.container(daemon_set(cluster, "pyebpf-proxy"))
             assert ours.keys().isdisjoint({"livenessProbe", "startupProbe", "args"})
             assert ours["securityContext"]["capabilities"] == {"add": ["NET_ADMIN"], "drop": ["ALL"]}
-    assert [action for action in seen if action.startswith(("apply", "delete"))] == [
+    assert [action for action in seen if action.startswith(("apply", "delete", "patch")) or "restart" in action] == [
         "apply deploy/overlays/kubeadm",
         "apply deploy/overlays/kubeadm",
-        "apply deploy/overlays/kubeadm-back/kube-proxy",
+        "patch deploy/kube-proxy/park.yaml",
+        "rollout restart",
+        "patch deploy/kube-proxy/unpark.yaml",
         "apply deploy/overlays/kubeadm-back/cleanup",
         "delete deploy/overlays/kubeadm-back/cleanup",
     ]

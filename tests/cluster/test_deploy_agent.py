@@ -7,6 +7,7 @@ import json
 import ssl
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
+from pyebpf_proxy.cluster.model import says_programmed
+from pyebpf_proxy.cluster.objects import errand
 from pyebpf_proxy.kube.api.resources import ENDPOINT_SLICES, SERVICE_CIDRS, SERVICES, Resource
 from pyebpf_proxy.kube.api.resources import node as one_node
 from pyebpf_proxy.lab.addresses import POD_CIDR, cluster_ip
@@ -120,8 +123,44 @@ def test_it_serves_what_the_api_server_has(server: ApiServer, small: Lab, mode: 
         assert container.terminate() == 0
 
 
+def test_on_the_way_there_the_agent_takes_over_beside_kube_proxy(server: ApiServer, small: Lab, tmp_path: Path) -> None:
+    """What `cluster install` relies on: beside kube-proxy the agent says that it has programmed the node, and is not
+    ready; without kube-proxy it is, by itself."""
+    (only,) = small.nodes
+    admin = server.kubeconfig(tmp_path / "kube-proxy.conf", {"token": ADMIN_TOKEN})
+    kube_proxy = [
+        *(str(cache() / "go" / "kube-proxy"), f"--kubeconfig={admin}", f"--hostname-override={only.name}"),
+        *("--proxy-mode=iptables", f"--cluster-cidr={','.join(POD_CIDR)}", "--conntrack-max-per-core=0"),
+    ]
+    with ExitStack() as stack:
+        log = stack.enter_context(open(tmp_path / "kube-proxy.log", "wb"))
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", only.namespace.name, *kube_proxy],
+            stdout=log,
+            stderr=log,
+            preexec_fn=die_with_parent,
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        agent = stack.enter_context(started(server, small, {"clusterCIDR": ",".join(POD_CIDR)}))
+        end = time.monotonic() + 30
+        while not only.namespace.run("ss", "-Hltn", "sport", "=", ":10256"):
+            assert time.monotonic() < end, "kube-proxy does not serve its health page"
+            time.sleep(0.1)
+        agent.start()
+        agent.wait_for(lambda: says_programmed(agent.log()), "it says that the node is programmed")
+        assert only.namespace.call(ask, cluster_ip(11).v4, 80).kind == ANSWERED
+        with pytest.raises(AssertionError, match="readinessProbe succeeds"):
+            wait_ready(only, agent, 2)
+        process.kill()
+        process.wait()
+        wait_ready(only, agent)
+        assert only.namespace.call(ask, cluster_ip(11).v4, 80).kind == ANSWERED
+        assert agent.terminate() == 0
+
+
 def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small: Lab, tmp_path: Path) -> None:
-    """The page's order: kube-proxy beside the agent, then the clean-up's pod. No connection fails in between."""
+    """The clean-up waits until kube-proxy has programmed the node. No connection fails in between."""
     (only,) = small.nodes
     admin = server.kubeconfig(tmp_path / "kube-proxy.conf", {"token": ADMIN_TOKEN})
     kube_proxy = [
@@ -141,10 +180,24 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
     def programmed() -> bool:
         return all(sum("default/web:http" in line for line in lines) > 2 for lines in rules().values())
 
+    cleaning = pod_of(manifests.one(manifests.build(DEPLOY / "overlays/kubeadm-back/cleanup"), "DaemonSet"))
+    clean = tmp_path / "clean"
+    clean.mkdir()
+    for volume in cleaning["volumes"]:
+        if volume.pop("emptyDir", None) is not None:
+            volume["hostPath"] = {"path": str(clean)}
+    path = {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"}
+
     with ExitStack() as stack:
         agent = stack.enter_context(started(server, small, {"clusterCIDR": ",".join(POD_CIDR)}))
         agent.start()
         wait_ready(only, agent)
+        assert agent.terminate() == 0
+        assert answered(), "what is attached carries on without the agent"
+        # The clean-up's pod comes first, as it may where kube-proxy's pods are counted before they have done anything.
+        cleaner = stack.enter_context(contained(only, cleaning, environment=path))
+        cleaner.start()
+        cleaner.wait_for(lambda: "waiting for kube-proxy at 127.0.0.1:10256" in cleaner.log(), "it waits", 30)
         log = stack.enter_context(open(tmp_path / "kube-proxy.log", "wb"))
         process = subprocess.Popen(
             ["ip", "netns", "exec", only.namespace.name, *kube_proxy],
@@ -154,26 +207,29 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
         )
         stack.callback(process.wait)
         stack.callback(process.kill)
-        agent.wait_for(programmed, "kube-proxy's rules are there, of both families")
-        assert answered()
-        before = rules()
-        assert agent.terminate() == 0
-        assert answered(), "what is attached carries on without the agent"
-
-        cleaning = pod_of(manifests.one(manifests.build(DEPLOY / "overlays/kubeadm-back/cleanup"), "DaemonSet"))
-        clean = tmp_path / "clean"
-        clean.mkdir()
-        for volume in cleaning["volumes"]:
-            if volume.pop("emptyDir", None) is not None:
-                volume["hostPath"] = {"path": str(clean)}
-        path = {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"}
-        cleaner = stack.enter_context(contained(only, cleaning, environment=path))
-        cleaner.start()
-        cleaner.wait_for(lambda: (clean / "done").exists(), "the node is clean", 120)
+        while not (clean / "done").exists():
+            assert answered(), "either the agent's programs or kube-proxy's rules are there"
+            cleaner.wait_for(lambda: True, "it runs")
+            time.sleep(0.05)
+        assert "kube-proxy has programmed this node: IPv4, IPv6" in cleaner.log()
+        assert programmed(), "kube-proxy's rules are there, of both families"
         assert "pyebpf-proxy" not in only.namespace.run("nft", "list", "tables")
-        assert rules() == before
         assert answered(), "kube-proxy's rules carry on"
         assert process.poll() is None
+        cleaner.kill()
+        process.kill()
+        process.wait()
+        # `cluster install` removes by a pod what kube-proxy wrote beside the agent: one capability is enough.
+        removing = errand("verify", only.name, "image", ["pyebpf-proxy", "cluster", "on-node", "verify"])["spec"]
+        for volume in removing["volumes"]:
+            if volume.pop("emptyDir", None) is not None:
+                volume["hostPath"] = {"path": str(clean)}
+        removing["containers"][0]["command"][0] = str(Path(sys.executable).parent / "pyebpf-proxy")
+        container = stack.enter_context(contained(only, removing, environment=path))
+        container.start()
+        assert container.wait_ended() == 0, container.log()
+        assert "removed what kube-proxy left behind: " in container.log()
+        assert not any(rules().values())
 
 
 # ---- exactly these rights ----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import pytest
 
 from pyebpf_proxy import __version__
+from pyebpf_proxy.common.kube_proxy_health import VARIABLE
 from pyebpf_proxy.lab.addresses import cluster_ip, vip
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
@@ -89,6 +90,9 @@ def test_the_errand_of_the_way_back_cleans_up(small: Lab) -> None:
     for volume in specification["volumes"]:
         if volume.pop("emptyDir", None) is not None:
             volume["hostPath"] = {"path": str(clean)}
+    # test_deploy_agent.py has a kube-proxy to wait for.
+    (agent,) = specification["containers"]
+    agent["env"] = [each | ({"value": ""} if each["name"] == VARIABLE else {}) for each in agent["env"]]
     assert "pyebpf-proxy" in only.namespace.run("nft", "list", "tables")
     with contained(only, specification, None, root, entry_point, environment) as container:
         container.start()

@@ -251,6 +251,12 @@ def test_metrics_have_the_same_names_labels_buckets_and_words(sides: list[Side])
         side.get(10256, "/livez")
     real, ours = (metrics(side) for side in sides)
     names = {name for name in real if name.startswith("kubeproxy_") and not name.startswith(NOT_HERE)}
+    if sides[0].get(10249, "/proxyMode").body == "iptables":
+        # kube-proxy has it where the kernel has nfacct.
+        localhost = "kubeproxy_iptables_localhost_nodeports_accepted_packets"
+        assert ours[localhost].type == "counter"
+        assert ours[localhost].documentation.endswith("Number of packets accepted on nodeports of loopback interface")
+        assert [sample.labels for sample in ours.pop(localhost).samples] == [{}]
     assert {name for name in ours if name.startswith("kubeproxy_")} == names
     for name in sorted(names | {"kubernetes_build_info", "kubernetes_feature_enabled"}):
         assert (ours[name].type, ours[name].documentation) == (real[name].type, real[name].documentation)

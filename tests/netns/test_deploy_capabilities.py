@@ -15,6 +15,7 @@ import yaml
 from lab_services import Kind, write_nodes, write_services
 from lab_tools import node_client, outside_client, pod_client, reasons, served_by
 
+from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 
@@ -315,3 +316,18 @@ def test_the_capabilities_of_its_own_are_all_it_has(small: Lab) -> None:
     assert said.count("Read-only file system") == 3, said
     assert "\n1\n" in said
     assert "\n2\n" not in said, "it sees processes of the machine"
+
+
+def test_doctor_says_what_it_cannot_see(small: Lab) -> None:
+    """The container's own /etc/cni and /sys/fs/bpf are not the node's."""
+    specification = pod(small)
+    (container,) = specification["containers"]
+    container["command"], container["args"] = [*command(), "doctor", "-o", "json"], []
+    with contained(small.nodes[0], specification) as made:
+        made.start()
+        assert made.wait_ended() == 1
+        findings = json.loads(made.log())["findings"]
+    unseen = {each["what"]: each for each in findings if each["text"].startswith("not checked: ")}
+    assert {name: each["state"] for name, each in unseen.items()} == {"CNI": "warning", "other proxies": "warning"}
+    assert "the node's /etc/cni/net.d is not visible in this container" in unseen["CNI"]["text"]
+    assert {each["remedy"] for each in unseen.values()} == {"run pyebpf-proxy doctor as root on the node itself"}

@@ -16,7 +16,7 @@ from socket_calls import source_info
 
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask, ask_many, family_of, read_answer
-from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.servers import Ports
 
@@ -26,6 +26,7 @@ WEB = Kind("web", 10)
 EMPTY = Kind("empty", 11)
 HOST = Kind("host", 12)
 LOOPBACK = Dual("127.0.0.1", "::1")
+LOOPBACK_METRIC = "kubeproxy_iptables_localhost_nodeports_accepted_packets_total"
 
 
 @pytest.fixture(scope="module")
@@ -227,12 +228,23 @@ def test_node_port_on_every_address_of_the_node(node_lab: Lab, family: int, prot
 def test_node_port_on_loopback_is_for_ipv4_in_iptables_mode(node_lab: Lab, family: int, protocol: str) -> None:
     node = node_lab.nodes[0]
     port = WEB.target("NodePort", node).ports[protocol]
+    before = accepted_on_loopback(node)
     outcome = node.namespace.call(ask, LOOPBACK.of(family), port, protocol)
     assert outcome.kind == (ANSWERED if family == 4 else REFUSED), outcome
     if family == 4:
         assert outcome.peer == ("127.0.0.1", port)
         other = node.namespace.call(ask, "127.1.2.3", port, protocol)
         assert other.kind == ANSWERED, other
+    # kube-proxy's rule counts each flow once; other addresses of the node do not count.
+    assert node.namespace.call(ask, node.address.v4, port, protocol).kind == ANSWERED
+    assert accepted_on_loopback(node) == before + (2 if family == 4 else 0)
+
+
+def accepted_on_loopback(node: Node) -> int:
+    """kube-proxy's metric of mode iptables, as the agent serves it."""
+    lines = node.agent.metrics().splitlines()
+    (value,) = (line.split()[1] for line in lines if line.startswith(f"{LOOPBACK_METRIC} "))
+    return int(float(value))
 
 
 @pytest.mark.parametrize("config", [
@@ -247,6 +259,8 @@ def test_node_port_on_loopback_switched_off(node_lab: Lab, config: dict[str, obj
     for protocol, port in WEB.target("NodePort", node).ports.items():
         assert node.namespace.call(ask, "127.0.0.1", port, protocol).kind == REFUSED
         assert node.namespace.call(ask, node.address.v4, port, protocol).kind == ANSWERED
+    # As kube-proxy's: in mode iptables only, whatever localhostNodePorts says.
+    assert (f"\n{LOOPBACK_METRIC} " in node.agent.metrics()) == ("mode" not in config)
     node.agent.stop()
 
 

@@ -279,7 +279,7 @@ def step_agent(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
     elif at == "promote":
         there, reply = state.there, state.reply
         if there is None or not there.young or reply is None:
-            yield state, (None if thread[1] else ("delete",))
+            yield state, (None if thread[1] else ("abandon",))
         else:
             unconfirmed = changed(changed(state, CLIENT, confirmed=False), ENDPOINT, confirmed=False)
             yield changed(unconfirmed, ENDPOINT, young=False), ("promote there",)
@@ -287,14 +287,14 @@ def step_agent(state: State, thread: tuple[Any, ...]) -> Iterator[Step]:
         yield changed(state, CLIENT, young=False), ("promote count",)
     elif at == "promote count":
         yield state._replace(count=max(state.count - 1, 0)), None
-    elif at == "delete":
-        # Unless somebody else has the entry by now, which netlink asks for: a flow that is over.
+    elif at == "abandon":
+        # The entry expires, unless packets of a new connection extend its timeout.
         yield (state if state.lives or state.connection == SYN_SENT else state._replace(conntrack=False)), None
 
 
-AGENT = ("sweep", "sweep leftover", "read", "create", "promote", "promote there", "promote count", "delete")
+AGENT = ("sweep", "sweep leftover", "read", "create", "promote", "promote there", "promote count", "abandon")
 #: Where the agent is itself, and not a program that it runs.
-BETWEEN_PROGRAMS = ("sweep", "read", "create", "promote", "delete")
+BETWEEN_PROGRAMS = ("sweep", "read", "create", "promote", "abandon")
 
 
 def is_sweep_end(thread: tuple[Any, ...] | None) -> bool:

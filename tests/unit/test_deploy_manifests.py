@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pyebpf_proxy import __version__
+from pyebpf_proxy.common.kube_proxy_health import DEFAULT, VARIABLE
 from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.flags import parse
 from tests.deployment import apparmor, manifests
@@ -24,8 +26,7 @@ KUSTOMIZATIONS = manifests.kustomizations()
 NAMES = [str(path.relative_to(DEPLOY)) for path in KUSTOMIZATIONS]
 KUBEADM = DEPLOY / "overlays" / "kubeadm"
 BACK = DEPLOY / "overlays" / "kubeadm-back"
-#: Those that run our image.
-OURS = [path for path in KUSTOMIZATIONS if path != BACK / "kube-proxy"]
+OURS = KUSTOMIZATIONS
 #: Folders of the node that the pod may see; each has its reason in docs/deploy.md.
 HOST_PATHS = {
     "/run/pyebpf-proxy",
@@ -198,27 +199,46 @@ def test_the_configuration_is_valid_once_it_is_filled_in(tmp_path: Path) -> None
     assert configuration.client_connection.kubeconfig == "/var/lib/kube-proxy/kubeconfig.conf"
 
 
-def test_kubeadm_uses_its_own_configuration_and_parks_kube_proxy() -> None:
+def test_kubeadm_uses_its_own_configuration() -> None:
     objects = build(KUBEADM)
     assert "ConfigMap" not in [each["kind"] for each in objects]
     (volume,) = (volume for volume in pod(objects)["spec"]["volumes"] if volume["name"] == "config")
     assert volume["configMap"] == {"name": "kube-proxy"}
-    parked = one(objects, "DaemonSet", "kube-proxy")
-    selector = parked["spec"]["template"]["spec"].pop("nodeSelector")
-    assert selector == {"pyebpf-proxy/parked": "true"}
-    assert parked["spec"]["template"]["spec"] == {}, "all else of it is kubeadm's"
-    (back,) = build(BACK / "kube-proxy")
-    assert back["spec"]["template"]["spec"].pop("nodeSelector") == {"kubernetes.io/os": "linux"}
-    assert back == parked
+
+
+@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=NAMES)
+def test_no_kustomization_has_kube_proxys_daemonset(folder: Path) -> None:
+    """apply would remove its containers where it was made by apply, and delete would delete it."""
+    assert "kube-proxy" not in [each["metadata"]["name"] for each in build(folder)]
+
+
+def test_parking_and_unparking_undo_each_other() -> None:
+    files = [yaml.safe_load((DEPLOY / "kube-proxy" / f"{name}.yaml").read_text()) for name in ("park", "unpark")]
+    selectors = [each["spec"]["template"]["spec"].pop("nodeSelector") for each in files]
+    assert selectors == [{"pyebpf-proxy/parked": "true"}, {"pyebpf-proxy/parked": None}]
+    assert files == [{"spec": {"template": {"spec": {}}}}] * 2, "all else of it is kubeadm's"
+
+
+@pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
+def test_an_overlay_of_ones_own_names_the_image(tmp_path: Path, folder: Path) -> None:
+    """As docs/deploy.md says it, for every folder that runs the image: the way back too."""
+    relative = Path("/".join([".."] * (len(tmp_path.parts) - 1))) / str(folder).lstrip("/")
+    name = "registry.example:5000/team/pyebpf-proxy"
+    (tmp_path / "kustomization.yaml").write_text(
+        f"resources: [{relative}]\nimages:\n  - {{name: pyebpf-proxy, newName: {name}, newTag: 1.2.3}}\n"
+    )
+    assert container(one(build(tmp_path), "DaemonSet"))["image"] == f"{name}:1.2.3"
 
 
 def test_cleaning_up_needs_one_capability_and_no_api() -> None:
     objects = build(BACK / "cleanup")
     agent = container(one(objects, "DaemonSet"))
-    assert "pyebpf-proxy --cleanup --keep-kube-proxy-rules &&" in agent["command"][2]
+    steps = agent["command"][2].split(" && ")
+    # kube-proxy's pod is ready before it has programmed anything.
+    assert steps[:2] == ["pyebpf-proxy probe kube-proxy", "pyebpf-proxy --cleanup --keep-kube-proxy-rules"]
+    assert {"name": VARIABLE, "value": DEFAULT} in agent["env"]
     assert agent["securityContext"]["capabilities"]["add"] == ["NET_ADMIN"]
     assert not {"livenessProbe", "startupProbe"} & agent.keys()
-    assert "kube-proxy" not in [each["metadata"]["name"] for each in objects], "deleting this folder must spare it"
 
 
 def test_the_file_of_the_base_is_what_kustomize_makes_of_it() -> None:

@@ -44,6 +44,8 @@ _IN_TCP, _TCP_STATE, _FLAGS_ORIGINAL, _FLAGS_REPLY = 1, 1, 4, 5
 # include/uapi/linux/netfilter/nf_conntrack_common.h, nf_conntrack_tcp.h
 _SEEN_REPLY, _ASSURED, _CONFIRMED = 1 << 1, 1 << 2, 1 << 3
 _BE_LIBERAL = 0x08
+#: Timeout of an entry whose flow ended while the entry was created.
+ABANDONED_SECONDS = 10
 # include/uapi/linux/netlink.h
 _EXCLUSIVE, _CREATE = 0x200, 0x400
 
@@ -156,9 +158,13 @@ def close(link: RawLink, entries: Sequence[Entry], seconds: Mapping[tuple[Protoc
     link.request_many(_NEW, 0, [_key(e) + _state(e, seconds[e.protocol, e.state]) for e in ending])
 
 
-def delete(link: RawLink, entries: Sequence[Entry]) -> None:
-    """Undo :func:`create`. A missing entry is no error. OSError if the kernel does not answer."""
-    link.request_many(DELETE, 0, [_key(entry) for entry in entries])
+def abandon(link: RawLink, entries: Sequence[Entry]) -> None:
+    """Undo :func:`create` for flows that have ended: the entries expire after ABANDONED_SECONDS. OSError.
+
+    They are not deleted, because a new connection from the same port may use its entry already. Its packets extend the
+    timeout. A missing entry is no error.
+    """
+    link.request_many(_NEW, 0, [_key(e) + attribute(_TIMEOUT, ABANDONED_SECONDS.to_bytes(4, "big")) for e in entries])
 
 
 def message(entry: Entry, seconds: int) -> bytes:

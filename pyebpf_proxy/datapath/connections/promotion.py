@@ -213,7 +213,7 @@ class Promoter:
                 elif result.outcome is not Outcome.KNOWN:
                     over.append(entry)
             # A flow may end during this pass. Its entry would otherwise stay for days.
-            create.delete(link, over)
+            create.abandon(link, over)
             create.close(link, closing, seconds)
         self._note(failed, len(due))
         self.statistics.last_seconds = time.monotonic() - begin

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to the API server, by the kubernetes library: objects are plain dictionaries.
+
+A request is repeated while the server does not answer: each one here may be made twice. One that is refused for lack of
+rights ends the command.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from pyebpf_proxy.cluster.errors import NO_ANSWER, ClusterError
+
+Object = dict[str, Any]
+
+#: For how long a server that has answered before may be away.
+PATIENCE = 300.0
+_REQUEST_SECONDS = 30
+_PAUSE = 1.0
+#: Statuses after which the same request may succeed.
+_LATER = frozenset({0, 429, 500, 502, 503, 504})
+JSON, MERGE, APPLY = "application/json", "application/merge-patch+json", "application/apply-patch+yaml"
+MANAGER = "pyebpf-proxy-cluster"
+
+
+class Kind(NamedTuple):
+    """A resource: API group and version (``apps/v1``), its name, and whether it is in namespaces."""
+
+    version: str
+    name: str
+    namespaced: bool = True
+
+    def path(self, namespace: str = "", name: str = "") -> str:
+        """The path of a collection or an object."""
+        root = f"/apis/{self.version}" if "/" in self.version else f"/api/{self.version}"
+        place = f"/namespaces/{namespace}" if self.namespaced and namespace else ""
+        return f"{root}{place}/{self.name}{f'/{name}' if name else ''}"
+
+
+NODES = Kind("v1", "nodes", namespaced=False)
+PODS = Kind("v1", "pods")
+CONFIG_MAPS = Kind("v1", "configmaps")
+SERVICES = Kind("v1", "services")
+NAMESPACES = Kind("v1", "namespaces", namespaced=False)
+DAEMON_SETS = Kind("apps/v1", "daemonsets")
+SLICES = Kind("discovery.k8s.io/v1", "endpointslices")
+LEASES = Kind("coordination.k8s.io/v1", "leases")
+EVENTS = Kind("v1", "events")
+_KINDS = {
+    "ServiceAccount": Kind("v1", "serviceaccounts"),
+    "ClusterRole": Kind("rbac.authorization.k8s.io/v1", "clusterroles", namespaced=False),
+    "ClusterRoleBinding": Kind("rbac.authorization.k8s.io/v1", "clusterrolebindings", namespaced=False),
+    "DaemonSet": DAEMON_SETS,
+}
+
+
+def kind_of(item: Mapping[str, Any]) -> Kind:
+    """The kind of an object of ours."""
+    return _KINDS[item["kind"]]
+
+
+class RefusedError(Exception):
+    """The API server's refusal: its status, its reason (``NotFound``) and its message."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+class Api:
+    """One cluster, as the chosen context of the kubeconfig names it."""
+
+    def __init__(self, kubeconfig: str = "", context: str = "", say: Callable[[str], None] = lambda text: None) -> None:
+        import yaml
+        from kubernetes import client, config
+        from urllib3.util import Retry
+
+        try:
+            contexts, active = config.list_kube_config_contexts(config_file=kubeconfig or None)  # type: ignore[no-untyped-call]
+            names = [each["name"] for each in contexts]
+            if context and context not in names:
+                raise ClusterError(f"no context {context} in the kubeconfig; it has: {', '.join(names)}", NO_ANSWER)
+            self.context = context or active["name"]
+            configuration = client.Configuration()
+            config.load_kube_config(  # type: ignore[no-untyped-call]
+                kubeconfig or None, self.context, client_configuration=configuration
+            )
+        except (config.ConfigException, yaml.YAMLError, OSError, TypeError, KeyError, AttributeError) as error:
+            why = str(error).splitlines()[0] if str(error) else "no context is chosen"
+            remedy = "name one with --kubeconfig or the variable KUBECONFIG"
+            raise ClusterError(f"no kubeconfig: {why.rstrip('.')}; {remedy}", NO_ANSWER) from None
+        configuration.retries = Retry(0)
+        self.url = str(configuration.host)
+        self._client = client.ApiClient(configuration)
+        self._say = say
+        self._answered = False
+        self._away = False
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        content: str = JSON,
+        query: Mapping[str, str] | None = None,
+        text: bool = False,
+        later: frozenset[int] = _LATER,
+    ) -> Any:
+        """The answer, decoded. ``text``: as it is. RefusedError; ClusterError if the server does not answer in time.
+
+        ``later``: statuses after which the request is repeated.
+        """
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                answer = self._once(method, path, body, content, query or {}, text)
+            except RefusedError as refused:
+                if refused.status not in later:
+                    raise
+                why = str(refused)
+            else:
+                self._answered = True
+                if self._away:
+                    self._away = False
+                    self._say("the API server answers again")
+                return answer
+            if not self._answered:
+                raise ClusterError(f"the API server at {self.url} does not answer: {why}", NO_ANSWER)
+            if time.monotonic() > end:
+                raise ClusterError(f"the API server has not answered for {PATIENCE:.0f} s: {why}", NO_ANSWER)
+            if not self._away:
+                self._away = True
+                self._say(f"the API server does not answer ({why}): trying again")
+            time.sleep(_PAUSE)
+
+    def _once(self, method: str, path: str, body: Any, content: str, query: Mapping[str, str], text: bool) -> Any:
+        from kubernetes.client.exceptions import OpenApiException
+        from urllib3.exceptions import HTTPError
+
+        headers = {"Accept": "*/*" if text else JSON} | ({"Content-Type": content} if body is not None else {})
+        try:
+            serialized = self._client.param_serialize(
+                method,
+                path,
+                query_params=list(query.items()),
+                header_params=headers,
+                body=body,
+                auth_settings=["BearerToken"],
+            )
+            response = self._client.call_api(*serialized, _request_timeout=_REQUEST_SECONDS)
+            data: bytes = response.read()  # type: ignore[no-untyped-call]
+        except (HTTPError, OSError, OpenApiException) as error:
+            raise RefusedError(0, "NoAnswer", _shortened(error)) from None
+        if not 200 <= response.status < 300:
+            raise _refused(response.status, data)
+        if text:
+            return data.decode(errors="replace")
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise RefusedError(0, "NoAnswer", "an answer that is cut off") from None
+
+    def get(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
+        """One object; None if it does not exist."""
+        try:
+            return dict(self.request("GET", kind.path(namespace, name)))
+        except RefusedError as refused:
+            if refused.status == 404:
+                return None
+            raise
+
+    def objects(self, kind: Kind, namespace: str = "", labels: str = "", fields: str = "") -> list[Object]:
+        """All objects that match the selectors."""
+        query = {"labelSelector": labels, "fieldSelector": fields}
+        answer = self.request("GET", kind.path(namespace), query={key: each for key, each in query.items() if each})
+        return list(answer["items"])
+
+    def apply(self, item: Object, dry_run: bool = False) -> Object:
+        """Server-side apply, with validation of every field."""
+        metadata = item["metadata"]
+        query = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict"}
+        if dry_run:
+            query["dryRun"] = "All"
+        path = kind_of(item).path(metadata.get("namespace", ""), metadata["name"])
+        return dict(self.request("PATCH", path, item, APPLY, query))
+
+    def create(self, kind: Kind, item: Object, dry_run: bool = False) -> Object:
+        """A new object. That it exists already is no error: a former attempt may have made it."""
+        query = {"fieldManager": MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
+        metadata = item["metadata"]
+        try:
+            return dict(self.request("POST", kind.path(metadata.get("namespace", "")), item, query=query))
+        except RefusedError as refused:
+            if refused.status == 409 and refused.reason == "AlreadyExists":
+                return dict(self.request("GET", kind.path(metadata.get("namespace", ""), metadata["name"])))
+            raise
+
+    def patch(self, kind: Kind, name: str, change: Object, namespace: str = "") -> Object:
+        """A merge patch."""
+        query = {"fieldManager": MANAGER}
+        return dict(self.request("PATCH", kind.path(namespace, name), change, MERGE, query))
+
+    def delete(self, kind: Kind, name: str, namespace: str = "", uid: str = "") -> bool:
+        """False: it did not exist. ``uid``: only that object, not another one of its name."""
+        body = {"preconditions": {"uid": uid}} if uid else None
+        try:
+            self.request("DELETE", kind.path(namespace, name), body)
+        except RefusedError as refused:
+            if refused.status == 404 or (uid and refused.status == 409):
+                return False
+            raise
+        return True
+
+    def log(self, pod: str, namespace: str, most_bytes: int = 1 << 20, previous: bool = False) -> str:
+        """The beginning of a pod's log; "" while it has none, or while its kubelet does not give it."""
+        query = {"limitBytes": str(most_bytes)} | ({"previous": "true"} if previous else {})
+        path = f"{PODS.path(namespace, pod)}/log"
+        try:
+            return str(self.request("GET", path, query=query, text=True, later=frozenset({0, 429})))
+        except RefusedError as refused:
+            if refused.status in (400, 404) or refused.status >= 500:
+                return ""
+            raise
+
+    # ---- rights --------------------------------------------------------------------------------------------------
+
+    def missing_rights(self, wanted: Iterable[tuple[str, str, str, str]]) -> list[str]:
+        """What this user may not do: of (verb, API group, resource, namespace), in words."""
+        missing = []
+        for verb, group, resource, namespace in wanted:
+            name, _, part = resource.partition("/")
+            asked = {"verb": verb, "group": group, "resource": name, "subresource": part, "namespace": namespace}
+            body = {
+                "apiVersion": "authorization.k8s.io/v1",
+                "kind": "SelfSubjectAccessReview",
+                "spec": {"resourceAttributes": asked},
+            }
+            answer = self.request("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body)
+            if not answer["status"].get("allowed"):
+                what = f"{resource}.{group}" if group else resource
+                missing.append(f"{verb} {what}{f' in {namespace}' if namespace else ''}")
+        return missing
+
+
+def _refused(status: int, body: bytes) -> RefusedError:
+    text = body.decode(errors="replace")
+    try:
+        answer = json.loads(text)
+        return RefusedError(status, answer.get("reason", ""), answer.get("message", text))
+    except (ValueError, AttributeError):
+        return RefusedError(status, "", text.strip()[:300])
+
+
+def _shortened(error: Exception) -> str:
+    """The innermost reason: urllib3 wraps it several times."""
+    reason = getattr(error, "reason", None)
+    if isinstance(reason, Exception):
+        return _shortened(reason)
+    text = str(reason or error).rpartition("Failed to establish a new connection: ")[2]
+    return text.rpartition(": ")[2].strip(")'") or type(error).__name__

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cluster check``: whether a cluster is fit. Nothing is changed; pods of a moment try the image on each node."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from pyebpf_proxy.cluster import errand, model, objects
+from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NAMESPACES, PODS, Api, Object, RefusedError
+from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.model import View
+from pyebpf_proxy.cluster.objects import NAMESPACE
+from pyebpf_proxy.cluster.output import Finding
+
+#: What ``install`` and ``rollback`` do: verb, group, resource, namespace.
+RIGHTS = (
+    *(("list", "", "nodes", ""), ("get", "", "nodes", ""), ("patch", "", "nodes", "")),
+    *((verb, "", "pods", NAMESPACE) for verb in ("list", "get", "create", "delete")),
+    ("get", "", "pods/log", NAMESPACE),
+    *((verb, "apps", "daemonsets", NAMESPACE) for verb in ("get", "create", "patch", "delete")),
+    *((verb, "", "serviceaccounts", NAMESPACE) for verb in ("create", "patch", "delete")),
+    *((verb, "coordination.k8s.io", "leases", NAMESPACE) for verb in ("get", "create", "patch")),
+    ("get", "", "configmaps", NAMESPACE),
+    *(
+        (verb, "rbac.authorization.k8s.io", resource, "")
+        for resource in ("clusterroles", "clusterrolebindings")
+        for verb in ("create", "patch", "delete")
+    ),
+)
+READ = (("list", "", "nodes", ""), ("list", "", "pods", NAMESPACE), ("get", "apps", "daemonsets", NAMESPACE))
+_OLDEST_SERVER = 1, 29
+_OLDEST_KERNEL, _TESTED_KERNEL = (5, 14), (6, 1)
+_ARCHITECTURES = frozenset({"amd64", "arm64"})
+_AT_ONCE = 8
+#: DaemonSets of CNIs that serve Services themselves, always or by a setting.
+_CNI = {
+    "antrea-agent": ("AntreaProxy implements ClusterIPs for pods", "set antreaProxy.enable: false"),
+    "ovnkube-node": ("OVN-Kubernetes implements Services itself", "do not install pyebpf-proxy"),
+    "kube-router": ("kube-router may implement Services itself", "start it with --run-service-proxy=false"),
+}
+
+
+def rights(api: Api, wanted: Iterable[tuple[str, str, str, str]]) -> None:
+    """ClusterError names what this user may not do."""
+    if missing := api.missing_rights(wanted):
+        raise ClusterError(f"not allowed: this user may not {', '.join(missing)}")
+
+
+def blocking(api: Api, found: View) -> None:
+    """ClusterError for what makes an installation pointless."""
+    if not found.nodes:
+        raise ClusterError("no node matches", 2)
+    if found.kube_proxy_set is None:
+        raise ClusterError(
+            f"there is no DaemonSet {NAMESPACE}/{objects.KUBE_PROXY}: this command takes nodes over from kube-proxy;"
+            " docs/deploy.md describes clusters without it"
+        )
+    configuration = model.kube_proxy_configuration(api)
+    if configuration.get("mode") == "ipvs":
+        raise ClusterError(
+            "kube-proxy runs in mode ipvs, whose connections end when it is replaced, and whose settings need"
+            " deploy/components/ipvs: this command does not do it (docs/ipvs-mode.md)"
+        )
+    model.installed_image(found)
+
+
+def examine(api: Api, found: View, image: str, seconds: float) -> Iterator[Finding]:
+    """Every finding; those of the nodes last. ``image``: "" to leave it out."""
+    yield from _server(api)
+    try:
+        blocking(api, found)
+    except ClusterError as error:
+        text, _, remedy = str(error).partition("; ")
+        yield Finding("kube-proxy", "bad", text, remedy)
+    else:
+        mode = model.kube_proxy_configuration(api).get("mode") or "iptables"
+        yield Finding("kube-proxy", "good", f"kubeadm's DaemonSet and ConfigMap, mode {mode}")
+    yield from _rights(api)
+    yield from _cni(api)
+    yield from _admission(api, image or "pyebpf-proxy", next(iter(found.nodes), ""))
+    for name, node in found.nodes.items():
+        yield from _node(name, node)
+    if image:
+        yield from _image(api, found, image, seconds)
+    else:
+        yield Finding("image", "warning", "not checked", "name it: --image REGISTRY/pyebpf-proxy:TAG")
+
+
+def _server(api: Api) -> Iterator[Finding]:
+    version = api.request("GET", "/version")
+    number: tuple[int, ...] = tuple(int(re.sub(r"\D", "", version[part]) or 0) for part in ("major", "minor"))
+    text = f"{version['gitVersion']} at {api.url}"
+    if number < _OLDEST_SERVER:
+        yield Finding("API server", "warning", f"{text} is older than 1.29", "nobody has tried it")
+    else:
+        yield Finding("API server", "good", text)
+
+
+def _rights(api: Api) -> Iterator[Finding]:
+    if missing := api.missing_rights(RIGHTS):
+        yield Finding("rights", "bad", f"this user may not {', '.join(missing)}", "use an administrator's kubeconfig")
+    else:
+        yield Finding("rights", "good", "sufficient for install, upgrade and rollback")
+
+
+def _cni(api: Api) -> Iterator[Finding]:
+    sets = {each["metadata"]["name"]: each for each in api.objects(DAEMON_SETS)}
+    known = [name for name in sets if name in _CNI or name in ("cilium", "calico-node", "kindnet") or "flannel" in name]
+    clashes = [(name, *_CNI[name]) for name in known if name in _CNI]
+    if "cilium" in sets:
+        settings = api.get(CONFIG_MAPS, "cilium-config", sets["cilium"]["metadata"]["namespace"]) or {}
+        value = (settings.get("data") or {}).get("kube-proxy-replacement", "false")
+        if value not in ("false", "disabled"):
+            clashes.append(("cilium", "Cilium implements Services itself", "set kubeProxyReplacement: false"))
+    if "calico-node" in sets:
+        variables = sets["calico-node"]["spec"]["template"]["spec"]["containers"][0].get("env") or ()
+        values = {each["name"]: each.get("value", "") for each in variables}
+        if values.get("FELIX_BPFENABLED", "").lower() == "true":
+            clashes.append(("calico-node", "Calico's eBPF data plane implements Services", "linuxDataplane: Iptables"))
+    for name, text, remedy in clashes:
+        yield Finding("CNI", "bad", f"DaemonSet {name}: {text}", remedy)
+    if not clashes:
+        text = ", ".join(known) or "no DaemonSet that is known here"
+        yield Finding("CNI", "good", f"{text}; pyebpf-proxy doctor on a node reads its configuration")
+
+
+def _admission(api: Api, image: str, node: str) -> Iterator[Finding]:
+    """The pod, as the API server takes it or not: quotas, Pod Security, webhooks, policies."""
+    template = objects.agent(image)[-1]["spec"]["template"]
+    specification = template["spec"] | {"nodeName": node}
+    specification.pop("nodeSelector")
+    specification.pop("serviceAccountName")  # made by the installation
+    metadata = {"name": "pyebpf-proxy-check", "namespace": NAMESPACE, "labels": template["metadata"]["labels"]}
+    try:
+        api.create(PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": specification}, dry_run=True)
+    except RefusedError as refused:
+        remedy = f"admit pods of {NAMESPACE} with hostNetwork, hostPath and NET_ADMIN, BPF, PERFMON"
+        yield Finding("admission", "bad", f"the agent's pod is refused: {refused}", remedy)
+        return
+    namespace = api.get(NAMESPACES, NAMESPACE) or {"metadata": {}}
+    level = (namespace["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", "none")
+    yield Finding("admission", "good", f"the agent's pod is admitted (Pod Security of {NAMESPACE}: {level})")
+
+
+def _node(name: str, node: Object) -> Iterator[Finding]:
+    info = node["status"].get("nodeInfo") or {}
+    kernel, runtime = info.get("kernelVersion", ""), info.get("containerRuntimeVersion", "")
+    number = tuple(map(int, re.findall(r"\d+", kernel)[:2]))
+    text = f"Linux {kernel}, {info.get('architecture', '?')}, {runtime}, kubelet {info.get('kubeletVersion', '?')}"
+    if number < _OLDEST_KERNEL:
+        yield Finding("node", "bad", f"{text}: the kernel is older than 5.14", "docs/kernels.md", name)
+    elif info.get("architecture") not in _ARCHITECTURES:
+        yield Finding("node", "bad", f"{text}: no image for this architecture", "build one there", name)
+    elif number < _TESTED_KERNEL:
+        yield Finding("node", "warning", f"{text}: kernels from 6.1 are tested", "docs/kernels.md", name)
+    elif old := _old_runtime(runtime):
+        yield Finding("node", "warning", f"{text}: {old}", "docs/deploy.md, seccomp", name)
+    else:
+        yield Finding("node", "good", text, "", name)
+
+
+def _old_runtime(runtime: str) -> str:
+    """Why this runtime's default seccomp profile may forbid bpf() to holders of CAP_BPF; "" if it does not."""
+    name, _, version = runtime.partition("://")
+    number = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    if name == "containerd" and number < (1, 6, 20):
+        return "containerd before 1.6.20 may forbid bpf()"
+    if name == "docker" and number < (23,):
+        return "Docker before 23.0 forbids bpf()"
+    return "CRI-O may forbid bpf()" if name == "cri-o" else ""
+
+
+def _image(api: Api, found: View, image: str, seconds: float) -> Iterator[Finding]:
+    """The image on each node: pulled, and run for a moment."""
+
+    def one(node: str) -> Finding:
+        try:
+            errand.run(api, "check", node, image, ["pyebpf-proxy", "cluster", "on-node", "fit"], seconds)
+        except ClusterError as error:
+            remedy = "make it pullable there, or name another one" if "pull" in str(error) else ""
+            return Finding("image", "bad", str(error), remedy, node)
+        return Finding("image", "good", f"{image} runs, and the kernel has BTF", "", node)
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        yield from pool.map(one, found.nodes)

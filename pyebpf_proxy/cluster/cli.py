@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pyebpf-proxy cluster COMMAND``: arguments, help, exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from pyebpf_proxy.cluster.errors import NO_ANSWER, PROBLEM, USAGE, ClusterError
+
+if TYPE_CHECKING:
+    from pyebpf_proxy.cluster.api import Api
+    from pyebpf_proxy.cluster.output import Output
+
+COMMANDS = {
+    "check": "whether this cluster is fit; nothing is changed",
+    "status": "what runs on each node; exit status 1 if something is wrong",
+    "install": "take nodes over from kube-proxy, one after the other, each verified; goes on where it was stopped",
+    "upgrade": "replace the agents by those of another image, one after the other, each verified",
+    "rollback": "give nodes back to kube-proxy; after the last one, remove all objects",
+    "test": "connectivity: pods and nodes ask Services of the test's own, on every node; cleans up after itself",
+    "sysdump": "one archive for a bug report: objects and logs, without secrets",
+}
+_CHANGING = frozenset({"install", "upgrade", "rollback", "test"})
+_STATUSES = "exit status: 0 done, no problem found; 1 a problem; 2 wrong usage; 3 no answer; 130 Ctrl-C"
+_EXAMPLE = """example:
+  pyebpf-proxy cluster check --image REGISTRY/pyebpf-proxy:0.1.0
+  pyebpf-proxy cluster install --image REGISTRY/pyebpf-proxy:0.1.0 --canary 1
+  pyebpf-proxy cluster status
+  pyebpf-proxy cluster install
+  pyebpf-proxy cluster rollback"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(_fail(f"{message}; see {self.prog} --help", USAGE))
+
+
+def _fail(text: str, status: int) -> int:
+    from pyebpf_proxy.common.printable import printable
+
+    print(f"Error: {printable(text)}", file=sys.stderr)
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    top = _Parser(
+        prog="pyebpf-proxy cluster",
+        description="All nodes of a cluster, from an administrator's machine with a kubeconfig.",
+        epilog=f"{_EXAMPLE}\n\n{_STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        each = commands.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", epilog=_STATUSES, allow_abbrev=False
+        )
+        each.add_argument("--kubeconfig", default="", metavar="FILE", help="default: $KUBECONFIG, else ~/.kube/config")
+        each.add_argument("--context", default="", metavar="NAME", help="default: the kubeconfig's current one")
+        each.add_argument("--nodes", default="", metavar="SELECTOR", help="only nodes with these labels")
+        each.add_argument(
+            "--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="for each step; default 300"
+        )
+        each.add_argument(
+            "-o", "--output", choices=("text", "json"), default="text", help="json: one document, at the end"
+        )
+        if name in ("check", "install", "upgrade", "test"):
+            each.add_argument("--image", default="", metavar="NAME", help="the agent's image, with its tag")
+        if name == "sysdump":
+            each.add_argument("--file", default="", metavar="FILE", help="default: pyebpf-proxy-sysdump-TIME.tar.gz")
+        if name == "install":
+            each.add_argument("--canary", type=_count, metavar="N", help="stop when N nodes are taken over")
+            each.add_argument("--dry-run", action="store_true", help="print objects and nodes; change nothing")
+        if name in _CHANGING:
+            each.add_argument("--yes", action="store_true", help="do not ask whether this is the right cluster")
+    return top
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 1 <= value <= 86400:
+        raise argparse.ArgumentTypeError("from 1 to 86400")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return value
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command. The result is the exit status."""
+    if arguments[:1] == ["on-node"]:
+        from pyebpf_proxy.cluster.on_node import main as on_node
+
+        return on_node(list(arguments[1:]))
+    try:
+        return _run(parser().parse_args(list(arguments)))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        import kubernetes  # noqa: F401
+    except ImportError:
+        return _fail("the package kubernetes is missing: pip install 'pyebpf-proxy[cluster]'", NO_ANSWER)
+    from pyebpf_proxy.cluster.api import Api, RefusedError
+    from pyebpf_proxy.cluster.output import Output
+
+    output = Output(options.output == "json")
+    output.document["command"] = options.command
+    status = 0
+    try:
+        api = Api(options.kubeconfig, options.context, output.say)
+        if options.command in _CHANGING and not getattr(options, "dry_run", False):
+            _ask(api.context, api.url, options)
+        status = _CALLS[options.command](api, output, options)
+    except (ClusterError, RefusedError) as error:
+        status = error.status if isinstance(error, ClusterError) else PROBLEM
+        text = str(error)
+        if isinstance(error, RefusedError) and error.status in (401, 403):
+            status, text = NO_ANSWER, f"not allowed: {error}"
+        output.document["error"] = text
+        _fail(text, status)
+    except KeyboardInterrupt:
+        output.document["error"] = "interrupted"
+        status = 128 + signal.SIGINT
+    output.end()
+    return status
+
+
+def _ask(context: str, url: str, options: argparse.Namespace) -> None:
+    """ClusterError if this is not the cluster that was meant."""
+    if options.yes:
+        return
+    if not sys.stdin.isatty():
+        raise ClusterError(f"context {context}, {url}: nobody can be asked whether this is meant; say --yes", USAGE)
+    print(f"context {context}, {url}: {options.command} there? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise ClusterError("nothing was done", PROBLEM)
+
+
+def _check(api: Api, output: Output, options: argparse.Namespace) -> int:
+    from pyebpf_proxy.cluster import check
+    from pyebpf_proxy.cluster.model import view
+
+    check.rights(api, check.READ)
+    findings = list(check.examine(api, view(api, options.nodes), options.image, options.timeout))
+    output.findings(findings)
+    return PROBLEM if any(each.state == "bad" for each in findings) else 0
+
+
+def _status(api: Api, output: Output, options: argparse.Namespace) -> int:
+    from pyebpf_proxy.cluster import check, status
+    from pyebpf_proxy.cluster.model import view
+
+    check.rights(api, check.READ)
+    return PROBLEM if status.show(view(api, options.nodes), output) else 0
+
+
+def _install(api: Api, output: Output, options: argparse.Namespace) -> int:
+    from pyebpf_proxy.cluster.install import Command
+
+    Command(api, output, options.nodes, options.timeout).install(options.image, options.canary, options.dry_run)
+    return 0
+
+
+def _upgrade(api: Api, output: Output, options: argparse.Namespace) -> int:
+    from pyebpf_proxy.cluster.install import Command
+
+    Command(api, output, options.nodes, options.timeout).upgrade(options.image)
+    return 0
+
+
+def _rollback(api: Api, output: Output, options: argparse.Namespace) -> int:
+    from pyebpf_proxy.cluster.install import Command
+
+    Command(api, output, options.nodes, options.timeout).rollback()
+    return 0
+
+
+def _test(api: Api, output: Output, options: argparse.Namespace) -> int:
+    from pyebpf_proxy.cluster import connectivity
+    from pyebpf_proxy.cluster.model import view
+
+    passed = connectivity.run(api, output, view(api, options.nodes), options.image, options.timeout)
+    return 0 if passed else PROBLEM
+
+
+def _sysdump(api: Api, output: Output, options: argparse.Namespace) -> int:
+    from pyebpf_proxy.cluster import sysdump
+
+    return PROBLEM if sysdump.write(api, output, options.file) else 0
+
+
+_CALLS: dict[str, Callable[..., int]] = {
+    "check": _check,
+    "status": _status,
+    "install": _install,
+    "upgrade": _upgrade,
+    "rollback": _rollback,
+    "test": _test,
+    "sysdump": _sysdump,
+}

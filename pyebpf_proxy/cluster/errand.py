@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errands: pods that do one thing on one node, and end."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+
+from pyebpf_proxy.cluster import objects
+from pyebpf_proxy.cluster.api import PODS, SERVICES, SLICES, Api, Object
+from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.model import pod_of
+from pyebpf_proxy.cluster.objects import NAMESPACE
+
+POLL_SECONDS = 0.3
+
+
+def name_of(what: str, node: str) -> str:
+    """A pod's name: 63 characters, whatever the node is called."""
+    short = hashlib.sha256(node.encode()).hexdigest()[:8]
+    return f"pyebpf-proxy-{what}-{node.replace('.', '-')[:30].strip('-')}-{short}"
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float) -> None:
+    """ClusterError, "what" in the words of the user, if the condition does not come true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise ClusterError(f"{what}: not within {seconds:.0f} s")
+        time.sleep(POLL_SECONDS)
+
+
+def run(
+    api: Api,
+    what: str,
+    node: str,
+    image: str,
+    command: list[str],
+    seconds: float,
+    environment: dict[str, str] | None = None,
+) -> str:
+    """Run a command on a node and remove its pod. The result is its output; ClusterError if it fails."""
+    pod = objects.errand(name_of(what, node), node, image, command, environment)
+    name = pod["metadata"]["name"]
+    remove(api, name, seconds)  # of a command that was killed
+    made = api.create(PODS, pod)
+    try:
+        found = pod_of(made)
+
+        def ended() -> bool:
+            nonlocal found
+            item = api.get(PODS, name, NAMESPACE)
+            if item is None:
+                raise ClusterError(f"{what}: its pod was deleted by somebody else")
+            found = pod_of(item)
+            return found.phase in ("Succeeded", "Failed") or bool(found.hopeless)
+
+        wait_until(ended, f"{what}: the pod does not end", seconds)
+        if found.phase != "Succeeded":
+            raise ClusterError(f"{what}: {found.hopeless or found.message or 'the pod failed'}")
+        return api.log(name, NAMESPACE)
+    finally:
+        api.delete(PODS, name, NAMESPACE)
+
+
+def remove(api: Api, name: str, seconds: float) -> None:
+    """Delete a pod, and wait until it is gone."""
+    if api.delete(PODS, name, NAMESPACE):
+        wait_until(lambda: api.get(PODS, name, NAMESPACE) is None, f"pod {name} does not go away", seconds)
+
+
+def remove_all(api: Api) -> None:
+    """Errands that a killed command left."""
+    for each in api.objects(PODS, NAMESPACE, f"{objects.ERRAND}=true"):
+        api.delete(PODS, each["metadata"]["name"], NAMESPACE)
+
+
+def targets(api: Api) -> list[str]:
+    """Services that every cluster has, for a test of connectivity: those with endpoints. ``ADDRESS PORT`` over TCP."""
+    found = []
+    for namespace, name in (("default", "kubernetes"), ("kube-system", "kube-dns")):
+        service = api.get(SERVICES, name, namespace)
+        if service is None or not _has_endpoints(api, namespace, name):
+            continue
+        addresses = service["spec"].get("clusterIPs") or [service["spec"].get("clusterIP")]
+        ports = [port["port"] for port in service["spec"].get("ports", ()) if port.get("protocol", "TCP") == "TCP"]
+        found += [f"{address} {ports[0]}" for address in addresses if ports and address not in (None, "None")]
+    return found
+
+
+def _has_endpoints(api: Api, namespace: str, name: str) -> bool:
+    slices: list[Object] = api.objects(SLICES, namespace, f"kubernetes.io/service-name={name}")
+    return any(
+        (endpoint.get("conditions") or {}).get("ready") is not False
+        for each in slices
+        for endpoint in each.get("endpoints") or ()
+    )

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of the commands: one line each."""
+
+from __future__ import annotations
+
+PROBLEM, USAGE, NO_ANSWER = 1, 2, 3
+
+
+class ClusterError(Exception):
+    """The problem, and the remedy if there is one. ``status``: the exit status."""
+
+    def __init__(self, text: str, status: int = PROBLEM) -> None:
+        super().__init__(text)
+        self.status = status

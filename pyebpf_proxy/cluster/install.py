@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cluster install``, ``rollback`` and ``upgrade``: node by node, each verified before the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import yaml
+
+from pyebpf_proxy.cluster import check, errand, model, objects, takeover
+from pyebpf_proxy.cluster.api import Api, RefusedError, kind_of
+from pyebpf_proxy.cluster.errors import USAGE, ClusterError
+from pyebpf_proxy.cluster.lease import Lease
+from pyebpf_proxy.cluster.model import View, installed_image, view
+from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, PARKED
+from pyebpf_proxy.cluster.output import Output
+
+
+class Command:
+    """One run of one command: where, what it may do, and what it has done."""
+
+    def __init__(self, api: Api, output: Output, selector: str, seconds: float) -> None:
+        self._api = api
+        self._output = output
+        self._selector = selector
+        self._seconds = seconds
+        self._done: list[str] = []
+        output.document |= {"context": api.context, "done": self._done, "error": None}
+
+    # ---- install -------------------------------------------------------------------------------------------------
+
+    def install(self, image: str, canary: int | None, dry_run: bool) -> None:
+        """Take nodes over. ClusterError: the node that failed has kube-proxy again, the nodes before it are done."""
+        api, say = self._api, self._output.say
+        check.rights(api, check.RIGHTS)
+        found = view(api, self._selector)
+        check.blocking(api, found)
+        image = self._image(found, image)
+        if dry_run:
+            self._dry_run(found, image, self._todo(found, canary))
+            return
+        with Lease(api, "install") as lease:
+            self._prepare(found, image)
+            errand.remove_all(api)
+            found = view(api, self._selector)
+            todo = self._todo(found, canary)
+            done = sum(map(found.is_done, found.nodes))
+            say(f"{len(todo)} nodes to take over, {done} done: {', '.join(todo) or 'nothing to do'}")
+            self._tell_down(found)
+            for number, node in enumerate(todo, 1):
+                lease.check()
+                self._take(node, image, f"[{number}/{len(todo)}] {node}: ")
+        left = len(found.nodes) - done - len(todo)
+        if left:
+            say(f"{left} nodes are left to kube-proxy; to go on: pyebpf-proxy cluster install")
+
+    @staticmethod
+    def _todo(found: View, canary: int | None) -> list[str]:
+        todo = [node for node in found.nodes if not found.is_done(node) and found.is_up(node)]
+        return todo if canary is None else todo[: max(0, canary - sum(map(found.is_done, found.nodes)))]
+
+    def _tell_down(self, found: View) -> None:
+        if down := [node for node in found.nodes if not found.is_up(node)]:
+            self._output.say(f"left out, because their kubelets do not report: {', '.join(down)}")
+
+    def _image(self, found: View, image: str) -> str:
+        present = installed_image(found)
+        if present and image and image != present:
+            raise ClusterError(
+                f"{present} is installed; for another image: pyebpf-proxy cluster upgrade --image {image}"
+            )
+        if not (image or present):
+            raise ClusterError("no image is named: --image REGISTRY/pyebpf-proxy:TAG", USAGE)
+        image = image or present
+        others = sorted(node for node, pod in found.agents.items() if pod.image != image and not pod.deleted)
+        if others:
+            raise ClusterError(
+                f"an agent of another image runs on {', '.join(others)}: first pyebpf-proxy cluster upgrade"
+            )
+        return image
+
+    def _dry_run(self, found: View, image: str, todo: list[str]) -> None:
+        """The objects, which the API server has validated, and the nodes."""
+        assert found.kube_proxy_set is not None
+        items = objects.agent(image)
+        for item in items:
+            self._api.apply(item, dry_run=True)
+        patch = objects.prepare(found.kube_proxy_set)
+        self._output.document |= {"objects": items, "patch": patch, "nodes": todo}
+        for item in items:
+            self._output.say(f"---\n{yaml.safe_dump(item, sort_keys=False).rstrip()}")
+        self._output.say(f"---\n# merge patch of DaemonSet {NAMESPACE}/{KUBE_PROXY}")
+        self._output.say(yaml.safe_dump(patch, sort_keys=False).rstrip())
+        self._output.say(f"# nodes, in this order: {', '.join(todo) or 'none'}")
+        self._output.say(f"# each gets the labels {AGENT}=true and, once its agent has programmed it, {PARKED}=true")
+
+    def _prepare(self, found: View, image: str) -> None:
+        """Objects, and kube-proxy's DaemonSet: no pod starts or ends by it."""
+        assert found.kube_proxy_set is not None
+        if not objects.is_prepared(found.kube_proxy_set):
+            # Labels of before, as after an upgrade by kubeadm: kube-proxy is parked again where the agent is looked at.
+            for node, item in view(self._api).nodes.items():
+                if PARKED in (item["metadata"].get("labels") or {}):
+                    takeover.label(self._api, node, PARKED, False)
+            takeover.patch_kube_proxy(self._api, objects.prepare, self._seconds)
+        for item in objects.agent(image):
+            try:
+                self._api.apply(item)
+            except RefusedError as refused:
+                raise ClusterError(f"{item['kind']} {item['metadata']['name']} is refused: {refused}") from None
+
+    def _take(self, node: str, image: str, prefix: str) -> None:
+        def say(text: str) -> None:
+            self._output.say(prefix + text)
+
+        try:
+            takeover.take(self._api, node, image, errand.targets(self._api), self._seconds, say)
+        except KeyboardInterrupt:
+            say("stopped here; a proxy serves the node. Go on with cluster install, or undo it with cluster rollback")
+            raise
+        except (ClusterError, RefusedError) as error:
+            say(f"failed: {error}")
+            say("the node goes back to kube-proxy")
+            try:
+                takeover.give_back(self._api, node, image, errand.targets(self._api), self._seconds, say)
+            except (ClusterError, RefusedError) as second:
+                raise ClusterError(
+                    f"{node}: {error}; it could not be given back either: {second}; a proxy serves it:"
+                    " repeat cluster rollback --nodes"
+                ) from None
+            done = f"; done before: {', '.join(self._done)}" if self._done else ""
+            raise ClusterError(f"{node}: {error}; the node was given back to kube-proxy{done}") from None
+        self._done.append(node)
+        say("taken over, and verified")
+
+    # ---- rollback ------------------------------------------------------------------------------------------------
+
+    def rollback(self) -> None:
+        """Give nodes back to kube-proxy; after the last one, remove all objects."""
+        api, say = self._api, self._output.say
+        check.rights(api, check.RIGHTS)
+        found, every = view(api, self._selector), view(api)
+        if found.kube_proxy_set is None:
+            raise ClusterError(f"there is no DaemonSet {NAMESPACE}/{KUBE_PROXY}: the agent stays, it is the only proxy")
+        image = installed_image(every)
+        todo = [node for node in found.nodes if self._is_ours(found, node) and found.is_up(node)]
+        last = not [node for node in every.nodes if self._is_ours(every, node) and node not in todo]
+        say(f"{len(todo)} nodes to give back: {', '.join(todo) or 'nothing to do'}")
+        self._tell_down(found)
+        with Lease(api, "rollback") as lease:
+            errand.remove_all(api)
+            if last:
+                # kube-proxy starts beside the agents, with the very template that it had: no pod is replaced later.
+                takeover.patch_kube_proxy(api, objects.unprepare, self._seconds)
+            for number, node in enumerate(todo, 1):
+                lease.check()
+                prefix = f"[{number}/{len(todo)}] {node}: "
+                tell = _prefixed(say, prefix)
+                takeover.give_back(api, node, image, errand.targets(api), self._seconds, tell)
+                self._done.append(node)
+            if last:
+                takeover.patch_kube_proxy(api, objects.restore_strategy, self._seconds)
+                if image:
+                    for item in reversed(objects.agent(image)):
+                        metadata = item["metadata"]
+                        api.delete(kind_of(item), metadata["name"], metadata.get("namespace", ""))
+                say("all objects of pyebpf-proxy are removed; kube-proxy's DaemonSet is as it was")
+
+    @staticmethod
+    def _is_ours(found: View, node: str) -> bool:
+        return found.has(node, AGENT) or found.has(node, PARKED) or node in found.agents
+
+    # ---- upgrade -------------------------------------------------------------------------------------------------
+
+    def upgrade(self, image: str) -> None:
+        """Replace the agents by those of another image. ClusterError: the node that failed has the former image."""
+        api, say = self._api, self._output.say
+        check.rights(api, check.RIGHTS)
+        found = view(api, self._selector)
+        before = installed_image(found)
+        if not before:
+            raise ClusterError("the agent is not installed: pyebpf-proxy cluster install")
+        image = image or before
+        todo = [node for node, pod in found.agents.items() if node in found.nodes and pod.image != image]
+        todo.sort()
+        say(f"{len(todo)} nodes to upgrade to {image}: {', '.join(todo) or 'nothing to do'}")
+        with Lease(api, "upgrade") as lease:
+            errand.remove_all(api)
+            for number, node in enumerate(todo, 1):
+                lease.check()
+                prefix = f"[{number}/{len(todo)}] {node}: "
+                self._upgrade(node, found, image, _prefixed(say, prefix))
+                self._done.append(node)
+            self._set_image(image)
+
+    def _set_image(self, image: str) -> None:
+        self._api.apply(objects.agent(image)[-1])
+
+    def _upgrade(self, node: str, found: View, image: str, say: Callable[[str], None]) -> None:
+        api, old = self._api, found.agents[node]
+        command = ["pyebpf-proxy", "cluster", "on-node", "fit"]
+        # The old agent runs until the image is on the node and has run there.
+        errand.run(api, "pull", node, image, command, self._seconds)
+        self._set_image(image)
+        say("the image is there; the agent is replaced")
+        try:
+            takeover.replace(api, node, old, self._seconds, say)
+            takeover.verify(api, node, image, errand.targets(api), self._seconds)
+        except (ClusterError, RefusedError) as error:
+            say(f"failed: {error}; the agent of {old.image} comes back")
+            self._set_image(old.image)
+            failed = model.pods(api, f"k8s-app={NAME}", node).get(node)
+            if failed is not None and failed.image != old.image:
+                takeover.replace(api, node, failed, self._seconds, say)
+            takeover.wait_ready(api, node, self._seconds)
+            raise ClusterError(f"{node}: {error}; the agent of {old.image} runs there again") from None
+        say("upgraded, and verified")
+
+
+def _prefixed(say: Callable[[str], None], prefix: str) -> Callable[[str], None]:
+    return lambda text: say(prefix + text)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs where: nodes, the pods of both proxies, and what a pod's status means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import yaml
+
+from pyebpf_proxy.cluster import objects
+from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NODES, PODS, Api, Object
+from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, PARKED
+
+#: Reasons of a waiting container that do not go away by themselves.
+_HOPELESS = {
+    "ImagePullBackOff": "the image cannot be pulled",
+    "InvalidImageName": "the name of the image is invalid",
+    "ErrImageNeverPull": "the image is not on the node, and imagePullPolicy is Never",
+    "CreateContainerConfigError": "the container cannot be made",
+    "CreateContainerError": "the container cannot be made",
+    "RunContainerError": "the container cannot be started",
+    "CrashLoopBackOff": "the container ends again and again",
+}
+#: The agent's log line once the node is programmed, as text and as JSON.
+_PROGRAMMED = re.compile(r'^\S+ info ready |"message": ?"ready"', re.MULTILINE)
+
+
+class Pod(NamedTuple):
+    """A pod of one container, as far as it matters here."""
+
+    name: str
+    uid: str
+    node: str
+    image: str
+    phase: str
+    #: The container runs, and its startup probe has succeeded.
+    started: bool
+    ready: bool
+    deleted: bool
+    restarts: int
+    #: Why the container cannot start; "" if it can, or if it may be early.
+    hopeless: str
+    #: Whether the container has ever run.
+    ran: bool
+    #: What a container that has ended wrote.
+    message: str
+    #: When the container started, as the API writes times; "" if it does not run.
+    since: str
+
+    @property
+    def usable(self) -> bool:
+        """Runs, and is not on its way out."""
+        return self.started and not self.deleted
+
+
+def pod_of(item: Object) -> Pod:
+    """A pod's object in short."""
+    status = item.get("status", {})
+    container: Mapping[str, Any] = next(iter(status.get("containerStatuses") or ()), {})
+    state, last = container.get("state") or {}, container.get("lastState") or {}
+    waiting, ended = state.get("waiting") or {}, state.get("terminated") or last.get("terminated") or {}
+    reason = waiting.get("reason", "")
+    hopeless = ""
+    if reason in _HOPELESS:
+        hopeless = f"{_HOPELESS[reason]}: {waiting.get('message') or ended.get('message') or reason}".strip()
+    elif status.get("phase") == "Failed":
+        hopeless = (ended.get("message") or status.get("message") or status.get("reason") or "the pod failed").strip()
+    conditions = {each["type"]: each["status"] for each in status.get("conditions") or ()}
+    return Pod(
+        name=item["metadata"]["name"],
+        uid=item["metadata"]["uid"],
+        node=item["spec"].get("nodeName", ""),
+        image=item["spec"]["containers"][0]["image"],
+        phase=status.get("phase", ""),
+        started="running" in state and container.get("started") is not False,
+        ready=conditions.get("Ready") == "True",
+        deleted="deletionTimestamp" in item["metadata"],
+        restarts=int(container.get("restartCount", 0)),
+        hopeless=_one_line(hopeless),
+        ran="running" in state or bool(ended) or int(container.get("restartCount", 0)) > 0,
+        message=_one_line(ended.get("message") or ""),
+        since=(state.get("running") or {}).get("startedAt") or "",
+    )
+
+
+def _one_line(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return " ".join(lines[-1].split())[:400] if lines else ""
+
+
+class View(NamedTuple):
+    """The cluster at one moment. Pods by node; of several on a node, the one that stays."""
+
+    nodes: dict[str, Object]
+    agents: dict[str, Pod]
+    kube_proxies: dict[str, Pod]
+    agent_set: Object | None
+    kube_proxy_set: Object | None
+
+    def has(self, node: str, label: str) -> bool:
+        """Whether the node has one of our labels."""
+        return (self.nodes[node]["metadata"].get("labels") or {}).get(label) == "true"
+
+    def is_up(self, node: str) -> bool:
+        """Whether the node's kubelet reports: without it no pod starts or ends."""
+        conditions = self.nodes[node]["status"].get("conditions") or ()
+        return all(each["status"] == "True" for each in conditions if each["type"] == "Ready")
+
+    def proxy(self, node: str) -> str:
+        """Which proxy runs there."""
+        names = [name for name, pods in ((KUBE_PROXY, self.kube_proxies), (NAME, self.agents)) if node in pods]
+        return " and ".join(names) or "none"
+
+    def is_done(self, node: str) -> bool:
+        """Taken over: the agent alone, and ready."""
+        pod = self.agents.get(node)
+        return self.has(node, PARKED) and pod is not None and pod.ready and node not in self.kube_proxies
+
+
+def view(api: Api, selector: str = "") -> View:
+    """Linux nodes that match the selector."""
+    nodes = api.objects(NODES, labels=selector)
+    linux = [
+        each for each in nodes if (each["status"].get("nodeInfo") or {}).get("operatingSystem", "linux") == "linux"
+    ]
+    return View(
+        nodes={each["metadata"]["name"]: each for each in sorted(linux, key=lambda each: each["metadata"]["name"])},
+        agents=pods(api, f"k8s-app={NAME}"),
+        kube_proxies=pods(api, f"k8s-app={KUBE_PROXY}"),
+        agent_set=api.get(DAEMON_SETS, NAME, NAMESPACE),
+        kube_proxy_set=api.get(DAEMON_SETS, KUBE_PROXY, NAMESPACE),
+    )
+
+
+def pods(api: Api, labels: str, node: str = "") -> dict[str, Pod]:
+    """Pods by node."""
+    found = [pod_of(each) for each in api.objects(PODS, NAMESPACE, labels, f"spec.nodeName={node}" if node else "")]
+    # A pod that is being deleted counts only where there is no other.
+    return {pod.node: pod for pod in sorted(found, key=lambda pod: not pod.deleted) if pod.node}
+
+
+def is_programmed(api: Api, pod: Pod) -> bool:
+    """Whether this agent has programmed its node since its start."""
+    return says_programmed(api.log(pod.name, NAMESPACE))
+
+
+def says_programmed(log: str) -> bool:
+    """Whether an agent's log says that the node is programmed."""
+    return bool(_PROGRAMMED.search(log))
+
+
+def kube_proxy_configuration(api: Api) -> dict[str, Any]:
+    """What kubeadm's ConfigMap has, on which the agent runs. ClusterError where it is not as expected."""
+    config_map = api.get(CONFIG_MAPS, KUBE_PROXY, NAMESPACE)
+    where = f"ConfigMap {NAMESPACE}/{KUBE_PROXY}"
+    if config_map is None:
+        raise ClusterError(f"there is no {where}: this command is for clusters made by kubeadm (docs/deploy.md)")
+    data = config_map.get("data") or {}
+    missing = [name for name in ("config.conf", "kubeconfig.conf") if name not in data]
+    if missing:
+        raise ClusterError(f"{where} has no {' and no '.join(missing)}: it is not kubeadm's (docs/deploy.md)")
+    try:
+        configuration = yaml.safe_load(data["config.conf"])
+    except yaml.YAMLError as error:
+        raise ClusterError(f"{where}: config.conf is not YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(configuration, dict):
+        raise ClusterError(f"{where}: config.conf is not a configuration")
+    return configuration
+
+
+def installed_image(found: View) -> str:
+    """The agent's image; "" if it is not installed. ClusterError: it was installed in another way."""
+    if found.agent_set is None:
+        return ""
+    selector = found.agent_set["spec"]["template"]["spec"].get("nodeSelector") or {}
+    if selector.get(AGENT) != "true":
+        raise ClusterError(
+            f"DaemonSet {NAMESPACE}/{NAME} was not made by this command: it runs on all nodes, not on those with the"
+            f" label {AGENT}; go back to kube-proxy first (docs/migrating-from-kube-proxy.md), or go on without this"
+            " command"
+        )
+    return objects.template_image(found.agent_set)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands print: plain lines as they go, or one JSON document at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, Literal, NamedTuple
+
+State = Literal["good", "warning", "bad"]
+
+
+class Finding(NamedTuple):
+    """One result of a check. ``where``: a node's name, or "" for the cluster."""
+
+    what: str
+    state: State
+    text: str
+    remedy: str = ""
+    where: str = ""
+
+
+class Output:
+    """Lines are written at once. ``document``: what ``-o json`` prints at the end."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.document: dict[str, Any] = {}
+
+    def say(self, text: str) -> None:
+        """One line; none with -o json."""
+        if not self.as_json:
+            print(text, flush=True)
+
+    def findings(self, findings: list[Finding]) -> None:
+        """All of them, the good ones too, and what to do about the others."""
+        self.document["findings"] = [each._asdict() for each in findings]
+        for each in findings:
+            where = f"{each.where}: " if each.where else ""
+            self.say(f"{each.state:7}  {where}{each.what}: {each.text}")
+            if each.remedy and each.state != "good":
+                self.say(f"         {each.remedy}")
+
+    def table(self, name: str, head: list[str], rows: list[list[str]], keys: list[str]) -> None:
+        """Rows of text; with -o json objects with these keys."""
+        self.document[name] = [dict(zip(keys, row, strict=True)) for row in rows]
+        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+        for row in [head, *rows]:
+            self.say("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+    def end(self) -> None:
+        """Print the JSON document, if that was asked for."""
+        if self.as_json:
+            json.dump(self.document, sys.stdout, indent=2)
+            print(flush=True)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cluster status``: what runs on each node, and differences between nodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pyebpf_proxy.cluster import model
+from pyebpf_proxy.cluster.model import View
+from pyebpf_proxy.cluster.objects import AGENT, NAME, PARKED, is_prepared
+from pyebpf_proxy.cluster.output import Finding, Output
+
+HEAD = ["NODE", "PROXY", "STATE", "RESTARTS", "IMAGE OF THE AGENT"]
+KEYS = ["node", "proxy", "state", "restarts", "image"]
+
+
+def show(found: View, output: Output) -> list[Finding]:
+    """The table, and what is wrong."""
+    rows = []
+    for node in found.nodes:
+        pod = found.agents.get(node)
+        rows.append(
+            [node, found.proxy(node), state(found, node), str(pod.restarts if pod else 0), pod.image if pod else ""]
+        )
+    output.table("nodes", HEAD, rows, KEYS)
+    findings = list(problems(found))
+    output.findings(findings)
+    done = sum(map(found.is_done, found.nodes))
+    output.document["takenOver"] = done
+    output.say(f"{done} of {len(found.nodes)} nodes are served by {NAME}")
+    return findings
+
+
+def state(found: View, node: str) -> str:
+    """In a few words: where the node stands between the two proxies."""
+    pod, agent, parked = found.agents.get(node), found.has(node, AGENT), found.has(node, PARKED)
+    if not agent and not parked:
+        return "kube-proxy" if pod is None else "agent ends"
+    if found.is_done(node):
+        return "taken over"
+    if pod is not None and pod.hopeless:
+        return pod.hopeless
+    if pod is None:
+        return "agent is missing"
+    return "agent not ready" if parked else "agent beside kube-proxy"
+
+
+def problems(found: View) -> list[Finding]:
+    """What an administrator has to look at."""
+    wrong = []
+    for node in found.nodes:
+        pod = found.agents.get(node)
+        usable = [each for each in (pod, found.kube_proxies.get(node)) if each is not None and each.usable]
+        if not usable:
+            text = "no proxy runs; what the last one attached carries the traffic"
+            wrong.append(Finding("proxy", "bad", text, "kubectl -n kube-system describe the pods of the node", node))
+        elif found.has(node, PARKED) and not found.is_done(node):
+            text = f"not taken over: {state(found, node)}"
+            wrong.append(Finding("proxy", "warning", text, "pyebpf-proxy cluster install, or rollback", node))
+        elif found.has(node, AGENT) and not found.has(node, PARKED):
+            text = "both proxies run: an installation was stopped here"
+            wrong.append(Finding("proxy", "warning", text, "pyebpf-proxy cluster install, or rollback", node))
+    images = Counter(pod.image for node, pod in found.agents.items() if node in found.nodes)
+    wanted = model.installed_image(found) if found.agent_set is not None else ""
+    for image, count in sorted(images.items()):
+        if image != wanted:
+            text = f"{count} nodes run {image}, the DaemonSet has {wanted or 'been deleted'}"
+            wrong.append(Finding("version", "warning", text, "pyebpf-proxy cluster upgrade"))
+    taken = [node for node in found.nodes if found.has(node, PARKED)]
+    if taken and found.kube_proxy_set is not None and not is_prepared(found.kube_proxy_set):
+        text = "its DaemonSet was rewritten, so that it runs on all nodes again (kubeadm upgrade does this)"
+        wrong.append(Finding("kube-proxy", "warning", text, "pyebpf-proxy cluster install"))
+    return wrong

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One node from kube-proxy to the agent, and back. At each moment one of the two has programmed the node.
+
+To the agent: the agent starts beside kube-proxy; once it has programmed the node, kube-proxy is parked; then the agent
+holds the health port and is ready. Back: kube-proxy starts beside the agent, and the clean-up waits until it has
+programmed the node. Every step can be repeated, so a command that was killed is continued by the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pyebpf_proxy.cluster import errand, objects
+from pyebpf_proxy.cluster.api import DAEMON_SETS, NODES, PODS, Api, Object
+from pyebpf_proxy.cluster.errand import wait_until
+from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.model import Pod, is_programmed, pods
+from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, PARKED
+
+Say = Callable[[str], None]
+_AGENTS, _KUBE_PROXIES = f"k8s-app={NAME}", f"k8s-app={KUBE_PROXY}"
+
+
+def take(api: Api, node: str, image: str, targets: list[str], seconds: float, say: Say) -> None:
+    """Give the node to the agent. ClusterError: kube-proxy still serves it, or the caller must give it back."""
+    label(api, node, AGENT, True)
+    say("the agent starts beside kube-proxy")
+    wait_programmed(api, node, seconds)
+    say("the agent has programmed the node; kube-proxy is parked")
+    label(api, node, PARKED, True)
+    wait_until(lambda: node not in pods(api, _KUBE_PROXIES, node), "kube-proxy's pod does not end", seconds)
+    wait_ready(api, node, seconds)
+    verify(api, node, image, targets, seconds)
+
+
+def wait_programmed(api: Api, node: str, seconds: float) -> Pod:
+    """Until the agent's pod runs and says that the node is programmed. ClusterError, at once if it never will."""
+    found: Pod | None = None
+
+    def programmed() -> bool:
+        nonlocal found
+        found = pods(api, _AGENTS, node).get(node)
+        if found is not None and found.hopeless:
+            raise ClusterError(f"the agent does not start: {found.hopeless}")
+        # A pod that is ready may have so long a log that its beginning is gone.
+        return found is not None and found.usable and (found.ready or is_programmed(api, found))
+
+    wait_until(programmed, "the agent has not programmed the node", seconds)
+    assert found is not None
+    return found
+
+
+def wait_ready(api: Api, node: str, seconds: float) -> Pod:
+    """Until the agent's pod is ready."""
+    found: Pod | None = None
+
+    def ready() -> bool:
+        nonlocal found
+        found = pods(api, _AGENTS, node).get(node)
+        if found is not None and found.hopeless:
+            raise ClusterError(f"the agent ended: {found.hopeless}")
+        return found is not None and found.ready and found.usable
+
+    wait_until(ready, "the agent's pod is not ready", seconds)
+    assert found is not None
+    return found
+
+
+def verify(api: Api, node: str, image: str, targets: list[str], seconds: float) -> None:
+    """From the node through real Services; removes the rules that kube-proxy wrote while both ran."""
+    command = ["pyebpf-proxy", "cluster", "on-node", "verify", *" ".join(targets).split()]
+    errand.run(api, "verify", node, image, command, seconds)
+
+
+def give_back(api: Api, node: str, image: str, targets: list[str], seconds: float, say: Say) -> None:
+    """Give the node back to kube-proxy, and remove everything of the agent from it. ClusterError."""
+    agent = pods(api, _AGENTS, node).get(node)
+    parked = has(api, node, PARKED)
+    attached = parked or (agent is not None and agent.ran)
+    label(api, node, PARKED, False)
+    old = pods(api, _KUBE_PROXIES, node).get(node)
+    if old is not None and agent is not None and _has_removed_rules(api, agent, old, parked):
+        # kube-proxy would write them again at its next full sync: in mode nftables within an hour. A new one writes
+        # them at its start.
+        api.delete(PODS, old.name, NAMESPACE, old.uid)
+        wait_until(lambda: _is_new(api, node, old), "no new pod of kube-proxy comes, and the agent stays", seconds)
+
+    def kube_proxy_runs() -> bool:
+        found = pods(api, _KUBE_PROXIES, node).get(node)
+        if found is not None and found.hopeless:
+            raise ClusterError(f"kube-proxy does not start, and the agent stays: {found.hopeless}")
+        return found is not None and found.usable
+
+    wait_until(kube_proxy_runs, "kube-proxy's pod does not run, and the agent stays", seconds)
+    if attached:
+        # Its health page cannot tell: the agent holds the port.
+        command = ["pyebpf-proxy", "cluster", "on-node", "kube-proxy", *" ".join(targets).split()]
+        errand.run(api, "await", node, image, command, seconds)
+    say("kube-proxy has programmed the node; the agent ends")
+    label(api, node, AGENT, False)
+    wait_until(lambda: node not in pods(api, _AGENTS, node), "the agent's pod does not end", seconds)
+    if attached:
+        # Its programs are attached until here.
+        errand.run(api, "clean", node, image, objects.CLEAN_UP, seconds)
+    say("kube-proxy serves the node")
+
+
+def _has_removed_rules(api: Api, agent: Pod, kube_proxy: Pod, parked: bool) -> bool:
+    """Whether an agent that started after this kube-proxy has removed its rules."""
+    later = not parked or agent.since > kube_proxy.since
+    return later and agent.usable and is_programmed(api, agent)
+
+
+def _is_new(api: Api, node: str, old: Pod) -> bool:
+    found = pods(api, _KUBE_PROXIES, node).get(node)
+    return found is not None and found.uid != old.uid
+
+
+def replace(api: Api, node: str, old: Pod, seconds: float, say: Say) -> Pod:
+    """Replace the agent's pod by one of the DaemonSet's present template. The attached programs carry the traffic."""
+    api.delete(PODS, old.name, NAMESPACE, old.uid)
+
+    def replaced() -> bool:
+        found = pods(api, _AGENTS, node).get(node)
+        return found is not None and found.uid != old.uid
+
+    wait_until(replaced, "no new pod of the agent comes", seconds)
+    wait_programmed(api, node, seconds)
+    say("the new agent has programmed the node")
+    return wait_ready(api, node, seconds)
+
+
+def has(api: Api, node: str, name: str) -> bool:
+    """Whether the node has one of our labels."""
+    found = api.get(NODES, node)
+    if found is None:
+        raise ClusterError("the node does not exist any more")
+    return (found["metadata"].get("labels") or {}).get(name) == "true"
+
+
+def label(api: Api, node: str, name: str, on: bool) -> None:
+    """Set or remove one of our labels."""
+    if has(api, node, name) != on:
+        api.patch(NODES, node, {"metadata": {"labels": {name: "true" if on else None}}})
+
+
+def patch_kube_proxy(api: Api, change: Callable[[Object], Object | None], seconds: float) -> None:
+    """Change kube-proxy's DaemonSet, and wait until its controller knows."""
+    found = api.get(DAEMON_SETS, KUBE_PROXY, NAMESPACE)
+    if found is None:
+        return
+    body = change(found)
+    if body is None:
+        return
+    generation = api.patch(DAEMON_SETS, KUBE_PROXY, body, NAMESPACE)["metadata"]["generation"]
+
+    def observed() -> bool:
+        now = api.get(DAEMON_SETS, KUBE_PROXY, NAMESPACE)
+        return now is None or now.get("status", {}).get("observedGeneration", 0) >= generation
+
+    wait_until(observed, f"the DaemonSet controller does not notice the change of {KUBE_PROXY}", seconds)

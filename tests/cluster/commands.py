@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pyebpf-proxy cluster`` in tests: a cluster with simulated nodes, the commands, and what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pyebpf_proxy.cli import main
+
+from . import kubeadm
+from .apiserver import ADMIN_TOKEN, ApiServer, Object
+from .simulated_nodes import SETS, SYSTEM, Recorder, SimulatedNodes
+
+NAMES = ["n1", "n2", "n3"]
+IMAGE, NEWER = "registry.example/pyebpf-proxy:1", "registry.example/pyebpf-proxy:2"
+CONFIG_MAP = "/api/v1/namespaces/kube-system/configmaps/kube-proxy"
+
+
+@contextlib.contextmanager
+def watched(server: ApiServer, folder: Path) -> Iterator[SimulatedNodes]:
+    """Three nodes on which kube-proxy runs, and a recorder that fails the test if one is without a proxy."""
+    with made(server, folder, NAMES) as nodes:
+        nodes.until(lambda pods: proxies(pods) == taken(), "kube-proxy runs everywhere")
+        with Recorder(server) as recorder:
+            yield nodes
+        assert recorder.served == set(NAMES), "the recorder has not seen them"
+        assert recorder.gaps == []
+
+
+@contextlib.contextmanager
+def made(server: ApiServer, folder: Path, names: list[str]) -> Iterator[SimulatedNodes]:
+    """Nodes, kubeadm's objects, and ``admin.conf`` in the folder."""
+    server.kubeconfig(folder / "admin.conf", {"token": ADMIN_TOKEN})
+    server.apply(kubeadm.config_map("https://192.0.2.1:6443"))
+    with SimulatedNodes(server, names, folder) as nodes:
+        server.create(kubeadm.daemon_set())
+        yield nodes
+
+
+def proxies(pods: dict[str, Object]) -> dict[str, list[str]]:
+    """Programmed proxies by node."""
+    found: dict[str, list[str]] = {}
+    for pod in pods.values():
+        conditions = {each["type"]: each["status"] for each in pod.get("status", {}).get("conditions", ())}
+        if conditions.get("Programmed") == "True":
+            found.setdefault(pod["spec"]["nodeName"], []).append(pod["metadata"]["labels"]["k8s-app"])
+    return {node: sorted(names) for node, names in sorted(found.items())}
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    confirmed = ["--yes"] if arguments[0] in ("install", "upgrade", "rollback", "test") else []
+    where = ["--kubeconfig", str(folder / "admin.conf")]
+    if "--timeout" not in arguments:
+        where += ["--timeout", "20"]
+    return [sys.executable, "-m", "pyebpf_proxy", "cluster", *arguments, *where, *confirmed]
+
+
+def run(folder: Path, *arguments: str, status: int = 0) -> str:
+    """What the command says, then its errors. In this process: importing the library takes a second."""
+    said, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+        ended = main(command(folder, *arguments)[3:])
+    text = said.getvalue() + errors.getvalue()
+    assert ended == status, text
+    return text
+
+
+def daemon_set(server: ApiServer, name: str = "kube-proxy") -> Any:
+    return server.request("GET", f"{SETS}/{name}")
+
+
+def taken(*nodes: str) -> dict[str, list[str]]:
+    return {node: ["pyebpf-proxy" if node in nodes else "kube-proxy"] for node in NAMES}
+
+
+def now(server: ApiServer) -> dict[str, list[str]]:
+    return proxies({each["metadata"]["name"]: each for each in server.request("GET", SYSTEM)["items"]})
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(folder, *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )

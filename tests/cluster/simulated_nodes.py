@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the API server of the tests lacks of a cluster: a DaemonSet controller, and kubelets that only report.
+
+The controller follows the real one's rules for node selectors, affinity, OnDelete and RollingUpdate. A kubelet takes
+its node's pods through the states that a real one reports: the image is pulled or not, the container runs, its probes
+succeed, it ends; and it serves logs at the port that the Node names, where the real API server asks for them. Nothing
+runs in the pods. What a proxy's pod stands for is a condition of it that no command reads: ``Programmed``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import ssl
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from .apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
+
+SYSTEM = "/api/v1/namespaces/kube-system/pods"
+SETS = "/apis/apps/v1/namespaces/kube-system/daemonsets"
+PROXIES = ("kube-proxy", "pyebpf-proxy")
+_MERGE = "application/merge-patch+json"
+_STEP = 0.1
+
+
+class Faults:
+    """What goes wrong. Names of nodes; tests change them while it runs."""
+
+    def __init__(self) -> None:
+        #: (image, node): it cannot be pulled there.
+        self.missing: set[tuple[str, str]] = set()
+        self.never_ready: set[str] = set()
+        self.never_programmed: set[str] = set()
+        #: What errands say when they fail, by a word of their name and the node.
+        self.errands: dict[tuple[str, str], str] = {}
+        #: What a row of `cluster test` found, by its text.
+        self.rows: dict[str, str] = {}
+
+
+class SimulatedNodes:
+    """``with SimulatedNodes(server, ["n1", "n2"], folder) as nodes``."""
+
+    def __init__(self, server: ApiServer, names: list[str], folder: Path) -> None:
+        self.server = server
+        self.names = names
+        self.faults = Faults()
+        #: Called after each step with the pods, by name.
+        self.observers: list[Callable[[dict[str, Object]], None]] = []
+        self.problems: list[str] = []
+        self._folder = folder
+        self._ended = threading.Event()
+        self._since: dict[str, float] = {}
+        self._logs: dict[str, str] = {}
+        self._numbers = 0
+        self._connections = threading.local()
+        self._listener: ThreadingHTTPServer | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> SimulatedNodes:
+        self._listener = self._kubelet()
+        threading.Thread(target=self._listener.serve_forever, daemon=True).start()
+        for number, name in enumerate(self.names):
+            self._ask("POST", "/api/v1/nodes", _node(name))
+            address = {"type": "InternalIP", "address": "127.0.0.1"}
+            info = {"kernelVersion": "6.1.0-44-amd64", "containerRuntimeVersion": "containerd://1.7.24"}
+            info |= {"operatingSystem": "linux", "architecture": "amd64", "kubeletVersion": "v1.36.3"}
+            info |= {"kubeProxyVersion": "", "machineID": str(number), "systemUUID": "", "bootID": "", "osImage": ""}
+            ports = {"kubeletEndpoint": {"Port": self._listener.server_address[1]}}
+            status = {"addresses": [address], "nodeInfo": info, "daemonEndpoints": ports}
+            self._ask("PATCH", f"/api/v1/nodes/{name}/status", {"status": status}, _MERGE)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(timeout=30)
+        assert self._listener is not None
+        self._listener.shutdown()
+        for name in PROXIES:
+            self._ignore("DELETE", f"{SETS}/{name}")
+        for pod in self._pods().values():
+            self._remove(pod)
+        for name in self.names:
+            self._ignore("DELETE", f"/api/v1/nodes/{name}")
+        assert not self.problems, self.problems
+
+    def until(self, condition: Callable[[dict[str, Object]], Any], what: str, seconds: float = 30.0) -> None:
+        """Wait until the pods are so."""
+        end = time.monotonic() + seconds
+        while not condition(self._pods()):
+            assert time.monotonic() < end, f"still not: {what}: {[_short(pod) for pod in self._pods().values()]}"
+            time.sleep(0.05)
+
+    def _ask(self, method: str, path: str, body: Object | None = None, content: str = "application/json") -> Object:
+        """As ApiServer.request, but on one connection for each thread: a new one costs more than most requests."""
+        kept = self._connections
+        connection: http.client.HTTPSConnection | None = getattr(kept, "connection", None)
+        try:
+            if connection is None:
+                context = ssl.create_default_context(cafile=str(self.server.ca))
+                port = self.server.port
+                connection = kept.connection = http.client.HTTPSConnection(
+                    "127.0.0.1", port, timeout=30, context=context
+                )
+            headers = {"Authorization": f"Bearer {ADMIN_TOKEN}", "Content-Type": content}
+            connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+            response = connection.getresponse()
+            text = response.read()
+        except (OSError, http.client.HTTPException):
+            was_kept = getattr(kept, "used", False)
+            kept.connection, kept.used = None, False
+            if connection is not None:
+                connection.close()
+            if was_kept:
+                return self._ask(method, path, body, content)  # of a server that was killed since
+            raise
+        kept.used = True
+        answer = json.loads(text) if text.startswith(b"{") else {"message": text.decode(errors="replace")}
+        if response.status >= 300:
+            raise ApiError(response.status, answer.get("message", ""))
+        return dict(answer)
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._ended.wait(_STEP):
+            try:
+                pods = self._pods()
+                nodes = {each["metadata"]["name"]: each for each in self._ask("GET", "/api/v1/nodes")["items"]}
+                for daemon_set in self._ask("GET", SETS)["items"]:
+                    self._control(daemon_set, nodes, pods)
+                for pod in pods.values():
+                    self._report(pod, pods)
+                self._finalize()
+            except (OSError, http.client.HTTPException, ssl.SSLError):
+                continue  # the API server is away, as a test wants it
+            except ApiError as error:
+                # Somebody changed or deleted the object in between, or the server is still starting.
+                if error.code not in (401, 403, 404, 409, 429, 500, 503):
+                    self.problems.append(str(error))
+            except Exception:
+                self.problems.append(traceback.format_exc())
+                return
+
+    def _finalize(self) -> None:
+        """The namespace controller's part: one that is being deleted goes once it is empty."""
+        for item in self._ask("GET", "/api/v1/namespaces")["items"]:
+            name = item["metadata"]["name"]
+            if (
+                item["status"]["phase"] == "Terminating"
+                and not self._ask("GET", f"/api/v1/namespaces/{name}/pods")["items"]
+            ):
+                item["spec"]["finalizers"] = []
+                self._ask("PUT", f"/api/v1/namespaces/{name}/finalize", item)
+
+    def _pods(self) -> dict[str, Object]:
+        return {each["metadata"]["name"]: each for each in self._ask("GET", "/api/v1/pods")["items"]}
+
+    def _control(self, daemon_set: Object, nodes: dict[str, Object], pods: dict[str, Object]) -> None:
+        name, uid = daemon_set["metadata"]["name"], daemon_set["metadata"]["uid"]
+        template = daemon_set["spec"]["template"]
+        revision = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:10]
+        mine = [pod for pod in pods.values() if _owner(pod) == uid]
+        for node_name, node in nodes.items():
+            here = [pod for pod in mine if pod["spec"]["nodeName"] == node_name]
+            wanted = _fits(template["spec"], node["metadata"].get("labels", {}))
+            if wanted and not here:
+                self._numbers += 1
+                self._create(daemon_set, f"{name}-{revision[:5]}-{self._numbers}", node_name, revision)
+            for pod in here:
+                if not wanted:
+                    self._delete(pod)
+        if daemon_set["spec"]["updateStrategy"]["type"] == "RollingUpdate" and all(map(_is_ready, mine)):
+            old = [pod for pod in mine if pod["metadata"]["labels"]["controller-revision-hash"] != revision]
+            for pod in old[:1]:
+                self._delete(pod)
+        generation = daemon_set["metadata"]["generation"]
+        if daemon_set.get("status", {}).get("observedGeneration") != generation:
+            self._ask("PATCH", f"{SETS}/{name}/status", {"status": {"observedGeneration": generation}}, _MERGE)
+
+    def _create(self, daemon_set: Object, name: str, node: str, revision: str) -> None:
+        template = daemon_set["spec"]["template"]
+        owner = {"apiVersion": "apps/v1", "kind": "DaemonSet", "controller": True}
+        owner |= {key: daemon_set["metadata"][key] for key in ("name", "uid")}
+        labels = template["metadata"]["labels"] | {"controller-revision-hash": revision}
+        metadata = {"name": name, "namespace": "kube-system", "labels": labels, "ownerReferences": [owner]}
+        specification = template["spec"] | {"nodeName": node}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": specification}
+        self._ask("POST", SYSTEM, pod)
+
+    def _delete(self, pod: Object) -> None:
+        if "deletionTimestamp" not in pod["metadata"]:
+            self._ask("DELETE", _path(pod))
+
+    def _remove(self, pod: Object) -> None:
+        body = {"gracePeriodSeconds": 0, "preconditions": {"uid": pod["metadata"]["uid"]}}
+        self._ignore("DELETE", _path(pod), body)
+
+    def _ignore(self, method: str, path: str, body: Object | None = None) -> None:
+        try:
+            self._ask(method, path, body)
+        except ApiError as error:
+            if error.code not in (404, 409):
+                raise
+
+    def _report(self, pod: Object, pods: dict[str, Object]) -> None:
+        """One step of the kubelet."""
+        metadata, specification = pod["metadata"], pod["spec"]
+        name, node = metadata["name"], specification["nodeName"]
+        if "deletionTimestamp" in metadata:
+            self._logs.pop(name, None)
+            self._remove(pod)
+            return
+        age = time.monotonic() - self._since.setdefault(metadata["uid"], time.monotonic())
+        (container,) = specification["containers"]
+        image, kind = container["image"], metadata.get("labels", {}).get("k8s-app", "errand")
+        if (image, node) in self.faults.missing and pod["status"]["phase"] == "Pending":
+            reason = "ErrImagePull" if age < 0.3 else "ImagePullBackOff"
+            waiting = {"reason": reason, "message": f'failed to pull "{image}": not found'}
+            self._status(pod, "Pending", {"waiting": waiting}, started=False)
+            return
+        plan = next((each["value"] for each in container.get("env", ()) if each["name"] == "PEER_PLAN"), None)
+        if plan is not None:
+            # A pod of `cluster test`: what it found is the fault's, or as it should be.
+            rows = [row | self._found(row) for row in json.loads(plan)]
+            self._logs[name] = "".join(f"{json.dumps(row)}\n" for row in rows) + "done\n"
+            self._status(pod, "Running", {"running": {}}, True, True)
+            return
+        if kind == "errand":
+            wrong = next((text for (what, at), text in self.faults.errands.items() if what in name and at == node), "")
+            self._logs[name] = wrong or "all is well\n"
+            # These two wait for a kube-proxy that has programmed the node.
+            waits = ("await" in name or "clean" in name) and not any(
+                each["metadata"].get("labels", {}).get("k8s-app") == "kube-proxy"
+                and each["spec"]["nodeName"] == node
+                and _conditions(each).get("Programmed") == "True"
+                for each in pods.values()
+            )
+            if age > 0.3 and not waits:
+                ended = {"exitCode": 1 if wrong else 0, "message": wrong, "reason": "Error" if wrong else "Completed"}
+                self._status(pod, "Failed" if wrong else "Succeeded", {"terminated": ended}, started=False)
+            return
+        if age < 0.2:
+            return
+        programmed, ready = age > 0.4, age > 0.4
+        if kind == "pyebpf-proxy":
+            programmed = programmed and node not in self.faults.never_programmed
+            self._logs[name] = "2026-01-01T00:00:00.000Z info starting\n"
+            if programmed:
+                self._logs[name] += "2026-01-01T00:00:00.100Z info ready objects=3 service_ports=1 seconds=0.1\n"
+            # Another process, kube-proxy, holds the health port.
+            beside = any(
+                each["metadata"].get("labels", {}).get("k8s-app") == "kube-proxy" and each["spec"]["nodeName"] == node
+                for each in pods.values()
+            )
+            ready = programmed and not beside and node not in self.faults.never_ready
+        self._status(pod, "Running", {"running": {}}, True, ready, programmed)
+
+    def _found(self, row: Object) -> Object:
+        wrong = self.faults.rows.get(row["to"])
+        return {"ok": wrong is None, "detail": wrong or "n1"}
+
+    def _status(
+        self, pod: Object, phase: str, state: Object, started: bool, ready: bool = False, programmed: bool = False
+    ) -> None:
+        (container,) = pod["spec"]["containers"]
+        shown = {"name": container["name"], "image": container["image"], "imageID": "", "restartCount": 0}
+        shown |= {"state": state, "started": started, "ready": ready}
+        conditions = [{"type": kind, "status": str(on)} for kind, on in (("Ready", ready), ("Programmed", programmed))]
+        status = {"phase": phase, "containerStatuses": [shown], "conditions": conditions}
+        known = pod.get("status", {})
+        same = known.get("phase") == phase and _conditions(pod) == {each["type"]: each["status"] for each in conditions}
+        if same and list(known["containerStatuses"][0]["state"]) == list(state) and _reason(known) == _reason(status):
+            return
+        self._ask("PATCH", f"{_path(pod)}/status", {"status": status}, _MERGE)
+
+    def _kubelet(self) -> ThreadingHTTPServer:
+        """The port of every node: logs only."""
+        certificate, key = self._folder / "kubelet.crt", self._folder / "kubelet.key"
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        command += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=kubelet"]
+        subprocess.run(command, check=True, capture_output=True)
+        logs = self._logs
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                _, what, _, pod, _ = self.path.partition("?")[0].split("/")
+                body = logs.get(pod, "").encode()
+                self.send_response(200 if what == "containerLogs" and pod in logs else 404)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
+                pass
+
+        listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        listener.socket = context.wrap_socket(listener.socket, server_side=True)
+        return listener
+
+
+class Recorder:
+    """Watches the pods of both DaemonSets, and notes each moment at which a node had no proxy.
+
+    A proxy is a pod that has programmed its node and is not on its way out. Nodes count from their first proxy on.
+    """
+
+    def __init__(self, server: ApiServer) -> None:
+        self._server = server
+        self._ended = threading.Event()
+        self.served: set[str] = set()
+        self._pods: dict[str, Object] = {}
+        self._listed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.gaps: list[str] = []
+
+    def __enter__(self) -> Recorder:
+        self._thread.start()
+        assert self._listed.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self._follow()
+            except (OSError, http.client.HTTPException, ApiError, ValueError):
+                time.sleep(0.1)
+
+    def _follow(self) -> None:
+        path = f"{SYSTEM}?labelSelector=k8s-app+in+(kube-proxy,pyebpf-proxy)"
+        listed = self._server.request("GET", path)
+        self._pods = {each["metadata"]["uid"]: each for each in listed["items"]}
+        self._look("listed")
+        self._listed.set()
+        context = ssl.create_default_context(cafile=str(self._server.ca))
+        connection = http.client.HTTPSConnection("127.0.0.1", self._server.port, timeout=1, context=context)
+        version = listed["metadata"]["resourceVersion"]
+        headers = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
+        connection.request("GET", f"{path}&watch=true&resourceVersion={version}&timeoutSeconds=60", headers=headers)
+        answer = connection.getresponse()
+        while not self._ended.is_set():
+            try:
+                line = answer.readline()
+            except TimeoutError:
+                connection.close()
+                return  # nothing for a second; list again, which shows what was missed
+            if not line:
+                return
+            event = json.loads(line)
+            if event["type"] == "ERROR":
+                return
+            pod = event["object"]
+            if event["type"] == "DELETED":
+                self._pods.pop(pod["metadata"]["uid"], None)
+            else:
+                self._pods[pod["metadata"]["uid"]] = pod
+            self._look(f"{event['type']} {_short(pod)}")
+
+    def _look(self, what: str) -> None:
+        served = {
+            pod["spec"]["nodeName"]
+            for pod in self._pods.values()
+            if _conditions(pod).get("Programmed") == "True" and "deletionTimestamp" not in pod["metadata"]
+        }
+        for node in sorted(self.served - served):
+            self.gaps.append(f"{node} has no proxy after {what}: {[_short(pod) for pod in self._pods.values()]}")
+        self.served |= served
+
+
+def _node(name: str) -> Object:
+    labels = {"kubernetes.io/os": "linux", "kubernetes.io/hostname": name}
+    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
+
+
+def _path(pod: Object) -> str:
+    return f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
+
+
+def _owner(pod: Object) -> str:
+    return str(next((each["uid"] for each in pod["metadata"].get("ownerReferences", ())), ""))
+
+
+def _conditions(pod: Object) -> dict[str, str]:
+    return {each["type"]: each["status"] for each in pod.get("status", {}).get("conditions", ())}
+
+
+def _is_ready(pod: Object) -> bool:
+    return _conditions(pod).get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+
+
+def _reason(status: Object) -> str:
+    states = status.get("containerStatuses") or [{"state": {}}]
+    return str((states[0]["state"].get("waiting") or {}).get("reason", ""))
+
+
+def _short(pod: Object) -> str:
+    metadata = pod["metadata"]
+    going = " ends" if "deletionTimestamp" in metadata else ""
+    phase = pod.get("status", {}).get("phase", "")
+    return f"{metadata['name']} on {pod['spec'].get('nodeName')} {phase} {_conditions(pod)}{going}"
+
+
+def _fits(specification: Object, labels: dict[str, str]) -> bool:
+    """Node selector and required affinity, as the scheduler and the controller read them."""
+    if any(labels.get(key) != value for key, value in (specification.get("nodeSelector") or {}).items()):
+        return False
+    affinity = ((specification.get("affinity") or {}).get("nodeAffinity") or {}).get(
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    )
+    if affinity is None:
+        return True
+
+    def matches(each: Object) -> bool:
+        key, values = each["key"], each.get("values", ())
+        return {
+            "Exists": key in labels,
+            "DoesNotExist": key not in labels,
+            "In": labels.get(key) in values,
+            "NotIn": labels.get(key) not in values,
+        }[each["operator"]]
+
+    return any(all(map(matches, term.get("matchExpressions", ()))) for term in affinity["nodeSelectorTerms"])

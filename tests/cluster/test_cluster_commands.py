@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pyebpf-proxy cluster`` against a real API server: there and back, with faults in the middle.
+
+Kubelets and the DaemonSet controller are simulated (simulated_nodes.py); requests, validation, rights, Leases and
+watches are real. In each test a recorder looks for a moment at which a node has no proxy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .apiserver import ApiError, ApiServer
+from .commands import IMAGE, NAMES, daemon_set, now, proxies, run, started, taken, watched
+from .simulated_nodes import SETS, SYSTEM, SimulatedNodes
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with ApiServer(("--allow-privileged",)) as started:
+        yield started
+
+
+@pytest.fixture
+def cluster(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
+    with watched(server, tmp_path) as nodes:
+        yield nodes
+
+
+def test_there_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+    original = daemon_set(server)["spec"]
+    before = {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]}
+    assert "3 nodes" in run(tmp_path, "status")
+    said = run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
+    assert "[1/1] n1: taken over, and verified" in said
+    assert "2 nodes are left to kube-proxy" in said
+    assert now(server) == taken("n1")
+    assert daemon_set(server, "pyebpf-proxy")["spec"]["template"]["spec"]["containers"][0]["image"] == IMAGE
+    assert "1 of 3 nodes" in run(tmp_path, "status")
+    assert "nothing to do" in run(tmp_path, "install", "--canary", "1")
+    # The other nodes' pods are the very same: no restart anywhere.
+    kept = {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]}
+    assert len(kept & before) == 2
+    document = json.loads(run(tmp_path, "install", "-o", "json"))
+    assert (document["done"], document["error"]) == (["n2", "n3"], None)
+    assert now(server) == taken(*NAMES)
+    table = json.loads(run(tmp_path, "status", "-o", "json"))
+    assert [row["state"] for row in table["nodes"]] == ["taken over"] * 3
+    assert table["takenOver"] == 3
+    assert "all objects of pyebpf-proxy are removed" in run(tmp_path, "rollback")
+    assert now(server) == taken()
+    assert daemon_set(server)["spec"] == original, "kubeadm's DaemonSet is as it was"
+    assert "pyebpf-proxy/before" not in daemon_set(server)["metadata"].get("annotations", {})
+    for path in (f"{SETS}/pyebpf-proxy", "/apis/rbac.authorization.k8s.io/v1/clusterroles/pyebpf-proxy"):
+        with pytest.raises(ApiError, match="not found"):
+            server.request("GET", path)
+    labels = [each["metadata"]["labels"] for each in server.request("GET", "/api/v1/nodes")["items"]]
+    assert not any(name.startswith("pyebpf-proxy/") for each in labels for name in each)
+    assert "nothing to do" in run(tmp_path, "rollback")
+
+
+def test_after_kubeadm_has_rewritten_the_daemonset(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+    """As `kubeadm upgrade` does. And a node whose kubelet does not report is left out."""
+    down = {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}
+    server.request("PATCH", "/api/v1/nodes/n3/status", down, "application/merge-patch+json")
+    original = daemon_set(server)
+    said = run(tmp_path, "install", "--image", IMAGE)
+    assert "left out, because their kubelets do not report: n3" in said
+    assert now(server) == taken("n1", "n2")
+    rewritten = daemon_set(server) | {"spec": original["spec"]}
+    rewritten["metadata"]["annotations"].pop("pyebpf-proxy/before")
+    server.request("PUT", f"{SETS}/kube-proxy", rewritten)
+    both = ["kube-proxy", "pyebpf-proxy"]
+    cluster.until(lambda pods: proxies(pods) == {"n1": both, "n2": both, "n3": ["kube-proxy"]}, "both run")
+    assert "its DaemonSet was rewritten" in run(tmp_path, "status", status=1)
+    # One of the agents is not as it should be: kube-proxy must not go there, though the node has its label.
+    cluster.faults.never_programmed.add("n2")
+    cluster.until(lambda pods: proxies(pods)["n2"] == ["kube-proxy"], "the agent of n2 has not programmed it any more")
+    said = run(tmp_path, "install", "--timeout", "3", status=1)
+    assert "n2: the agent has not programmed the node" in said
+    assert now(server) == taken("n1")
+    cluster.faults.never_programmed.clear()
+    run(tmp_path, "install")
+    assert now(server) == taken("n1", "n2")
+
+
+@pytest.mark.parametrize("fault", ["image", "ready", "programmed", "service"])
+def test_what_fails_is_given_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path, fault: str) -> None:
+    if fault == "image":
+        cluster.faults.missing.add((IMAGE, "n2"))
+        words = f'the agent does not start: the image cannot be pulled: failed to pull "{IMAGE}": not found'
+    elif fault == "ready":
+        cluster.faults.never_ready.add("n2")
+        words = "the agent's pod is not ready: not within 3 s"
+    elif fault == "programmed":
+        cluster.faults.never_programmed.add("n2")
+        words = "the agent has not programmed the node: not within 3 s"
+    else:
+        cluster.faults.errands["verify", "n2"] = words = "no connection to the Service at 10.96.0.1 port 443: timed out"
+    said = run(tmp_path, "install", "--image", IMAGE, "--timeout", "3", status=1)
+    assert "[1/3] n1: taken over, and verified" in said
+    (error,) = (line for line in said.splitlines() if line.startswith("Error: "))
+    assert error.startswith("Error: n2: ")
+    assert words in error
+    assert error.endswith("; the node was given back to kube-proxy; done before: n1")
+    assert now(server) == taken("n1")
+    pods = [each["metadata"]["name"] for each in server.request("GET", SYSTEM)["items"]]
+    assert len(pods) == 3, "errands are removed"
+    if fault == "image":
+        # Once it is repaired, the same command goes on.
+        cluster.faults.missing.clear()
+        run(tmp_path, "install")
+        assert now(server) == taken(*NAMES)
+
+
+def test_the_api_server_goes_away_and_comes_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+    process = started(tmp_path, "install", "--image", IMAGE)
+    cluster.until(lambda pods: "pyebpf-proxy" in proxies(pods).get("n1", ()), "the first agent runs")
+    server.kill()
+    time.sleep(2)
+    server.start()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "the API server does not answer (" in said
+    assert "the API server answers again" in said
+    assert now(server) == taken(*NAMES)
+
+
+def test_ctrl_c_and_kill_leave_a_proxy_and_the_next_one_goes_on(
+    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
+) -> None:
+    process = started(tmp_path, "install", "--image", IMAGE)
+    cluster.until(lambda pods: "pyebpf-proxy" in proxies(pods).get("n2", ()), "the second node's agent runs")
+    os.kill(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+    assert "n2: stopped here; a proxy serves the node" in said
+    assert now(server)["n1"] == ["pyebpf-proxy"]
+    # Killed without a word: the Lease is held until it expires, so only a rollback by hand of it shows the way.
+    process = started(tmp_path, "install")
+    cluster.until(lambda pods: "pyebpf-proxy" in proxies(pods).get("n3", ()), "the third node's agent runs")
+    process.kill()
+    process.wait()
+    assert "another command changes this cluster: install by " in run(tmp_path, "install", status=1)
+    path = "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/pyebpf-proxy-cluster"
+    past = {"spec": {"renewTime": "2026-01-01T00:00:00.000000Z"}}
+    server.request("PATCH", path, past, "application/merge-patch+json")
+    run(tmp_path, "install")
+    assert now(server) == taken(*NAMES)
+
+
+def test_two_installs_at_once(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+    both = [started(tmp_path, "install", "--image", IMAGE) for _ in range(2)]
+    said = [process.communicate(timeout=60)[0] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 1], said
+    (refused,) = (text for process, text in zip(both, said, strict=True) if process.returncode)
+    assert "another command" in refused
+    assert "taken over" not in refused
+    assert now(server) == taken(*NAMES)

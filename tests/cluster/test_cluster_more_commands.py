@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pyebpf-proxy cluster`` against a real API server: upgrade, check, test, sysdump, bad input.
+
+Kubelets and the DaemonSet controller are simulated (simulated_nodes.py); requests, validation, rights, Leases and
+watches are real. In each test a recorder looks for a moment at which a node has no proxy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from .apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
+from .commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, made, run, watched
+from .simulated_nodes import SETS, SYSTEM, SimulatedNodes
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with ApiServer(("--allow-privileged",)) as started:
+        yield started
+
+
+@pytest.fixture
+def cluster(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
+    with watched(server, tmp_path) as nodes:
+        yield nodes
+
+
+# ---- upgrade -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
+    """Two nodes, taken over. No recorder: while a pod is replaced, what it attached carries the traffic."""
+    with made(server, tmp_path, NAMES[:2]) as nodes:
+        run(tmp_path, "install", "--image", IMAGE)
+        yield nodes
+
+
+def images(server: ApiServer) -> dict[str, str]:
+    pods = server.request("GET", f"{SYSTEM}?labelSelector=k8s-app=pyebpf-proxy")["items"]
+    return {each["spec"]["nodeName"]: each["spec"]["containers"][0]["image"] for each in pods}
+
+
+def test_upgrade_node_by_node_and_not_where_it_fails(
+    installed: SimulatedNodes, server: ApiServer, tmp_path: Path
+) -> None:
+    said = run(tmp_path, "install", "--image", NEWER, status=1)
+    assert f"{IMAGE} is installed; for another image: pyebpf-proxy cluster upgrade --image {NEWER}" in said
+    # What cannot be pulled replaces nothing: the old agent has not even been touched.
+    before = {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]}
+    installed.faults.missing.add((NEWER, "n1"))
+    assert "pull: the image cannot be pulled" in run(tmp_path, "upgrade", "--image", NEWER, status=1)
+    installed.until(lambda pods: {each["metadata"]["uid"] for each in pods.values()} == before, "the errand is gone")
+    installed.faults.missing.clear()
+    # What does not become ready is replaced by what was there before.
+    installed.faults.errands["verify", "n2"] = "no connection to the Service at 10.96.0.1 port 443: timed out"
+    said = run(tmp_path, "upgrade", "--image", NEWER, status=1)
+    assert "[1/2] n1: upgraded, and verified" in said
+    assert f"n2: verify: no connection to the Service at 10.96.0.1 port 443: timed out; the agent of {IMAGE}" in said
+    assert images(server) == {"n1": NEWER, "n2": IMAGE}
+    # Some nodes have an older agent: status says so, install asks for an upgrade.
+    assert f"1 nodes run {NEWER}, the DaemonSet has {IMAGE}" in run(tmp_path, "status", status=1)
+    said = run(tmp_path, "install", status=1)
+    assert "an agent of another image runs on n1: first pyebpf-proxy cluster upgrade" in said
+    installed.faults.errands.clear()
+    assert "[1/1] n2: upgraded, and verified" in run(tmp_path, "upgrade", "--image", NEWER)
+    assert images(server) == {"n1": NEWER, "n2": NEWER}
+    assert "2 of 2 nodes" in run(tmp_path, "status")
+
+
+# ---- check, dry run, bad input -------------------------------------------------------------------------------------
+
+
+def test_check_and_dry_run_change_nothing(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+    def everything() -> list[Object]:
+        paths = (SETS, SYSTEM, "/api/v1/nodes", CONFIG_MAP.rpartition("/")[0])
+        paths += ("/apis/rbac.authorization.k8s.io/v1/clusterroles", "/api/v1/namespaces/kube-system/serviceaccounts")
+        return [server.request("GET", path)["items"] for path in paths]
+
+    before = everything()
+    cluster.faults.errands["check", "n3"] = "the kernel has no BTF (/sys/kernel/btf/vmlinux, CONFIG_DEBUG_INFO_BTF)"
+    cluster.faults.missing.add((IMAGE, "n2"))
+    document = json.loads(run(tmp_path, "check", "--image", IMAGE, "-o", "json", status=1).partition("\nError")[0])
+    bad = {each["where"]: each["text"] for each in document["findings"] if each["state"] != "good"}
+    assert bad.keys() == {"n2", "n3"}, document
+    assert "the image cannot be pulled" in bad["n2"]
+    assert "the kernel has no BTF" in bad["n3"]
+    said = run(tmp_path, "install", "--image", IMAGE, "--dry-run", "--canary", "2")
+    objects = [each for each in yaml.safe_load_all(said) if each]
+    assert [each.get("kind") for each in objects] == [
+        *("ServiceAccount", "ClusterRole", "ClusterRoleBinding", "DaemonSet"),
+        None,
+    ]
+    assert "# nodes, in this order: n1, n2\n" in said
+    cluster.until(lambda pods: len(pods) == 3, "the errands are gone")
+    assert everything() == before
+
+
+def test_a_node_that_is_refused_is_named_by_check(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+    status = {
+        "status": {"nodeInfo": {"kernelVersion": "5.10.0-30-amd64", "containerRuntimeVersion": "docker://20.10.24"}}
+    }
+    server.request("PATCH", "/api/v1/nodes/n1/status", status, "application/merge-patch+json")
+    status = {"status": {"nodeInfo": {"containerRuntimeVersion": "containerd://1.6.8"}}}
+    server.request("PATCH", "/api/v1/nodes/n2/status", status, "application/merge-patch+json")
+    namespace = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
+    server.request("PATCH", "/api/v1/namespaces/kube-system", namespace, "application/merge-patch+json")
+    try:
+        said = run(tmp_path, "check", status=1)
+    finally:
+        namespace["metadata"]["labels"] = dict.fromkeys(namespace["metadata"]["labels"])
+        server.request("PATCH", "/api/v1/namespaces/kube-system", namespace, "application/merge-patch+json")
+    assert "bad      n1: node: Linux 5.10.0-30-amd64" in said
+    assert "warning  n2: node: " in said
+    assert "containerd before 1.6.20 may forbid bpf()" in said
+    assert "bad      admission: the agent's pod is refused: " in said
+    assert "warning  image: not checked" in said
+
+
+def only_error(said: str) -> str:
+    (line,) = said.splitlines()
+    return line
+
+
+def test_bad_input_is_one_line(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:
+    """And nothing is done: the recorder and the pods show it."""
+    python = [sys.executable, "-m", "pyebpf_proxy", "cluster"]
+
+    def say(*arguments: str, status: int, **environment: str) -> str:
+        variables = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **environment}
+        done = subprocess.run(
+            [*python, *arguments], env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == status, done
+        return only_error(done.stdout + done.stderr)
+
+    admin = ("--kubeconfig", str(tmp_path / "admin.conf"))
+    assert say("status", status=3).startswith("Error: no kubeconfig: ")
+    assert "no context other in the kubeconfig; it has: tests" in say("status", *admin, "--context", "other", status=3)
+    assert "nobody can be asked whether this is meant; say --yes" in say("install", *admin, status=2)
+    assert "no image is named: --image" in say("install", *admin, "--yes", status=2)
+    assert "no node matches" in say("install", *admin, "--yes", "--nodes", "no=such", status=2)
+    assert "see pyebpf-proxy cluster" in say("instal", *admin, status=2)
+    (tmp_path / "broken.conf").write_text("{")
+    assert say("status", "--kubeconfig", str(tmp_path / "broken.conf"), status=3).startswith("Error: no kubeconfig: ")
+    server.account("viewer", [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "get"]}])
+    viewer = server.kubeconfig(tmp_path / "viewer.conf", {"token": server.token("viewer")})
+    said = say("install", "--kubeconfig", str(viewer), "--yes", "--image", IMAGE, status=1)
+    assert said.startswith("Error: not allowed: this user may not patch nodes, ")
+    assert "create pods in kube-system, " in said
+    assert "patch daemonsets.apps in kube-system" in said
+    stranger = server.kubeconfig(tmp_path / "stranger.conf", {"token": "nobody"})
+    assert "not allowed: Unauthorized" in say("status", "--kubeconfig", str(stranger), status=3)
+    nobody = server.kubeconfig(tmp_path / "nobody.conf", {"token": ADMIN_TOKEN}, "https://127.0.0.1:1")
+    assert "the API server at https://127.0.0.1:1 does not answer: " in say(
+        "status", "--kubeconfig", str(nobody), status=3
+    )
+    data = server.request("GET", CONFIG_MAP)["data"]["config.conf"]
+    changed = {"data": {"config.conf": data.replace("mode: ''", "mode: ipvs")}}
+    server.request("PATCH", CONFIG_MAP, changed, "application/merge-patch+json")
+    assert "kube-proxy runs in mode ipvs" in say("install", *admin, "--yes", "--image", IMAGE, status=1)
+    server.request("DELETE", CONFIG_MAP)
+    assert "there is no ConfigMap kube-system/kube-proxy" in say("install", *admin, "--yes", "--image", IMAGE, status=1)
+    with pytest.raises(ApiError, match="not found"):
+        daemon_set(server, "pyebpf-proxy")
+
+
+def test_without_kube_proxy_nothing_is_done(server: ApiServer, tmp_path: Path) -> None:
+    server.kubeconfig(tmp_path / "admin.conf", {"token": ADMIN_TOKEN})
+    with SimulatedNodes(server, ["n1"], tmp_path):
+        said = only_error(run(tmp_path, "install", "--image", IMAGE, status=1))
+        assert said.startswith("Error: there is no DaemonSet kube-system/kube-proxy: ")
+        said = only_error(run(tmp_path, "rollback", status=1))
+        assert "the agent stays, it is the only proxy" in said
+
+
+# ---- sysdump -------------------------------------------------------------------------------------------------------
+
+
+def contents(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as archive:
+        names = archive.getnames()
+        files = {name.partition("/")[2]: archive.extractfile(name) for name in names}
+        return {name: file.read().decode() for name, file in files.items() if file is not None}
+
+
+def test_sysdump_has_what_a_report_needs_and_no_secret(
+    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
+) -> None:
+    server.account("somebody", [])
+    secret, token = "the-password-of-somebody", server.token("somebody")
+    server.create({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}, "stringData": {"key": secret}})
+    data = server.request("GET", CONFIG_MAP)["data"]
+    user = {"token": token, "password": secret, "client-key-data": secret}
+    kubeconfig = yaml.safe_load(data["kubeconfig.conf"]) | {"users": [{"name": "default", "user": user}]}
+    changed = {"data": {"kubeconfig.conf": yaml.safe_dump(kubeconfig)}}
+    server.request("PATCH", CONFIG_MAP, changed, "application/merge-patch+json")
+    run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
+    target = tmp_path / "dump.tar.gz"
+    said = run(tmp_path, "sysdump", "--file", str(target))
+    assert "look at it before you publish it" in said
+    assert target.stat().st_mode & 0o777 == 0o600
+    files = contents(target)
+    assert files["missing.txt"] == ""
+    assert [each["metadata"]["name"] for each in yaml.safe_load(files["nodes.yaml"])] == NAMES
+    assert "kubernetes" in files["services.yaml"]
+    assert "1 of 3 nodes are served by pyebpf-proxy" in files["status.txt"]
+    (agent,) = (text for name, text in files.items() if name.startswith("logs/pyebpf-proxy"))
+    assert " info ready " in agent
+    everything = "\n".join(files.values())
+    assert "mode: ''" in files["kube-proxy.config.yaml"]
+    assert secret not in everything
+    assert token not in everything
+    assert files["kube-proxy.config.yaml"].count("REDACTED") == 3
+    assert "exists already" in run(tmp_path, "sysdump", "--file", str(target), status=2)
+    server.account("reader", [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]}])
+    server.kubeconfig(tmp_path / "admin.conf", {"token": server.token("reader")})
+    said = run(tmp_path, "sysdump", "--file", str(tmp_path / "part.tar.gz"), status=1)
+    assert "missing: services.yaml: services is forbidden" in said
+    assert contents(tmp_path / "part.tar.gz")["missing.txt"].count("forbidden") > 5
+
+
+# ---- test ----------------------------------------------------------------------------------------------------------
+
+
+def test_connectivity_is_tested_on_every_node_and_nothing_stays(
+    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
+) -> None:
+    document = json.loads(run(tmp_path, "test", "--image", IMAGE, "-o", "json"))
+    asked = {(row["from"], row["to"]) for row in document["rows"] if row["result"] == "ok"}
+    for node in NAMES:
+        for source in (f"pod on {node}", f"node {node}"):
+            for family in ("IPv4", "IPv6"):
+                for what in (
+                    "ClusterIP, TCP",
+                    "ClusterIP, UDP",
+                    "ClusterIP, 64 KiB, TCP",
+                    "ClusterIP, policy Local, TCP",
+                ):
+                    assert (source, f"{what}, {family}") in asked
+            for other in NAMES:
+                assert (source, f"NodePort of {other}, UDP, IPv4") in asked
+        assert (f"pod on {node}", "ClusterIP, hairpin, TCP, IPv6") in asked
+        assert (f"node {node}", "ClusterIP, hairpin, TCP, IPv6") not in asked
+    # Nothing listens at the nodes' addresses, as seen from here.
+    outside = {row["result"] for row in document["rows"] if row["from"] == "this machine"}
+    assert outside == {"not tested"}
+    cluster.faults.rows["NodePort of n2, TCP, IPv4"] = "timed out"
+    said = run(tmp_path, "test", "--image", IMAGE, "--nodes", "kubernetes.io/hostname in (n1, n2)", status=1)
+    failed = [line.split("  ")[0] for line in said.splitlines() if "FAILED" in line and "timed out" in line]
+    assert failed == ["node n1", "node n2", "pod on n1", "pod on n2"]
+    assert " 4 failed" in said.splitlines()[-1]
+    cluster.faults.missing.add((IMAGE, "n3"))
+    assert "n3: a pod of the test does not run: the image cannot be pulled" in run(
+        tmp_path, "test", "--image", IMAGE, status=1
+    )
+
+    def gone(pods: dict[str, Object]) -> bool:
+        names = [each["metadata"]["name"] for each in server.request("GET", "/api/v1/namespaces")["items"]]
+        return len(pods) == 3 and "pyebpf-proxy-test" not in names
+
+    cluster.until(gone, "the test's pods and its namespace are gone")

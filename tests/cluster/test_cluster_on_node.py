@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errands of ``pyebpf-proxy cluster`` on a node with the real kube-proxy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pyebpf_proxy.cluster import peer
+from pyebpf_proxy.lab.addresses import Dual, cluster_ip
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from pyebpf_proxy.lab.namespace import Namespace
+
+from .apiserver import ApiServer, running
+from .beside import NODE, NODE_IP, Side
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
+PORTS = [Port("http", 80, 8080)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    yield from running()
+
+
+@pytest.mark.parametrize("mode", ["iptables", "nftables"])
+def test_rules_are_awaited_and_removed(server: ApiServer, tmp_path: Path, mode: str) -> None:
+    """Kube-proxy's rules are found once it has written them; ``verify`` removes what it left, and asks the Service."""
+    endpoint = Dual("198.51.100.7", "2001:db8::7")
+    addresses = [{"type": "InternalIP", "address": NODE_IP}]
+    server.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}, "status": {"addresses": addresses}})
+    for item in (service("web", PORTS, cluster_ip(11)), *slices("web", PORTS, [(endpoint, "elsewhere")])):
+        server.apply(item)
+    places = [cluster_ip(11).v4, "80", cluster_ip(11).v6, "80"]
+    with Side("kube-proxy", server, tmp_path) as side:
+
+        def errand(*arguments: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "on-node", *arguments]
+            inside = ["ip", "netns", "exec", side.namespace.name, *command]
+            return subprocess.run(inside, capture_output=True, text=True, check=False, timeout=100)
+
+        command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "on-node", "kube-proxy", *places]
+        waiting = subprocess.Popen(
+            ["ip", "netns", "exec", side.namespace.name, *command],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(3)
+        side.start({"mode": mode, "clusterCIDR": "10.244.0.0/16", mode: {"syncPeriod": "30s"}})
+        said, _ = waiting.communicate(timeout=30)
+        assert (waiting.returncode, said) == (0, "all is well\n")
+        side.stop()
+        done = errand("verify")
+        assert done.returncode == 0, done
+        assert "removed what kube-proxy left behind: " in done.stdout
+        left = side.namespace.run("iptables-save") + side.namespace.run("nft", "list", "tables")
+        assert "KUBE-SVC" not in left
+        assert "kube-proxy" not in left
+        done = errand("fit")
+        assert (done.returncode, done.stdout) == (0, "all is well\n")
+
+
+def test_services_are_connected_to() -> None:
+    namespace = Namespace(f"errand-{os.getpid()}")
+    namespace.create()
+    try:
+        namespace.ip("link set lo up")
+        listening = [
+            sys.executable,
+            "-c",
+            "import socket, time; s = socket.create_server(('127.0.0.1', 80)); time.sleep(60)",
+        ]
+        with subprocess.Popen(["ip", "netns", "exec", namespace.name, *listening]) as process:
+            command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "on-node", "verify", "127.0.0.1", "80"]
+            results = [
+                subprocess.run(
+                    ["ip", "netns", "exec", namespace.name, *command, *more],
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                for more in ([], ["127.0.0.1", "81"])
+            ]
+            process.kill()
+    finally:
+        namespace.remove()
+    assert [each.returncode for each in results] == [0, 1], results
+    assert results[0].stdout == "connected to the Service at 127.0.0.1 port 80\nall is well\n"
+    assert results[1].stdout.splitlines()[-1] == "no connection to the Service at 127.0.0.1 port 81: Connection refused"
+
+
+# ---- the pods of `cluster test` ------------------------------------------------------------------------------------
+
+
+def test_peers_ask_and_answer_through_the_agent() -> None:
+    """Real pods behind a real agent: what `cluster test` asks is reached, and what is not is told."""
+    ports = [Port("tcp", 80, peer.PORT, node_port=30080), Port("udp", 80, peer.PORT, "UDP", node_port=30080)]
+    with Lab(nodes=1) as lab:
+        (only,) = lab.nodes
+        pods = [lab.add_pod(name, only, serve=False) for name in ("one", "two")]
+        places = [(pod.address, only.name) for pod in pods]
+        lab.write("node.yaml", [node(only.name, only.address, only.pod_cidr)])
+        lab.write("web.yaml", [service("web", ports, cluster_ip(11)), *slices("web", ports, places)])
+        lab.start_agents()
+        rows = [
+            {"address": address, "port": port, "protocol": protocol, "size": 1 if protocol == "UDP" else 65536}
+            for target, port in ((cluster_ip(11), 80), (only.address, 30080))
+            for address in target
+            for protocol in ("TCP", "UDP")
+        ]
+        command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "on-node", "peer"]
+        with ExitStack() as stack:
+
+            def start(namespace: str, name: str, plan: list[dict[str, object]]) -> subprocess.Popen[str]:
+                environment = {**os.environ, "PEER_NAME": name, "PEER_PLAN": json.dumps(plan)}
+                process = subprocess.Popen(
+                    ["ip", "netns", "exec", namespace, *command], env=environment, stdout=subprocess.PIPE, text=True
+                )
+                stack.callback(process.wait)
+                stack.callback(process.terminate)
+                return process
+
+            hairpin = [rows[0] | {"only": pod.name} for pod in pods]
+            running = [start(pod.namespace.name, pod.name, [*rows, hairpin[i]]) for i, pod in enumerate(pods)]
+            running.append(start(only.namespace.name, "", rows))
+            for index, process in enumerate(running):
+                assert process.stdout is not None
+                lines = list(iter(process.stdout.readline, "done\n"))
+                answers = [json.loads(line) for line in lines]
+                assert [answer["ok"] for answer in answers] == [True] * len(answers), answers
+                if index < 2:
+                    assert answers[-1]["detail"] == pods[index].name, "hairpin"
+            assert running[2].wait(10) == 0
+            nobody = only.namespace.call(peer.ask, rows[0] | {"only": "three"}, 0.0)
+            assert not nobody["ok"]
+            assert nobody["detail"] == "one, two answered, not three"
+            refused = only.namespace.call(peer.ask, rows[0] | {"port": 81}, 0.0)
+            assert not refused["ok"]

@@ -1,0 +1,41 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Renders the objects of `pyebpf-proxy cluster` from deploy/: run it after a change there. Needs kubectl.
+
+tools/cluster_objects.py           writes pyebpf_proxy/cluster/*.yaml
+tools/cluster_objects.py --check   exit status 1 if they differ from deploy/
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "pyebpf_proxy" / "cluster"
+SOURCES = {"agent.yaml": "overlays/kubeadm", "cleanup.yaml": "overlays/kubeadm-back/cleanup"}
+HEAD = "# deploy/{folder}, rendered by tools/cluster_objects.py. Do not edit by hand.\n"
+
+
+def rendered(folder: str) -> str:
+    """The file for a kustomization of deploy/."""
+    command = ["kubectl", "kustomize", str(ROOT / "deploy" / folder)]
+    return HEAD.format(folder=folder) + subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def main(arguments: list[str]) -> int:
+    """The command line."""
+    wrong = 0
+    for name, folder in SOURCES.items():
+        text = rendered(folder)
+        if arguments != ["--check"]:
+            (TARGET / name).write_text(text)
+        elif not (TARGET / name).exists() or (TARGET / name).read_text() != text:
+            print(f"{TARGET / name} differs from deploy/{folder}: run tools/cluster_objects.py", file=sys.stderr)
+            wrong = 1
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
