@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from argparse_manpage.manpage import Manpage
 
 from pyebpf_proxy import __version__
+from pyebpf_proxy.cluster.cli import parser as cluster_parser
 from pyebpf_proxy.commands import COMMANDS, command_parser
 from pyebpf_proxy.config.flag_table import GROUPS
 from pyebpf_proxy.lab.cli import _parser as lab_parser
@@ -36,6 +37,12 @@ _FILES = {
     "/sys/fs/bpf/pyebpf-proxy": "Pinned maps, programs and links. They outlive the agent.",
 }
 
+#: Commands with commands of their own: what they are, and their parser.
+GROUPS_OF_COMMANDS = {
+    "cluster": ("all nodes of a cluster, from an administrator's machine", cluster_parser),
+    "lab": ("a test cluster of network namespaces on this machine", lab_parser),
+}
+
 
 def pages() -> dict[str, str]:
     """The text of each page, by file name."""
@@ -47,14 +54,18 @@ def pages() -> dict[str, str]:
         if name not in ("probe", "completion"):
             sections["EXIT STATUS"] = _list(_STATUS)
         found[f"{NAME}-{name}.1"] = _page(parser, command.text, sections)
-    lab = lab_parser()
-    for action in lab._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            lab._positionals.title = "commands"
-            for command_of_lab in action.choices.values():
-                command_of_lab.description = None  # the same as its help
-    found[f"{NAME}-lab.1"] = _page(lab, "a test cluster of network namespaces on this machine", {})
+    for name, (text, parser) in GROUPS_OF_COMMANDS.items():
+        found[f"{NAME}-{name}.1"] = _page(_with_commands(parser()), text, {})
     return found
+
+
+def _with_commands(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            parser._positionals.title = "commands"
+            for command in action.choices.values():
+                command.description = None  # the same as its help
+    return parser
 
 
 def _agent() -> str:
@@ -74,7 +85,7 @@ def _agent() -> str:
             else:
                 group.add_argument(*names, action="store_true", help=text)
     commands = {f"{NAME}-{name}(1)": command.text for name, command in COMMANDS.items()}
-    commands[f"{NAME}-lab(1)"] = "a test cluster of network namespaces on this machine"
+    commands |= {f"{NAME}-{name}(1)": text for name, (text, _) in GROUPS_OF_COMMANDS.items()}
     synopsis = f".B {_escaped(NAME)}\n[FLAGS]\n.br\n.B {_escaped(NAME)}\nCOMMAND [ARGUMENTS]"
     sections = {"SYNOPSIS": synopsis, "COMMANDS": _list(commands), "EXIT STATUS": _AGENT_STATUS, "FILES": _list(_FILES)}
     return _page(parser, "eBPF replacement for kube-proxy", sections).replace("\u200b", "")

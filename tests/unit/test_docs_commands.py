@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from pyebpf_proxy.cluster.cli import parser as cluster_parser
 from pyebpf_proxy.commands import COMMANDS, command_parser
 from pyebpf_proxy.config.flags import parse
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("runbook.md", "troubleshooting.md", "migrating-from-kube-proxy.md", "deploy.md")
+PAGES = ("runbook.md", "troubleshooting.md", "migrating-from-kube-proxy.md", "deploy.md", "cluster.md")
 #: A line of a block, after its prompt, or a piece of inline code.
 WRITTEN = re.compile(r"^(?:# )?(pyebpf-proxy .*)$|`(pyebpf-proxy [^`]*)`|-- (pyebpf-proxy .*)$", re.MULTILINE)
 END = re.compile(r"[|;&>…]")
@@ -37,6 +38,8 @@ def test_every_command_of_the_page_can_be_run(page: str) -> None:
     for name, *rest in commands:
         if name.startswith("--"):
             parse([name, *rest])
+        elif name == "cluster":
+            cluster_parser().parse_args(rest or ["status"])
         else:
             assert name in COMMANDS, name
             command_parser(name).parse_args(rest or ["live"] * (name == "probe"))

@@ -29,9 +29,9 @@ def options(page: str) -> set[str]:
 
 
 def test_every_command_has_a_page_that_the_first_page_lists(pages: dict[str, str]) -> None:
-    assert pages.keys() == {"pyebpf-proxy.1", *(f"pyebpf-proxy-{name}.1" for name in (*COMMANDS, "lab"))}
+    assert pages.keys() == {"pyebpf-proxy.1", *(f"pyebpf-proxy-{name}.1" for name in (*COMMANDS, "cluster", "lab"))}
     first = pages["pyebpf-proxy.1"].replace(r"\-", "-")
-    assert [name for name in (*COMMANDS, "lab") if rf"\fBpyebpf-proxy-{name}(1)\fR" not in first] == []
+    assert [name for name in (*COMMANDS, "cluster", "lab") if rf"\fBpyebpf-proxy-{name}(1)\fR" not in first] == []
 
 
 def test_every_flag_of_the_agent_is_on_its_page(pages: dict[str, str]) -> None:
