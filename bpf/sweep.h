@@ -77,30 +77,41 @@ static __always_inline bool is_due_for_kernel(const struct flow_key *key, const 
 static long sweep_entry(void *map __attribute__((unused)), const struct flow_key *entry_key, struct flow *f,
 			struct sweep *s)
 {
-	struct flow_rewrite a = f->rewrite;
 	struct flow_key key = *entry_key;
+	struct flow_rewrite a = f->rewrite;
+	__u32 tag = tag_of(&key);
 	struct flow_key other_key;
 	struct flow *other;
 	__u64 idle, last;
+	bool over;
 
 	s->found.entries++;
+	/* The element may have been given to another flow between the two copies. */
+	if (a.tag != tag || a.tag_again != tag)
+		return 0;
 	answer_key(&a, key.protocol, key.ipv6, &other_key);
 	other = bpf_map_lookup_elem(&flows, &other_key);
 	last = newest(f, other);
 	idle = s->now > last ? s->now - last : 0;
 	if (!f->young) {
+		if (is_another_flows(&f->rewrite, tag))
+			return 0;
 		if (kernel_flow_is_stale(&key, f, idle, s->pressed) && !bpf_map_delete_elem(&flows, &key))
 			count(FLOW_FORGOTTEN);
 		return 0;
 	}
 	if (f->reply) {
 		/* The other direction decides about the flow; without it this entry is a leftover. */
-		if (!other && idle > CLOSING_NS)
+		if (!other && idle > CLOSING_NS && !is_another_flows(&f->rewrite, tag))
 			bpf_map_delete_elem(&flows, &key);
 		return 0;
 	}
 	s->found.young++;
-	if (young_flow_is_over(&key, f, other, idle, s)) {
+	over = young_flow_is_over(&key, f, other, idle, s);
+	/* What was read may have been another flow's, which goes on. */
+	if (is_another_flows(&f->rewrite, tag) || (other && is_another_flows(&other->rewrite, tag_of(&other_key))))
+		return 0;
+	if (over) {
 		s->found.ended += forget_flow(&key, &a, false, true);
 		count(YOUNG_ENDED);
 		return 0;
@@ -143,7 +154,8 @@ static __always_inline int promote(const struct flow_key *key)
 		return 0;
 	answer_key(&f->rewrite, key->protocol, key->ipv6, &other_key);
 	other = bpf_map_lookup_elem(&flows, &other_key);
-	if (!other)
+	if (!other || is_another_flows(&f->rewrite, tag_of(key)) ||
+	    is_another_flows(&other->rewrite, tag_of(&other_key)))
 		return 0;
 	f->confirmed_until = other->confirmed_until = 0;
 	other->young = 0;

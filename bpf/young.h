@@ -189,7 +189,7 @@ static __always_inline struct flow *young_answers(const struct packet *p, const 
 	answer->protocol = p->protocol;
 	answer->ipv6 = p->ipv6;
 	f = bpf_map_lookup_elem(&flows, answer);
-	return f && f->young && f->reply ? f : NULL;
+	return f && f->young && f->reply && !is_another_flows(&f->rewrite, tag_of(answer)) ? f : NULL;
 }
 
 /*

@@ -8,7 +8,9 @@ tc_egress the one that leaves, with the record's name that the kernel would have
 from __future__ import annotations
 
 import functools
+import operator
 import os
+import struct
 import tempfile
 import time
 from collections.abc import Iterator
@@ -35,6 +37,7 @@ SECOND = 1_000_000_000
 #: bpf_ktime_get_coarse_ns(). Python has no name for it.
 _CLOCK_MONOTONIC_COARSE = 6
 SNAT_PORTS = (20000, 20999)
+U64 = (1 << 64) - 1
 # A test run takes no tc_index: this program sets it, and goes on as the one that is tested.
 _NAMED = """
 struct {
@@ -53,6 +56,14 @@ SEC("tc") int named(struct __sk_buff *skb)
     return 77;
 }
 """
+
+
+def tag_of(key: bytes) -> int:
+    """The tag in the entry of this key (bpf/flow_table.h)."""
+    words = struct.unpack("<5Q", key)
+    turned = [word << by | word >> 64 - by for word, by in zip(words, (0, 7, 14, 28, 21), strict=True)]
+    tag = functools.reduce(operator.xor, (word & U64 for word in turned))
+    return ((tag ^ tag >> 32) * 0x9E3779B97F4A7C15 & U64) >> 32 | 1
 
 
 def now() -> int:

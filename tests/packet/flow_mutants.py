@@ -171,8 +171,8 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: promoted at once": ("sweep.h", "if (age < YOUNG_NS)", "if (false)"),
     "flows: datagram and answer promoted": ("sweep.h", " && f->packets + reply->packets > 5", ""),
     "flows: draining promotes none": ("sweep.h", "if (s->draining)\n\t\treturn true;", ""),
-    "flows: orphans stay": ("sweep.h", "if (!other && idle > CLOSING_NS)", "if (false)"),
-    "flows: new halves swept": ("sweep.h", "if (!other && idle > CLOSING_NS)", "if (!other)"),
+    "flows: orphans stay": ("sweep.h", "if (!other && idle > CLOSING_NS &&", "if (false &&"),
+    "flows: new halves swept": ("sweep.h", "if (!other && idle > CLOSING_NS &&", "if (!other &&"),
     "flows: ended though the kernel has it": ("sweep.h", "f->reply || !f->young || !forget", "!forget"),
     "flows: an ended flow goes on counting": (
         "sweep.h",

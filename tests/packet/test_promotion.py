@@ -14,6 +14,7 @@ from pathlib import Path
 from struct import Struct
 
 import pytest
+from fast_world import tag_of
 from world import _libc, enter_namespace
 
 from pyebpf_proxy.datapath.connections import create, promotion
@@ -100,7 +101,12 @@ class Node:
         packets: object = 9,
     ) -> None:
         rewrite = self.loaded.tc.btf.struct("flow_rewrite").pack(
-            source=source[0], destination=to[0], source_port=source[1], destination_port=to[1]
+            source=source[0],
+            destination=to[0],
+            source_port=source[1],
+            destination_port=to[1],
+            tag=tag_of(key),
+            tag_again=tag_of(key),
         )
         now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
         value = self.loaded.tc.btf.struct("flow").pack(

@@ -26,12 +26,14 @@ def fast(node: World) -> Iterator[World]:
         yield fast_node(node)
 
 
-def answered(world: World, client: int) -> Flow:
+def asked(world: World, client: int) -> Flow:
     device(world, "pods", redirect=client)
-    flow = young(world, "udp")
+    return young(world, "udp")
+
+
+def answer(flow: Flow) -> None:
     assert flow.run(reply=True).retval == REDIRECT
-    wipe_reasons(world)
-    return flow
+    wipe_reasons(flow.world)
 
 
 def take_slot_of(world: World, flow: Flow) -> None:
@@ -51,8 +53,9 @@ def take_slot_of(world: World, flow: Flow) -> None:
 )
 def test_an_answered_query_ends(fast: World, client: int, seconds: float, ends: bool) -> None:
     """The client's next datagram, which goes on with the flow, may take a round trip to come."""
+    flow = asked(fast, client)
     with undisturbed():
-        flow = answered(fast, client)
+        answer(flow)
         flow.older(seconds)
         take_slot_of(fast, flow)
     assert flow.entries() == ([] if ends else BOTH)
@@ -61,15 +64,15 @@ def test_an_answered_query_ends(fast: World, client: int, seconds: float, ends: 
 
 
 def test_a_query_without_an_answer_stays(fast: World) -> None:
-    device(fast, "pods", redirect=POD)
-    flow = young(fast, "udp")
+    flow = asked(fast, POD)
     flow.older(1.5)
     take_slot_of(fast, flow)
     assert flow.entries() == BOTH
 
 
 def test_two_queries_and_one_answer_stay(fast: World) -> None:
-    flow = answered(fast, POD)
+    flow = asked(fast, POD)
+    answer(flow)
     assert flow.run().retval == REDIRECT
     flow.older(1.5)
     take_slot_of(fast, flow)

@@ -17,6 +17,7 @@ from fast_world import (
     one_cpu,
     promote,
     sweep,
+    tag_of,
     undisturbed,
     wipe_reasons,
 )
@@ -80,6 +81,28 @@ def test_what_is_closing_ends_after_a_second(fast: World, reply: bool) -> None:
     assert fast.reasons()["YOUNG_ENDED"] == 1
 
 
+@pytest.mark.parametrize("what", ["sweep", "promote"])
+def test_an_element_that_has_just_been_given_to_another_flow_is_left_alone(fast: World, what: str) -> None:
+    """As another processor may find it: the key is the new flow's already, what follows is the former flow's."""
+    flow, former = answered(fast), Flow(fast, sport=44000)
+    layout = fast.object.btf.struct("flow_rewrite")
+    entry = flow.entry()
+    assert entry is not None
+    rewrite = dict(layout.unpack(entry["rewrite"]))
+    assert rewrite["tag"] == rewrite["tag_again"] == tag_of(flow.key())
+    rewrite |= dict.fromkeys(("tag", "tag_again"), tag_of(former.key()))
+    if what == "sweep":
+        rewrite["source_port"] = former.sport  # whose replies have no entry any more
+    flow.write(rewrite=layout.pack(**rewrite))
+    if what == "sweep":
+        sweep(fast)
+    else:
+        assert promote(fast, flow.key()) == 0
+    assert flow.entries() == [False, True]
+    assert count_of_young(fast, "pods") == 1
+    assert [flow.entry(reply)["young"] for reply in (False, True)] == [1, 1]  # type: ignore[index]
+
+
 def test_an_idle_connection_does_not_end(fast: World) -> None:
     """Its sides know it: it is the kernel's, whose timeout is long."""
     flow = answered(fast)
@@ -103,8 +126,9 @@ def test_answered_datagrams_end_early_if_half_of_the_table_is_in_use(
 ) -> None:
     """From another machine, the flow's next datagram may take a round trip to come."""
     device(fast, "pods", redirect=redirect)
+    flow = young(fast, "udp")
     with undisturbed():
-        flow = answered(fast, "udp")
+        assert flow.run(reply=True).retval == REDIRECT
         assert not is_swept(fast, flow, early, 2 * QUOTA + 1)
     assert is_swept(fast, flow, late, 2 * QUOTA + 1)
 
