@@ -134,7 +134,7 @@ def test_the_page_is_followed_there_and_back(cluster: ApiServer, kubectl: Kubect
         elif action == "apply deploy/overlays/kubeadm-back/cleanup":
             ours = manifests.container(daemon_set(cluster, "pyebpf-proxy"))
             assert ours.keys().isdisjoint({"livenessProbe", "startupProbe", "args"})
-            assert ours["securityContext"]["capabilities"] == {"add": ["NET_ADMIN"], "drop": ["ALL"]}
+            assert ours["securityContext"]["capabilities"] == {"add": ["NET_ADMIN", "BPF"], "drop": ["ALL"]}
     assert [action for action in seen if action.startswith(("apply", "delete", "patch")) or "restart" in action] == [
         "apply deploy/overlays/kubeadm",
         "apply deploy/overlays/kubeadm",

@@ -207,7 +207,9 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
         )
         stack.callback(process.wait)
         stack.callback(process.kill)
+        end = time.monotonic() + 120
         while not (clean / "done").exists():
+            assert time.monotonic() < end, cleaner.log()
             assert answered(), "either the agent's programs or kube-proxy's rules are there"
             cleaner.wait_for(lambda: True, "it runs")
             time.sleep(0.05)
