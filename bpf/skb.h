@@ -73,8 +73,10 @@ static __always_inline __u32 segment_size(struct context *ctx)
 	return ctx->gso_size;
 }
 
+/* skb->pkt_type; include/uapi/linux/if_packet.h */
 #define PACKET_BROADCAST 1
 #define PACKET_MULTICAST 2
+#define PACKET_OTHERHOST 3
 
 /*
  * No VLAN tag and no mark: a mark was set for the kernel's rules to see it.  And a frame for one host: the kernel

@@ -22,11 +22,6 @@ struct sweep {
 	__u32 pressed;		/* half of the table is in use */
 };
 
-static __always_inline __u64 newest(const struct flow *f, const struct flow *other)
-{
-	return other && other->last_seen > f->last_seen ? other->last_seen : f->last_seen;
-}
-
 static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, const struct flow *f, __u64 idle,
 						 bool pressed)
 {
@@ -42,8 +37,7 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 	if (!reply)
 		return true;
 	if (key->protocol == UDP)
-		return idle > s->udp_idle || (s->pressed && is_complete(f, reply, UDP, s->now) &&
-					      !awaits_client(f, reply, UDP, s->now));
+		return idle > s->udp_idle || (s->pressed && may_make_room(f, reply, UDP, s->now));
 	/* A half-closed connection may go on, and one packet may have been forged: the kernel has to end those. */
 	if (f->closing && reply->closing && idle > CLOSING_NS)
 		return true;

@@ -19,8 +19,6 @@ static __always_inline __u32 ip_device(struct __sk_buff *skb)
 	return port ? port->bridge : ifindex;
 }
 
-#define PACKET_OTHERHOST 3
-
 /*
  * A packet of a young flow that only the kernel can handle.  The client's packet can create the conntrack entry by
  * itself: conntrack picks up connections midstream, and the endpoint is the same.  Any other packet is dropped

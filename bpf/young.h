@@ -150,13 +150,16 @@ static __always_inline enum reason insert_young(struct flow_draft *d, bool masqu
 	return SLOW_TABLE_FULL;
 }
 
+static __always_inline __u64 newest(const struct flow *f, const struct flow *other)
+{
+	return other && other->last_seen > f->last_seen ? other->last_seen : f->last_seen;
+}
+
 /* All datagrams are answered, or both sides have closed, and nothing came since. */
 static __always_inline bool is_complete(const struct flow *f, const struct flow *reply, enum protocol protocol,
 					__u64 now)
 {
-	__u64 last = f->last_seen > reply->last_seen ? f->last_seen : reply->last_seen;
-
-	if (now <= last + EXCHANGE_NS)
+	if (now <= newest(f, reply) + EXCHANGE_NS)
 		return false;
 	if (protocol == TCP)
 		return f->closing == CLOSING_IN_SEQUENCE && reply->closing == CLOSING_IN_SEQUENCE;
@@ -165,15 +168,15 @@ static __always_inline bool is_complete(const struct flow *f, const struct flow 
 }
 
 /*
- * A UDP client on another machine sees the reply, and can send the flow's next datagram, only after a round trip: the
- * second flight of QUIC or DTLS must reach the same endpoint.
+ * A complete flow whose entries other flows may have.  A UDP client on another machine sees the reply, and can send
+ * the flow's next datagram, only after a round trip: the second flight of QUIC or DTLS must reach the same endpoint.
  */
-static __always_inline bool awaits_client(const struct flow *f, const struct flow *reply, enum protocol protocol,
+static __always_inline bool may_make_room(const struct flow *f, const struct flow *reply, enum protocol protocol,
 					  __u64 now)
 {
-	__u64 last = f->last_seen > reply->last_seen ? f->last_seen : reply->last_seen;
+	bool distant = protocol == UDP && reply->rewrite.out.redirect != REDIRECT_PEER;
 
-	return protocol == UDP && reply->rewrite.out.redirect != REDIRECT_PEER && now <= last + ROUND_TRIP_NS;
+	return is_complete(f, reply, protocol, now) && !(distant && now <= newest(f, reply) + ROUND_TRIP_NS);
 }
 
 /* The replies' entry of a young flow between this client port and that endpoint; NULL if there is none. */
@@ -242,9 +245,7 @@ static __noinline int note_recent(const struct flow_key *key)
 		return 0;
 	answer_key(&f->rewrite, former.protocol, former.ipv6, &answer);
 	reply = bpf_map_lookup_elem(&flows, &answer);
-	if (!reply || !is_complete(f, reply, former.protocol, now) || awaits_client(f, reply, former.protocol, now))
-		return 0;
-	if (forget_flow(&former, &f->rewrite, false, true))
+	if (reply && may_make_room(f, reply, former.protocol, now) && forget_flow(&former, &f->rewrite, false, true))
 		count(YOUNG_ENDED);
 	return 0;
 }
