@@ -55,6 +55,8 @@ def errand(name: str, node: str, image: str, command: list[str], environment: di
     for field in ("readinessProbe", "resources"):
         container.pop(field, None)
     container |= {"image": image, "command": command, "terminationMessagePolicy": "FallbackToLogsOnError"}
+    if command != CLEAN_UP:
+        container["securityContext"]["capabilities"]["add"].remove("BPF")  # only the clean-up opens maps
     container["env"] += [{"name": key, "value": value} for key, value in (environment or {}).items()]
     # nodeName, not a selector: it starts also where the scheduler would not put it.
     specification |= {"nodeName": node, "restartPolicy": "Never"}

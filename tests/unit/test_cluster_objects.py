@@ -42,6 +42,12 @@ def test_an_errand_has_one_capability_and_no_token() -> None:
     assert "readinessProbe" not in container
 
 
+def test_the_clean_up_may_call_bpf_too() -> None:
+    """The runtimes' seccomp profile allows it only with this capability."""
+    (container,) = objects.errand("e", "n1", "x:1", objects.CLEAN_UP)["spec"]["containers"]
+    assert container["securityContext"]["capabilities"] == {"add": ["NET_ADMIN", "BPF"], "drop": ["ALL"]}
+
+
 def merged(target: Any, patch: Any) -> Any:
     """RFC 7386."""
     if not isinstance(patch, dict):
