@@ -8,11 +8,14 @@ set -euo pipefail
 list=tools/debian-packages.txt
 target=/opt/pyebpf-proxy
 
-# $1: the prefix of the wanted sections of the list.
+# packages PREFIX...: of the wanted sections of the list. Each of them must be there.
 packages() {
-    local wanted
-    wanted=$(awk -v section="^# -- $1" '/^# --/ { on = ($0 ~ section) } on && /^[a-z0-9]/' "$list")
-    [ -n "$wanted" ] || { echo "$list has no section '$1'" >&2; exit 1; }
+    local section found wanted=
+    for section in "$@"; do
+        found=$(awk -v section="^# -- $section" '/^# --/ { on = ($0 ~ section) } on && /^[a-z0-9]/' "$list")
+        [ -n "$found" ] || { echo "$list has no section '$section'" >&2; exit 1; }
+        wanted+=" $found"
+    done
     export DEBIAN_FRONTEND=noninteractive
     local options=()
     if [ -n "${ARCHIVE:-}" ]; then
@@ -52,7 +55,7 @@ case "${1:-}" in
 packages)
     case "${2:-}" in
     build) packages "to build" ;;
-    run) packages "to run: (the agent|removing)" ;;
+    run) packages "to run: the agent" "to run: removing iptables rules" ;;
     *) echo "usage: $0 packages build|run" >&2; exit 1 ;;
     esac
     ;;

@@ -19,7 +19,7 @@ from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from tests.deployment import manifests
-from tests.deployment.node import contained, image_of, pod_of, wait_ready, with_manifests
+from tests.deployment.node import contained, image_of, pod_of, use_folder, wait_ready, with_manifests
 
 pytestmark = pytest.mark.slow
 
@@ -87,9 +87,7 @@ def test_the_errand_of_the_way_back_cleans_up(small: Lab) -> None:
     specification = pod_of(manifests.one(cleaning, "DaemonSet"))
     clean = only.agent.folder / "clean"
     clean.mkdir()
-    for volume in specification["volumes"]:
-        if volume.pop("emptyDir", None) is not None:
-            volume["hostPath"] = {"path": str(clean)}
+    use_folder(specification, clean)
     # test_deploy_agent.py has a kube-proxy to wait for.
     (agent,) = specification["containers"]
     agent["env"] = [each | ({"value": ""} if each["name"] == VARIABLE else {}) for each in agent["env"]]
@@ -109,6 +107,11 @@ def test_nothing_that_only_builds_or_tests_is_in_it(image: Path) -> None:
     packages = {path.name for path in (image / "opt/pyebpf-proxy/lib/python3.11/site-packages").iterdir()}
     assert packages.isdisjoint({"pip", "pytest", "hypothesis", "matplotlib", "mypy", "scapy", "numpy", "setuptools"})
     assert {"pyebpf_proxy", "msgspec", "pydantic"} <= packages
+
+
+def test_it_can_remove_the_rules_of_each_kube_proxy(image: Path) -> None:
+    programs = {path.name for path in (image / "usr/sbin").iterdir()}
+    assert {"iptables-nft-save", "iptables-legacy-save", "ip6tables-nft-restore"} <= programs
 
 
 def test_the_versions_are_those_of_the_lock(image: Path) -> None:

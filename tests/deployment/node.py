@@ -46,6 +46,13 @@ def add_volume(specification: Object, name: str, folder: Path, place: str) -> No
     specification["containers"][0]["volumeMounts"].append(mount)
 
 
+def use_folder(specification: Object, folder: Path) -> None:
+    """Every emptyDir is this folder, so that the test sees what the pod writes."""
+    for volume in specification["volumes"]:
+        if volume.pop("emptyDir", None) is not None:
+            volume["hostPath"] = {"path": str(folder)}
+
+
 def contained(
     node: Node,
     specification: Object,
