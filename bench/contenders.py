@@ -179,6 +179,11 @@ class Ground:
             kubeconfig = api.kubeconfig(self.lab.folder / "kubeconfig", {"token": ADMIN_TOKEN})
             proxy.start(kubeconfig, "node1", ",".join(addresses.POD_CIDR), families=2)
 
+    def forget_flows(self) -> None:
+        """Flush conntrack."""
+        self.node.namespace.run("conntrack", "-F")
+        self.flushed = time.monotonic()
+
     def target(self, port: int, way: str, family: int) -> tuple[str, str]:
         """The target of loads: address and port, as arguments of the tools."""
         if self.contender.past:

@@ -29,6 +29,7 @@ from .contenders import (
 from .measure import TOOLS, Row, say, speed, summary
 from .rows import ratio
 
+#: For at most this long the fast path sends packets of a flow that conntrack has forgotten (docs/fast-path.md, Limits).
 CONFIRMED_SECONDS = 1.1
 IN_FLIGHT = 64
 #: Microseconds of each second that real-time tasks may use of a CPU; -1: all of it.
@@ -120,15 +121,13 @@ class Conversation:
 
 def query(ground: Ground, way: str, family: int, seconds: float) -> float:
     """A datagram from a new port and its reply, IN_FLIGHT at a time: queries per second. RuntimeError if one fails."""
-    # The fast path trusts conntrack for this long after it was asked (docs/fast-path.md, Limits).
     time.sleep(max(0.0, ground.flushed + CONFIRMED_SECONDS - time.monotonic()))
     command = [str(TOOLS / "datagrams"), "load", *ground.target(DNS, way, family), str(IN_FLIGHT)]
     try:
         outcome = _ask(ground, way, [*command, str(seconds / 4), str(seconds)])
     finally:
         # Flows of this load must not fill tables, and a port that is used again must be as new as the first time.
-        ground.node.namespace.run("conntrack", "-F")
-        ground.flushed = time.monotonic()
+        ground.forget_flows()
     if outcome["failed"]:
         raise RuntimeError(f"{ground.contender.words}: {outcome['failed']} queries without an answer: {outcome}")
     return float(outcome["per_second"])

@@ -118,10 +118,6 @@ class Way:
             # Another task with real-time priority used the CPU all the time.
         raise RuntimeError(f"{self.ground.contender.words}: no packet reached the end: {made}")
 
-    def forget_flows(self) -> None:
-        """Forget all flows."""
-        self.ground.node.namespace.run("conntrack", "-F")
-
     def check_assured(self, flows: int) -> None:
         """RuntimeError unless nearly all flows are assured in conntrack, if the proxy leaves all flows to it."""
         if self.ground.contender.name not in (IPTABLES, NFTABLES):
@@ -210,13 +206,13 @@ def establish(ways: Sequence[Way], flows: int) -> None:
 def _once(way: Way, flows: int, seconds: float) -> float:
     if flows:
         return way.flood(flows, seconds, ECHO)
-    way.forget_flows()
+    way.ground.forget_flows()
     try:
         rate = way.flood(0, NEW_SECONDS, 0)
         way.check_room()
     finally:
         # The flows of all namespaces share one hash table, which must be empty for the next contender.
-        way.forget_flows()
+        way.ground.forget_flows()
     return rate
 
 
