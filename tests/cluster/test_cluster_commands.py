@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from .apiserver import ApiError, ApiServer
-from .commands import IMAGE, NAMES, daemon_set, now, proxies, run, started, taken, watched
+from .commands import IMAGE, NAMES, daemon_set, now, proxies, run, started, taken
 from .simulated_nodes import SETS, SYSTEM, SimulatedNodes
 
 
@@ -25,12 +25,6 @@ from .simulated_nodes import SETS, SYSTEM, SimulatedNodes
 def server() -> Iterator[ApiServer]:
     with ApiServer(("--allow-privileged",)) as started:
         yield started
-
-
-@pytest.fixture
-def cluster(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
-    with watched(server, tmp_path) as nodes:
-        yield nodes
 
 
 def test_there_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:

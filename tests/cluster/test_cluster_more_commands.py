@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from .apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
-from .commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, made, run, watched
+from .commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, made, run
 from .simulated_nodes import SETS, SYSTEM, SimulatedNodes
 
 
@@ -27,12 +27,6 @@ from .simulated_nodes import SETS, SYSTEM, SimulatedNodes
 def server() -> Iterator[ApiServer]:
     with ApiServer(("--allow-privileged",)) as started:
         yield started
-
-
-@pytest.fixture
-def cluster(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
-    with watched(server, tmp_path) as nodes:
-        yield nodes
 
 
 # ---- upgrade -------------------------------------------------------------------------------------------------------

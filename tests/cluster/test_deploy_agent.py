@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ from pyebpf_proxy.kube.api.resources import ENDPOINT_SLICES, SERVICE_CIDRS, SERV
 from pyebpf_proxy.kube.api.resources import node as one_node
 from pyebpf_proxy.lab.addresses import POD_CIDR, cluster_ip
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask
-from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from tests.deployment import manifests
 from tests.deployment.container import Container, die_with_parent
 from tests.deployment.manifests import DEPLOY, ROOT
-from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, wait_ready
+from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, use_folder, wait_ready
 
 from . import kubeadm
 from .apiserver import ADMIN_TOKEN, ApiServer, Object
@@ -123,25 +123,30 @@ def test_it_serves_what_the_api_server_has(server: ApiServer, small: Lab, mode: 
         assert container.terminate() == 0
 
 
+@contextmanager
+def kube_proxy(server: ApiServer, on: Node, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The real kube-proxy in the node's network, until the end."""
+    admin = server.kubeconfig(folder / "kube-proxy.conf", {"token": ADMIN_TOKEN})
+    command = [
+        *("ip", "netns", "exec", on.namespace.name),
+        *(str(cache() / "go" / "kube-proxy"), f"--kubeconfig={admin}", f"--hostname-override={on.name}"),
+        *("--proxy-mode=iptables", f"--cluster-cidr={','.join(POD_CIDR)}", "--conntrack-max-per-core=0"),
+    ]
+    with open(folder / "kube-proxy.log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=die_with_parent)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
 def test_on_the_way_there_the_agent_takes_over_beside_kube_proxy(server: ApiServer, small: Lab, tmp_path: Path) -> None:
     """What `cluster install` relies on: beside kube-proxy the agent says that it has programmed the node, and is not
     ready; without kube-proxy it is, by itself."""
     (only,) = small.nodes
-    admin = server.kubeconfig(tmp_path / "kube-proxy.conf", {"token": ADMIN_TOKEN})
-    kube_proxy = [
-        *(str(cache() / "go" / "kube-proxy"), f"--kubeconfig={admin}", f"--hostname-override={only.name}"),
-        *("--proxy-mode=iptables", f"--cluster-cidr={','.join(POD_CIDR)}", "--conntrack-max-per-core=0"),
-    ]
     with ExitStack() as stack:
-        log = stack.enter_context(open(tmp_path / "kube-proxy.log", "wb"))
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", only.namespace.name, *kube_proxy],
-            stdout=log,
-            stderr=log,
-            preexec_fn=die_with_parent,
-        )
-        stack.callback(process.wait)
-        stack.callback(process.kill)
+        process = stack.enter_context(kube_proxy(server, only, tmp_path))
         agent = stack.enter_context(started(server, small, {"clusterCIDR": ",".join(POD_CIDR)}))
         end = time.monotonic() + 30
         while not only.namespace.run("ss", "-Hltn", "sport", "=", ":10256"):
@@ -162,11 +167,6 @@ def test_on_the_way_there_the_agent_takes_over_beside_kube_proxy(server: ApiServ
 def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small: Lab, tmp_path: Path) -> None:
     """The clean-up waits until kube-proxy has programmed the node. No connection fails in between."""
     (only,) = small.nodes
-    admin = server.kubeconfig(tmp_path / "kube-proxy.conf", {"token": ADMIN_TOKEN})
-    kube_proxy = [
-        *(str(cache() / "go" / "kube-proxy"), f"--kubeconfig={admin}", f"--hostname-override={only.name}"),
-        *("--proxy-mode=iptables", f"--cluster-cidr={','.join(POD_CIDR)}", "--conntrack-max-per-core=0"),
-    ]
 
     def answered() -> bool:
         return all(only.namespace.call(ask, cluster_ip(11).of(family), 80).kind == ANSWERED for family in (4, 6))
@@ -183,9 +183,7 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
     cleaning = pod_of(manifests.one(manifests.build(DEPLOY / "overlays/kubeadm-back/cleanup"), "DaemonSet"))
     clean = tmp_path / "clean"
     clean.mkdir()
-    for volume in cleaning["volumes"]:
-        if volume.pop("emptyDir", None) is not None:
-            volume["hostPath"] = {"path": str(clean)}
+    use_folder(cleaning, clean)
     path = {"PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"}
 
     with ExitStack() as stack:
@@ -198,15 +196,7 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
         cleaner = stack.enter_context(contained(only, cleaning, environment=path))
         cleaner.start()
         cleaner.wait_for(lambda: "waiting for kube-proxy at 127.0.0.1:10256" in cleaner.log(), "it waits", 30)
-        log = stack.enter_context(open(tmp_path / "kube-proxy.log", "wb"))
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", only.namespace.name, *kube_proxy],
-            stdout=log,
-            stderr=log,
-            preexec_fn=die_with_parent,
-        )
-        stack.callback(process.wait)
-        stack.callback(process.kill)
+        process = stack.enter_context(kube_proxy(server, only, tmp_path))
         end = time.monotonic() + 120
         while not (clean / "done").exists():
             assert time.monotonic() < end, cleaner.log()
@@ -223,9 +213,7 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
         process.wait()
         # `cluster install` removes by a pod what kube-proxy wrote beside the agent: one capability is enough.
         removing = errand("verify", only.name, "image", ["pyebpf-proxy", "cluster", "on-node", "verify"])["spec"]
-        for volume in removing["volumes"]:
-            if volume.pop("emptyDir", None) is not None:
-                volume["hostPath"] = {"path": str(clean)}
+        use_folder(removing, clean)
         removing["containers"][0]["command"][0] = str(Path(sys.executable).parent / "pyebpf-proxy")
         container = stack.enter_context(contained(only, removing, environment=path))
         container.start()

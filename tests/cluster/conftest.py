@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures that several modules use. Each module has an API server of its own, ``server``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .apiserver import ApiServer
+from .commands import watched
+from .simulated_nodes import SimulatedNodes
+
+
+@pytest.fixture
+def cluster(server: ApiServer, tmp_path: Path) -> Iterator[SimulatedNodes]:
+    """Three simulated nodes with kube-proxy, and a recorder that fails the test if one is without a proxy."""
+    with watched(server, tmp_path) as nodes:
+        yield nodes
