@@ -9,11 +9,10 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from pyebpf_proxy.common.arguments import Parser, fail
 from pyebpf_proxy.common.closed_pipe import closed_pipe
-from pyebpf_proxy.common.printable import printable
-from pyebpf_proxy.see.answers import QUESTION, SeeError
+from pyebpf_proxy.see.answers import SeeError
 
 STATUSES = "exit status: 0 no problem found, 1 a problem was found, 2 wrong usage, 3 no answer"
 DIRECTORY = "PYEBPF_PROXY_DIRECTORY"
@@ -33,16 +32,6 @@ class Command:
         self.example = example
         self.run = run
         self.arguments = arguments
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SystemExit(_say(f"{message}; see {self.prog} --help", QUESTION))
-
-
-def _say(text: str, status: int) -> int:
-    print(f"Error: {printable(text)}", file=sys.stderr)
-    return status
 
 
 def _named(parser: argparse.ArgumentParser) -> None:
@@ -267,7 +256,7 @@ COMMANDS = {
 def command_parser(name: str) -> argparse.ArgumentParser:
     """The parser of one command, without its name."""
     command = COMMANDS[name]
-    parser = _Parser(
+    parser = Parser(
         prog=f"pyebpf-proxy {name}",
         description=command.text[0].upper() + command.text[1:] + ".",
         epilog=f"example:\n  {command.example}\n\n{STATUSES}",
@@ -298,7 +287,7 @@ def main(arguments: Sequence[str]) -> int:
         finally:
             sys.stdout.flush()  # also for --help, which raises SystemExit
     except SeeError as error:
-        return _say(str(error), error.status)
+        return fail(str(error), error.status)
     except BrokenPipeError:
         return closed_pipe()
     except KeyboardInterrupt:

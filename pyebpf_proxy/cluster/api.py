@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from pyebpf_proxy.cluster.errors import NO_ANSWER, ClusterError
+from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.see.answers import NO_ANSWER
 
 Object = dict[str, Any]
 

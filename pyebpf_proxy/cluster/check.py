@@ -13,6 +13,7 @@ from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import View
 from pyebpf_proxy.cluster.objects import NAMESPACE
 from pyebpf_proxy.cluster.output import Finding
+from pyebpf_proxy.see.answers import QUESTION
 
 #: What ``install`` and ``rollback`` do: verb, group, resource, namespace.
 RIGHTS = (
@@ -51,7 +52,7 @@ def rights(api: Api, wanted: Iterable[tuple[str, str, str, str]]) -> None:
 def blocking(api: Api, found: View) -> None:
     """ClusterError for what makes an installation pointless."""
     if not found.nodes:
-        raise ClusterError("no node matches", 2)
+        raise ClusterError("no node matches", QUESTION)
     if found.kube_proxy_set is None:
         raise ClusterError(
             f"there is no DaemonSet {NAMESPACE}/{objects.KUBE_PROXY}: this command takes nodes over from kube-proxy;"

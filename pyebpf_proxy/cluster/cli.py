@@ -7,9 +7,11 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from pyebpf_proxy.cluster.errors import NO_ANSWER, PROBLEM, USAGE, ClusterError
+from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.common.arguments import Parser, fail
+from pyebpf_proxy.see.answers import NO_ANSWER, NOT_RIGHT, QUESTION
 
 if TYPE_CHECKING:
     from pyebpf_proxy.cluster.api import Api
@@ -34,21 +36,9 @@ _EXAMPLE = """example:
   pyebpf-proxy cluster rollback"""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SystemExit(_fail(f"{message}; see {self.prog} --help", USAGE))
-
-
-def _fail(text: str, status: int) -> int:
-    from pyebpf_proxy.common.printable import printable
-
-    print(f"Error: {printable(text)}", file=sys.stderr)
-    return status
-
-
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    top = _Parser(
+    top = Parser(
         prog="pyebpf-proxy cluster",
         description="All nodes of a cluster, from an administrator's machine with a kubeconfig.",
         epilog=f"{_EXAMPLE}\n\n{_STATUSES}",
@@ -111,7 +101,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         import kubernetes  # noqa: F401
     except ImportError:
-        return _fail("the package kubernetes is missing: pip install 'pyebpf-proxy[cluster]'", NO_ANSWER)
+        return fail("the package kubernetes is missing: pip install 'pyebpf-proxy[cluster]'", NO_ANSWER)
     from pyebpf_proxy.cluster.api import Api, RefusedError
     from pyebpf_proxy.cluster.output import Output
 
@@ -124,12 +114,12 @@ def _run(options: argparse.Namespace) -> int:
             _ask(api.context, api.url, options)
         status = _CALLS[options.command](api, output, options)
     except (ClusterError, RefusedError) as error:
-        status = error.status if isinstance(error, ClusterError) else PROBLEM
+        status = error.status if isinstance(error, ClusterError) else NOT_RIGHT
         text = str(error)
         if isinstance(error, RefusedError) and error.status in (401, 403):
             status, text = NO_ANSWER, f"not allowed: {error}"
         output.document["error"] = text
-        _fail(text, status)
+        fail(text, status)
     except KeyboardInterrupt:
         output.document["error"] = "interrupted"
         status = 128 + signal.SIGINT
@@ -142,10 +132,10 @@ def _ask(context: str, url: str, options: argparse.Namespace) -> None:
     if options.yes:
         return
     if not sys.stdin.isatty():
-        raise ClusterError(f"context {context}, {url}: nobody can be asked whether this is meant; say --yes", USAGE)
+        raise ClusterError(f"context {context}, {url}: nobody can be asked whether this is meant; say --yes", QUESTION)
     print(f"context {context}, {url}: {options.command} there? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise ClusterError("nothing was done", PROBLEM)
+        raise ClusterError("nothing was done", NOT_RIGHT)
 
 
 def _check(api: Api, output: Output, options: argparse.Namespace) -> int:
@@ -155,7 +145,7 @@ def _check(api: Api, output: Output, options: argparse.Namespace) -> int:
     check.rights(api, check.READ)
     findings = list(check.examine(api, view(api, options.nodes), options.image, options.timeout))
     output.findings(findings)
-    return PROBLEM if any(each.state == "bad" for each in findings) else 0
+    return NOT_RIGHT if any(each.state == "bad" for each in findings) else 0
 
 
 def _status(api: Api, output: Output, options: argparse.Namespace) -> int:
@@ -163,7 +153,7 @@ def _status(api: Api, output: Output, options: argparse.Namespace) -> int:
     from pyebpf_proxy.cluster.model import view
 
     check.rights(api, check.READ)
-    return PROBLEM if status.show(view(api, options.nodes), output) else 0
+    return NOT_RIGHT if status.show(view(api, options.nodes), output) else 0
 
 
 def _install(api: Api, output: Output, options: argparse.Namespace) -> int:
@@ -192,13 +182,13 @@ def _test(api: Api, output: Output, options: argparse.Namespace) -> int:
     from pyebpf_proxy.cluster.model import view
 
     passed = connectivity.run(api, output, view(api, options.nodes), options.image, options.timeout)
-    return 0 if passed else PROBLEM
+    return 0 if passed else NOT_RIGHT
 
 
 def _sysdump(api: Api, output: Output, options: argparse.Namespace) -> int:
     from pyebpf_proxy.cluster import sysdump
 
-    return PROBLEM if sysdump.write(api, output, options.file) else 0
+    return NOT_RIGHT if sysdump.write(api, output, options.file) else 0
 
 
 _CALLS: dict[str, Callable[..., int]] = {

@@ -14,6 +14,7 @@ from pyebpf_proxy.cluster.errand import wait_until
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import Pod, View, installed_image, pod_of
 from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.see.answers import QUESTION
 
 NAMESPACE = "pyebpf-proxy-test"
 _LABEL = {"app": "pyebpf-proxy-test"}
@@ -35,9 +36,9 @@ def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bo
     check.rights(api, RIGHTS)
     image = image or (installed_image(found) if found.agent_set is not None else "")
     if not image:
-        raise ClusterError("no image is named: --image REGISTRY/pyebpf-proxy:TAG", 2)
+        raise ClusterError("no image is named: --image REGISTRY/pyebpf-proxy:TAG", QUESTION)
     if not found.nodes:
-        raise ClusterError("no node matches", 2)
+        raise ClusterError("no node matches", QUESTION)
     rows: list[Row] = []
     try:
         _remove(api, seconds)

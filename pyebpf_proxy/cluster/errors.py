@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-PROBLEM, USAGE, NO_ANSWER = 1, 2, 3
+from pyebpf_proxy.see.answers import NOT_RIGHT
 
 
 class ClusterError(Exception):
     """The problem, and the remedy if there is one. ``status``: the exit status."""
 
-    def __init__(self, text: str, status: int = PROBLEM) -> None:
+    def __init__(self, text: str, status: int = NOT_RIGHT) -> None:
         super().__init__(text)
         self.status = status

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import yaml
 
 from pyebpf_proxy.cluster import check, errand, model, objects, takeover
 from pyebpf_proxy.cluster.api import Api, RefusedError, kind_of
-from pyebpf_proxy.cluster.errors import USAGE, ClusterError
+from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.lease import Lease
 from pyebpf_proxy.cluster.model import View, installed_image, view
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, PARKED
 from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.cluster.takeover import Say
+from pyebpf_proxy.see.answers import QUESTION
 
 
 class Command:
@@ -47,9 +49,8 @@ class Command:
             done = sum(map(found.is_done, found.nodes))
             say(f"{len(todo)} nodes to take over, {done} done: {', '.join(todo) or 'nothing to do'}")
             self._tell_down(found)
-            for number, node in enumerate(todo, 1):
-                lease.check()
-                self._take(node, image, f"[{number}/{len(todo)}] {node}: ")
+            for node, tell in self._each(lease, todo):
+                self._take(node, image, tell)
         left = len(found.nodes) - done - len(todo)
         if left:
             say(f"{left} nodes are left to kube-proxy; to go on: pyebpf-proxy cluster install")
@@ -70,7 +71,7 @@ class Command:
                 f"{present} is installed; for another image: pyebpf-proxy cluster upgrade --image {image}"
             )
         if not (image or present):
-            raise ClusterError("no image is named: --image REGISTRY/pyebpf-proxy:TAG", USAGE)
+            raise ClusterError("no image is named: --image REGISTRY/pyebpf-proxy:TAG", QUESTION)
         image = image or present
         others = sorted(node for node, pod in found.agents.items() if pod.image != image and not pod.deleted)
         if others:
@@ -109,10 +110,14 @@ class Command:
             except RefusedError as refused:
                 raise ClusterError(f"{item['kind']} {item['metadata']['name']} is refused: {refused}") from None
 
-    def _take(self, node: str, image: str, prefix: str) -> None:
-        def say(text: str) -> None:
-            self._output.say(prefix + text)
+    def _each(self, lease: Lease, todo: list[str]) -> Iterator[tuple[str, Say]]:
+        """One node after the other, with what says its lines. ClusterError if another command has taken over."""
+        for number, node in enumerate(todo, 1):
+            lease.check()
+            yield node, _prefixed(self._output.say, f"[{number}/{len(todo)}] {node}: ")
+            self._done.append(node)
 
+    def _take(self, node: str, image: str, say: Say) -> None:
         try:
             takeover.take(self._api, node, image, errand.targets(self._api), self._seconds, say)
         except KeyboardInterrupt:
@@ -130,7 +135,6 @@ class Command:
                 ) from None
             done = f"; done before: {', '.join(self._done)}" if self._done else ""
             raise ClusterError(f"{node}: {error}; the node was given back to kube-proxy{done}") from None
-        self._done.append(node)
         say("taken over, and verified")
 
     # ---- rollback ------------------------------------------------------------------------------------------------
@@ -152,12 +156,8 @@ class Command:
             if last:
                 # kube-proxy starts beside the agents, with the very template that it had: no pod is replaced later.
                 takeover.patch_kube_proxy(api, objects.unprepare, self._seconds)
-            for number, node in enumerate(todo, 1):
-                lease.check()
-                prefix = f"[{number}/{len(todo)}] {node}: "
-                tell = _prefixed(say, prefix)
+            for node, tell in self._each(lease, todo):
                 takeover.give_back(api, node, image, errand.targets(api), self._seconds, tell)
-                self._done.append(node)
             if last:
                 takeover.patch_kube_proxy(api, objects.restore_strategy, self._seconds)
                 if image:
@@ -186,17 +186,14 @@ class Command:
         say(f"{len(todo)} nodes to upgrade to {image}: {', '.join(todo) or 'nothing to do'}")
         with Lease(api, "upgrade") as lease:
             errand.remove_all(api)
-            for number, node in enumerate(todo, 1):
-                lease.check()
-                prefix = f"[{number}/{len(todo)}] {node}: "
-                self._upgrade(node, found, image, _prefixed(say, prefix))
-                self._done.append(node)
+            for node, tell in self._each(lease, todo):
+                self._upgrade(node, found, image, tell)
             self._set_image(image)
 
     def _set_image(self, image: str) -> None:
         self._api.apply(objects.agent(image)[-1])
 
-    def _upgrade(self, node: str, found: View, image: str, say: Callable[[str], None]) -> None:
+    def _upgrade(self, node: str, found: View, image: str, say: Say) -> None:
         api, old = self._api, found.agents[node]
         command = ["pyebpf-proxy", "cluster", "on-node", "fit"]
         # The old agent runs until the image is on the node and has run there.
@@ -217,5 +214,5 @@ class Command:
         say("upgraded, and verified")
 
 
-def _prefixed(say: Callable[[str], None], prefix: str) -> Callable[[str], None]:
+def _prefixed(say: Say, prefix: str) -> Say:
     return lambda text: say(prefix + text)

@@ -102,7 +102,7 @@ class View(NamedTuple):
 
     def has(self, node: str, label: str) -> bool:
         """Whether the node has one of our labels."""
-        return (self.nodes[node]["metadata"].get("labels") or {}).get(label) == "true"
+        return has_label(self.nodes[node], label)
 
     def is_up(self, node: str) -> bool:
         """Whether the node's kubelet reports: without it no pod starts or ends."""
@@ -118,6 +118,11 @@ class View(NamedTuple):
         """Taken over: the agent alone, and ready."""
         pod = self.agents.get(node)
         return self.has(node, PARKED) and pod is not None and pod.ready and node not in self.kube_proxies
+
+
+def has_label(node: Object, label: str) -> bool:
+    """Whether a node's object has one of our labels."""
+    return (node["metadata"].get("labels") or {}).get(label) == "true"
 
 
 def view(api: Api, selector: str = "") -> View:

@@ -49,20 +49,26 @@ def remove_rules() -> list[str]:
 def connect(places: list[tuple[str, int]]) -> list[str]:
     """Services that this node cannot connect to."""
     problems = []
-    for address, port in places:
-        end = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                socket.create_connection((address, port), _CONNECT_SECONDS).close()
-            except OSError as error:
-                if time.monotonic() < end:
-                    time.sleep(0.5)
-                    continue
-                problems.append(f"no connection to the Service at {address} port {port}: {error.strerror or error}")
-            else:
-                print(f"connected to the Service at {address} port {port}")
-            break
+    for place in places:
+        where = f"the Service at {place[0]} port {place[1]}"
+        if why := _why_not_connected(place):
+            problems.append(f"no connection to {where}: {why}")
+        else:
+            print(f"connected to {where}")
     return problems
+
+
+def _why_not_connected(place: tuple[str, int]) -> str:
+    """The last of several attempts; "" if one succeeded."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            socket.create_connection(place, _CONNECT_SECONDS).close()
+            return ""
+        except OSError as error:
+            if time.monotonic() >= end:
+                return error.strerror or str(error)
+        time.sleep(0.5)
 
 
 def await_rules(places: list[tuple[str, int]], patience: float = _RULES_PATIENCE) -> list[str]:

@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any, Literal, NamedTuple
 
+from pyebpf_proxy.see import text as texts
+
 State = Literal["good", "warning", "bad"]
 
 
@@ -23,14 +25,16 @@ class Finding(NamedTuple):
 class Output:
     """Lines are written at once. ``document``: what ``-o json`` prints at the end."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, as_json: bool, terminal: texts.Terminal | None = None) -> None:
         self.as_json = as_json
+        self._terminal = texts.terminal() if terminal is None else terminal
         self.document: dict[str, Any] = {}
 
     def say(self, text: str) -> None:
-        """One line; none with -o json."""
+        """One line or several; none with -o json."""
         if not self.as_json:
-            print(text, flush=True)
+            # Names and messages come from the cluster.
+            print("\n".join(map(texts.safe, text.split("\n"))), flush=True)
 
     def findings(self, findings: list[Finding]) -> None:
         """All of them, the good ones too, and what to do about the others."""
@@ -44,9 +48,8 @@ class Output:
     def table(self, name: str, head: list[str], rows: list[list[str]], keys: list[str]) -> None:
         """Rows of text; with -o json objects with these keys."""
         self.document[name] = [dict(zip(keys, row, strict=True)) for row in rows]
-        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-        for row in [head, *rows]:
-            self.say("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        for line in texts.table(self._terminal, head, rows):
+            self.say(line)
 
     def end(self) -> None:
         """Print the JSON document, if that was asked for."""

@@ -35,6 +35,8 @@ from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import view
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE
 from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.see.answers import QUESTION
+from pyebpf_proxy.see.text import Terminal
 
 BLOT = "REDACTED"
 #: Of each log, the beginning.
@@ -69,7 +71,7 @@ def write(api: Api, output: Output, path: str) -> list[str]:
                 _add(archive, f"{folder}/{name}", _text(content))
             _add(archive, f"{folder}/missing.txt", "".join(f"{line}\n" for line in missing))
     except FileExistsError:
-        raise ClusterError(f"{target} exists already", 2) from None
+        raise ClusterError(f"{target} exists already", QUESTION) from None
     except OSError as error:
         raise ClusterError(f"{target} cannot be written: {error.strerror}") from None
     output.document |= {"file": str(target), "missing": missing}
@@ -127,13 +129,17 @@ def _status(api: Api) -> str:
         def say(self, text: str) -> None:
             lines.append(text)
 
-    status.show(view(api), Collected(as_json=False))
+    status.show(view(api), Collected(as_json=False, terminal=Terminal()))
     return "\n".join(lines) + "\n"
 
 
 def _text(content: Any) -> str:
     """As YAML, but for text; without credentials."""
     text = content if isinstance(content, str) else yaml.safe_dump(_trimmed(content), sort_keys=False)
+    return _blotted(text)
+
+
+def _blotted(text: str) -> str:
     return _TOKEN.sub(BLOT, _CREDENTIALS.sub(rf"\1 {BLOT}", text))
 
 
@@ -148,7 +154,7 @@ def _trimmed(content: Any) -> Any:
     data = item.get("data")
     if isinstance(data, dict):
         # Line by line, or a quoted text hides its keys from the search for credentials.
-        item["data"] = {name: _TOKEN.sub(BLOT, _CREDENTIALS.sub(rf"\1 {BLOT}", text)) for name, text in data.items()}
+        item["data"] = {name: _blotted(text) for name, text in data.items()}
     return item
 
 

@@ -14,7 +14,7 @@ from pyebpf_proxy.cluster import errand, objects
 from pyebpf_proxy.cluster.api import DAEMON_SETS, NODES, PODS, Api, Object
 from pyebpf_proxy.cluster.errand import wait_until
 from pyebpf_proxy.cluster.errors import ClusterError
-from pyebpf_proxy.cluster.model import Pod, is_programmed, pods
+from pyebpf_proxy.cluster.model import Pod, has_label, is_programmed, pods
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, PARKED
 
 Say = Callable[[str], None]
@@ -35,33 +35,35 @@ def take(api: Api, node: str, image: str, targets: list[str], seconds: float, sa
 
 def wait_programmed(api: Api, node: str, seconds: float) -> Pod:
     """Until the agent's pod runs and says that the node is programmed. ClusterError, at once if it never will."""
-    found: Pod | None = None
 
-    def programmed() -> bool:
-        nonlocal found
-        found = pods(api, _AGENTS, node).get(node)
-        if found is not None and found.hopeless:
-            raise ClusterError(f"the agent does not start: {found.hopeless}")
+    def programmed(pod: Pod) -> bool:
         # A pod that is ready may have so long a log that its beginning is gone.
-        return found is not None and found.usable and (found.ready or is_programmed(api, found))
+        return pod.ready or is_programmed(api, pod)
 
-    wait_until(programmed, "the agent has not programmed the node", seconds)
-    assert found is not None
-    return found
+    late, hopeless = "the agent has not programmed the node", "the agent does not start"
+    return _wait_pod(api, _AGENTS, node, programmed, late, hopeless, seconds)
 
 
 def wait_ready(api: Api, node: str, seconds: float) -> Pod:
     """Until the agent's pod is ready."""
+    late = "the agent's pod is not ready"
+    return _wait_pod(api, _AGENTS, node, lambda pod: pod.ready, late, "the agent ended", seconds)
+
+
+def _wait_pod(
+    api: Api, labels: str, node: str, good: Callable[[Pod], bool], late: str, hopeless: str, seconds: float
+) -> Pod:
+    """Until the proxy's pod on the node is usable and good. ClusterError: ``late``; ``hopeless``, at once."""
     found: Pod | None = None
 
-    def ready() -> bool:
+    def come() -> bool:
         nonlocal found
-        found = pods(api, _AGENTS, node).get(node)
+        found = pods(api, labels, node).get(node)
         if found is not None and found.hopeless:
-            raise ClusterError(f"the agent ended: {found.hopeless}")
-        return found is not None and found.ready and found.usable
+            raise ClusterError(f"{hopeless}: {found.hopeless}")
+        return found is not None and found.usable and good(found)
 
-    wait_until(ready, "the agent's pod is not ready", seconds)
+    wait_until(come, late, seconds)
     assert found is not None
     return found
 
@@ -83,15 +85,10 @@ def give_back(api: Api, node: str, image: str, targets: list[str], seconds: floa
         # kube-proxy would write them again at its next full sync: in mode nftables within an hour. A new one writes
         # them at its start.
         api.delete(PODS, old.name, NAMESPACE, old.uid)
-        wait_until(lambda: _is_new(api, node, old), "no new pod of kube-proxy comes, and the agent stays", seconds)
-
-    def kube_proxy_runs() -> bool:
-        found = pods(api, _KUBE_PROXIES, node).get(node)
-        if found is not None and found.hopeless:
-            raise ClusterError(f"kube-proxy does not start, and the agent stays: {found.hopeless}")
-        return found is not None and found.usable
-
-    wait_until(kube_proxy_runs, "kube-proxy's pod does not run, and the agent stays", seconds)
+        _wait_new(api, _KUBE_PROXIES, node, old, "no new pod of kube-proxy comes, and the agent stays", seconds)
+    late = "kube-proxy's pod does not run, and the agent stays"
+    hopeless = "kube-proxy does not start, and the agent stays"
+    _wait_pod(api, _KUBE_PROXIES, node, lambda pod: True, late, hopeless, seconds)
     if attached:
         # Its health page cannot tell: the agent holds the port.
         command = ["pyebpf-proxy", "cluster", "on-node", "kube-proxy", *" ".join(targets).split()]
@@ -111,20 +108,20 @@ def _has_removed_rules(api: Api, agent: Pod, kube_proxy: Pod, parked: bool) -> b
     return later and agent.usable and is_programmed(api, agent)
 
 
-def _is_new(api: Api, node: str, old: Pod) -> bool:
-    found = pods(api, _KUBE_PROXIES, node).get(node)
-    return found is not None and found.uid != old.uid
+def _wait_new(api: Api, labels: str, node: str, old: Pod, late: str, seconds: float) -> None:
+    """Until another pod has taken this one's place. ClusterError: ``late``."""
+
+    def replaced() -> bool:
+        found = pods(api, labels, node).get(node)
+        return found is not None and found.uid != old.uid
+
+    wait_until(replaced, late, seconds)
 
 
 def replace(api: Api, node: str, old: Pod, seconds: float, say: Say) -> Pod:
     """Replace the agent's pod by one of the DaemonSet's present template. The attached programs carry the traffic."""
     api.delete(PODS, old.name, NAMESPACE, old.uid)
-
-    def replaced() -> bool:
-        found = pods(api, _AGENTS, node).get(node)
-        return found is not None and found.uid != old.uid
-
-    wait_until(replaced, "no new pod of the agent comes", seconds)
+    _wait_new(api, _AGENTS, node, old, "no new pod of the agent comes", seconds)
     wait_programmed(api, node, seconds)
     say("the new agent has programmed the node")
     return wait_ready(api, node, seconds)
@@ -135,7 +132,7 @@ def has(api: Api, node: str, name: str) -> bool:
     found = api.get(NODES, node)
     if found is None:
         raise ClusterError("the node does not exist any more")
-    return (found["metadata"].get("labels") or {}).get(name) == "true"
+    return has_label(found, name)
 
 
 def label(api: Api, node: str, name: str, on: bool) -> None:
