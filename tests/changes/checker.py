@@ -22,6 +22,8 @@ FIRST_SYN = 0.9
 STALLED = 0.2
 #: Seconds that conntrack remembers a connection that was reset (nf_conntrack_tcp_timeout_close).
 REMEMBERED = 10.0
+#: So many violations of one course are described with the connections beside them, so many each.
+DESCRIBED, NEIGHBOURS = 3, 8
 #: After what a SYN is repeated. A client of the same machine is still within connect() when its ICMP error comes, and
 #: then Linux forgets that of IPv6; the next one, a second later, counts.
 _OVERHEARD = {4: {SILENT}, 6: {SILENT, REFUSED}}
@@ -141,7 +143,8 @@ def check(
             when = _when(timeline, record.begun)
             took = f"{(record.ended - record.begun) * 1000:.1f} ms"
             who = f"{targets[record.target]} from port {record.port}"
-            found.append(Violation(rule, f"{who}, {when}, took {took}: {text}"))
+            beside = "" if len(found) >= DESCRIBED else f"; at that moment {_beside(known, record, targets)}"
+            found.append(Violation(rule, f"{who}, {when}, took {took}: {text}{beside}"))
     return found + _unsteady(timeline, targets, known) + _unused(timeline, targets, known)
 
 
@@ -149,8 +152,22 @@ def _when(timeline: Timeline, moment: float) -> str:
     """A moment in words: so long after which change."""
     past = [phase for phase in timeline.phases if phase.asked <= moment] or timeline.phases[:1]
     phase = past[-1]
-    certain = "" if moment >= phase.certain else ", not yet certain"
+    since = (moment - phase.certain) * 1000
+    certain = f", certain for {since:.1f} ms" if since >= 0 else ", not yet certain"
     return f"{(moment - phase.asked) * 1000:.1f} ms after “{phase.name}”{certain}"
+
+
+def _beside(records: Iterable[Record], record: Record, targets: Sequence[Target]) -> str:
+    """The connections nearest in time, and the last one of the same client port: evidence of what went wrong."""
+    mine = targets[record.target]
+    same = [each for each in records if each is not record and targets[each.target].service == mine.service]
+    near = sorted(same, key=lambda each: abs(each.begun - record.begun))[:NEIGHBOURS]
+    former = [each for each in same if (each.target, each.port) == (record.target, record.port) and each < record]
+    lines = [
+        f"{(each.begun - record.begun) * 1000:+.1f} ms {targets[each.target]}: {each.end} {each.name}".rstrip()
+        for each in sorted({*near, *former[-1:]})
+    ]
+    return "; ".join(lines) or "no others"
 
 
 def _judge(

@@ -107,6 +107,15 @@ def test_a_port_that_is_used_again_may_meet_the_entry_of_before(
     assert entries.excused == (not rule)
 
 
+def test_a_violation_names_the_connections_beside_it_and_the_former_one_of_the_port() -> None:
+    former, beside, late = (at(begun)._replace(port=4000) for begun in (0.5, 1.5 + 3 * MS, 1.5))
+    line = timeline(ONE, TWO)
+    records = [former, beside._replace(name="two:1", port=4001), late]
+    (found,) = check(line, [VIP, PORT], records, entries=Entries([late]))
+    assert "certain for 350.0 ms" in found.text
+    assert found.text.endswith(f"; at that moment -1000.0 ms {VIP}: answered one:1; +3.0 ms {VIP}: answered two:1")
+
+
 def test_a_stranger_is_wrong() -> None:
     assert judged(timeline(ONE, BOTH), at(0.5, "three:1"), at(0.6, "one:2")) == ["wrong", "wrong"]
 
