@@ -137,14 +137,34 @@ static __always_inline int sweep(void)
 	return 0;
 }
 
-/* The agent has created the conntrack entry of this flow: from now on it is a kernel flow. */
-static __always_inline int promote(const struct flow_key *key)
-{
-	struct flow_key other_key;
-	struct flow *f, *other;
+/*
+ * A young flow as the agent has read it: the key of the client's direction, and its start.  The client may reuse the
+ * port of a flow that has ended, and the new flow's endpoint may be another one.  A start of 0 is not compared: agents
+ * of earlier versions give the key only.
+ */
+struct flow_read {
+	struct flow_key key;
+	__u64 started;
+};
 
-	f = bpf_map_lookup_elem(&flows, key);
-	if (!f || f->reply || !f->young)
+/* The client's direction of that flow; NULL if it is gone. */
+static __always_inline struct flow *same_young_flow(const struct flow_read *read)
+{
+	struct flow *f = bpf_map_lookup_elem(&flows, &read->key);
+
+	if (!f || f->reply || !f->young || (read->started && f->started != read->started))
+		return NULL;
+	return f;
+}
+
+/* The agent has created the conntrack entry of this flow: from now on it is a kernel flow. */
+static __always_inline int promote(const struct flow_read *read)
+{
+	struct flow *f = same_young_flow(read), *other;
+	const struct flow_key *key = &read->key;
+	struct flow_key other_key;
+
+	if (!f)
 		return 0;
 	answer_key(&f->rewrite, key->protocol, key->ipv6, &other_key);
 	other = bpf_map_lookup_elem(&flows, &other_key);
@@ -160,11 +180,11 @@ static __always_inline int promote(const struct flow_key *key)
 }
 
 /* Conntrack cannot take this young flow: from now on netfilter handles its packets. */
-static __always_inline int end(const struct flow_key *key)
+static __always_inline int end(const struct flow_read *read)
 {
-	struct flow *f = bpf_map_lookup_elem(&flows, key);
+	struct flow *f = same_young_flow(read);
 
-	if (!f || f->reply || !f->young || !forget_flow(key, &f->rewrite, false, true))
+	if (!f || !forget_flow(&read->key, &f->rewrite, false, true))
 		return 0;
 	count(YOUNG_ENDED);
 	return 1;

@@ -268,26 +268,31 @@ int sweep_flows(struct __sk_buff *skb __attribute__((unused)))
 	return settings.fast_path ? sweep() : 0;
 }
 
-/* Data of the next two programs: a link header of zeros and a struct flow_key, the client's direction of the flow. */
-static __always_inline bool read_flow_key(struct __sk_buff *skb, struct flow_key *key)
+/* Data of the next two programs: a link header of zeros and a struct flow_read, or its key alone. */
+static __always_inline bool read_flow(struct __sk_buff *skb, struct flow_read *read)
 {
-	return settings.fast_path && !bpf_skb_load_bytes(skb, ETH_HLEN, key, sizeof(*key));
+	if (!settings.fast_path)
+		return false;
+	if (!bpf_skb_load_bytes(skb, ETH_HLEN, read, sizeof(*read)))
+		return true;
+	__builtin_memset(read, 0, sizeof(*read));
+	return !bpf_skb_load_bytes(skb, ETH_HLEN, &read->key, sizeof(read->key));
 }
 
 SEC("tc")
 int promote_flow(struct __sk_buff *skb)
 {
-	struct flow_key key;
+	struct flow_read read;
 
-	return read_flow_key(skb, &key) ? promote(&key) : 0;
+	return read_flow(skb, &read) ? promote(&read) : 0;
 }
 
 SEC("tc")
 int end_flow(struct __sk_buff *skb)
 {
-	struct flow_key key;
+	struct flow_read read;
 
-	return read_flow_key(skb, &key) ? end(&key) : 0;
+	return read_flow(skb, &read) ? end(&read) : 0;
 }
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

@@ -173,13 +173,14 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: draining promotes none": ("sweep.h", "if (s->draining)\n\t\treturn true;", ""),
     "flows: orphans stay": ("sweep.h", "if (!other && idle > CLOSING_NS &&", "if (false &&"),
     "flows: new halves swept": ("sweep.h", "if (!other && idle > CLOSING_NS &&", "if (!other &&"),
-    "flows: ended though the kernel has it": ("sweep.h", "f->reply || !f->young || !forget", "!forget"),
+    "flows: ended though the kernel has it": ("sweep.h", "f->reply || !f->young || (", "f->reply || ("),
     "flows: an ended flow goes on counting": (
         "sweep.h",
-        "!f->young || !forget_flow(key, &f->rewrite, false, true)",
-        "!f->young || !forget_flow(key, &f->rewrite, false, false)",
+        "!f || !forget_flow(&read->key, &f->rewrite, false, true)",
+        "!f || !forget_flow(&read->key, &f->rewrite, false, false)",
     ),
+    "flows: promotion of the port's next flow": ("sweep.h", "f->started != read->started", "false"),
     "flows: promotion leaves the answers young": ("sweep.h", "\tother->young = 0;\n", ""),
     "flows: promotion confirmed": ("sweep.h", "\tf->confirmed_until = other->confirmed_until = 0;\n", ""),
-    "flows: promotion by the answers' key": ("sweep.h", "if (!f || f->reply || !f->young)", "if (!f || !f->young)"),
+    "flows: promotion by the answers' key": ("sweep.h", "if (!f || f->reply || !f->young", "if (!f || !f->young"),
 }

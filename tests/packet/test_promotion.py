@@ -63,7 +63,8 @@ class Node:
 
     def young(self, port: int, age: float = 3.0, **changes: object) -> bytes:
         """A flow that was answered ``age`` seconds ago and since: its key. Of both entries: ``changes``."""
-        options = {"protocol": Protocol.TCP, "masqueraded": False, "closing": 0, "reply": True, "answers": 9, **changes}
+        options = {"protocol": Protocol.TCP, "masqueraded": False, "closing": 0, "reply": True, "answers": 9}
+        options |= {"to": 8080, **changes}
         size = 4 if self.family == 4 else 16
 
         def padded(address: str) -> bytes:
@@ -71,7 +72,7 @@ class Node:
 
         client = padded(CLIENT[self.family]), port
         frontend = padded(FRONTEND[self.family]), 80
-        endpoint = padded(ENDPOINT[self.family]), 8080
+        endpoint = padded(ENDPOINT[self.family]), options["to"]
         seen = (padded(NODE[self.family]), 2000) if options["masqueraded"] else client
         there = self._key(client, frontend, options["protocol"], size)
         back = self._key(endpoint, seen, options["protocol"], size)
@@ -235,10 +236,10 @@ def test_an_entry_whose_flow_ended_meanwhile_expires_soon(node: Node) -> None:
     node.young(1000)
     promote = node.promoter._promote
 
-    def late(key: bytes) -> bool:
+    def late(flow: bytes) -> bool:
         assert len(node.listed()) == 1
-        node.loaded.maps["flows"].delete(key)
-        return promote(key)
+        node.loaded.maps["flows"].delete(flow[: node.promoter._flows.key_size])
+        return promote(flow)
 
     node.promoter._promote = late
     node.promoter.pass_now()
@@ -247,12 +248,62 @@ def test_an_entry_whose_flow_ended_meanwhile_expires_soon(node: Node) -> None:
     assert node.promoter.statistics.promoted == 0
 
 
+@pytest.mark.parametrize("to", [8081, 8080], ids=["another endpoint", "the same endpoint"])
+def test_a_port_that_is_reused_meanwhile_keeps_its_own_endpoint(node: Node, to: int) -> None:
+    """The kernel would translate the new connection like the former one, or keep it for days without an answer."""
+    key = node.young(1000)
+    former = node.promoter._flows.read(key)
+    assert former is not None
+    promote = node.promoter._promote
+
+    def reused(flow: bytes) -> bool:
+        for each in (former.key, former.answer_key):
+            node.loaded.maps["flows"].delete(each)
+        assert node.young(1000, age=0.5, to=to) == key
+        return promote(flow)
+
+    node.promoter._promote = reused
+    node.promoter.pass_now()
+    assert node.is_young(key)
+    assert node.promoter.statistics.promoted == 0
+    (line,) = node.listed()
+    assert 0 < int(line.split()[2]) <= ABANDONED_SECONDS
+    # It has its own turn: the entry of the former flow is replaced, or taken over.
+    node.promoter._promote = promote
+    node.young(1000, to=to)
+    node.promoter.pass_now()
+    (line,) = node.listed()
+    assert f" sport={to} dport=1000 [ASSURED]" in line
+    assert not node.is_young(key)
+
+
+def test_a_port_that_is_reused_while_conntrack_is_full_waits_anew(node: Node) -> None:
+    """Only the flow that has waited for so long ends."""
+    key = node.young(1000)
+    (former,) = (flow.read for flow in [node.promoter._flows.read(key)] if flow is not None)
+    node.promoter._waiting = {former: time.monotonic() - promotion.UNPROMOTED_SECONDS}
+    node.loaded.maps["flows"].delete(key)
+    node.young(1000, age=0.5)
+    node.promoter._end_what_waits([former])
+    assert node.is_young(key)
+    assert node.promoter.statistics.ended == 0
+
+
+def test_an_agent_of_an_earlier_version_promotes_by_the_key(node: Node) -> None:
+    """It drains by the programs that are pinned, after the version has been rolled back."""
+    key = node.young(1000)
+    promote = node.promoter._promote
+    node.promoter._promote = lambda flow: promote(flow[: len(key)])
+    node.promoter.pass_now()
+    assert not node.is_young(key)
+
+
 def test_a_flow_that_closes_meanwhile_does_not_stay_for_days(node: Node) -> None:
     key = node.young(1000)
     promote = node.promoter._promote
 
-    def closing(key: bytes) -> bool:
-        done = promote(key)
+    def closing(read: bytes) -> bool:
+        done = promote(read)
         flow = node.loaded.tc.btf.struct("flow")
         value = bytearray(node.loaded.maps["flows"].lookup(key) or b"")
         value[flow.fields["closing"].offset] = 1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 
@@ -238,6 +239,17 @@ def test_only_young_flows_by_the_clients_key(fast: World) -> None:
     assert flow.entry()["young"] == 1  # type: ignore[index]
     fast.object.maps["flows"].delete(flow.key(reply=True))
     assert promote(fast, flow.key()) == 0, "half of it is gone"
+
+
+def test_only_the_flow_that_was_read(fast: World) -> None:
+    """The client may reuse the port before the agent runs the programs."""
+    flow = answered(fast)
+    started = flow.entry()["started"]
+    assert isinstance(started, int)
+    another = flow.key() + (started - 1).to_bytes(8, sys.byteorder)
+    assert (promote(fast, another), end(fast, another)) == (0, 0)
+    assert flow.entry()["young"] == 1
+    assert promote(fast, flow.key() + started.to_bytes(8, sys.byteorder)) == 1
 
 
 def test_a_promoted_flows_syn_is_netfilters(fast: World) -> None:

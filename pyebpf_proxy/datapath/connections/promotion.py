@@ -8,6 +8,7 @@ From then on it is the kernel's flow, and the programs confirm it with netfilter
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -55,8 +56,16 @@ class YoungFlow(NamedTuple):
 
     entry: Entry
     closing: bool
-    #: Key of the other direction's entry.
+    #: Keys of the client's direction and of the other one.
+    key: bytes
     answer_key: bytes
+    #: When it began (bpf_ktime_get_coarse_ns).
+    started: int
+
+    @property
+    def read(self) -> bytes:
+        """struct flow_read (bpf/sweep.h): identifies this flow among those that use the key one after the other."""
+        return self.key + self.started.to_bytes(8, sys.byteorder)
 
 
 class FlowReader:
@@ -67,15 +76,16 @@ class FlowReader:
         # A pass may have thousands of flows: only the needed fields are read.
         ends = ("source", "destination", "source_port", "destination_port")
         self._key = btf.struct("flow_key").packer(*ends, "protocol", "ipv6")
-        self._flow = btf.struct("flow").packer("rewrite", "packets", "young", "reply", "closing")
+        self._flow = btf.struct("flow").packer("rewrite", "started", "packets", "young", "reply", "closing")
         self._rewrite = btf.struct("flow_rewrite").packer(*ends)
+        self.key_size = btf.struct("flow_key").size
 
     def read(self, key: bytes, young: bool = True) -> YoungFlow | None:
         """The flow with this key of the client's direction. None: it is gone, or its ``young`` differs."""
         there = self._flows.lookup(key)
         if there is None:
             return None
-        rewrite, _, is_young, reply, closing = self._flow.unpack(there)
+        rewrite, started, _, is_young, reply, closing = self._flow.unpack(there)
         if reply or bool(is_young) is not young:
             return None
         client, frontend, client_port, frontend_port, protocol, ipv6 = self._key.unpack(key)
@@ -85,7 +95,7 @@ class FlowReader:
         back = self._flows.lookup(answer_key)
         if back is None:
             return None
-        rewrite, answers, is_young, _, closing_too = self._flow.unpack(back)
+        rewrite, _, answers, is_young, _, closing_too = self._flow.unpack(back)
         # Otherwise the replies belong to another flow: one of the two is being replaced.
         if self._rewrite.unpack(rewrite) != (frontend, client, frontend_port, client_port):
             return None
@@ -100,7 +110,7 @@ class FlowReader:
             None if (source, source_port) == (client, client_port) else (source[:size], source_port),
             answered=bool(answers),
         )
-        return YoungFlow(entry, bool(closing or closing_too), answer_key)
+        return YoungFlow(entry, bool(closing or closing_too), key, answer_key, started)
 
 
 @dataclass
@@ -123,7 +133,7 @@ class Promoter:
     """Hands young flows to the kernel, in the network namespace of the calling thread.
 
     ``sweep`` runs the program and returns how many young flows it found; ``promote`` and ``end`` run the programs of
-    that name with a key and return whether the flow was still there.
+    that name with a flow (``YoungFlow.read``) and return whether it was still there.
     """
 
     def __init__(
@@ -142,7 +152,7 @@ class Promoter:
         self._promote = promote
         self._end = end
         self._clock = clock
-        #: Flows that conntrack did not accept, and since when.
+        #: Flows that conntrack did not accept, and since when, by ``YoungFlow.read``.
         self._waiting: dict[bytes, float] = {}
         self._more = False
         self._full = False
@@ -186,41 +196,41 @@ class Promoter:
         self.statistics.young = self._sweep()
         asked = self._requests.pop(AT_ONCE)
         self._more = len(asked) == AT_ONCE
-        keys = list(dict.fromkeys([*self._waiting, *asked]))
+        keys = list(dict.fromkeys([*(read[: self._flows.key_size] for read in self._waiting), *asked]))
         if keys:
             self._hand_over(keys)
 
     def _hand_over(self, keys: Iterable[bytes]) -> None:
         begin = time.monotonic()
-        due = [(key, flow.entry) for key in keys if (flow := self._flows.read(key)) is not None]
+        due = [flow for key in keys if (flow := self._flows.read(key)) is not None]
         if not due:
             self._waiting.clear()
             return
         with RawLink(NETLINK_NETFILTER) as link:
             seconds = create.time_outs()
-            results = create.create(link, [entry for _, entry in due], seconds)
+            results = create.create(link, [flow.entry for flow in due], seconds)
             over: list[Entry] = []
             closing: list[Entry] = []
-            failed: list[tuple[bytes, Result]] = []
-            for (key, entry), result in zip(due, results, strict=True):
+            failed: list[tuple[YoungFlow, Result]] = []
+            for flow, result in zip(due, results, strict=True):
                 if not result.exists:
-                    failed.append((key, result))
-                elif self._promote(key):
+                    failed.append((flow, result))
+                elif self._promote(flow.read):
                     self.statistics.promoted += 1
-                    now = self._flows.read(key, young=False)
+                    now = self._flows.read(flow.key, young=False)
                     if now is not None and now.closing:
-                        closing.append(entry)
+                        closing.append(flow.entry)
                 elif result.outcome is not Outcome.KNOWN:
-                    over.append(entry)
+                    over.append(flow.entry)
             # A flow may end during this pass. Its entry would otherwise stay for days.
             create.abandon(link, over)
             create.close(link, closing, seconds)
         self._note(failed, len(due))
         self.statistics.last_seconds = time.monotonic() - begin
 
-    def _note(self, failed: list[tuple[bytes, Result]], tried: int) -> None:
-        full = [key for key, result in failed if result.outcome is Outcome.FULL]
-        self._end_what_waits([key for key, _ in failed])
+    def _note(self, failed: list[tuple[YoungFlow, Result]], tried: int) -> None:
+        full = [flow for flow, result in failed if result.outcome is Outcome.FULL]
+        self._end_what_waits([flow.read for flow, _ in failed])
         self.statistics.failed.update(result.outcome for _, result in failed)
         self.statistics.last_error = str(failed[-1][1]) if failed else ""
         if full and not self._full:
@@ -238,14 +248,14 @@ class Promoter:
             _log.error("conntrack refuses a flow", error=refused)
         self._said = refused or self._said
 
-    def _end_what_waits(self, keys: Iterable[bytes]) -> None:
-        """``keys``: flows that this pass could not promote."""
+    def _end_what_waits(self, flows: Iterable[bytes]) -> None:
+        """``flows``: those that this pass could not promote, as ``YoungFlow.read``."""
         now = self._clock()
-        self._waiting = {key: self._waiting.get(key, now) for key in keys}
-        over = [key for key, since in self._waiting.items() if now - since >= UNPROMOTED_SECONDS]
+        self._waiting = {flow: self._waiting.get(flow, now) for flow in flows}
+        over = [flow for flow, since in self._waiting.items() if now - since >= UNPROMOTED_SECONDS]
         ended = sum(map(self._end, over))
-        for key in over:
-            del self._waiting[key]
+        for flow in over:
+            del self._waiting[flow]
         if ended:
             self.statistics.ended += ended
             _log.warning("flows that conntrack did not accept were ended", flows=ended, after=UNPROMOTED_SECONDS)
@@ -261,11 +271,11 @@ def promoter(maps: Mapping[str, Map], programs: Mapping[str, Program], btf: Btf)
         value = results.lookup(_ZERO)
         return int(layout.unpack(value)["young"]) if value else 0
 
-    def promote(key: bytes) -> bool:
-        return promote_flow.test_run(_ETHERNET_HEADER + key).retval != 0
+    def promote(flow: bytes) -> bool:
+        return promote_flow.test_run(_ETHERNET_HEADER + flow).retval != 0
 
-    def end(key: bytes) -> bool:
+    def end(flow: bytes) -> bool:
         # Draining uses the programs pinned by a former run, and does not last that long.
-        return end_flow is not None and end_flow.test_run(_ETHERNET_HEADER + key).retval != 0
+        return end_flow is not None and end_flow.test_run(_ETHERNET_HEADER + flow).retval != 0
 
     return Promoter(FlowReader(maps["flows"], btf), Queue(maps["promotions"]), sweep, promote, end)
