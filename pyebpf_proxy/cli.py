@@ -219,6 +219,7 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
     # Check the command line before the slow imports.
     with without_cycle_search():
         cluster = _cluster(settings)
+        _check_imports()
         from pyebpf_proxy.agent.run import prepare, run
 
         if flags.init_only:
@@ -236,7 +237,15 @@ def _agent(settings: Effective, config: KubeProxyConfiguration, flags: Flags) ->
     run(settings, cluster, seen, watch)
 
 
+def _check_imports() -> None:
+    """FatalError if the data plane cannot be imported: the binding of libnftables is a package of the distribution."""
+    from pyebpf_proxy.datapath.preflight import libnftables
+
+    libnftables()
+
+
 def _cleanup(settings: Effective, keep_kube_proxy: bool) -> None:
+    _check_imports()
     from pyebpf_proxy.agent.cleanup import run
 
     run(settings.directory, settings.ipvs_exclude_cidrs, keep_kube_proxy)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.common.arguments import Parser, fail
+from pyebpf_proxy.common.closed_pipe import closed_pipe
 from pyebpf_proxy.see.answers import NO_ANSWER, NOT_RIGHT, QUESTION
 
 if TYPE_CHECKING:
@@ -92,7 +93,12 @@ def main(arguments: Sequence[str]) -> int:
 
         return on_node(list(arguments[1:]))
     try:
-        return _run(parser().parse_args(list(arguments)))
+        try:
+            return _run(parser().parse_args(list(arguments)))
+        finally:
+            sys.stdout.flush()  # also for --help, which raises SystemExit
+    except BrokenPipeError:
+        return closed_pipe()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -124,7 +130,7 @@ def _run(options: argparse.Namespace) -> int:
         output.document["error"] = "interrupted"
         status = 128 + signal.SIGINT
     output.end()
-    return status
+    return status or output.status
 
 
 def _ask(context: str, url: str, options: argparse.Namespace) -> None:

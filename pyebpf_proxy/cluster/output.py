@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any, Literal, NamedTuple
 
+from pyebpf_proxy.common.closed_pipe import closed_pipe
 from pyebpf_proxy.see import text as texts
 
 State = Literal["good", "warning", "bad"]
@@ -23,18 +23,30 @@ class Finding(NamedTuple):
 
 
 class Output:
-    """Lines are written at once. ``document``: what ``-o json`` prints at the end."""
+    """Lines are written at once. ``document``: what ``-o json`` prints at the end.
+
+    When the reader closes the pipe, the command goes on without output: a node that is being taken over must not be
+    left halfway.
+    """
 
     def __init__(self, as_json: bool, terminal: texts.Terminal | None = None) -> None:
         self.as_json = as_json
         self._terminal = texts.terminal() if terminal is None else terminal
         self.document: dict[str, Any] = {}
+        #: Exit status if the command itself is successful: 0, or that of a closed pipe.
+        self.status = 0
+
+    def _print(self, text: str) -> None:
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            self.status = closed_pipe()
 
     def say(self, text: str) -> None:
         """One line or several; none with -o json."""
         if not self.as_json:
             # Names and messages come from the cluster.
-            print("\n".join(map(texts.safe, text.split("\n"))), flush=True)
+            self._print("\n".join(map(texts.safe, text.split("\n"))))
 
     def findings(self, findings: list[Finding]) -> None:
         """All of them, the good ones too, and what to do about the others."""
@@ -54,5 +66,4 @@ class Output:
     def end(self) -> None:
         """Print the JSON document, if that was asked for."""
         if self.as_json:
-            json.dump(self.document, sys.stdout, indent=2)
-            print(flush=True)
+            self._print(json.dumps(self.document, indent=2))

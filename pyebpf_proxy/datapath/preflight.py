@@ -49,7 +49,7 @@ def needs() -> tuple[Need, ...]:
         Need("BTF", _kernel_types),
         Need("namespace cookies", _namespace_cookies),
         Need("libbpf", _libbpf),
-        Need("libnftables", _libnftables),
+        Need("libnftables", libnftables),
         Need("BPF objects", _objects),
     )
 
@@ -83,7 +83,8 @@ def _libbpf() -> str:
     return "libbpf.so.1"
 
 
-def _libnftables() -> str:
+def libnftables() -> str:
+    """What was found. FatalError: libnftables or its binding is missing, so the data plane cannot be imported."""
     if importlib.util.find_spec("nftables") is None or not _loads("libnftables.so.1"):
         raise FatalError("libnftables or its Python binding is missing; install it (Debian: python3-nftables)")
     return "libnftables.so.1 and its binding"

@@ -77,6 +77,16 @@ def test_a_library_is_missing(tmp_path: Path, library: str, expected: str) -> No
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("arguments", ["", "--init-only", "--cleanup"])
+def test_the_binding_of_libnftables_is_missing(tmp_path: Path, arguments: str) -> None:
+    """It is a package of the distribution, so an installation in a virtual environment may lack it."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\n\nsys.modules['nftables'] = None\n")
+    path = f"env PYTHONPATH={tmp_path}:{PACKAGE.parent}"
+    result = run(tmp_path, before=path, arguments=arguments)
+    assert re.match(r"libnftables or its Python binding is missing; install it \(Debian: python3-nft", error(result))
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_kernel_has_no_btf(tmp_path: Path) -> None:
     """Doctor says the same words."""
     result = run(tmp_path, hide="mount -t tmpfs none /sys/kernel/btf", after='"$0" -m pyebpf_proxy doctor -o json')

@@ -145,3 +145,28 @@ def test_without_the_library_one_line_says_how_to_get_it() -> None:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ran.returncode == 3
     assert ran.stderr == "Error: the package kubernetes is missing: pip install 'pyebpf-proxy[cluster]'\n"
+
+
+def test_a_closed_pipe_does_not_stop_the_command_halfway() -> None:
+    """A node that is being taken over would have no proxy."""
+    code = (
+        "from pyebpf_proxy.cluster.output import Output; import sys\n"
+        "output = Output(False)\n"
+        "while not output.status: output.say('line')\n"
+        "output.say('into the void'); output.end()\n"
+        "print('went on', output.status, file=sys.stderr)"
+    )
+    ran = subprocess.run(
+        ["sh", "-c", '"$0" -c "$1" | head -1', sys.executable, code], capture_output=True, text=True, check=True
+    )
+    assert (ran.stdout, ran.stderr) == ("line\n", "went on 141\n")
+
+
+def test_the_reader_of_the_help_may_close_the_pipe() -> None:
+    command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "install", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
