@@ -80,7 +80,7 @@ def filled(services: int, fast: bool, devices: dict[str, int], xdp: bool = False
         for index in devices.values():
             maps["devices"].update(_u32(index), of_device.pack(redirect=_TO_DEVICE))
         until = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + 3600 * 10**9
-        open_to_all = btf.enum("reason")["REASON_UNSPECIFIED"]
+        open_to_all = btf.enum("slow_path_reason")["NOT_SLOW"]
         values = {"alive_until": until, "generation": 1, "closed4": open_to_all, "closed6": open_to_all}
         maps["fast_path"].update(bytes(4), word.pack(**values))
     if found.loaded.xdp is not None:

@@ -41,13 +41,17 @@
 		pointer;                                                              \
 	})
 
-/* Puts the names of the reasons into the BTF of the object, where the control plane reads them. */
-const volatile enum reason reason_count SEC(".rodata") = REASON_COUNT;
+/* Puts the names into the BTF of the object, where the control plane reads them. */
+const volatile struct reason_names {
+	enum drop_reason drop;
+	enum slow_path_reason slow_path;
+	enum counter counter;
+} reason_names SEC(".rodata") = {};
 
-static __always_inline void count(enum reason reason)
+/* One of the three enums of reason.h. */
+static __always_inline void count(__u32 counter)
 {
-	__u32 key = reason;
-	__u64 *value = bpf_map_lookup_elem(&counters, &key);
+	__u64 *value = bpf_map_lookup_elem(&counters, &counter);
 
 	if (value)
 		*value += 1;

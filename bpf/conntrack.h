@@ -163,32 +163,32 @@ static __always_inline bool has_ended(const struct nf_conn___pep *ct, const stru
 }
 
 /*
- * Whether this entry must be removed for a new one.  REASON_UNSPECIFIED: no, the flow is alive.
+ * Whether this entry must be removed for a new one.  NOT_COUNTED: no, the flow is alive.
  *  - UDP: if the endpoint is gone, this packet gets another one;
  *  - a flow from before the service had endpoints, or one that the kernel picked up midstream, was never translated.
  *    If the other side has answered, the connection is real.
  * The kernel itself replaces TCP connections that have ended.
  */
-static __always_inline enum reason must_go(const struct nf_conn___pep *ct, const struct packet *p,
+static __always_inline enum counter must_go(const struct nf_conn___pep *ct, const struct packet *p,
 					   __u32 service, bool any_endpoints)
 {
 	if (p->protocol == TCP && settings.fast_path && was_reset(ct))
 		return CLOSING_FLOW_REPLACED;
 	if (!any_endpoints || has_ended(ct, p))
-		return REASON_UNSPECIFIED;
+		return NOT_COUNTED;
 	if (p->protocol == TCP)
 		return !(ct->status & (IPS_DST_NAT_ | IPS_SEEN_REPLY_)) ? UNTRANSLATED_FLOW_REPLACED :
-									  REASON_UNSPECIFIED;
+									  NOT_COUNTED;
 	if (!(ct->status & IPS_DST_NAT_))
 		return UNTRANSLATED_FLOW_REPLACED;
-	return endpoint_serves(ct, service, p->ipv6) ? REASON_UNSPECIFIED : STALE_UDP_REPLACED;
+	return endpoint_serves(ct, service, p->ipv6) ? NOT_COUNTED : STALE_UDP_REPLACED;
 }
 
 /* 1: the kernel has this flow and goes on with it unchanged. */
 static __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p, __u32 service, bool any_endpoints)
 {
 	struct nf_conn___pep *ct;
-	enum reason reason;
+	enum counter replaced;
 	__u8 direction;
 	int ended;
 
@@ -199,14 +199,14 @@ static __noinline int flow_exists(struct __sk_buff *skb, const struct packet *p,
 		return 0;
 	/* The kernel drops the entry of a closed connection at its next SYN and asks for a translation again. */
 	ended = has_ended(ct, p);
-	reason = direction == DIRECTION_ORIGINAL ? must_go(ct, p, service, any_endpoints) : REASON_UNSPECIFIED;
+	replaced = direction == DIRECTION_ORIGINAL ? must_go(ct, p, service, any_endpoints) : NOT_COUNTED;
 		/* The next lookup that finds an expired entry removes it. */
-	if (reason && !settings.dry_run)
+	if (replaced && !settings.dry_run)
 		bpf_ct_change_timeout(ct, 0);
 	bpf_ct_release(ct);
-	if (reason)
-		decided(skb, p, NULL, NULL, reason);
-	return !ended && !reason;
+	if (replaced)
+		decided(skb, p, NULL, NULL, replaced);
+	return !ended && !replaced;
 }
 
 #endif

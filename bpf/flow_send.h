@@ -17,7 +17,7 @@
 
 /* Defined by each main program: a packet of a young flow that cannot be sent from here. */
 static __always_inline int leave_young(struct context *ctx, const struct packet *p, const struct flow_rewrite *a,
-				       struct flow *f, enum reason reason);
+				       struct flow *f, enum slow_path_reason reason);
 
 /* The part of an IPv4 packet that changes, in one piece: from the TTL to the ports. */
 struct changed4 {
@@ -105,8 +105,8 @@ static __always_inline bool is_syn_fin_rst(const struct packet *p)
 	return p->protocol == TCP && p->tcp_flags & (TCP_SYN | TCP_FIN | TCP_RST);
 }
 
-/* REASON_UNSPECIFIED: this packet of a known flow does not need the kernel. */
-static __always_inline enum reason why_kernel(const struct packet *p, const struct flow_rewrite *a, __u32 segment)
+/* NOT_SLOW: this packet of a known flow does not need the kernel. */
+static __always_inline enum slow_path_reason why_kernel(const struct packet *p, const struct flow_rewrite *a, __u32 segment)
 {
 	if (p->fragment)
 		return STACK_FRAGMENT;
@@ -116,7 +116,7 @@ static __always_inline enum reason why_kernel(const struct packet *p, const stru
 		return STACK_HOPS;
 	if ((segment ? p->headers + segment : p->length) > a->out.mtu)
 		return STACK_TOO_BIG;
-	return REASON_UNSPECIFIED;
+	return NOT_SLOW;
 }
 
 /* Updates the entry for a packet that is sent. */
@@ -200,7 +200,7 @@ static __noinline int end_young(const struct packet *p, const struct flow_rewrit
 __noinline int may_keep_endpoint(const struct packet *p, const struct flow_rewrite *a)
 {
 	union address endpoint = {};
-	enum reason reason = REASON_UNSPECIFIED;
+	enum drop_reason reason = NOT_DROPPED;
 	struct endpoint_selection e = {};
 	struct frontend f = {};
 	struct service_config *table;
@@ -259,7 +259,7 @@ static __always_inline bool begins_anew(const struct packet *p, const struct flo
 static __noinline int send_young(struct context *ctx, const struct packet *p, struct flow *known)
 {
 	const struct flow_rewrite *a;
-	enum reason reason;
+	enum slow_path_reason reason;
 	bool over = false;
 	int verdict;
 	__u64 now;
@@ -290,7 +290,7 @@ static __noinline int send_kernels(struct context *ctx, const struct packet *p, 
 {
 	struct fast_path *word = fast_path_state();
 	const struct flow_rewrite *a;
-	enum reason reason;
+	enum slow_path_reason reason;
 	struct flow *other;
 	__u64 now;
 

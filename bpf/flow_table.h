@@ -55,8 +55,8 @@ static __always_inline struct fast_path *fast_path_state(void)
 	return bpf_map_lookup_elem(&fast_path, &zero);
 }
 
-/* REASON_UNSPECIFIED: the agent is alive and has not closed the fast path for this family. */
-static __always_inline enum reason fast_path_closed(const struct fast_path *word, bool ipv6, __u64 now)
+/* NOT_SLOW: the agent is alive and has not closed the fast path for this family. */
+static __always_inline enum slow_path_reason fast_path_closed(const struct fast_path *word, bool ipv6, __u64 now)
 {
 	if (now >= word->alive_until)
 		return STACK_NO_AGENT;

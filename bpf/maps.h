@@ -32,7 +32,7 @@ enum protocol {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, REASON_COUNT);
+	__uint(max_entries, COUNTERS_END);
 	__type(key, __u32);
 	__type(value, __u64);
 } counters SEC(".maps");
@@ -53,7 +53,7 @@ struct refused {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, REASON_COUNT);
+	__uint(max_entries, COUNTERS_END);
 	__type(key, __u32);
 	__type(value, struct refused);
 } last_refused SEC(".maps");
@@ -69,7 +69,7 @@ struct recent_refusals {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, REASON_COUNT);
+	__uint(max_entries, COUNTERS_END);
 	__type(key, __u32);
 	__type(value, struct recent_refusals);
 } recent_refusals SEC(".maps");

@@ -22,7 +22,7 @@ struct endpoint_selection {
 	__u32 count;
 	__u32 affinity_seconds;
 	bool masquerade;
-	enum reason slow;	/* why the flow takes the slow path; REASON_UNSPECIFIED: not known */
+	enum slow_path_reason slow;	/* NOT_SLOW: not known */
 };
 
 static __always_inline bool has_detector(bool ipv6)
@@ -103,7 +103,7 @@ static __always_inline void select_local(const struct service_config *table, str
  * the node itself sends to an externalIP or VIP elsewhere are not refused, because
  * no rule checks them on output.
  */
-static __always_inline enum verdict refuse_unserved(const struct service_config *table, enum reason *reason)
+static __always_inline enum verdict refuse_unserved(const struct service_config *table, enum drop_reason *reason)
 {
 	if (!table->any_endpoints) {
 		*reason = REJECT_NO_ENDPOINTS;
@@ -158,7 +158,7 @@ static __always_inline bool select_for_external_address(const struct packet *p, 
  */
 static __always_inline enum verdict decide(const struct packet *p, const struct frontend *f,
 					   const struct service_config *table, __u32 table_id, __u32 device,
-					   struct endpoint_selection *e, enum reason *reason)
+					   struct endpoint_selection *e, enum drop_reason *reason)
 {
 	bool local_only;
 	bool pod;

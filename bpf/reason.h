@@ -1,26 +1,21 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
  * Why a packet or a socket call was treated as it was.  The same names, in
- * lower case, are used in metrics, status and trace.  New reasons are added
- * at the end of their group; the name is an interface, the number is not.
+ * lower case, are used in metrics, status and trace.  The three enums number
+ * the elements of the map `counters`: a number belongs to one of them.  An
+ * older agent's map is adopted, so a name keeps its number.
  */
 #ifndef PEP_REASON_H
 #define PEP_REASON_H
 
-enum reason {
-	REASON_UNSPECIFIED,
-	/* a new flow: opened in the flow table, handed to netfilter, translated at its socket */
-	NEW_FLOW_FAST,
-	NEW_FLOW_NETFILTER,
-	NEW_FLOW_SOCKET,
-	/* flows that were replaced */
-	CLOSING_FLOW_REPLACED,
-	STALE_UDP_REPLACED,
-	UNTRANSLATED_FLOW_REPLACED,
-	/* bridge */
-	BRIDGED_REPLY_REDIRECTED,
+#define FIRST_DROP_REASON 8
+#define FIRST_SLOW_PATH_REASON 28
+
+/* Why a packet or a socket call was refused or dropped. */
+enum drop_reason {
+	NOT_DROPPED,
 	/* refused */
-	REJECT_NO_ENDPOINTS,
+	REJECT_NO_ENDPOINTS = FIRST_DROP_REASON,
 	REJECT_NO_ENDPOINTS_SOCKET,
 	/* dropped */
 	DROP_NO_LOCAL_ENDPOINTS,
@@ -30,30 +25,23 @@ enum reason {
 	DROP_LOOPBACK_DESTINATION,
 	DROP_REWRITE_FAILED,
 	DROP_AWAITING_PROMOTION,
-	/* counted, then passed */
 	TABLE_MISSING,
-	SOCKET_REVNAT_FULL,
-	/* flow table: packet sent by it; kernel flow entered, confirmed, found changed, removed */
-	FLOW_HIT,
-	FLOW_LEARNED,
-	FLOW_CONFIRMED,
-	FLOW_CHANGED,
-	FLOW_FORGOTTEN,
-	/* young flows: a pair got its permit; the kernel has taken a flow over; a flow ended */
-	PERMIT_GRANTED,
-	FLOW_PROMOTED,
-	YOUNG_ENDED,
-	/* XDP: sent; left to tc: egress device takes no such frames, checksum left to a device, or a bulk stream */
-	XDP_FLOW_HIT,
-	XDP_LEFT_DEVICE,
+	DROP_REASONS_END,
+};
+
+/* Why a packet takes the slow path. */
+enum slow_path_reason {
+	NOT_SLOW,
+	/* left to tc by XDP: egress device takes no such frames, checksum left to a device, or a bulk stream */
+	XDP_LEFT_DEVICE = FIRST_SLOW_PATH_REASON,
 	XDP_LEFT_CHECKSUM,
 	XDP_LEFT_STREAM,
-	/* why a new flow takes the slow path */
+	/* a new flow */
 	SLOW_NO_PERMIT,
 	SLOW_QUOTA,
 	SLOW_TABLE_FULL,
 	SLOW_NO_PORT,
-	/* why a packet of a known flow, or a new flow, takes the slow path */
+	/* a packet of a known flow, or a new flow */
 	STACK_NO_AGENT,
 	STACK_DRAINING,
 	STACK_RULES,
@@ -68,9 +56,42 @@ enum reason {
 	STACK_OTHER_DEVICE,
 	STACK_DEVICE,
 	STACK_NOT_PLAIN,
-	/* besides NEW_FLOW_SOCKET: of these, those to a NodePort on 127.0.0.0/8 */
-	LOCALHOST_NODE_PORT,
-	REASON_COUNT,
+	SLOW_PATH_REASONS_END,
 };
+
+/* What else is counted. */
+enum counter {
+	NOT_COUNTED,
+	/* a new flow: opened in the flow table, handed to netfilter, translated at its socket */
+	NEW_FLOW_FAST,
+	NEW_FLOW_NETFILTER,
+	NEW_FLOW_SOCKET,
+	/* flows that were replaced */
+	CLOSING_FLOW_REPLACED,
+	STALE_UDP_REPLACED,
+	UNTRANSLATED_FLOW_REPLACED,
+	/* bridge */
+	BRIDGED_REPLY_REDIRECTED,
+	/* a socket's translation is not kept, so its replies are not translated back */
+	SOCKET_REVNAT_FULL = DROP_REASONS_END,
+	/* flow table: packet sent by it; kernel flow entered, confirmed, found changed, removed */
+	FLOW_HIT,
+	FLOW_LEARNED,
+	FLOW_CONFIRMED,
+	FLOW_CHANGED,
+	FLOW_FORGOTTEN,
+	/* young flows: a pair got its permit; the kernel has taken a flow over; a flow ended */
+	PERMIT_GRANTED,
+	FLOW_PROMOTED,
+	YOUNG_ENDED,
+	/* XDP: sent */
+	XDP_FLOW_HIT,
+	/* besides NEW_FLOW_SOCKET: of these, those to a NodePort on 127.0.0.0/8 */
+	LOCALHOST_NODE_PORT = SLOW_PATH_REASONS_END,
+	COUNTERS_END,
+};
+
+_Static_assert(BRIDGED_REPLY_REDIRECTED < FIRST_DROP_REASON && XDP_FLOW_HIT < FIRST_SLOW_PATH_REASON,
+	       "the enums do not overlap");
 
 #endif

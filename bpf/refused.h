@@ -6,7 +6,7 @@
 #include "packet.h"
 
 /* Counts by period and by service. Has its own stack frame, because the socket programs have no stack left. */
-static __noinline int count_refusal(__u32 service, enum reason reason)
+static __noinline int count_refusal(__u32 service, enum drop_reason reason)
 {
 	__u32 period = bpf_ktime_get_boot_ns() / (REFUSED_PERIOD * NANOSECONDS);
 	struct refusal_key key = { .service = service, .reason = reason };
@@ -29,7 +29,7 @@ static __noinline int count_refusal(__u32 service, enum reason reason)
 }
 
 /* `device`: the device the packet came in by; 0: a socket call. `service`: 0 for none. */
-static __always_inline void remember_refused(const struct packet *p, __u32 device, __u32 service, enum reason reason)
+static __always_inline void remember_refused(const struct packet *p, __u32 device, __u32 service, enum drop_reason reason)
 {
 	__u32 key = reason;
 	struct refused *last = bpf_map_lookup_elem(&last_refused, &key);

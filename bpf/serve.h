@@ -26,14 +26,14 @@ static __always_inline bool goes_to_loopback(const struct packet *p)
 
 /* `e`, `b`: as in decided(). */
 static __always_inline int drop_flow(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
-				     const struct backend *b, enum reason reason)
+				     const struct backend *b, enum drop_reason reason)
 {
 	remember_refused(p, receiving_device(ctx), e ? e->service : 0, reason);
 	decided(ctx, p, e, b, reason);
 	return DROPPED;
 }
 
-static __always_inline int drop_packet(struct context *ctx, const struct packet *p, enum reason reason)
+static __always_inline int drop_packet(struct context *ctx, const struct packet *p, enum drop_reason reason)
 {
 	return drop_flow(ctx, p, NULL, NULL, reason);
 }
@@ -74,7 +74,8 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 				     const struct service_config *table, __u32 table_id, struct place *asked, bool known,
 				     bool fast)
 {
-	enum reason reason = REASON_UNSPECIFIED;
+	enum slow_path_reason slow = NOT_SLOW;
+	enum drop_reason reason = NOT_DROPPED;
 	struct endpoint_selection e = { .service = f->service };
 	struct backend b = {};
 
@@ -104,14 +105,14 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 	if (settings.dry_run)
 		return record_dry_run(&e, &b);
 	if (fast) {
-		reason = open_young(ctx, p, &e, &b);
+		slow = open_young(ctx, p, &e, &b);
 		/* Also when there is no space: the flow whose slot it takes is removed if it is finished. */
-		if (!reason || reason == SLOW_QUOTA || reason == SLOW_TABLE_FULL)
+		if (!slow || slow == SLOW_QUOTA || slow == SLOW_TABLE_FULL)
 			note_recent((const struct flow_key *)p);
-		if (!reason)
+		if (!slow)
 			return send_first(ctx, p, &e, &b);
-		count_left(reason);
-		e.slow = reason;
+		count_left(slow);
+		e.slow = slow;
 	}
 	if (HOOK == AT_TC && settings.fast_path && !known && !e.masquerade &&
 	    is_taken_by_young(p, &b.address, b.port, receiving_device(ctx))) {
@@ -119,7 +120,7 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		return DROPPED;
 	}
 	hand_to_netfilter(ctx, p, &e, &b);
-	if (settings.fast_path && !(fast && is_proven(p, reason)))
+	if (settings.fast_path && !(fast && is_proven(p, slow)))
 		note_handover(ctx, p, &e, &b);
 	return LEFT;
 }

@@ -121,11 +121,11 @@ static __always_inline void reject(struct context *ctx, const struct packet *p, 
 /* ---- the fast path ----------------------------------------------------------------- */
 
 /* Why a packet of a known flow is not sent from here, apart from reasons in the flow and the packet. */
-static __always_inline enum reason why_not_here(struct context *ctx __attribute__((unused)),
+static __always_inline enum slow_path_reason why_not_here(struct context *ctx __attribute__((unused)),
 						const struct packet *p __attribute__((unused)),
 						const struct flow_rewrite *a __attribute__((unused)))
 {
-	return REASON_UNSPECIFIED;
+	return NOT_SLOW;
 }
 
 static __always_inline bool is_bulk(struct context *ctx __attribute__((unused)),
@@ -136,7 +136,7 @@ static __always_inline bool is_bulk(struct context *ctx __attribute__((unused)),
 }
 
 /* A packet of a known flow that the kernel forwards. */
-static __always_inline void count_left(enum reason reason)
+static __always_inline void count_left(enum slow_path_reason reason)
 {
 	count(reason);
 }

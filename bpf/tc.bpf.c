@@ -25,7 +25,7 @@ static __always_inline __u32 ip_device(struct __sk_buff *skb)
  * once: the agent creates the entry before the sender retransmits.
  */
 static __always_inline int leave_young(struct __sk_buff *skb, const struct packet *p, const struct flow_rewrite *a,
-				       struct flow *f, enum reason reason)
+				       struct flow *f, enum slow_path_reason reason)
 {
 	union address source;
 	int verdict;

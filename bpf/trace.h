@@ -62,7 +62,7 @@ static __noinline int is_wanted(const struct tracing *t, const struct decision *
 }
 
 static __noinline int tell(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
-			   const struct backend *b, enum reason reason)
+			   const struct backend *b, __u32 reason)
 {
 	struct decision event = { .when = bpf_ktime_get_boot_ns(), .reason = reason, .hook = HOOK };
 	struct tracing *t;
@@ -103,9 +103,9 @@ static __noinline int tell(struct context *ctx, const struct packet *p, const st
 	return 0;
 }
 
-/* `e` and `b` may be NULL: not known yet, or no endpoint was chosen. */
+/* `reason`: as in count(). `e` and `b` may be NULL: not known yet, or no endpoint was chosen. */
 static __always_inline void decided(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
-				    const struct backend *b, enum reason reason)
+				    const struct backend *b, __u32 reason)
 {
 	struct tracing *t;
 	__u32 zero = 0;
@@ -116,6 +116,6 @@ static __always_inline void decided(struct context *ctx, const struct packet *p,
 		tell(ctx, p, e, b, reason);
 }
 
-_Static_assert(REASON_COUNT <= 64, "a bit of struct tracing for each reason");
+_Static_assert(COUNTERS_END <= 64, "a bit of struct tracing for each reason");
 
 #endif

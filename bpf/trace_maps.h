@@ -29,7 +29,7 @@ struct decision {
 	__u32 process;		/* the process that made the socket call */
 	__u8 masquerade;
 	enum hook hook;
-	__u8 slow;		/* enum reason: why a new flow takes the slow path */
+	__u8 slow;		/* enum slow_path_reason: why a new flow takes the slow path */
 	__u8 zero;
 	__u8 command[16];	/* of that process */
 };

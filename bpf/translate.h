@@ -56,7 +56,7 @@ static __noinline int recall(struct bpf_sock_addr *ctx, const struct socket_flow
  * timeout as if every packet were lost.  EPERM is the error of a datagram that netfilter drops on output.
  */
 static __always_inline int refuse(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
-				  enum reason reason)
+				  enum drop_reason reason)
 {
 	int error = p->protocol == UDP ? -EPERM_ : -ETIMEDOUT_;
 
@@ -128,7 +128,7 @@ static __always_inline bool settle(struct bpf_sock_addr *ctx, const struct packe
 __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool datagram, struct backend *b)
 {
 	struct socket_flow_key key = { .cookie = bpf_get_socket_cookie(ctx) };
-	enum reason reason = REASON_UNSPECIFIED;
+	enum drop_reason reason = NOT_DROPPED;
 	struct endpoint_selection e = {};
 	struct frontend f = {};
 	struct service_config *table;
@@ -212,7 +212,7 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 {
 	struct socket_flow_key key = { .cookie = bpf_get_socket_cookie(ctx) };
 	__u64 netns = bpf_get_netns_cookie(ctx);
-	enum reason reason = REASON_UNSPECIFIED;
+	enum drop_reason reason = NOT_DROPPED;
 	struct endpoint_selection e = {};
 	int talk = SOCKET_FLOW_NEW;
 	struct frontend f;

@@ -156,9 +156,9 @@ static __always_inline bool is_bulk(struct context *ctx __attribute__((unused)),
 }
 
 /* Why a packet of a known flow is left to tc. */
-static __noinline enum reason why_not_here(struct context *ctx, const struct packet *p, const struct flow_rewrite *a)
+static __noinline enum slow_path_reason why_not_here(struct context *ctx, const struct packet *p, const struct flow_rewrite *a)
 {
-	enum reason reason = REASON_UNSPECIFIED;
+	enum slow_path_reason reason = NOT_SLOW;
 	__u16 *check;
 
 	if (!p || !a)
@@ -173,7 +173,7 @@ static __noinline enum reason why_not_here(struct context *ctx, const struct pac
 	return reason;
 }
 
-static __always_inline void count_left(enum reason reason __attribute__((unused)))
+static __always_inline void count_left(enum slow_path_reason reason __attribute__((unused)))
 {
 }
 

@@ -79,9 +79,9 @@ static __always_inline struct flow_draft *flow_draft(void)
 }
 
 /* Why this new flow cannot be young, whether or not its pair has a permit. */
-static __always_inline enum reason why_not_young(const struct packet *p, const struct fast_path *word, __u64 now)
+static __always_inline enum slow_path_reason why_not_young(const struct packet *p, const struct fast_path *word, __u64 now)
 {
-	enum reason reason = fast_path_closed(word, p->ipv6, now);
+	enum slow_path_reason reason = fast_path_closed(word, p->ipv6, now);
 
 	if (reason)
 		return reason;
@@ -94,7 +94,7 @@ static __always_inline enum reason why_not_young(const struct packet *p, const s
 		return STACK_FRAGMENT;
 	if (p->options)
 		return STACK_OPTIONS;
-	return p->hops <= 1 ? STACK_HOPS : REASON_UNSPECIFIED;
+	return p->hops <= 1 ? STACK_HOPS : NOT_SLOW;
 }
 
 static __always_inline bool is_over_quota(__u32 device)
@@ -118,7 +118,7 @@ static __always_inline __u16 next_snat_port(void)
 }
 
 /* Inserts both entries, that of the replies first, so that a packet never finds only half of a flow. */
-static __always_inline enum reason insert_young(struct flow_draft *d, bool masquerade)
+static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, bool masquerade)
 {
 	bool other_port = masquerade;
 	int i;
@@ -144,7 +144,7 @@ static __always_inline enum reason insert_young(struct flow_draft *d, bool masqu
 	/* First, because whoever removes the flow lowers the count. */
 	count_young(d->there.rewrite.device_in);
 	if (!bpf_map_update_elem(&flows, &d->key, &d->there, BPF_NOEXIST))
-		return REASON_UNSPECIFIED;
+		return NOT_SLOW;
 	uncount_young(d->there.rewrite.device_in);
 	bpf_map_delete_elem(&flows, &d->reply_key);
 	return SLOW_TABLE_FULL;
@@ -272,7 +272,7 @@ static __always_inline bool takes_stranger(__u64 now)
  * After open_young() has left this packet to netfilter, for `reason`.  1: a datagram whose pair was proven lately, so
  * the observer would learn nothing.  In a flood without replies that is most packets.  Global, as judge_syn().
  */
-__noinline int is_proven(const struct packet *p, enum reason reason)
+__noinline int is_proven(const struct packet *p, enum slow_path_reason reason)
 {
 	struct fast_path *word;
 	struct flow_draft *d;
@@ -289,7 +289,7 @@ __noinline int is_proven(const struct packet *p, enum reason reason)
 	return now + PERMIT_NS / 2 < d->permit.until && !takes_stranger(now);
 }
 
-/* Opens the flow in the table, if its pair has a permit.  REASON_UNSPECIFIED: rewrite by `d->there.rewrite`. */
+/* Opens the flow in the table, if its pair has a permit.  NOT_SLOW: rewrite by `d->there.rewrite`. */
 static __noinline int open_young(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 				 const struct backend *b)
 {
@@ -297,7 +297,7 @@ static __noinline int open_young(struct context *ctx, const struct packet *p, co
 	struct flow_draft *d = flow_draft();
 	struct flow_rewrite *there, *reply;
 	struct permit *permit;
-	enum reason reason;
+	enum slow_path_reason reason;
 	__u32 device;
 	__u64 now;
 
@@ -354,7 +354,7 @@ static __noinline int open_young(struct context *ctx, const struct packet *p, co
 		return reason;
 	/* From now on the table is looked up for packets to this address. */
 	set_hint(&p->destination, p->destination_port, p->ipv6);
-	return REASON_UNSPECIFIED;
+	return NOT_SLOW;
 }
 
 #endif

@@ -26,6 +26,7 @@ from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup, p
 from pyebpf_proxy.datapath.loader import grace
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import LAYOUT_VERSION, LEAST_CONNECTIONS, Loaded, fast_path_is_built, load
+from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.datapath.maps import excluded_pods
 from pyebpf_proxy.datapath.maps.other_layouts import OtherLayouts
 from pyebpf_proxy.datapath.maps.writer import Writer
@@ -275,7 +276,7 @@ class Datapath:
             return
         btf, word = loaded.tc.btf, loaded.maps["fast_path"]
         heed = self._effective.fast_path == "auto"
-        parts.fast = FastPath(word, btf.struct("fast_path"), btf.enum("reason"), parts.table.name, heed)
+        parts.fast = FastPath(word, btf.struct("fast_path"), btf.enum("slow_path_reason"), parts.table.name, heed)
         if parts.frames is not None:
             parts.frames.on_written = parts.fast.devices_moved
         parts.node.on_devices = parts.fast.devices_moved
@@ -436,9 +437,7 @@ def _prefixes(facts: NodeFacts) -> set[Prefix]:
 
 def _counters(loaded: Loaded) -> dict[str, bytes]:
     """Keys of the counters by the names of the reasons."""
-    hidden = ("REASON_UNSPECIFIED", "REASON_COUNT")
-    numbers = loaded.tc.btf.enum("reason")
-    return {name.lower(): struct.pack("=I", number) for name, number in numbers.items() if name not in hidden}
+    return {name.lower(): struct.pack("=I", number) for name, number in reasons(loaded.tc.btf.enum).items()}
 
 
 @contextmanager

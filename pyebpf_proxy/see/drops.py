@@ -40,7 +40,7 @@ def read(maps: Pinned) -> list[model.Drop]:
             meaning=meaning.text if meaning is not None else "unknown to this version",
             remedy=meaning.remedy if meaning is not None else "",
         )
-        number = maps.enum("reason")[reason.upper()]
+        number = maps.enum("drop_reason")[reason.upper()]
         drop.last_minute = lately.get(number, 0) if lately is not None else None
         last = newest.get(number)
         if last is not None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Object, SkBuff
 from pyebpf_proxy.datapath.loader.programs import object_file, unused_maps
+from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.see.decide import Packet, Verdict
 from pyebpf_proxy.see.maps import U32, Pinned
@@ -138,7 +139,7 @@ def _counted(loaded: Object) -> list[str]:
     counter = loaded.maps["counters"]
     return [
         name.lower()
-        for name, number in loaded.btf.enum("reason").items()
+        for name, number in reasons(loaded.btf.enum).items()
         if number < counter.max_entries and any(any(value) for value in counter.lookup_cpus(U32.pack(number)) or ())
     ]
 

@@ -11,7 +11,7 @@ from pyebpf_proxy.see import model
 from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.reasons import SLOW
 
-_OPEN = "reason_unspecified"
+_OPEN = "not_slow"
 MAPS = {"fast_path", "flows", "permits", "sweep_results", "young_counts"}
 
 
@@ -33,7 +33,7 @@ def word(maps: Pinned) -> Word | None:
     layout = maps.packer("fast_path", *fields)
     value = maps.map("fast_path").lookup(U32.pack(0))
     alive_until, generation, permit_generation, *closed, draining = layout.unpack(value or bytes(layout.size))
-    names = {number: name.lower() for name, number in maps.enum("reason").items()}
+    names = {number: name.lower() for name, number in maps.enum("slow_path_reason").items()}
     by_family = {
         family: names.get(each, str(each)).replace(_OPEN, "") for family, each in zip((4, 6), closed, strict=True)
     }

@@ -24,6 +24,7 @@ from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
 from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object
 from pyebpf_proxy.datapath.loader.programs import OBJECTS
+from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.see.answers import SeeError, listed
 
@@ -123,7 +124,7 @@ class Pinned:
         """The counters of every reason (lower case), summed over all CPUs."""
         found = {}
         opened = self.map("counters")
-        names = {number: name.lower() for name, number in self.enum("reason").items()}
+        names = {number: name.lower() for name, number in reasons(self.enum).items()}
         for number in range(opened.max_entries):
             values = opened.lookup_cpus(U32.pack(number))
             found[names.get(number, str(number))] = sum(int.from_bytes(value, _ORDER) for value in values or ())

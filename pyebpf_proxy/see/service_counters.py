@@ -40,7 +40,7 @@ class ServiceCounters:
         found = state.read(maps)
         self.services: dict[int, Service] = found.services
         self.backends: dict[int, Backend] = found.backends
-        self._reasons = {number: name.lower() for name, number in maps.enum("reason").items()}
+        self._reasons = {number: name.lower() for name, number in maps.enum("drop_reason").items()}
         self._key = maps.packer("refusal_key", "service", "reason")
         self._words = maps.map("services").mmap()
         self._slots = maps.map("slots").mmap()

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Self
 
 from pyebpf_proxy.config import durations
+from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, QuestionError, SeeError
@@ -89,8 +90,7 @@ def _seconds(text: str | None) -> float | None:
 
 
 def _reasons(maps: Pinned) -> dict[str, int]:
-    names = {name.lower(): number for name, number in maps.enum("reason").items()}
-    return {name: number for name, number in names.items() if name not in ("reason_unspecified", "reason_count")}
+    return {name.lower(): number for name, number in reasons(maps.enum).items()}
 
 
 class _Signals:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
-import re
 import socket
 import subprocess
 import sys
@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from pyebpf_proxy.datapath.loader import tcx
-from pyebpf_proxy.datapath.loader.libbpf import Map
+from pyebpf_proxy.datapath.loader.libbpf import Map, Object
+from pyebpf_proxy.datapath.loader.programs import OBJECTS
+from pyebpf_proxy.datapath.loader.reasons import reasons as all_reasons
 from pyebpf_proxy.datapath.node import tc
 from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.mounts import bpffs_candidates, holds_pins, tcx_directory
@@ -48,11 +50,11 @@ def take_program_off(directory: Path, device: str) -> bool:
     return False
 
 
-def reason_names() -> list[str]:
-    """The enumerators of bpf/reason.h, in order, in lower case."""
-    text = (ROOT / "bpf" / "reason.h").read_text()
-    body = re.sub(r"/\*.*?\*/", "", text[text.index("enum reason {") :], flags=re.DOTALL)
-    return [name.lower() for name in re.findall(r"^\s*([A-Z_0-9]+),", body, re.MULTILINE)]
+@functools.cache
+def reason_names() -> dict[int, str]:
+    """The enumerators of bpf/reason.h by number, in lower case."""
+    with Object.open(OBJECTS / "tc.bpf.o") as built:
+        return {number: name.lower() for name, number in all_reasons(built.btf.enum).items()}
 
 
 def reasons(node: Node) -> dict[str, int]:
@@ -62,7 +64,8 @@ def reasons(node: Node) -> dict[str, int]:
     counts = {}
     for entry in dump:
         formatted = entry["formatted"]
-        counts[names[formatted["key"]]] = sum(value["value"] for value in formatted["values"])
+        if formatted["key"] in names:
+            counts[names[formatted["key"]]] = sum(value["value"] for value in formatted["values"])
     return counts
 
 

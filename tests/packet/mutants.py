@@ -27,8 +27,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "connections picked up midstream": ("tc.bpf.c", "skb->priority = PRIORITY_MIDSTREAM;", ""),
     "stale UDP kept": (
         "conntrack.h",
-        "REASON_UNSPECIFIED : STALE_UDP_REPLACED",
-        "REASON_UNSPECIFIED : REASON_UNSPECIFIED",
+        "NOT_COUNTED : STALE_UDP_REPLACED",
+        "NOT_COUNTED : NOT_COUNTED",
     ),
     "UDP expired without endpoints": ("conntrack.h", "!any_endpoints || has_ended", "has_ended"),
     "hairpin not masqueraded": ("serve.h", "e.masquerade = true;", ";"),
@@ -128,7 +128,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "trace: losses not counted": ("trace.h", "__sync_fetch_and_add(&t->lost, 1);", ";"),
     "trace: goes on for nobody": ("trace.h", "t->process = 0;", ";"),
     "every bridged packet lifted": ("bridge.h", "!is_translated_reply(skb, p) ||", ""),
-    "closed TCP entry goes on": ("conntrack.h", "return !ended && !reason;", "return !reason;"),
+    "closed TCP entry goes on": ("conntrack.h", "return !ended && !replaced;", "return !replaced;"),
     "affinity without a list check": (
         "backend.h",
         "return position_in_list(e, p->ipv6, r->last->backend, r->last->position);",
@@ -153,7 +153,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "XDP: sent back by a veth": ("xdp.h", "device == ctx->ingress_ifindex && fits(ctx, out->returns)", "false"),
     "XDP: streams": ("xdp.h", "if (p->length <= p->headers + BULK_BYTES)", "if (true)"),
-    "XDP: reasons counted twice": ("serve.h", "count_left(reason);", "count(reason);"),
+    "XDP: reasons counted twice": ("serve.h", "count_left(slow);", "count(slow);"),
 }
 MUTANTS |= FLOW_MUTANTS
 

@@ -67,7 +67,7 @@ def test_refusals_are_counted_by_service_and_time(hooks: World) -> None:
     for port in (80, 80, 81):
         hooks.run("tc_ethernet", hooks.tcp("client", "vip", port))
     ended = time.clock_gettime(time.CLOCK_BOOTTIME)
-    reason = hooks.object.btf.enum("reason")["REJECT_NO_ENDPOINTS"]
+    reason = hooks.object.btf.enum("drop_reason")["REJECT_NO_ENDPOINTS"]
     found = {
         struct.unpack("=II", key): sum(struct.unpack(f"={len(value) // 8}Q", value))
         for key, value in hooks.object.maps["refusals"].items()
@@ -84,7 +84,7 @@ def test_refusals_are_counted_by_service_and_time(hooks: World) -> None:
 
 def test_a_period_that_is_over_is_not_counted_on(world: World) -> None:
     world.service([])
-    reason = world.object.btf.enum("reason")["REJECT_NO_ENDPOINTS"].to_bytes(4, sys.byteorder)
+    reason = world.object.btf.enum("drop_reason")["REJECT_NO_ENDPOINTS"].to_bytes(4, sys.byteorder)
     lately = world.object.maps["recent_refusals"]
     cpus = len(lately.lookup_cpus(reason) or ())
     # A minute and more ago, in every place.

@@ -298,7 +298,7 @@ def test_the_agent_is_dead(fast: World) -> None:
 
 def test_the_family_is_closed(fast: World) -> None:
     flow = learned(fast)
-    fast.say_of_fast_path(**{f"closed{fast.family}": fast.object.btf.enum("reason")["STACK_RULES"]})
+    fast.say_of_fast_path(**{f"closed{fast.family}": fast.object.btf.enum("slow_path_reason")["STACK_RULES"]})
     assert flow.run().retval == GO_ON
     assert fast.reasons() == {"STACK_RULES": 1}
 

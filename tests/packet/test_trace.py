@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from world import World
 
+from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.datapath.loader.rings import Rings
 from pyebpf_proxy.trace import events
 from pyebpf_proxy.trace.events import Event
@@ -28,7 +29,7 @@ class Listener:
         self.word = Word(world.object.maps["tracing"], btf.struct("tracing"))
         self.rings = Rings(world.object.maps["decisions"], room)
         self._layout = btf.struct("decision").packer(*events.FIELDS)
-        self._reasons = {number: name.lower() for name, number in btf.enum("reason").items()}
+        self._reasons = {number: name.lower() for name, number in reasons(btf.enum).items()}
 
     def heard(self) -> list[Event]:
         return [events.decode(raw, self._layout, self._reasons) for raw in self.rings.read()]
@@ -104,7 +105,7 @@ def test_programs_leave_out_what_was_not_asked_for(
     if "device" in wanted:
         asked["device"] = hooks.devices[wanted["device"]]
     if "reasons" in wanted:
-        enum = hooks.object.btf.enum("reason")
+        enum = reasons(hooks.object.btf.enum)
         asked["reasons"] = sum(1 << enum[name] for name in wanted["reasons"])
     listener.word.ask(asked)
     hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80))

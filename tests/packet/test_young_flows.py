@@ -172,7 +172,7 @@ def test_the_agent_is_dead(fast: World) -> None:
 @pytest.mark.parametrize("why", ["STACK_IPSEC", "STACK_POLICY_ROUTED", "STACK_RULES"])
 def test_the_family_is_closed(fast: World, why: str) -> None:
     flow = young(fast)
-    number = fast.object.btf.enum("reason")[why]
+    number = fast.object.btf.enum("slow_path_reason")[why]
     fast.say_of_fast_path(**{f"closed{fast.family}": number})
     assert left(fast, Flow(fast, sport=40001)) == {why: 1}
     assert flow.run().retval == REDIRECT, "nobody else can translate its packets"

@@ -37,6 +37,7 @@ import pyebpf_proxy
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
 from pyebpf_proxy.datapath.loader.libbpf import Link, Object, Program, RunResult, SkBuff
 from pyebpf_proxy.datapath.loader.programs import unused_maps
+from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.datapath.maps.hints import AddressHints
 from pyebpf_proxy.services.model import FrontendKind
 
@@ -441,7 +442,7 @@ class World:
 
     def reasons(self) -> Counter[str]:
         found: Counter[str] = Counter()
-        for name, number in self.object.btf.enum("reason").items():
+        for name, number in reasons(self.object.btf.enum).items():
             values = self.object.maps["counters"].lookup_cpus(_u32(number))
             total = sum(int.from_bytes(v, "little") for v in values or [])
             if total and name not in self._unasked:

@@ -62,7 +62,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClosedReason:
-    """Why a family is closed: ``code`` is a name of enum reason, ``text`` describes the cause on this node."""
+    """Why a family is closed: ``code`` is of enum slow_path_reason, ``text`` describes the cause on this node."""
 
     code: str
     text: str
@@ -89,8 +89,8 @@ def closed_on_node() -> dict[int, ClosedReason]:
 class FastPath:
     """The map ``fast_path`` of the network namespace in which it is created.
 
-    ``layout`` is that of its value, ``reasons`` are numbers of enum reason by name, ``own_table`` is the name of this
-    instance's nftables table. ``heed_rules`` False: rules of other software do not close it, they only cause warnings.
+    ``layout`` is that of its value, ``reasons`` are numbers of enum slow_path_reason by name, ``own_table`` is the
+    name of this instance's nftables table. ``heed_rules`` False: rules of other software do not close it, they only cause warnings.
     Create it, then give :meth:`follow` a loop. :meth:`close` sends every packet to the kernel again.
     """
 

@@ -29,7 +29,7 @@ class Node:
     def __init__(self, programs: Object, **options: Any) -> None:
         self.map = programs.maps["fast_path"]
         self.layout = programs.btf.struct("fast_path")
-        self.reasons = programs.btf.enum("reason")
+        self.reasons = programs.btf.enum("slow_path_reason")
         self.fast = FastPath(self.map, self.layout, self.reasons, **options)
 
     def word(self) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def test_draining_and_the_end(programs: Object) -> None:
 
 def test_a_program_without_the_reason_closes_all_the_same(programs: Object, shell: Shell, bpf_objects: Path) -> None:
     shell("iptables -A FORWARD -j LOG")
-    reasons = {name: number for name, number in programs.btf.enum("reason").items() if name != "STACK_RULES"}
+    reasons = {name: number for name, number in programs.btf.enum("slow_path_reason").items() if name != "STACK_RULES"}
     fast = FastPath(programs.maps["fast_path"], programs.btf.struct("fast_path"), reasons)
     try:
         value = programs.maps["fast_path"].lookup(bytes(4))
