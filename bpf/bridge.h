@@ -8,6 +8,7 @@
 #define PEP_BRIDGE_H
 
 #include "conntrack.h"
+#include "ctx_skb.h"
 #include "fragments.h"
 
 /* The entry of a device, if it is a port of a bridge. */

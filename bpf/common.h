@@ -29,7 +29,7 @@
 #define NANOSECONDS 1000000000ULL
 
 /*
- * The context (skb.h, xdp.h) must be read at a constant offset.  Otherwise the compiler merges such reads into one at
+ * The context (ctx_*.h) must be read at a constant offset.  Otherwise the compiler merges such reads into one at
  * a computed offset, which the verifier rejects.
  */
 #define CONTEXT_POINTER(ctx, field)                                                   \

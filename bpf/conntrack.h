@@ -2,12 +2,13 @@
 /*
  * Lookups in the kernel's conntrack, where its kfuncs are available: they save a
  * decision for existing flows and repair stale UDP flows at once.  Nothing here is
- * required.  Include after skb.h.
+ * required.
  */
 #ifndef PEP_CONNTRACK_H
 #define PEP_CONNTRACK_H
 
 #include "backend.h"
+#include "ctx_skb.h"
 
 /* nf_conntrack may be a module, whose types are not in vmlinux.h. The few that are needed are relocated by CO-RE. */
 union nf_inet_addr___pep {

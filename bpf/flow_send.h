@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
  * A packet of a flow that the table knows: whether it is sent from here, and how.
- * Include after skb.h or xdp.h.
  */
 #ifndef PEP_FLOW_SEND_H
 #define PEP_FLOW_SEND_H
 
 #include "checksum.h"
+#include "ctx.h"
 #include "flow_table.h"
 #include "slots.h"
 

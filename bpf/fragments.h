@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* Fragments of a packet: only the first has ports, and all must take the same path.  Include after skb.h. */
+/* Fragments of a packet: only the first has ports, and all must take the same path. */
 #ifndef PEP_FRAGMENTS_H
 #define PEP_FRAGMENTS_H
 
+#include "ctx_skb.h"
 #include "flow_send.h"
 
 /* True if the packet is a fragment; `key` then identifies its packet. IPv6: the fragment header must come first. */

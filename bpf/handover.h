@@ -3,11 +3,11 @@
  * A packet that goes through netfilter and that the observer on egress compares
  * with what came in.  The kernel takes a packet from ingress to egress on one CPU,
  * so the record is in that CPU's memory; skb->tc_index names it.
- * Include after skb.h.
  */
 #ifndef PEP_HANDOVER_H
 #define PEP_HANDOVER_H
 
+#include "ctx_skb.h"
 #include "flow_table.h"
 
 #define HANDOVER_NS 20000000ULL		/* a packet that waits longer, e.g. for neighbour resolution, proves nothing */

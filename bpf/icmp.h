@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
  * ICMP errors about young flows.  Only conntrack can translate them for the sender.  The flow is handed to the
- * kernel at once, so that the next error finds its conntrack entry.  Include after skb.h.
+ * kernel at once, so that the next error finds its conntrack entry.
  */
 #ifndef PEP_ICMP_H
 #define PEP_ICMP_H
 
+#include "ctx_skb.h"
 #include "flow_send.h"
 
 #define ICMP_PROTOCOL 1

@@ -6,7 +6,7 @@
 /* Only the lookup functions of the headers are used here. */
 #pragma clang diagnostic ignored "-Wunused-function"
 
-#include "skb.h"
+#include "ctx_skb.h"
 #include "parse.h"
 #include "conntrack.h"
 #include "flow_table.h"

@@ -7,6 +7,7 @@
 #ifndef PEP_OBSERVER_H
 #define PEP_OBSERVER_H
 
+#include "ctx_skb.h"
 #include "handover.h"
 #include "young.h"
 

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* From a packet's bytes to its descriptor; later code does not read the bytes.  Include after skb.h or xdp.h. */
+/* From a packet's bytes to its descriptor; later code does not read the bytes. */
 #ifndef PEP_PARSE_H
 #define PEP_PARSE_H
 
+#include "ctx.h"
 #include "packet.h"
 
 #define SCTP_INIT 1

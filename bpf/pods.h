@@ -13,6 +13,7 @@
 #ifndef PEP_PODS_H
 #define PEP_PODS_H
 
+#include "ctx_skb.h"
 #include "socket_storage.h"
 
 static __noinline int is_excluded(const struct packet *p)

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/* A packet that may open a flow to a service: from the frontend to a verdict.  Include after skb.h or xdp.h. */
+/* A packet that may open a flow to a service: from the frontend to a verdict. */
 #ifndef PEP_SERVE_H
 #define PEP_SERVE_H
 
+#include "ctx.h"
 #include "young.h"
 
 /* Defined by each main program. ---------------------------------------------------------- */

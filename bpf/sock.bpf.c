@@ -4,21 +4,8 @@
  * connects or sends, so its packets need no translation.
  * translate.h decides what to translate to.
  */
-#include "common.h"
-
-#define context bpf_sock_addr
-#define HOOK AT_SOCKET
-
+#include "ctx_sock.h"
 #include "translate.h"
-
-/* A socket call comes from no device. */
-static __always_inline __u32 receiving_device(struct context *ctx __attribute__((unused)))
-{
-	return 0;
-}
-
-/* The verifier requires constant offsets into these, so each is read by its own instruction. */
-#define FIELD(x) (*(volatile typeof(x) *)&(x))
 
 #define SOL_SOCKET_ 1
 #define SO_MARK_ 36

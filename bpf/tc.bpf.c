@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /* tc ingress: every packet that enters the node passes here once. See docs/data-plane.md. */
-#include "skb.h"
+#include "ctx_skb.h"
 #include "parse.h"
 #include "serve.h"
 #include "pods.h"

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
  * Every decision about a flow ends here: it is counted, and reported to `pyebpf-proxy trace`.
- * Without a tracing process that costs reading one word.  Include after skb.h or xdp.h; sock.bpf.c has its own
- * definitions.
+ * Without a tracing process that costs reading one word.
  */
 #ifndef PEP_TRACE_H
 #define PEP_TRACE_H
 
+#include "ctx.h"
 #include "slots.h"
 
 #define ENOENT_ 2

@@ -8,6 +8,7 @@
 #ifndef PEP_TRANSLATE_H
 #define PEP_TRANSLATE_H
 
+#include "ctx_sock.h"
 #include "pod_sockets.h"
 #include "socket_translations.h"
 #include "trace.h"

@@ -3,7 +3,7 @@
  * XDP: the same decisions as in tc, before the kernel has made a packet of the frame.  docs/xdp.md lists what is done
  * here.  Everything else goes up to the tc program of the same device, unchanged and with nothing consumed.
  */
-#include "xdp.h"
+#include "ctx_xdp.h"
 #include "parse.h"
 #include "serve.h"
 

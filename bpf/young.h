@@ -1,12 +1,10 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
-/*
- * A flow that is in the flow table from its first packet on, because its pair has a permit.
- * Include after skb.h or xdp.h.
- */
+/* A flow that is in the flow table from its first packet on, because its pair has a permit. */
 #ifndef PEP_YOUNG_H
 #define PEP_YOUNG_H
 
 #include "backend.h"
+#include "ctx.h"
 #include "flow_send.h"
 
 #define SNAT_PORT_TRIES 4

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The packet as an XDP program has it; skb.h has the same names for tc.  What
+ * The packet as an XDP program has it; ctx_skb.h has the same names for tc.  What
  * cannot be done here goes up unchanged, and tc counts it.  XDP counts what it did
  * itself, and why it left a packet that tc can send.
  */

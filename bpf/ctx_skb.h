@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
  * The packet as a tc program has it: how the shared headers read it, and the
- * only functions that change it.  xdp.h has the same names for XDP; a program
- * includes one of the two first.
+ * only functions that change it.  ctx_xdp.h has the same names for
+ * XDP; a program includes one of the two first.
  */
 #ifndef PEP_CONTEXT_H
 #define PEP_CONTEXT_H
