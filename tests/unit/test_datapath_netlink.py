@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.rtnetlink import NetlinkError, Rtnetlink
 
 PACKAGE = Path(__file__).parents[2] / "pyebpf_proxy"
+SOURCE = Path(uapi.__file__).read_text()
 PROGRAM = """
 import sys
 import pyebpf_proxy.agent.run
@@ -53,6 +55,42 @@ def test_no_other_package_opens_netlink_or_knows_its_headers() -> None:
         if path.parent != PACKAGE / "datapath" / "netlink" and re.search(rf"AF_NETLINK|{formats}", path.read_text())
     ]
     assert found == []
+
+
+#: What differs from the kernel's name, as the kernel's expression. Messages of nfnetlink have their subsystem here.
+OWN_NAMES = {
+    "TC_H_CLSACT_INGRESS": "TC_H_MAKE(TC_H_CLSACT, TC_H_MIN_INGRESS)",
+    "TC_H_CLSACT_EGRESS": "TC_H_MAKE(TC_H_CLSACT, TC_H_MIN_EGRESS)",
+    "NLA_TYPE_MASK": "NLA_TYPE_MASK & 0xFFFF",
+    "XFRM_USERPOLICY_ID_BYTES": "sizeof(struct xfrm_userpolicy_id)",
+    **{name: f"NFNL_SUBSYS_NFTABLES << 8 | {name}" for name in vars(uapi) if name.startswith("NFT_MSG_")},
+    **{name: f"NFNL_SUBSYS_CTNETLINK << 8 | {name}" for name in vars(uapi) if name.startswith("IPCTNL_MSG_")},
+}
+#: Newer than the headers of Debian 12.
+NEWER = {"NFTA_SET_COUNT"}
+
+
+def test_numbers_and_sizes_are_those_of_the_kernels_headers(tmp_path: Path) -> None:
+    """The compiler says of each name whether the header that uapi names has it, with this value."""
+    gcc = shutil.which("gcc")
+    assert gcc, "make setup installs it"
+    headers = ["sys/socket.h", "linux/netfilter.h", *re.findall(r"include/uapi/(linux/[\w/]+\.h)", SOURCE)]
+    lines = [f"#include <{each}>" for each in headers]
+    source = tmp_path / "uapi.c"
+    source.write_text("\n".join(lines) + "\n")
+    expanded = subprocess.run([gcc, "-E", source], capture_output=True, text=True, check=True).stdout
+    for name, value in vars(uapi).items():
+        if name in NEWER and name not in expanded:
+            continue
+        if isinstance(value, int):
+            lines.append(f'_Static_assert((unsigned)({OWN_NAMES.get(name, name)}) == {value}u, "{name} is another");')
+        elif isinstance(value, struct.Struct):
+            lines.append(f'_Static_assert(sizeof(struct {name.lower()}) == {value.size}, "{name} has another size");')
+    assert len(lines) > 200
+    source.write_text("\n".join(lines) + "\n")
+    done = subprocess.run([gcc, "-fsyntax-only", source], capture_output=True, text=True, check=False)
+    assert [line.partition("error: ")[2] for line in done.stderr.splitlines() if "error: " in line] == []
+    assert done.returncode == 0, done.stderr
 
 
 def test_messages_and_attributes_are_padded_and_read_back() -> None:

@@ -224,7 +224,7 @@ def _has_mark_filters() -> bool:
             _, device, handle, _, _ = uapi.TCMSG.unpack_from(message)
             kind = _kind(message)
             if kind not in _PLAIN_QDISCS:
-                places.add((device, uapi.TC_H_MIN_EGRESS if kind == _CLSACT else handle))
+                places.add((device, uapi.TC_H_CLSACT_EGRESS if kind == _CLSACT else handle))
         for device, parent in sorted(places):
             try:
                 filters = list(netlink.dump(uapi.RTM_GETTFILTER, uapi.TCMSG.pack(0, device, 0, parent, 0)))
