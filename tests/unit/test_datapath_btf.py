@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -16,9 +17,15 @@ from pyebpf_proxy.datapath import settings
 from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import Object, SkBuff
 from pyebpf_proxy.datapath.loader.programs import LEAST_CONNECTIONS, SCHEDULERS
+from pyebpf_proxy.datapath.maps import hints
 from pyebpf_proxy.datapath.maps.layouts import Layouts
+from pyebpf_proxy.datapath.netfilter import nft_rules
 from pyebpf_proxy.datapath.node import plan, xdp
+from pyebpf_proxy.see import drops
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePortName
+from pyebpf_proxy.trace import filters
+
+BPF = Path(__file__).parents[2] / "bpf"
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +93,24 @@ def test_constants_are_those_of_the_headers(btf: Btf) -> None:
         "lblcr": "LOCALITY_WITH_REPLICATION",
     }
     assert {name: SCHEDULERS[name] for name in names} == {name: schedulers[named] for name, named in names.items()}
+
+
+def test_constants_are_those_of_macros() -> None:
+    """BTF does not have them."""
+    sources = "".join(path.read_text() for path in sorted(BPF.glob("*.h")))
+    macros = {name: int(value, 0) for name, value in re.findall(r"(?m)^#define (\w+) (0x[0-9A-F]+|\d+)\b", sources)}
+    copies = {
+        "PRIORITY_BACKEND": nft_rules.BACKEND_TAG,
+        "PRIORITY_MASQUERADE": nft_rules.MASQUERADE_TAG,
+        "PRIORITY_REJECT": int(nft_rules.REJECT_CLASS.replace(":", ""), 16),
+        "PRIORITY_MIDSTREAM": int(nft_rules.MIDSTREAM_CLASS.replace(":", ""), 16),
+        "PRIORITY_NEW": int(nft_rules.PROVEN.replace(":", ""), 16),
+        "BACKEND_ID_MASK": nft_rules.backend_id(bytes([0xFF] * 4)),
+        "REFUSED_PERIOD": drops.PERIOD,
+        "TRACED_SERVICES": filters.SERVICES_MAX,
+        "ADDRESS_HINT_BITS": hints._BITS,
+    }
+    assert {name: macros.get(name) for name in copies} == copies
 
 
 def test_the_context_of_a_test_run_is_the_kernels(btf: Btf) -> None:
