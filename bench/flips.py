@@ -21,15 +21,19 @@ from typing import Protocol
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.loader.programs import OBJECTS
 from pyebpf_proxy.datapath.maps.layouts import Layouts
+from pyebpf_proxy.datapath.netlink.uapi import (
+    NETLINK_ADD_MEMBERSHIP,
+    NETLINK_NETFILTER,
+    NFNLGRP_NFTABLES,
+    SO_RCVBUFFORCE,
+    SOL_NETLINK,
+)
 from pyebpf_proxy.lab.namespace import set_network_namespace
 
 from . import workload
 from .cluster_node import Node
 from .proxies import IPTABLES, OURS
 
-_NETLINK_NETFILTER = 12
-_NFNLGRP_NFTABLES = 7
-_SOL_NETLINK, _NETLINK_ADD_MEMBERSHIP, _SO_RCVBUFFORCE = 270, 1, 33
 _RECEIVE_BYTES = 256 * 1024 * 1024
 #: An element of the map that a service's dnat rule chooses from: address and port 8080, padded.
 _ENDPOINT = re.compile(rb"\x0c\x00\x01\x00(.{4})\x1f\x90\x00\x00", re.DOTALL)
@@ -139,15 +143,15 @@ class Chains(_Flips):
 
         def make() -> None:
             set_network_namespace(node.namespace.path)
-            made.append(socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_NETFILTER))
+            made.append(socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETLINK_NETFILTER))
 
         maker = threading.Thread(target=make)
         maker.start()
         maker.join()
         self._socket = made[0]
         self._socket.bind((0, 0))
-        self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BYTES)
-        self._socket.setsockopt(_SOL_NETLINK, _NETLINK_ADD_MEMBERSHIP, _NFNLGRP_NFTABLES)
+        self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, _RECEIVE_BYTES)
+        self._socket.setsockopt(SOL_NETLINK, NETLINK_ADD_MEMBERSHIP, NFNLGRP_NFTABLES)
         self._socket.settimeout(0.2)
         super().__init__(node)
 

@@ -7,9 +7,10 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from pyebpf_proxy.datapath.connections import ctnetlink
-from pyebpf_proxy.datapath.connections.ctnetlink import FAMILY_HEADER, PROTOINFO, TUPLE_ORIG, TUPLE_REPLY, read_tuple
-from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attributes
+from pyebpf_proxy.datapath.connections.ctnetlink import read_tuple
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import attributes
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QuestionError, SeeError
 from pyebpf_proxy.see.filters import means, split
@@ -19,11 +20,6 @@ from pyebpf_proxy.see.text import Cell, Terminal, duration, table
 from pyebpf_proxy.services.addresses import format_address, format_address_port, parse_address
 from pyebpf_proxy.services.model import Protocol
 
-# Attributes of include/uapi/linux/netfilter/nfnetlink_conntrack.h
-_STATUS, _TIMEOUT, _MARK, _ORIGINAL, _REPLY, _TIMESTAMP = 3, 7, 8, 9, 10, 20
-_PACKETS, _BYTES, _START = 1, 2, 1
-# include/uapi/linux/netfilter/nf_conntrack_common.h
-SEEN_REPLY, ASSURED, SRC_NAT, DST_NAT = 1 << 1, 1 << 2, 1 << 4, 1 << 5
 _TCP_STATES = (
     *("NONE", "SYN_SENT", "SYN_RECV", "ESTABLISHED", "FIN_WAIT", "CLOSE_WAIT", "LAST_ACK", "TIME_WAIT", "CLOSE"),
     "SYN_SENT2",
@@ -67,9 +63,9 @@ class Flow(NamedTuple):
 
 def dump() -> Iterator[Flow]:
     """Every flow of TCP, UDP and SCTP of this network namespace. SeeError if the kernel refuses."""
-    with RawLink(NETLINK_NETFILTER) as link:
+    with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
         try:
-            for message in link.dump(ctnetlink.GET, bytes(FAMILY_HEADER)):
+            for message in netlink.dump(uapi.IPCTNL_MSG_CT_GET, bytes(uapi.NFGENMSG.size)):
                 flow = _flow(message)
                 if flow is not None:
                     yield flow
@@ -78,10 +74,11 @@ def dump() -> Iterator[Flow]:
 
 
 def _flow(message: bytes) -> Flow | None:
-    places = {kind: (begin, end) for kind, begin, end in attributes(message, FAMILY_HEADER, len(message))}
-    if TUPLE_ORIG not in places or TUPLE_REPLY not in places:
+    places = {kind: (begin, end) for kind, begin, end in attributes(message, uapi.NFGENMSG.size, len(message))}
+    if uapi.CTA_TUPLE_ORIG not in places or uapi.CTA_TUPLE_REPLY not in places:
         return None
-    original, reply = read_tuple(message, *places[TUPLE_ORIG]), read_tuple(message, *places[TUPLE_REPLY])
+    original = read_tuple(message, *places[uapi.CTA_TUPLE_ORIG])
+    reply = read_tuple(message, *places[uapi.CTA_TUPLE_REPLY])
     if original is None or reply is None or original.protocol not in _PROTOCOLS:
         return None
 
@@ -95,9 +92,9 @@ def _flow(message: bytes) -> Flow | None:
         (original.destination, _port(original.destination_port)),
         (reply.source, _port(reply.source_port)),
         (reply.destination, _port(reply.destination_port)),
-        word(_STATUS),
-        _state(message, places, original.protocol, word(_STATUS)),
-        word(_TIMEOUT),
+        word(uapi.CTA_STATUS),
+        _state(message, places, original.protocol, word(uapi.CTA_STATUS)),
+        word(uapi.CTA_TIMEOUT),
         packets,
         octets,
         _started(message, places),
@@ -109,38 +106,39 @@ def _port(raw: bytes) -> int:
 
 
 def _counted(message: bytes, places: Mapping[int, tuple[int, int]]) -> tuple[int | None, int | None]:
-    if _ORIGINAL not in places:
+    if uapi.CTA_COUNTERS_ORIG not in places:
         return None, None
-    sums = {_PACKETS: 0, _BYTES: 0}
-    for way in (_ORIGINAL, _REPLY):
+    sums = {uapi.CTA_COUNTERS_PACKETS: 0, uapi.CTA_COUNTERS_BYTES: 0}
+    for way in (uapi.CTA_COUNTERS_ORIG, uapi.CTA_COUNTERS_REPLY):
         for kind, begin, end in attributes(message, *places.get(way, (0, 0))):
             if kind in sums:
                 sums[kind] += int.from_bytes(message[begin:end], "big")
-    return sums[_PACKETS], sums[_BYTES]
+    return sums[uapi.CTA_COUNTERS_PACKETS], sums[uapi.CTA_COUNTERS_BYTES]
 
 
 def _started(message: bytes, places: Mapping[int, tuple[int, int]]) -> float | None:
-    for kind, begin, _ in attributes(message, *places.get(_TIMESTAMP, (0, 0))):
-        if kind == _START:
+    for kind, begin, _ in attributes(message, *places.get(uapi.CTA_TIMESTAMP, (0, 0))):
+        if kind == uapi.CTA_TIMESTAMP_START:
             return float(struct.unpack_from(">Q", message, begin)[0]) / 1e9
     return None
 
 
 def _state(message: bytes, places: Mapping[int, tuple[int, int]], protocol: int, status: int) -> str:
     names = _TCP_STATES if protocol == Protocol.TCP else _SCTP_STATES
-    for _, begin, end in attributes(message, *places.get(PROTOINFO, (0, 0))):
+    for _, begin, end in attributes(message, *places.get(uapi.CTA_PROTOINFO, (0, 0))):
         for kind, value, _ in attributes(message, begin, end):
-            if kind == 1 and message[value] < len(names):
+            # The number is the same for SCTP.
+            if kind == uapi.CTA_PROTOINFO_TCP_STATE and message[value] < len(names):
                 return names[message[value]]
     assured, replied, unreplied = _UDP_STATES
-    return assured if status & ASSURED else replied if status & SEEN_REPLY else unreplied
+    return assured if status & uapi.IPS_ASSURED else replied if status & uapi.IPS_SEEN_REPLY else unreplied
 
 
 def busiest(most: int = 5) -> list[model.Fill]:
     """The endpoints with the most masqueraded flows. Each flow uses a source port of its masquerade address."""
     counts: dict[tuple[Place, bytes, Protocol], int] = {}
     for flow in dump():
-        if flow.masqueraded and flow.status & DST_NAT:
+        if flow.masqueraded and flow.status & uapi.IPS_DST_NAT:
             key = (flow.endpoint, flow.seen[0], flow.protocol)
             counts[key] = counts.get(key, 0) + 1
     top = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:most]

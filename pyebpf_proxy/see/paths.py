@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from pyebpf_proxy.datapath.loader.programs import LEAST_CONNECTIONS
 from pyebpf_proxy.see import fast_path
 from pyebpf_proxy.see.decide import Packet
 from pyebpf_proxy.see.maps import U32, Pinned
@@ -18,8 +19,6 @@ from pyebpf_proxy.see.reasons import SLOW
 from pyebpf_proxy.see.state import Backend
 from pyebpf_proxy.services.model import Protocol
 
-#: enum scheduler of bpf/settings.h: this and higher ones count connections in conntrack.
-_LEAST_CONNECTIONS = 5
 _PERMIT = ("until", "back_until", "generation", "out", "back", "snat")
 
 
@@ -84,7 +83,7 @@ class Paths:
             return _slow(reason, f"the fast path is closed for IPv{family}: {text or SLOW.get(reason, reason)}")
         if word.draining:
             return _slow("stack_draining")
-        if self._settings["scheduler"] >= _LEAST_CONNECTIONS:
+        if self._settings["scheduler"] >= LEAST_CONNECTIONS:
             return _slow("slow_no_permit", "the scheduler uses connection counts, which conntrack keeps")
         if self._quota():
             return _slow("slow_quota")

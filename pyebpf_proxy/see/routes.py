@@ -4,18 +4,13 @@
 from __future__ import annotations
 
 import socket
-import struct
-import sys
 from typing import NamedTuple
 
-from pyebpf_proxy.datapath.connections.rawlink import RawLink, attribute, attributes
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import attribute, number, values, word
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
 
-_ROUTE, _GETROUTE = 0, 26
-_RTMSG = struct.Struct("=BBBBBBBBI")
-_DST, _SRC, _IIF, _OIF, _GATEWAY, _VIA = 1, 2, 3, 4, 5, 18
-# include/uapi/linux/rtnetlink.h
-LOCAL = 2
-_SENT = (1, LOCAL)  # unicast, to this node itself
+_SENT = (uapi.RTN_UNICAST, uapi.RTN_LOCAL)
 
 
 class Way(NamedTuple):
@@ -33,17 +28,17 @@ def way(destination: bytes, source: bytes = b"", device: int = 0) -> Way | None:
     """
     family = socket.AF_INET if len(destination) == 4 else socket.AF_INET6
     bits = 8 * len(destination)
-    body = _RTMSG.pack(family, bits, bits if source else 0, 0, 0, 0, 0, 0, 0) + attribute(_DST, destination)
-    body += attribute(_SRC, source) if source else b""
-    body += attribute(_IIF, device.to_bytes(4, sys.byteorder)) if device else b""
+    body = uapi.RTMSG.pack(family, bits, bits if source else 0, 0, 0, 0, 0, 0, 0) + attribute(uapi.RTA_DST, destination)
+    body += attribute(uapi.RTA_SRC, source) if source else b""
+    body += attribute(uapi.RTA_IIF, word(device)) if device else b""
     try:
-        with RawLink(_ROUTE) as link:
-            answer = link.get(_GETROUTE, body)
+        with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
+            answer = netlink.get(uapi.RTM_GETROUTE, body)
     except OSError:
         return None
-    kind = _RTMSG.unpack_from(answer)[7]
+    kind = uapi.RTMSG.unpack_from(answer)[7]
     if kind not in _SENT:
         return None
-    found = {name: answer[begin:end] for name, begin, end in attributes(answer, _RTMSG.size, len(answer))}
-    gateway = found.get(_GATEWAY, b"") or found.get(_VIA, b"")[2:]
-    return Way(int.from_bytes(found.get(_OIF, b""), sys.byteorder), gateway, kind == LOCAL)
+    found = values(answer, uapi.RTMSG.size)
+    gateway = found.get(uapi.RTA_GATEWAY, b"") or found.get(uapi.RTA_VIA, b"")[2:]
+    return Way(number(found.get(uapi.RTA_OIF, b"")), gateway, kind == uapi.RTN_LOCAL)

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from struct import Struct
 
+from pyebpf_proxy.datapath.netlink.uapi import IPS_DST_NAT
 from pyebpf_proxy.see import flows as made
 from pyebpf_proxy.see import model, state, young
 from pyebpf_proxy.see.answers import RIGHT
-from pyebpf_proxy.see.flows import DST_NAT, Flow, Names, text
+from pyebpf_proxy.see.flows import Flow, Names, text
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.output import show
 from pyebpf_proxy.see.pods import known_to
@@ -25,7 +26,7 @@ def flows(arguments: argparse.Namespace) -> list[model.FlowView]:
         own = own_addresses(maps)
         names = Names(known, own)
         every = [*young.flows(maps), *made.dump()]
-        served = [flow for flow in every if flow.status & DST_NAT or names.service(flow)]
+        served = [flow for flow in every if flow.status & IPS_DST_NAT or names.service(flow)]
         pods = _pods(arguments)(_strangers(served, own))
         services = {f"{service.name.namespace}/{service.name.name}" for service in known.services.values()}
         fits = made.parse_filter(arguments.filter, services, pods.values())

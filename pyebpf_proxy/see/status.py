@@ -8,9 +8,10 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pyebpf_proxy import __version__
+from pyebpf_proxy.datapath.node.plan import REDIRECTS
 from pyebpf_proxy.see import drops, facts, fast_path, local, model, programs
 from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, listed
@@ -92,9 +93,6 @@ def _about_refusals(refusals: Mapping[str, str]) -> Iterator[model.Trouble]:
         )
 
 
-_REDIRECTS: tuple[Literal["none", "device", "peer"], ...] = ("none", "device", "peer")
-
-
 def _redirects(maps: Pinned) -> Iterator[tuple[int, int]]:
     for (index,), (redirect,) in maps.rows("devices", U32, maps.packer("node_device", "redirect")):
         yield index, redirect
@@ -109,7 +107,7 @@ def _device(device: programs.Device, redirects: Mapping[int, int], told: Mapping
         wanted=device.wanted,
         xdp=device.xdp,
         attached="" if device.program is None else "tcx" if device.by_tcx else "clsact",
-        redirect=_REDIRECTS[redirect] if 0 <= redirect < len(_REDIRECTS) else "",
+        redirect=REDIRECTS[redirect] if 0 <= redirect < len(REDIRECTS) else "",
         limit=said.get("limit", ""),
         others=list(said.get("others", [])),
     )

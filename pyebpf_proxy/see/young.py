@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pyebpf_proxy.datapath.connections.promotion import FlowReader
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
+from pyebpf_proxy.datapath.netlink.uapi import IPS_ASSURED, IPS_DST_NAT, IPS_SEEN_REPLY, IPS_SRC_NAT
 from pyebpf_proxy.see.answers import SeeError
-from pyebpf_proxy.see.flows import ASSURED, DST_NAT, SEEN_REPLY, SRC_NAT, Flow
+from pyebpf_proxy.see.flows import Flow
 from pyebpf_proxy.see.maps import Pinned
 
 OPEN, CLOSING = "OPEN", "CLOSING"
@@ -52,7 +53,7 @@ def flows(maps: Pinned) -> Iterator[Flow]:
             entry.frontend,
             entry.endpoint,
             entry.seen,
-            DST_NAT | (SRC_NAT if entry.source else 0) | (SEEN_REPLY | ASSURED if answers else 0),
+            IPS_DST_NAT | (IPS_SRC_NAT if entry.source else 0) | (IPS_SEEN_REPLY | IPS_ASSURED if answers else 0),
             CLOSING if found.closing else OPEN,
             0,
             # The entry does not count the packet that created it.

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from pyebpf_proxy.datapath.node.plan import REDIRECTS
 from pyebpf_proxy.servers.health import FAMILIES
 from pyebpf_proxy.servers.numbers import EXP15, NETPROG, Counter, Gauge, Histogram, Labels, Read, Registry
 
 _ALPHA = "[ALPHA] "
 _FAMILY = ("ip_family",)
-#: Names of enum redirect_mode of bpf/node_maps.h; none: the slow path.
-REDIRECTS = ("none", "device", "peer")
 #: The reasons that count new flows by their path, by the value of the label ``path``.
 _PATHS = {"new_flow_fast": "fast", "new_flow_netfilter": "netfilter", "new_flow_socket": "socket"}
 #: Prefixes of the reasons why a new flow, or a packet, took the slow path.

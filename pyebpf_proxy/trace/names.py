@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Self
 
 from pyebpf_proxy.datapath.connections import ctnetlink
-from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER
 from pyebpf_proxy.see import local
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.partial_maps import Asked
@@ -38,7 +39,7 @@ class Lookup:
         self._read_at = -_PATIENCE
         self._devices: dict[int, str] = {}
         self._asked = Asked(maps)
-        self._conntrack = RawLink(NETLINK_NETFILTER)
+        self._conntrack = RequestSocket(NETLINK_NETFILTER)
         self.read()
 
     def __enter__(self) -> Self:

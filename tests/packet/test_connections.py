@@ -16,11 +16,12 @@ from service_maps import SIZES, wipe
 from service_plans import frontend, name_of, service, slot_backends
 from world import _libc, enter_namespace
 
-from pyebpf_proxy.datapath.connections import ctnetlink, flows
+from pyebpf_proxy.datapath.connections import flows
 from pyebpf_proxy.datapath.connections.counts import Connections
 from pyebpf_proxy.datapath.connections.flows import Count, Route
 from pyebpf_proxy.datapath.loader.programs import LEAST_CONNECTIONS, SCHEDULERS, Loaded, Settings, load
 from pyebpf_proxy.datapath.maps.writer import Writer
+from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -110,7 +111,7 @@ def test_what_is_not_translated_counts_only_if_it_is_the_nodes_own(namespace: No
 
 
 def test_a_refused_dump_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctnetlink, "GET", 0x1FF)
+    monkeypatch.setattr(uapi, "IPCTNL_MSG_CT_GET", 0x1FF)
     with pytest.raises(flows.RefusedError, match=r"^list of connections: "):
         flows.count(set())
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -12,10 +13,19 @@ from typing import Any
 
 import pytest
 
+from pyebpf_proxy.datapath import settings
 from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
-from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.loader.libbpf import Object, SkBuff
+from pyebpf_proxy.datapath.loader.programs import LEAST_CONNECTIONS, SCHEDULERS
+from pyebpf_proxy.datapath.maps import hints
 from pyebpf_proxy.datapath.maps.layouts import Layouts
+from pyebpf_proxy.datapath.netfilter import nft_rules
+from pyebpf_proxy.datapath.node import plan, xdp
+from pyebpf_proxy.see import drops
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePortName
+from pyebpf_proxy.trace import filters
+
+BPF = Path(__file__).parents[2] / "bpf"
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +73,54 @@ def test_names_that_are_not_there(btf: Btf) -> None:
 def test_enums_are_those_of_the_model(btf: Btf) -> None:
     assert btf.enum("protocol") == {p.name: p.value for p in Protocol}
     assert btf.enum("frontend_kind") == {k.name: k.value for k in FrontendKind}
+
+
+def test_constants_are_those_of_the_headers(btf: Btf) -> None:
+    for enum, module in (("redirect_mode", plan), ("xdp_frames", xdp), ("detector", settings)):
+        numbers = btf.enum(enum)
+        assert {name: getattr(module, name) for name in numbers} == numbers
+    assert [f"REDIRECT_{name.upper()}" for name in plan.REDIRECTS] == list(btf.enum("redirect_mode"))
+    schedulers = btf.enum("scheduler")
+    assert schedulers["LEAST_CONNECTIONS"] == LEAST_CONNECTIONS
+    assert set(SCHEDULERS.values()) == set(schedulers.values()) - {schedulers["AT_RANDOM"]}
+    names = {
+        "rr": "ROUND_ROBIN",
+        "sh": "SOURCE_HASH",
+        "dh": "DESTINATION_HASH",
+        "mh": "MAGLEV_HASH",
+        "sed": "SHORTEST_DELAY",
+        "lblc": "LOCALITY",
+        "lblcr": "LOCALITY_WITH_REPLICATION",
+    }
+    assert {name: SCHEDULERS[name] for name in names} == {name: schedulers[named] for name, named in names.items()}
+
+
+def test_constants_are_those_of_macros() -> None:
+    """BTF does not have them."""
+    sources = "".join(path.read_text() for path in sorted(BPF.glob("*.h")))
+    macros = {name: int(value, 0) for name, value in re.findall(r"(?m)^#define (\w+) (0x[0-9A-F]+|\d+)\b", sources)}
+    copies = {
+        "PRIORITY_BACKEND": nft_rules.BACKEND_TAG,
+        "PRIORITY_MASQUERADE": nft_rules.MASQUERADE_TAG,
+        "PRIORITY_REJECT": int(nft_rules.REJECT_CLASS.replace(":", ""), 16),
+        "PRIORITY_MIDSTREAM": int(nft_rules.MIDSTREAM_CLASS.replace(":", ""), 16),
+        "PRIORITY_NEW": int(nft_rules.PROVEN.replace(":", ""), 16),
+        "BACKEND_ID_MASK": nft_rules.backend_id(bytes([0xFF] * 4)),
+        "REFUSED_PERIOD": drops.PERIOD,
+        "TRACED_SERVICES": filters.SERVICES_MAX,
+        "ADDRESS_HINT_BITS": hints._BITS,
+    }
+    assert {name: macros.get(name) for name in copies} == copies
+
+
+def test_the_context_of_a_test_run_is_the_kernels(btf: Btf) -> None:
+    numbers = {name: number for number, name in enumerate(SkBuff._fields, 1) if name != "cb"}
+    raw = SkBuff(cb=(11, 12, 13, 14, 15), **numbers).pack()
+    found = btf.struct("__sk_buff").unpack(raw)
+    assert {name: found[name] for name in numbers} == numbers
+    assert struct.unpack("=5I", found["cb"]) == (11, 12, 13, 14, 15)
+    others = [value for name, value in found.items() if name not in SkBuff._fields]
+    assert not any(value if isinstance(value, int) else any(value) for value in others)
 
 
 def test_settings_fill_their_variable(btf: Btf) -> None:

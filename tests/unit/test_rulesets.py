@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pyebpf_proxy.datapath.connections.rawlink import attribute
+from pyebpf_proxy.datapath.netlink.messages import attribute
 from pyebpf_proxy.datapath.node import policy_routing
 from pyebpf_proxy.datapath.rulesets import kernel, legacy, nft, xtables
 from pyebpf_proxy.datapath.rulesets.expressions import expressions

@@ -10,44 +10,20 @@ import enum
 import errno
 import os
 import socket
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pyebpf_proxy.datapath.connections.ctnetlink import (
-    DELETE,
-    DST_PORT,
-    FAMILY_HEADER,
-    GET,
-    PROTO_NUM,
-    PROTOINFO,
-    SRC_PORT,
-    TUPLE_IP,
-    TUPLE_ORIG,
-    TUPLE_PROTO,
-    TUPLE_REPLY,
-    Tuple,
-    read_tuple,
-)
-from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attribute, attributes
+from pyebpf_proxy.datapath.connections.ctnetlink import Place, Tuple, read_tuple, tuple_of
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import attribute, attributes
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.services.model import Protocol
 
-Place = tuple[bytes, int]
-
-# IPCTNL_MSG_CT_NEW; attributes by their numbers in include/uapi/linux/netfilter/nfnetlink_conntrack.h.
-_NEW = 0x100
-_STATUS, _NAT_SRC, _TIMEOUT, _ID, _NAT_DST = 3, 6, 7, 12, 13
-_MIN_IP, _NAT_PROTO = {4: 1, 16: 4}, 3  # CTA_NAT_V4_MINIP, CTA_NAT_V6_MINIP; without a maximum it is the minimum
-_PORT_MIN, _PORT_MAX = 1, 2
-_IN_TCP, _TCP_STATE, _FLAGS_ORIGINAL, _FLAGS_REPLY = 1, 1, 4, 5
-# include/uapi/linux/netfilter/nf_conntrack_common.h, nf_conntrack_tcp.h
-_SEEN_REPLY, _ASSURED, _CONFIRMED = 1 << 1, 1 << 2, 1 << 3
-_BE_LIBERAL = 0x08
+#: By the size of the address; without a maximum it is the minimum.
+_MIN_IP = {4: uapi.CTA_NAT_V4_MINIP, 16: uapi.CTA_NAT_V6_MINIP}
 #: Timeout of an entry whose flow ended while the entry was created.
 ABANDONED_SECONDS = 10
-# include/uapi/linux/netlink.h
-_EXCLUSIVE, _CREATE = 0x200, 0x400
 
 _FULL = {errno.ENOMEM, errno.ENOSPC, errno.E2BIG, errno.ENOBUFS}
 _SYSCTLS = Path("/proc/sys/net/netfilter")
@@ -127,10 +103,12 @@ def _sysctl(name: str) -> int:
     return int((_SYSCTLS / f"nf_conntrack_{name}").read_text())
 
 
-def create(link: RawLink, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]) -> list[Result]:
+def create(
+    netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]
+) -> list[Result]:
     """Make the kernel track these flows: the result for each, in order.
 
-    ``link``: of NETLINK_NETFILTER, in the flows' network namespace. ``seconds``: from :func:`time_outs`.
+    ``netlink``: of NETLINK_NETFILTER, in the flows' network namespace. ``seconds``: from :func:`time_outs`.
     OSError if the kernel does not answer at all.
     """
     # The kernel ignores an address of the other family, and the flow would not be translated.
@@ -138,11 +116,11 @@ def create(link: RawLink, entries: Sequence[Entry], seconds: Mapping[tuple[Proto
     results = [mixed] * len(entries)
     asked = [number for number, entry in enumerate(entries) if _is_of_one_family(entry)]
     bodies = [message(entries[n], seconds[entries[n].protocol, entries[n].state]) for n in asked]
-    answers = link.request_many(_NEW, _CREATE | _EXCLUSIVE, bodies)
+    answers = netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, uapi.NLM_F_CREATE | uapi.NLM_F_EXCL, bodies)
     for number, body, answer in zip(asked, bodies, answers, strict=True):
         entry = entries[number]
         if answer == errno.EEXIST:
-            results[number] = _beside(link, entry, body, seconds[entry.protocol, entry.state])
+            results[number] = _beside(netlink, entry, body, seconds[entry.protocol, entry.state])
         else:
             results[number] = _result(answer, Outcome.CREATED)
     return results
@@ -152,19 +130,20 @@ def _is_of_one_family(entry: Entry) -> bool:
     return len({len(place[0]) for place in (entry.client, entry.frontend, entry.endpoint, entry.seen)}) == 1
 
 
-def close(link: RawLink, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]) -> None:
+def close(netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]) -> None:
     """These TCP connections began to close while their entries were created: shorten their timeout of days. OSError."""
     ending = [entry._replace(state=TcpState.FIN_WAIT) for entry in entries if entry.protocol is Protocol.TCP]
-    link.request_many(_NEW, 0, [_key(e) + _state(e, seconds[e.protocol, e.state]) for e in ending])
+    netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, [_key(e) + _state(e, seconds[e.protocol, e.state]) for e in ending])
 
 
-def abandon(link: RawLink, entries: Sequence[Entry]) -> None:
+def abandon(netlink: RequestSocket, entries: Sequence[Entry]) -> None:
     """Undo :func:`create` for flows that have ended: the entries expire after ABANDONED_SECONDS. OSError.
 
     They are not deleted, because a new connection from the same port may use its entry already. Its packets extend the
     timeout. A missing entry is no error.
     """
-    link.request_many(_NEW, 0, [_key(e) + attribute(_TIMEOUT, ABANDONED_SECONDS.to_bytes(4, "big")) for e in entries])
+    soon = attribute(uapi.CTA_TIMEOUT, ABANDONED_SECONDS.to_bytes(4, "big"))
+    netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, [_key(each) + soon for each in entries])
 
 
 def message(entry: Entry, seconds: int) -> bytes:
@@ -174,10 +153,10 @@ def message(entry: Entry, seconds: int) -> bytes:
     return b"".join(
         (
             header(entry),
-            tuple_of(TUPLE_ORIG, entry.protocol, entry.client, entry.frontend),
-            tuple_of(TUPLE_REPLY, entry.protocol, entry.frontend, entry.client),
-            _nat(_NAT_DST, entry.endpoint),
-            _nat(_NAT_SRC, entry.seen),
+            tuple_of(uapi.CTA_TUPLE_ORIG, entry.protocol, entry.client, entry.frontend),
+            tuple_of(uapi.CTA_TUPLE_REPLY, entry.protocol, entry.frontend, entry.client),
+            _nat(uapi.CTA_NAT_DST, entry.endpoint),
+            _nat(uapi.CTA_NAT_SRC, entry.seen),
             _state(entry, seconds),
         )
     )
@@ -186,40 +165,33 @@ def message(entry: Entry, seconds: int) -> bytes:
 def header(entry: Entry) -> bytes:
     """struct nfgenmsg of a message about this flow."""
     family = socket.AF_INET if len(entry.client[0]) == 4 else socket.AF_INET6
-    return struct.pack("=BBH", family, 0, 0)
+    return uapi.NFGENMSG.pack(family, 0, 0)
 
 
 def _key(entry: Entry) -> bytes:
     """The attributes that identify an entry in a message."""
-    return header(entry) + tuple_of(TUPLE_ORIG, entry.protocol, entry.client, entry.frontend)
-
-
-def tuple_of(kind: int, protocol: Protocol, source: Place, destination: Place) -> bytes:
-    """CTA_TUPLE_ORIG or CTA_TUPLE_REPLY."""
-    first = 1 if len(source[0]) == 4 else 3
-    addresses = attribute(first, source[0]) + attribute(first + 1, destination[0])
-    ports = attribute(SRC_PORT, source[1].to_bytes(2, "big")) + attribute(DST_PORT, destination[1].to_bytes(2, "big"))
-    proto = attribute(TUPLE_PROTO, attribute(PROTO_NUM, bytes([protocol])) + ports, nested=True)
-    return attribute(kind, attribute(TUPLE_IP, addresses, nested=True) + proto, nested=True)
+    return header(entry) + tuple_of(uapi.CTA_TUPLE_ORIG, entry.protocol, entry.client, entry.frontend)
 
 
 def _nat(kind: int, place: Place) -> bytes:
     address, port = place[0], place[1].to_bytes(2, "big")
-    ports = attribute(_NAT_PROTO, attribute(_PORT_MIN, port) + attribute(_PORT_MAX, port), nested=True)
+    ports = attribute(uapi.CTA_PROTONAT_PORT_MIN, port) + attribute(uapi.CTA_PROTONAT_PORT_MAX, port)
+    ports = attribute(uapi.CTA_NAT_PROTO, ports, nested=True)
     return attribute(kind, attribute(_MIN_IP[len(address)], address) + ports, nested=True)
 
 
 def _state(entry: Entry, seconds: int) -> bytes:
     # CONFIRMED is set before these are checked, and cannot be cleared: without it the kernel returns EBUSY.
-    bits = _CONFIRMED | (_SEEN_REPLY | _ASSURED if entry.answered else 0)
-    status = attribute(_STATUS, bits.to_bytes(4, "big"))
-    status += attribute(_TIMEOUT, seconds.to_bytes(4, "big"))
+    bits = uapi.IPS_CONFIRMED | (uapi.IPS_SEEN_REPLY | uapi.IPS_ASSURED if entry.answered else 0)
+    status = attribute(uapi.CTA_STATUS, bits.to_bytes(4, "big"))
+    status += attribute(uapi.CTA_TIMEOUT, seconds.to_bytes(4, "big"))
     if entry.protocol is not Protocol.TCP:
         return status
-    liberal = bytes([_BE_LIBERAL, _BE_LIBERAL])  # the flag, and the mask of what to change
-    info = attribute(_TCP_STATE, bytes([entry.state]))
-    info += attribute(_FLAGS_ORIGINAL, liberal) + attribute(_FLAGS_REPLY, liberal)
-    return status + attribute(PROTOINFO, attribute(_IN_TCP, info, nested=True), nested=True)
+    liberal = bytes([uapi.IP_CT_TCP_FLAG_BE_LIBERAL] * 2)  # the flag, and the mask of what to change
+    info = attribute(uapi.CTA_PROTOINFO_TCP_STATE, bytes([entry.state]))
+    info += attribute(uapi.CTA_PROTOINFO_TCP_FLAGS_ORIGINAL, liberal)
+    info += attribute(uapi.CTA_PROTOINFO_TCP_FLAGS_REPLY, liberal)
+    return status + attribute(uapi.CTA_PROTOINFO, attribute(uapi.CTA_PROTOINFO_TCP, info, nested=True), nested=True)
 
 
 class _Known(NamedTuple):
@@ -231,7 +203,7 @@ class _Known(NamedTuple):
     key: bytes
 
 
-def _beside(link: RawLink, entry: Entry, body: bytes, seconds: int) -> Result:
+def _beside(netlink: RequestSocket, entry: Entry, body: bytes, seconds: int) -> Result:
     """After EEXIST: an existing entry may have one of the two tuples, in either direction.
 
     The programs send every packet with one of these tuples by the flow that is to be entered, so an entry of another
@@ -241,7 +213,7 @@ def _beside(link: RawLink, entry: Entry, body: bytes, seconds: int) -> Result:
     original, reply = (entry.client, entry.frontend), (entry.endpoint, entry.seen)
     for source, destination in (original, reply):
         try:
-            known = _known(link, entry, source, destination)
+            known = _known(netlink, entry, source, destination)
         except OSError as error:
             return Result(Outcome.REFUSED, error.errno or errno.EIO)
         if known is None:
@@ -249,12 +221,13 @@ def _beside(link: RawLink, entry: Entry, body: bytes, seconds: int) -> Result:
         alive = entry.protocol is not Protocol.TCP or known.state in _ALIVE
         if alive and (known.original, known.reply) == (original, reply):
             # Its sequence numbers are out of date.
-            return _result(link.request_many(_NEW, 0, [_key(entry) + _state(entry, seconds)])[0], Outcome.KNOWN)
+            number = netlink.request(uapi.IPCTNL_MSG_CT_NEW, _key(entry) + _state(entry, seconds))
+            return _result(number, Outcome.KNOWN)
         # Identified by its id, so that no other entry is deleted.
-        number = link.request(DELETE, header(entry) + known.key)
+        number = netlink.request(uapi.IPCTNL_MSG_CT_DELETE, header(entry) + known.key)
         if number not in (0, errno.ENOENT):
             return Result(Outcome.REFUSED, number)
-    number = link.request_many(_NEW, _CREATE | _EXCLUSIVE, [body])[0]
+    number = netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, uapi.NLM_F_CREATE | uapi.NLM_F_EXCL, [body])[0]
     return Result(Outcome.CLASH) if number == errno.EEXIST else _result(number, Outcome.REPLACED)
 
 
@@ -264,24 +237,24 @@ def _result(number: int, done: Outcome) -> Result:
     return Result(Outcome.FULL if number in _FULL else Outcome.REFUSED, number)
 
 
-def _known(link: RawLink, entry: Entry, source: Place, destination: Place) -> _Known | None:
+def _known(netlink: RequestSocket, entry: Entry, source: Place, destination: Place) -> _Known | None:
     """The entry that a packet of ``entry``'s protocol between these two places belongs to, in either direction."""
-    key = tuple_of(TUPLE_ORIG, entry.protocol, source, destination)
+    key = tuple_of(uapi.CTA_TUPLE_ORIG, entry.protocol, source, destination)
     try:
-        answer = link.get(GET, header(entry) + key)
+        answer = netlink.get(uapi.IPCTNL_MSG_CT_GET, header(entry) + key)
     except OSError as error:
         if error.errno == errno.ENOENT:
             return None
         raise
     original, reply, state = None, None, 0
-    for kind, begin, end in attributes(answer, FAMILY_HEADER, len(answer)):
-        if kind == TUPLE_ORIG:
+    for kind, begin, end in attributes(answer, uapi.NFGENMSG.size, len(answer)):
+        if kind == uapi.CTA_TUPLE_ORIG:
             original = read_tuple(answer, begin, end)
-        elif kind == TUPLE_REPLY:
+        elif kind == uapi.CTA_TUPLE_REPLY:
             reply = read_tuple(answer, begin, end)
-        elif kind == _ID:
+        elif kind == uapi.CTA_ID:
             key += answer[begin - 4 : (end + 3) & ~3]
-        elif kind == PROTOINFO:
+        elif kind == uapi.CTA_PROTOINFO:
             state = _tcp_state(answer, begin, end)
     if original is None or reply is None:
         return None
@@ -297,12 +270,12 @@ def _ends(found: Tuple) -> tuple[Place, Place]:
 def _tcp_state(answer: bytes, begin: int, end: int) -> int:
     for _, section, section_end in attributes(answer, begin, end):
         for kind, value, _ in attributes(answer, section, section_end):
-            if kind == _TCP_STATE:
+            if kind == uapi.CTA_PROTOINFO_TCP_STATE:
                 return answer[value]
     return 0
 
 
 def create_now(entries: Iterable[Entry]) -> list[Result]:
     """:func:`create` in the calling thread's network namespace, with its own socket. OSError."""
-    with RawLink(NETLINK_NETFILTER) as link:
-        return create(link, list(entries), time_outs())
+    with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
+        return create(netlink, list(entries), time_outs())

@@ -9,25 +9,43 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attribute, attributes
+from pyebpf_proxy.datapath.netlink.messages import attribute, attributes, word
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.uapi import (
+    CTA_FILTER,
+    CTA_FILTER_ORIG_FLAGS,
+    CTA_FILTER_REPLY_FLAGS,
+    CTA_ID,
+    CTA_IP_V4_DST,
+    CTA_IP_V4_SRC,
+    CTA_IP_V6_DST,
+    CTA_IP_V6_SRC,
+    CTA_PROTO_DST_PORT,
+    CTA_PROTO_NUM,
+    CTA_PROTO_SRC_PORT,
+    CTA_TUPLE_IP,
+    CTA_TUPLE_ORIG,
+    CTA_TUPLE_PROTO,
+    CTA_TUPLE_REPLY,
+    CTA_ZONE,
+    IPCTNL_MSG_CT_DELETE,
+    IPCTNL_MSG_CT_GET,
+    NETLINK_NETFILTER,
+    NFGENMSG,
+)
 from pyebpf_proxy.services.model import IPFamily, Protocol
 
-#: Messages by their numbers: NFNL_SUBSYS_CTNETLINK << 8, and IPCTNL_MSG_CT_*.
-GET, DELETE = 0x101, 0x102
-#: The bytes of struct nfgenmsg, before the attributes of every message.
-FAMILY_HEADER = 4
-# Attributes by their numbers in include/uapi/linux/netfilter/nfnetlink_conntrack.h.
-TUPLE_ORIG, TUPLE_REPLY, PROTOINFO = 1, 2, 4
-TUPLE_IP, TUPLE_PROTO = 1, 2
-PROTO_NUM, SRC_PORT, DST_PORT = 1, 2, 3
-_ID, _ZONE, _FILTER = 12, 18, 25
+# include/linux/netfilter/nf_conntrack_common.h
 _FILTER_PROTO_NUM = 1 << 3
-_SOURCE, _DESTINATION = {1, 3}, {2, 4}  # IPv4, IPv6
+_SOURCE, _DESTINATION = {CTA_IP_V4_SRC, CTA_IP_V6_SRC}, {CTA_IP_V4_DST, CTA_IP_V6_DST}
 _ADDRESS_FAMILY = {IPFamily.IPV4: socket.AF_INET, IPFamily.IPV6: socket.AF_INET6}
+
+
+#: A packed address and a port.
+Place = tuple[bytes, int]
 
 
 class Flow(NamedTuple):
@@ -59,14 +77,14 @@ def udp_flows(family: IPFamily) -> Iterator[Flow]:
     An interrupted dump returns what came until then, as in kube-proxy (spec/service-semantics §10).
     OSError if the kernel refuses.
     """
-    with RawLink(NETLINK_NETFILTER) as link:
+    with RequestSocket(NETLINK_NETFILTER) as netlink:
         try:
-            yield from _flows(link, family, _only_udp())
+            yield from _flows(netlink, family, _only_udp())
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             # Before Linux 5.8 the kernel returns all flows; they are filtered here.
-            yield from _flows(link, family, b"")
+            yield from _flows(netlink, family, b"")
 
 
 def delete(flows: Iterable[Flow]) -> int:
@@ -74,35 +92,43 @@ def delete(flows: Iterable[Flow]) -> int:
 
     A flow that got another endpoint since it was listed is a different entry, and stays.
     """
-    with RawLink(NETLINK_NETFILTER) as link:
-        numbers = link.request_many(DELETE, 0, [_header(flow.family) + flow.key for flow in flows])
+    with RequestSocket(NETLINK_NETFILTER) as netlink:
+        numbers = netlink.request_many(IPCTNL_MSG_CT_DELETE, 0, [_header(flow.family) + flow.key for flow in flows])
     for number in numbers:
         if number not in (0, errno.ENOENT):
             raise OSError(number, f"conntrack: a UDP flow could not be deleted: {os.strerror(number)}")
     return numbers.count(0)
 
 
-def reply_of(link: RawLink, protocol: int, source: tuple[bytes, int], destination: tuple[bytes, int]) -> Tuple | None:
+def reply_of(netlink: RequestSocket, protocol: int, source: Place, destination: Place) -> Tuple | None:
     """The reply tuple of the flow with this original (address, port) pair; None: there is no such flow.
 
     OSError if the kernel refuses.
     """
-    four = len(source[0]) == 4
-    addresses = attribute(1 if four else 3, source[0]) + attribute(2 if four else 4, destination[0])
-    ports = attribute(SRC_PORT, source[1].to_bytes(2, "big")) + attribute(DST_PORT, destination[1].to_bytes(2, "big"))
-    key = attribute(TUPLE_IP, addresses, nested=True)
-    key += attribute(TUPLE_PROTO, attribute(PROTO_NUM, bytes([protocol])) + ports, nested=True)
-    family = IPFamily.IPV4 if four else IPFamily.IPV6
+    family = IPFamily.IPV4 if len(source[0]) == 4 else IPFamily.IPV6
     try:
-        message = link.get(GET, _header(family) + attribute(TUPLE_ORIG, key, nested=True))
+        key = tuple_of(CTA_TUPLE_ORIG, protocol, source, destination)
+        message = netlink.get(IPCTNL_MSG_CT_GET, _header(family) + key)
     except OSError as error:
         if error.errno == errno.ENOENT:
             return None
         raise
-    for kind, begin, end in attributes(message, FAMILY_HEADER, len(message)):
-        if kind == TUPLE_REPLY:
+    for kind, begin, end in attributes(message, NFGENMSG.size, len(message)):
+        if kind == CTA_TUPLE_REPLY:
             return read_tuple(message, begin, end)
     return None
+
+
+def tuple_of(kind: int, protocol: int, source: Place, destination: Place) -> bytes:
+    """CTA_TUPLE_ORIG or CTA_TUPLE_REPLY."""
+    v4 = len(source[0]) == 4
+    addresses = attribute(CTA_IP_V4_SRC if v4 else CTA_IP_V6_SRC, source[0])
+    addresses += attribute(CTA_IP_V4_DST if v4 else CTA_IP_V6_DST, destination[0])
+    transport = attribute(CTA_PROTO_NUM, bytes([protocol]))
+    transport += attribute(CTA_PROTO_SRC_PORT, source[1].to_bytes(2, "big"))
+    transport += attribute(CTA_PROTO_DST_PORT, destination[1].to_bytes(2, "big"))
+    parts = attribute(CTA_TUPLE_IP, addresses, nested=True) + attribute(CTA_TUPLE_PROTO, transport, nested=True)
+    return attribute(kind, parts, nested=True)
 
 
 def read_tuple(message: bytes, begin: int, end: int) -> Tuple | None:
@@ -111,30 +137,30 @@ def read_tuple(message: bytes, begin: int, end: int) -> Tuple | None:
     fields: dict[int, bytes] = {}
     for kind, at, until in attributes(message, begin, end):
         for inner, value, stop in attributes(message, at, until):
-            if kind == TUPLE_PROTO:
+            if kind == CTA_TUPLE_PROTO:
                 fields[inner] = message[value:stop]
-            elif kind == TUPLE_IP and inner in _SOURCE:
+            elif kind == CTA_TUPLE_IP and inner in _SOURCE:
                 source = message[value:stop]
-            elif kind == TUPLE_IP and inner in _DESTINATION:
+            elif kind == CTA_TUPLE_IP and inner in _DESTINATION:
                 destination = message[value:stop]
-    if not fields.get(PROTO_NUM) or SRC_PORT not in fields or DST_PORT not in fields:
+    if not fields.get(CTA_PROTO_NUM) or CTA_PROTO_SRC_PORT not in fields or CTA_PROTO_DST_PORT not in fields:
         return None
-    return Tuple(fields[PROTO_NUM][0], source, destination, fields[SRC_PORT], fields[DST_PORT])
+    return Tuple(fields[CTA_PROTO_NUM][0], source, destination, fields[CTA_PROTO_SRC_PORT], fields[CTA_PROTO_DST_PORT])
 
 
 def _header(family: IPFamily) -> bytes:
-    return struct.pack("=BBH", _ADDRESS_FAMILY[family], 0, 0)
+    return NFGENMSG.pack(_ADDRESS_FAMILY[family], 0, 0)
 
 
 def _only_udp() -> bytes:
-    protocol = attribute(TUPLE_PROTO, attribute(PROTO_NUM, bytes([Protocol.UDP])), nested=True)
-    wanted = attribute(1, struct.pack("=I", _FILTER_PROTO_NUM)) + attribute(2, struct.pack("=I", 0))
-    return attribute(TUPLE_ORIG, protocol, nested=True) + attribute(_FILTER, wanted, nested=True)
+    protocol = attribute(CTA_TUPLE_PROTO, attribute(CTA_PROTO_NUM, bytes([Protocol.UDP])), nested=True)
+    wanted = attribute(CTA_FILTER_ORIG_FLAGS, word(_FILTER_PROTO_NUM)) + attribute(CTA_FILTER_REPLY_FLAGS, word(0))
+    return attribute(CTA_TUPLE_ORIG, protocol, nested=True) + attribute(CTA_FILTER, wanted, nested=True)
 
 
-def _flows(link: RawLink, family: IPFamily, wanted: bytes) -> Iterator[Flow]:
+def _flows(netlink: RequestSocket, family: IPFamily, wanted: bytes) -> Iterator[Flow]:
     try:
-        for message in link.dump(GET, _header(family) + wanted):
+        for message in netlink.dump(IPCTNL_MSG_CT_GET, _header(family) + wanted):
             flow = _flow(family, message)
             if flow is not None:
                 yield flow
@@ -147,13 +173,13 @@ def _flows(link: RawLink, family: IPFamily, wanted: bytes) -> Iterator[Flow]:
 def _flow(family: IPFamily, message: bytes) -> Flow | None:
     original = reply = None
     key = b""
-    for kind, begin, end in attributes(message, FAMILY_HEADER, len(message)):
-        if kind == TUPLE_ORIG:
+    for kind, begin, end in attributes(message, NFGENMSG.size, len(message)):
+        if kind == CTA_TUPLE_ORIG:
             original = read_tuple(message, begin, end)
-        elif kind == TUPLE_REPLY:
+        elif kind == CTA_TUPLE_REPLY:
             reply = read_tuple(message, begin, end)
             key += message[begin - 4 : (end + 3) & ~3]
-        elif kind in (_ID, _ZONE):
+        elif kind in (CTA_ID, CTA_ZONE):
             key += message[begin - 4 : (end + 3) & ~3]
     if original is None or reply is None or original.protocol != Protocol.UDP:
         return None

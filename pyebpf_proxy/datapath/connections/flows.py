@@ -13,21 +13,31 @@ from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 from pyebpf_proxy.datapath.connections import ctnetlink
-from pyebpf_proxy.datapath.connections.ctnetlink import (
-    DST_PORT,
-    FAMILY_HEADER,
-    PROTO_NUM,
-    PROTOINFO,
-    SRC_PORT,
-    TUPLE_IP,
-    TUPLE_ORIG,
-    TUPLE_PROTO,
-    TUPLE_REPLY,
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import attribute_header, attributes
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.uapi import (
+    CTA_IP_V4_DST,
+    CTA_IP_V4_SRC,
+    CTA_IP_V6_DST,
+    CTA_IP_V6_SRC,
+    CTA_PROTO_DST_PORT,
+    CTA_PROTO_NUM,
+    CTA_PROTO_SRC_PORT,
+    CTA_PROTOINFO,
+    CTA_PROTOINFO_TCP,
+    CTA_PROTOINFO_TCP_STATE,
+    CTA_TUPLE_IP,
+    CTA_TUPLE_ORIG,
+    CTA_TUPLE_PROTO,
+    CTA_TUPLE_REPLY,
+    NETLINK_NETFILTER,
+    NFGENMSG,
 )
-from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attribute_header, attributes
 from pyebpf_proxy.datapath.refused import RefusedError
 from pyebpf_proxy.services.model import Protocol
 
+_HEADER = NFGENMSG.size
 # Conntrack states in which a connection is active, as in IPVS: SCTP only when it is established.
 _TCP_ACTIVE = {0, 1, 2, 3, 9}  # NONE, SYN_SENT, SYN_RECV, ESTABLISHED, SYN_SENT2
 _SCTP_ACTIVE = {4}  # ESTABLISHED
@@ -80,9 +90,9 @@ def _route(raw: _RawRoute) -> Route:
 
 
 def _dump() -> Iterator[bytes]:
-    with RawLink(NETLINK_NETFILTER) as link:
+    with RequestSocket(NETLINK_NETFILTER) as netlink:
         try:
-            yield from link.dump(ctnetlink.GET, bytes(FAMILY_HEADER))  # AF_UNSPEC: both
+            yield from netlink.dump(uapi.IPCTNL_MSG_CT_GET, bytes(_HEADER))  # AF_UNSPEC: both
         except OSError as error:
             raise RefusedError(error.errno or 0, f"list of connections: {error.strerror}") from error
 
@@ -94,20 +104,20 @@ def _layout(size: int) -> struct.Struct:
 
 def _nested(size: int, kind: int) -> tuple[bytes, ...]:
     """The attribute headers of a tuple with this layout."""
-    first = 1 if size == 4 else 3
+    first, second = (CTA_IP_V4_SRC, CTA_IP_V4_DST) if size == 4 else (CTA_IP_V6_SRC, CTA_IP_V6_DST)
     ip, proto = 2 * (4 + size), 24
     header = attribute_header
     return (
-        header(kind, 4 + ip + 4 + proto, nested=True) + header(TUPLE_IP, ip, nested=True) + header(first, size),
-        header(first + 1, size),
-        header(TUPLE_PROTO, proto, nested=True) + header(PROTO_NUM, 1),
-        header(SRC_PORT, 2),
-        header(DST_PORT, 2),
+        header(kind, 4 + ip + 4 + proto, nested=True) + header(CTA_TUPLE_IP, ip, nested=True) + header(first, size),
+        header(second, size),
+        header(CTA_TUPLE_PROTO, proto, nested=True) + header(CTA_PROTO_NUM, 1),
+        header(CTA_PROTO_SRC_PORT, 2),
+        header(CTA_PROTO_DST_PORT, 2),
     )
 
 
 _FAST = {
-    int(family): (_layout(size), _nested(size, TUPLE_ORIG), _nested(size, TUPLE_REPLY))
+    int(family): (_layout(size), _nested(size, CTA_TUPLE_ORIG), _nested(size, CTA_TUPLE_REPLY))
     for family, size in ((socket.AF_INET, 4), (socket.AF_INET6, 16))
 }
 
@@ -118,10 +128,10 @@ def _flow(message: bytes) -> tuple[bytes, _RawRoute, bool] | None:
     if fast is None:
         return None
     layout, original, reply = fast
-    end = FAMILY_HEADER + 2 * layout.size
+    end = _HEADER + 2 * layout.size
     if len(message) >= end:
-        a, source, b, destination, c, protocol, d, _, e, port = layout.unpack_from(message, FAMILY_HEADER)
-        f, endpoint, g, _, h, _, i, endpoint_port, j, _ = layout.unpack_from(message, FAMILY_HEADER + layout.size)
+        a, source, b, destination, c, protocol, d, _, e, port = layout.unpack_from(message, _HEADER)
+        f, endpoint, g, _, h, _, i, endpoint_port, j, _ = layout.unpack_from(message, _HEADER + layout.size)
         if (a, b, c, d, e) == original and (f, g, h, i, j) == reply and protocol in _PROTOCOLS:
             return source, (protocol, destination, port, endpoint, endpoint_port), _is_active(message, end, protocol)
     return _slow_flow(message)
@@ -130,7 +140,9 @@ def _flow(message: bytes) -> tuple[bytes, _RawRoute, bool] | None:
 _PROTOCOLS = frozenset(map(int, Protocol))
 _TCP, _UDP = int(Protocol.TCP), int(Protocol.UDP)
 _TCP_STATE = (
-    attribute_header(PROTOINFO, 44, nested=True) + attribute_header(1, 40, nested=True) + attribute_header(1, 1)
+    attribute_header(CTA_PROTOINFO, 44, nested=True)
+    + attribute_header(CTA_PROTOINFO_TCP, 40, nested=True)
+    + attribute_header(CTA_PROTOINFO_TCP_STATE, 1)
 )
 _USUAL_STATE = 52  # after status, mark, id, use and timeout
 
@@ -138,10 +150,10 @@ _USUAL_STATE = 52  # after status, mark, id, use and timeout
 def _slow_flow(message: bytes) -> tuple[bytes, _RawRoute, bool] | None:
     found = {
         kind: ctnetlink.read_tuple(message, begin, end)
-        for kind, begin, end in attributes(message, FAMILY_HEADER, len(message))
-        if kind in (TUPLE_ORIG, TUPLE_REPLY)
+        for kind, begin, end in attributes(message, _HEADER, len(message))
+        if kind in (CTA_TUPLE_ORIG, CTA_TUPLE_REPLY)
     }
-    original, reply = found.get(TUPLE_ORIG), found.get(TUPLE_REPLY)
+    original, reply = found.get(CTA_TUPLE_ORIG), found.get(CTA_TUPLE_REPLY)
     if original is None or reply is None or original.protocol not in _PROTOCOLS:
         return None
     route = (
@@ -151,7 +163,7 @@ def _slow_flow(message: bytes) -> tuple[bytes, _RawRoute, bool] | None:
         reply.source,
         reply.source_port,
     )
-    return original.source, route, _is_active(message, FAMILY_HEADER, original.protocol)
+    return original.source, route, _is_active(message, _HEADER, original.protocol)
 
 
 def _is_active(message: bytes, at: int, protocol: int) -> bool:
@@ -163,7 +175,7 @@ def _is_active(message: bytes, at: int, protocol: int) -> bool:
     if message[state - len(_TCP_STATE) : state] == _TCP_STATE and protocol == _TCP:
         return message[state] in active
     for kind, begin, end in attributes(message, at, len(message)):
-        if kind == PROTOINFO:
+        if kind == CTA_PROTOINFO:
             for _, section, section_end in attributes(message, begin, end):
                 for _, value, _ in attributes(message, section, section_end):
                     return message[value] in active

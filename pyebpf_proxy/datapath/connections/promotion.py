@@ -19,9 +19,10 @@ from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections import create
 from pyebpf_proxy.datapath.connections.create import Entry, Outcome, Result
 from pyebpf_proxy.datapath.connections.queue import Queue
-from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map, Program
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER
 from pyebpf_proxy.services.model import Protocol as IpProtocol
 
 #: Seconds from one pass to the next: with young flows, and without any.
@@ -206,9 +207,9 @@ class Promoter:
         if not due:
             self._waiting.clear()
             return
-        with RawLink(NETLINK_NETFILTER) as link:
+        with RequestSocket(NETLINK_NETFILTER) as netlink:
             seconds = create.time_outs()
-            results = create.create(link, [flow.entry for flow in due], seconds)
+            results = create.create(netlink, [flow.entry for flow in due], seconds)
             over: list[Entry] = []
             closing: list[Entry] = []
             failed: list[tuple[YoungFlow, Result]] = []
@@ -223,8 +224,8 @@ class Promoter:
                 elif result.outcome is not Outcome.KNOWN:
                     over.append(flow.entry)
             # A flow may end during this pass. Its entry would otherwise stay for days.
-            create.abandon(link, over)
-            create.close(link, closing, seconds)
+            create.abandon(netlink, over)
+            create.close(netlink, closing, seconds)
         self._note(failed, len(due))
         self.statistics.last_seconds = time.monotonic() - begin
 

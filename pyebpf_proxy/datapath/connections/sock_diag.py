@@ -10,11 +10,11 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pyebpf_proxy.datapath.connections.rawlink import NETLINK_SOCK_DIAG, RawLink
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.uapi import NETLINK_SOCK_DIAG, SOCK_DESTROY, SOCK_DIAG_BY_FAMILY
 from pyebpf_proxy.services.model import IPFamily, Protocol
 
-# include/uapi/linux/sock_diag.h, inet_diag.h
-_BY_FAMILY, _DESTROY = 20, 21
+# include/uapi/linux/inet_diag.h
 _ESTABLISHED, _ANY_STATE = 1 << 1, 0xFFFFFFFF
 _MAPPED = bytes(10) + b"\xff\xff"
 _ADDRESS_FAMILY = {IPFamily.IPV4: socket.AF_INET, IPFamily.IPV6: socket.AF_INET6}
@@ -40,9 +40,9 @@ class Socket(NamedTuple):
 def connected_udp() -> Iterator[Socket]:
     """Every connected UDP socket of this network namespace. OSError if the kernel refuses."""
     for family in IPFamily:
-        with RawLink(NETLINK_SOCK_DIAG) as link:
+        with RequestSocket(NETLINK_SOCK_DIAG) as netlink:
             try:
-                for message in link.dump(_BY_FAMILY, _request(family, _ESTABLISHED, bytes(_ID_BYTES))):
+                for message in netlink.dump(SOCK_DIAG_BY_FAMILY, _request(family, _ESTABLISHED, bytes(_ID_BYTES))):
                     yield _socket(family, message[_BEFORE_ID : _BEFORE_ID + _ID_BYTES])
             except OSError as error:
                 number = error.errno or 0
@@ -54,8 +54,8 @@ def destroy(found: Socket) -> bool:
 
     OSError if the kernel cannot do it (CONFIG_INET_DIAG_DESTROY) or does not allow it.
     """
-    with RawLink(NETLINK_SOCK_DIAG) as link:
-        number = link.request(_DESTROY, _request(found.family, _ANY_STATE, found.id))
+    with RequestSocket(NETLINK_SOCK_DIAG) as netlink:
+        number = netlink.request(SOCK_DESTROY, _request(found.family, _ANY_STATE, found.id))
     if number not in (0, errno.ENOENT, errno.ESTALE):
         raise OSError(number, f"a UDP socket of a gone endpoint could not be ended: {os.strerror(number)}")
     return number == 0

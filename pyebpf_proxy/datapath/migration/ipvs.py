@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pyebpf_proxy.config.addresses import Address, Network
-from pyebpf_proxy.datapath.node.netlink import Netlink, attribute
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import attribute, text, values
+from pyebpf_proxy.datapath.netlink.rtnetlink import WITHOUT_STATISTICS, Rtnetlink
 from pyebpf_proxy.datapath.report import Report
 
 DEVICE = "kube-ipvs0"
@@ -45,11 +47,6 @@ SETS_IPV4 = (
     "KUBE-IPVS-IPS",
 )
 SETS = (*SETS_IPV4, *(name.replace("KUBE-", "KUBE-6-", 1)[:MAX_SET_NAME] for name in SETS_IPV4))
-
-RTM_DELLINK = 17
-RTM_DELADDR = 21
-RTM_GETLINK = 18
-RTM_GETADDR = 22
 
 
 class VirtualServer(NamedTuple):
@@ -123,38 +120,39 @@ def remove_device(cidrs: Sequence[Network], report: Report, name: str = DEVICE, 
         index = socket.if_nametoindex(name)
     except OSError:
         return
-    from pyebpf_proxy.datapath.node.messages import ifaddrmsg, ifinfmsg
-
-    with Netlink() as netlink:
-        link = next(each for each in netlink.dump(ifinfmsg(), RTM_GETLINK, "list devices") if each["index"] == index)
-        info = attribute(link, "IFLA_LINKINFO")
-        found = attribute(info, "IFLA_INFO_KIND") if info is not None else None
+    with Rtnetlink() as netlink:
+        every_link = bytes(uapi.IFINFOMSG.size) + WITHOUT_STATISTICS
+        listed = netlink.list_all(uapi.RTM_GETLINK, every_link, "list devices")
+        found = next(_kind(each) for each in listed if uapi.IFINFOMSG.unpack_from(each)[2] == index)
         if found != kind:
             report.problems.append(f"device {name} is of kind {found or 'none'}, not {kind}: it stays")
             return
-        addresses = [
-            each for each in netlink.dump(ifaddrmsg(), RTM_GETADDR, "list addresses") if each["index"] == index
-        ]
+        every_address = netlink.list_all(uapi.RTM_GETADDR, bytes(uapi.IFADDRMSG.size), "list addresses")
+        addresses = [each for each in every_address if uapi.IFADDRMSG.unpack_from(each)[4] == index]
         if not any(excluded(_address(each), cidrs) for each in addresses):
-            message = ifinfmsg()
-            message["index"] = index
-            netlink.request(message, RTM_DELLINK, 0, f"delete device {name}")
+            message = uapi.IFINFOMSG.pack(socket.AF_UNSPEC, 0, index, 0, 0)
+            netlink.change(uapi.RTM_DELLINK, 0, message, f"delete device {name}")
             report.removed.append(f"device {name}")
             return
         for each in addresses:
             address = _address(each)
             if excluded(address, cidrs) or address.is_link_local:
                 continue
-            message = ifaddrmsg()
-            for field in ("family", "prefixlen", "index"):
-                message[field] = each[field]
-            message["attrs"] = [("IFA_LOCAL", str(address)), ("IFA_ADDRESS", str(address))]
-            netlink.request(message, RTM_DELADDR, 0, f"delete {address} of {name}")
+            family, length, _, _, _ = uapi.IFADDRMSG.unpack_from(each)
+            message = uapi.IFADDRMSG.pack(family, length, 0, 0, index)
+            message += attribute(uapi.IFA_LOCAL, address.packed) + attribute(uapi.IFA_ADDRESS, address.packed)
+            netlink.change(uapi.RTM_DELADDR, 0, message, f"delete {address} of {name}")
             report.removed.append(f"address {address} on {name}")
 
 
-def _address(message: Any) -> Address:
-    return ipaddress.ip_address(attribute(message, "IFA_LOCAL") or attribute(message, "IFA_ADDRESS"))
+def _kind(link: bytes) -> str:
+    info = values(values(link, uapi.IFINFOMSG.size).get(uapi.IFLA_LINKINFO, b""))
+    return text(info.get(uapi.IFLA_INFO_KIND, b""))
+
+
+def _address(message: bytes) -> Address:
+    parts = values(message, uapi.IFADDRMSG.size)
+    return ipaddress.ip_address(parts.get(uapi.IFA_LOCAL) or parts[uapi.IFA_ADDRESS])
 
 
 def remove_sets(report: Report) -> None:

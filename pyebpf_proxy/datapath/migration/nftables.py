@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import errno
 import json
-import socket
 from typing import Any
 
 import nftables
 
-from pyebpf_proxy.datapath.netfilter.nft import LIBRARY, NETLINK_NETFILTER, NftError
+from pyebpf_proxy.datapath.netfilter.nft import LIBRARY, NftError
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER
 from pyebpf_proxy.datapath.report import Report
 
 TABLE = "kube-proxy"
@@ -23,7 +24,7 @@ class Ruleset:
     def __init__(self) -> None:
         # Checked first, because libnftables ends the process if it cannot open its socket.
         try:
-            socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETLINK_NETFILTER).close()
+            RequestSocket(NETLINK_NETFILTER).close()
         except OSError as error:
             raise NftError(error.errno, "nftables: this kernel has no nfnetlink (CONFIG_NF_TABLES)") from error
         self._nft: Any = nftables.Nftables()

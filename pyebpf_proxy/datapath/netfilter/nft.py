@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 import nftables
 
-from pyebpf_proxy.datapath.netfilter import nfnetlink, nft_rules
+from pyebpf_proxy.datapath.netfilter import nft_rules
 from pyebpf_proxy.datapath.netfilter.host_rules import NOTHING, Existing, HostRules, is_ours
 from pyebpf_proxy.datapath.netfilter.nfnetlink import Chain, Channel, Step
 from pyebpf_proxy.datapath.netfilter.nft_rules import MAP_SHAPES, PORT_SHAPES, Behaviour, Prefix, Target
 from pyebpf_proxy.datapath.refused import RefusedError
 
-NETLINK_NETFILTER = nfnetlink.NETLINK_NETFILTER
 TABLE = "pyebpf-proxy"
 #: libnftables has process-wide state: one call at a time, in any thread.
 LIBRARY = threading.Lock()

@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attributes
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import text, values
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.node import tc
 from pyebpf_proxy.datapath.node.plan import Others
 from pyebpf_proxy.datapath.node.tcx import Links
 
-# include/uapi/linux/netfilter/nfnetlink.h, nf_tables.h
-_NFT_GETCHAIN, _NFT_GETRULE, _FAMILY_BRIDGE = (10 << 8) | 4, (10 << 8) | 7, 7
-_CHAIN_TABLE, _CHAIN_NAME, _CHAIN_HOOK, _CHAIN_POLICY = 1, 3, 4, 5
-_RULE_TABLE, _RULE_CHAIN = 1, 2
-_GENMSG = bytes([_FAMILY_BRIDGE, 0, 0, 0])
+_OF_BRIDGE = uapi.NFGENMSG.pack(uapi.NFPROTO_BRIDGE, 0, 0)
 _EBTABLES = ("filter", "nat", "broute")
 # What can be wrong with the proxy's program on a device.
 GONE, NOT_AT_ITS_END = "gone", "not at its end of the chain"
@@ -180,27 +178,21 @@ def bridge_rules() -> str:
 
 
 def _nft_bridge_rules() -> str:
-    with RawLink(NETLINK_NETFILTER) as link:
+    with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
         try:
-            for message in link.dump(_NFT_GETRULE, _GENMSG):
-                inner = _texts(message)
-                return f"nftables rule in table bridge {inner[_RULE_TABLE]}, chain {inner[_RULE_CHAIN]}"
+            for message in netlink.dump(uapi.NFT_MSG_GETRULE, _OF_BRIDGE):
+                rule = values(message, uapi.NFGENMSG.size)
+                table, chain = text(rule[uapi.NFTA_RULE_TABLE]), text(rule[uapi.NFTA_RULE_CHAIN])
+                return f"nftables rule in table bridge {table}, chain {chain}"
         except OSError:
             return ""  # no nftables in this kernel
-    with RawLink(NETLINK_NETFILTER) as link:
-        for message in link.dump(_NFT_GETCHAIN, _GENMSG):
-            known = {kind: message[begin:end] for kind, begin, end in attributes(message, 4, len(message))}
-            if _CHAIN_HOOK in known and known.get(_CHAIN_POLICY, b"\0\0\0\1") == bytes(4):
-                inner = _texts(message)
-                return (
-                    f"nftables chain {inner[_CHAIN_NAME]} of table bridge {inner[_CHAIN_TABLE]}, whose policy is drop"
-                )
+    with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
+        for message in netlink.dump(uapi.NFT_MSG_GETCHAIN, _OF_BRIDGE):
+            known = values(message, uapi.NFGENMSG.size)
+            if uapi.NFTA_CHAIN_HOOK in known and known.get(uapi.NFTA_CHAIN_POLICY, b"\0\0\0\1") == bytes(4):
+                name, table = text(known[uapi.NFTA_CHAIN_NAME]), text(known[uapi.NFTA_CHAIN_TABLE])
+                return f"nftables chain {name} of table bridge {table}, whose policy is drop"
     return ""
-
-
-def _texts(message: bytes) -> dict[int, str]:
-    parts = attributes(message, 4, len(message))
-    return {kind: message[begin:end].rstrip(bytes(1)).decode(errors="replace") for kind, begin, end in parts}
 
 
 def _ebtables_rules() -> str:

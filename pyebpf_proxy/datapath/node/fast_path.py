@@ -13,30 +13,32 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
 from pyebpf_proxy.common.log import Logger
-from pyebpf_proxy.datapath.connections.rawlink import RawLink
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import messages
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.subscription import Subscription
 from pyebpf_proxy.datapath.node import policy_routing
 from pyebpf_proxy.datapath.node.neighbours import Neighbours
 from pyebpf_proxy.datapath.rulesets.judge import Verdict
 from pyebpf_proxy.datapath.rulesets.kernel import Reading, device
 from pyebpf_proxy.datapath.rulesets.watch import Watch
 
-# include/uapi/linux/netlink.h, rtnetlink.h, xfrm.h
-_NETLINK_ROUTE, _NETLINK_XFRM = 0, 6
-_GROUPS = (1, 7, 8, 11, 19, 32)  # LINK, IPV4_ROUTE, IPV4_RULE, IPV6_ROUTE, IPV6_RULE, NEXTHOP
-_XFRM_POLICY_GROUP = 4
-_ADD_MEMBERSHIP, _SOL_NETLINK = 1, 270
-_NEWLINK, _DELLINK, _NEWRULE, _DELRULE = 16, 17, 32, 33
-_GETPOLICY, _POLICY_ID_BYTES = 0x15, 64
-_MESSAGE = struct.Struct("=IHHII")
-_RECEIVE_BYTES = 1 << 17
+_GROUPS = (
+    uapi.RTNLGRP_LINK,
+    uapi.RTNLGRP_IPV4_ROUTE,
+    uapi.RTNLGRP_IPV4_RULE,
+    uapi.RTNLGRP_IPV6_ROUTE,
+    uapi.RTNLGRP_IPV6_RULE,
+)
+#: Newer than the others.
+_NEXT_HOPS = (uapi.RTNLGRP_NEXTHOP,)
 
 TRUST_SECONDS = 5.0
 BEAT_SECONDS = 1.0
@@ -90,7 +92,8 @@ class FastPath:
     """The map ``fast_path`` of the network namespace in which it is created.
 
     ``layout`` is that of its value, ``reasons`` are numbers of enum slow_path_reason by name, ``own_table`` is the
-    name of this instance's nftables table. ``heed_rules`` False: rules of other software do not close it, they only cause warnings.
+    name of this instance's nftables table. ``heed_rules`` False: rules of other software do not close it, they only
+    cause warnings.
     Create it, then give :meth:`follow` a loop. :meth:`close` sends every packet to the kernel again.
     """
 
@@ -121,10 +124,10 @@ class FastPath:
         self._by_rules: dict[int, Verdict] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         with ExitStack() as undo:
-            self._routes = undo.enter_context(_subscribe(_NETLINK_ROUTE, _GROUPS))
+            self._routes = undo.enter_context(Subscription(uapi.NETLINK_ROUTE, _GROUPS, _NEXT_HOPS))
             try:
-                self._policies: socket.socket | None = undo.enter_context(
-                    _subscribe(_NETLINK_XFRM, (_XFRM_POLICY_GROUP,))
+                self._policies: Subscription | None = undo.enter_context(
+                    Subscription(uapi.NETLINK_XFRM, [uapi.XFRMNLGRP_POLICY])
                 )
             except OSError as error:
                 if error.errno not in (errno.EPROTONOSUPPORT, errno.EAFNOSUPPORT):
@@ -190,25 +193,21 @@ class FastPath:
         self._write()
         self._timer = self._loop.call_later(BEAT_SECONDS, self._beat)
 
-    def _read(self, source: socket.socket) -> None:
+    def _read(self, source: Subscription) -> None:
         look = source is self._policies
         devices = False
-        while True:
-            try:
-                data = source.recv(_RECEIVE_BYTES)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                if error.errno != errno.ENOBUFS:
-                    _log.error("changes of routes could not be followed", error=str(error))
-                    break
-                look = devices = True  # Messages were lost.
-                continue
-            if source is self._routes:
-                slow = self._rules.reading.slow_devices
-                for kind, message in _messages(data):
-                    look = look or kind in (_NEWRULE, _DELRULE)
-                    devices = devices or (kind in (_NEWLINK, _DELLINK) and _is_slow(message, slow))
+        slow = self._rules.reading.slow_devices
+        try:
+            for data in source.received():
+                if data is None:  # Messages were lost.
+                    look = devices = True
+                elif source is self._routes:
+                    for kind, _, _, message in messages(data):
+                        look = look or kind in (uapi.RTM_NEWRULE, uapi.RTM_DELRULE)
+                        about_device = kind in (uapi.RTM_NEWLINK, uapi.RTM_DELLINK)
+                        devices = devices or (about_device and _is_slow(message, slow))
+        except OSError as error:
+            _log.error("changes of routes could not be followed", error=str(error))
         if look:
             self._look()
         # ip rules may use marks that other rules set; other rules may be for devices without a fast path.
@@ -278,31 +277,6 @@ class FastPath:
         return 0 if why is None else self._reasons.get(why.code, self._reasons[_ROUTED])
 
 
-def _subscribe(protocol: int, groups: tuple[int, ...]) -> socket.socket:
-    made = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, protocol)
-    try:
-        made.bind((0, 0))
-        for group in groups:
-            try:
-                made.setsockopt(_SOL_NETLINK, _ADD_MEMBERSHIP, group)
-            except OSError as error:
-                # Next hop objects are newer than the other groups.
-                if not (protocol == _NETLINK_ROUTE and group == 32 and error.errno == errno.EINVAL):
-                    raise
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
-    at = 0
-    while at + _MESSAGE.size <= len(data):
-        length, kind, _, _, _ = _MESSAGE.unpack_from(data, at)
-        yield kind, data[at + _MESSAGE.size : at + length]
-        at += max(length + 3 & ~3, _MESSAGE.size)
-
-
 def _is_slow(link: bytes, known: frozenset[str]) -> bool:
     """Whether a device is not an Ethernet device, or has the name of one that was not."""
     name, ethernet = device(link)
@@ -311,8 +285,8 @@ def _is_slow(link: bytes, known: frozenset[str]) -> bool:
 
 def _has_ipsec() -> bool:
     try:
-        with RawLink(_NETLINK_XFRM) as link:
-            return bool(list(link.dump(_GETPOLICY, bytes(_POLICY_ID_BYTES))))
+        with RequestSocket(uapi.NETLINK_XFRM) as netlink:
+            return bool(list(netlink.dump(uapi.XFRM_MSG_GETPOLICY, bytes(uapi.XFRM_USERPOLICY_ID_BYTES))))
     except OSError as error:
         if error.errno in (errno.EPROTONOSUPPORT, errno.EAFNOSUPPORT):
             return False  # A kernel without IPsec.

@@ -5,31 +5,20 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import sys
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
 
-from pyebpf_proxy.datapath.node.messages import (
-    RTM_DELADDR,
-    RTM_DELLINK,
-    RTM_DELQDISC,
-    RTM_DELTFILTER,
-    RTM_GETADDR,
-    RTM_GETLINK,
-    RTM_NEWADDR,
-    RTM_NEWLINK,
-    RTM_NEWQDISC,
-    RTM_NEWTFILTER,
-    ifaddrmsg,
-    ifinfmsg,
-)
-from pyebpf_proxy.datapath.node.netlink import Netlink, attribute
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import messages, number, text, values
+from pyebpf_proxy.datapath.netlink.rtnetlink import WITHOUT_STATISTICS, Rtnetlink
+from pyebpf_proxy.datapath.netlink.subscription import LARGE_BUFFER, Subscription
 from pyebpf_proxy.datapath.node.peers import Peers
 from pyebpf_proxy.datapath.node.plan import IFA_F_SECONDARY, InterfaceAddress, Link, State
 
-GROUPS = 0x1 | 0x8 | 0x10 | 0x100  # RTMGRP_LINK, RTMGRP_TC, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR
+GROUPS = (uapi.RTNLGRP_LINK, uapi.RTNLGRP_TC, uapi.RTNLGRP_IPV4_IFADDR, uapi.RTNLGRP_IPV6_IFADDR)
 AF_BRIDGE = 7
-_TC = frozenset({RTM_NEWTFILTER, RTM_DELTFILTER, RTM_NEWQDISC, RTM_DELQDISC})
-SKIP_STATISTICS = 8  # RTEXT_FILTER_SKIP_STATS
+_TC = frozenset({uapi.RTM_NEWTFILTER, uapi.RTM_DELTFILTER, uapi.RTM_NEWQDISC, uapi.RTM_DELQDISC})
 
 
 @dataclass
@@ -48,9 +37,9 @@ class Follower:
     def __init__(self) -> None:
         self.state = State()
         self._peers = Peers()
-        self._requests = Netlink()
+        self._requests = Rtnetlink()
         try:
-            self._events = Netlink(GROUPS)
+            self._events = Subscription(uapi.NETLINK_ROUTE, GROUPS, buffer=LARGE_BUFFER)
         except BaseException:
             self._requests.close()
             raise
@@ -67,15 +56,12 @@ class Follower:
     def refresh(self) -> None:
         """Lists everything again."""
         fresh = State()
-        message = ifinfmsg()
-        message["family"] = socket.AF_UNSPEC
-        message["attrs"] = [("IFLA_EXT_MASK", SKIP_STATISTICS)]
-        for found in self._requests.dump(message, RTM_GETLINK, "list of links"):
+        every_link = bytes(uapi.IFINFOMSG.size) + WITHOUT_STATISTICS
+        for found in self._requests.list_all(uapi.RTM_GETLINK, every_link, "list of links"):
             link = _link(found)
             fresh.links[link.ifindex] = link
-        message = ifaddrmsg()
-        message["family"] = socket.AF_UNSPEC
-        for found in self._requests.dump(message, RTM_GETADDR, "list of addresses"):
+        every_address = bytes(uapi.IFADDRMSG.size)
+        for found in self._requests.list_all(uapi.RTM_GETADDR, every_address, "list of addresses"):
             entry = _address(found)
             if entry is not None:
                 fresh.addresses[_key(entry)] = entry
@@ -84,23 +70,22 @@ class Follower:
 
     def read(self) -> Events:
         """Processes received messages. If some were lost, everything is listed again."""
-        messages, lost = self._events.events()
+        received = list(self._events.received())
         seen = Events()
-        if lost:
+        if None in received:
             before = set(self.state.links)
             self.refresh()
             seen.changed = True
             seen.gone = before - set(self.state.links)
             seen.filters = set(self.state.links)
             return seen
-        for message in messages:
-            kind = message["header"]["type"]
-            if kind in (RTM_NEWLINK, RTM_DELLINK):
+        for kind, _, _, message in chain.from_iterable(messages(data) for data in received if data):
+            if kind in (uapi.RTM_NEWLINK, uapi.RTM_DELLINK):
                 self._take_link(message, kind, seen)
-            elif kind in (RTM_NEWADDR, RTM_DELADDR):
+            elif kind in (uapi.RTM_NEWADDR, uapi.RTM_DELADDR):
                 self._take_address(message, kind, seen)
             elif kind in _TC:
-                seen.filters.add(message["index"])
+                seen.filters.add(uapi.TCMSG.unpack_from(message)[1])
         links = self.state.links
         # XDP at one end of a veth changes the features of the other end (veth_xdp_set()), which causes a message.
         seen.changed |= self._take_peers(self._peers.ask(links[index] for index in seen.links if index in links))
@@ -116,11 +101,11 @@ class Follower:
         peers.update(found)
         return changed
 
-    def _take_link(self, message: Any, kind: int, seen: Events) -> None:
-        if message["family"] == AF_BRIDGE:
+    def _take_link(self, message: bytes, kind: int, seen: Events) -> None:
+        family, _, index, _, _ = uapi.IFINFOMSG.unpack_from(message)
+        if family == AF_BRIDGE:
             return  # about its state as a bridge port; RTM_DELLINK of this family is a port that leaves, not a device
-        index = message["index"]
-        if kind == RTM_DELLINK:
+        if kind == uapi.RTM_DELLINK:
             seen.gone.add(index)
             seen.changed = True
             self.state.links.pop(index, None)
@@ -136,13 +121,13 @@ class Follower:
             self.state.links[index] = link
             seen.changed = True
 
-    def _take_address(self, message: Any, kind: int, seen: Events) -> None:
+    def _take_address(self, message: bytes, kind: int, seen: Events) -> None:
         entry = _address(message)
         if entry is None:
             return
         addresses = self.state.addresses
         key = _key(entry)
-        if kind == RTM_DELADDR:
+        if kind == uapi.RTM_DELADDR:
             seen.changed |= addresses.pop(key, None) is not None
             return
         before = addresses.get(key)
@@ -162,39 +147,42 @@ def _key(entry: InterfaceAddress) -> tuple[int, ipaddress.IPv4Address | ipaddres
     return entry.device, entry.address, entry.prefix_length
 
 
-def _link(message: Any) -> Link:
-    info = attribute(message, "IFLA_LINKINFO")
-    kind = (attribute(info, "IFLA_INFO_KIND") if info is not None else None) or ""
-    data = attribute(info, "IFLA_INFO_DATA") if kind == "bridge" else None
-    xdp = attribute(message, "IFLA_XDP")
-    mac = attribute(message, "IFLA_ADDRESS") or ""
-    octets = mac.split(":") if isinstance(mac, str) else []
+def _link(message: bytes) -> Link:
+    _, type_, index, _, _ = uapi.IFINFOMSG.unpack_from(message)
+    parts = values(message, uapi.IFINFOMSG.size)
+    info = values(parts.get(uapi.IFLA_LINKINFO, b""))
+    kind = text(info.get(uapi.IFLA_INFO_KIND, b""))
+    data = values(info.get(uapi.IFLA_INFO_DATA, b"")) if kind == "bridge" else {}
+    xdp = values(parts.get(uapi.IFLA_XDP, b""))
+    mac = parts.get(uapi.IFLA_ADDRESS, b"")
+    peer = parts.get(uapi.IFLA_LINK_NETNSID) if kind == "veth" else None
     return Link(
-        ifindex=message["index"],
-        name=attribute(message, "IFLA_IFNAME"),
-        type=message["ifi_type"],
+        ifindex=index,
+        name=text(parts.get(uapi.IFLA_IFNAME, b"")),
+        type=type_,
         kind=kind,
-        master=attribute(message, "IFLA_MASTER") or 0,
-        mac=bytes(int(octet, 16) for octet in octets) if len(octets) == 6 else bytes(6),
-        lower=attribute(message, "IFLA_LINK") or 0,
-        xdp=(attribute(xdp, "IFLA_XDP_PROG_ID") if xdp is not None else None) or 0,
-        mtu=attribute(message, "IFLA_MTU") or 0,
-        peer_netns=attribute(message, "IFLA_LINK_NETNSID") if kind == "veth" else None,
-        vlan_filtering=bool(attribute(data, "IFLA_BR_VLAN_FILTERING")) if data is not None else False,
+        master=number(parts.get(uapi.IFLA_MASTER, b"")),
+        mac=mac if len(mac) == 6 else bytes(6),
+        lower=number(parts.get(uapi.IFLA_LINK, b"")),
+        xdp=number(xdp.get(uapi.IFLA_XDP_PROG_ID, b"")),
+        mtu=number(parts.get(uapi.IFLA_MTU, b"")),
+        peer_netns=None if peer is None else int.from_bytes(peer, sys.byteorder, signed=True),
+        vlan_filtering=data.get(uapi.IFLA_BR_VLAN_FILTERING, b"\0") != b"\0",
     )
 
 
-def _address(message: Any) -> InterfaceAddress | None:
-    peer = attribute(message, "IFA_ADDRESS")
-    local = attribute(message, "IFA_LOCAL") or peer
-    if local is None:
+def _address(message: bytes) -> InterfaceAddress | None:
+    family, prefix_length, flags, scope, index = uapi.IFADDRMSG.unpack_from(message)
+    parts = values(message, uapi.IFADDRMSG.size)
+    peer = parts.get(uapi.IFA_ADDRESS)
+    local = parts.get(uapi.IFA_LOCAL, peer)
+    if family not in (socket.AF_INET, socket.AF_INET6) or local is None:
         return None
-    flags = attribute(message, "IFA_FLAGS")
     return InterfaceAddress(
-        device=message["index"],
+        device=index,
         address=ipaddress.ip_address(local),
         peer=ipaddress.ip_address(peer or local),
-        prefix_length=message["prefixlen"],
-        scope=message["scope"],
-        flags=message["flags"] if flags is None else flags,
+        prefix_length=prefix_length,
+        scope=scope,
+        flags=number(parts[uapi.IFA_FLAGS]) if uapi.IFA_FLAGS in parts else flags,
     )

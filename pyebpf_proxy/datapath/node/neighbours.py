@@ -7,21 +7,15 @@ means that a known link address was replaced or is no longer valid.
 
 from __future__ import annotations
 
-import errno
 import socket
-import struct
 
-from pyebpf_proxy.datapath.connections.rawlink import RawLink, attributes
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import messages, values
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.subscription import Subscription
 
-# include/uapi/linux/netlink.h, rtnetlink.h, neighbour.h
-_NETLINK_ROUTE, _SOL_NETLINK, _ADD_MEMBERSHIP, _NEIGHBOUR_GROUP = 0, 270, 1, 3
-_NEWNEIGH, _DELNEIGH, _GETNEIGH = 28, 29, 30
-_MESSAGE = struct.Struct("=IHHII")
-_NEIGHBOUR = struct.Struct("=BBHiHBB")  # struct ndmsg
-_DESTINATION, _LINK_ADDRESS = 1, 2
-#: NUD_REACHABLE, STALE, DELAY, PROBE, NOARP, PERMANENT: packets are sent to the address.
-_VALID = 0x02 | 0x04 | 0x08 | 0x10 | 0x40 | 0x80
-_RECEIVE_BYTES = 1 << 17
+#: Packets are sent to the address.
+_VALID = uapi.NUD_REACHABLE | uapi.NUD_STALE | uapi.NUD_DELAY | uapi.NUD_PROBE | uapi.NUD_NOARP | uapi.NUD_PERMANENT
 _Key = tuple[int, int, bytes]
 
 
@@ -30,40 +24,29 @@ class Neighbours:
 
     def __init__(self) -> None:
         self._known: dict[_Key, bytes] = {}
-        kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-        self._socket = socket.socket(socket.AF_NETLINK, kind, _NETLINK_ROUTE)
+        self._events = Subscription(uapi.NETLINK_ROUTE, [uapi.RTNLGRP_NEIGH])
         try:
-            self._socket.bind((0, 0))
-            self._socket.setsockopt(_SOL_NETLINK, _ADD_MEMBERSHIP, _NEIGHBOUR_GROUP)
             self._list()
         except BaseException:
-            self._socket.close()
+            self._events.close()
             raise
 
     def fileno(self) -> int:
         """For ``loop.add_reader``."""
-        return self._socket.fileno()
+        return self._events.fileno()
 
     def read(self) -> bool:
         """Process new messages: whether packets may still be sent to a wrong address. OSError."""
         moved = False
-        while True:
-            try:
-                data = self._socket.recv(_RECEIVE_BYTES)
-            except BlockingIOError:
-                return moved
-            except OSError as error:
-                if error.errno != errno.ENOBUFS:
-                    raise
-                self._list()  # Messages were lost.
+        for data in self._events.received():
+            if data is None:  # Messages were lost.
+                self._list()
                 moved = True
                 continue
-            at = 0
-            while at + _MESSAGE.size <= len(data):
-                length, kind, _, _, _ = _MESSAGE.unpack_from(data, at)
-                if kind in (_NEWNEIGH, _DELNEIGH):
-                    moved |= self.note(data[at + _MESSAGE.size : at + length], kind == _DELNEIGH)
-                at += max(length + 3 & ~3, _MESSAGE.size)
+            for kind, _, _, message in messages(data):
+                if kind in (uapi.RTM_NEWNEIGH, uapi.RTM_DELNEIGH):
+                    moved |= self.note(message, kind == uapi.RTM_DELNEIGH)
+        return moved
 
     def note(self, message: bytes, gone: bool = False) -> bool:
         """One neighbour message: whether its link address was known, and is now another one or none."""
@@ -78,20 +61,20 @@ class Neighbours:
 
     def close(self) -> None:
         """Stop following."""
-        self._socket.close()
+        self._events.close()
 
     def _list(self) -> None:
         self._known.clear()
-        with RawLink(_NETLINK_ROUTE) as link:
-            for message in link.dump(_GETNEIGH, _NEIGHBOUR.pack(socket.AF_UNSPEC, 0, 0, 0, 0, 0, 0)):
+        with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
+            for message in netlink.dump(uapi.RTM_GETNEIGH, uapi.NDMSG.pack(socket.AF_UNSPEC, 0, 0, 0, 0, 0, 0)):
                 self.note(message)
 
 
 def _read(message: bytes) -> tuple[_Key, bytes] | None:
     """The neighbour, and its link address, empty if no valid one is known. None: not an IP neighbour."""
-    family, _, _, device, state, _, _ = _NEIGHBOUR.unpack_from(message)
+    family, _, _, device, state, _, _ = uapi.NDMSG.unpack_from(message)
     if family not in (socket.AF_INET, socket.AF_INET6):
         return None
-    parts = {kind: message[begin:end] for kind, begin, end in attributes(message, _NEIGHBOUR.size, len(message))}
-    address = parts.get(_LINK_ADDRESS, b"") if state & _VALID else b""
-    return (device, family, parts.get(_DESTINATION, b"")), address
+    parts = values(message, uapi.NDMSG.size)
+    address = parts.get(uapi.NDA_LLADDR, b"") if state & _VALID else b""
+    return (device, family, parts.get(uapi.NDA_DST, b"")), address

@@ -3,21 +3,15 @@
 
 from __future__ import annotations
 
-import errno
-import socket
-import struct
-
-from pyebpf_proxy.datapath.connections.rawlink import RawLink, attributes
+from pyebpf_proxy.datapath.netlink import genetlink, uapi
+from pyebpf_proxy.datapath.netlink.messages import number, values
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.subscription import Subscription
 
 # include/uapi/linux/netdev.h
 BASIC, REDIRECT, NDO_XMIT, RX_SG, NDO_XMIT_SG = 1, 2, 4, 32, 64
 _DEV_GET, _IFINDEX, _FEATURES = 1, 1, 3
-# include/uapi/linux/genetlink.h
-_NETLINK_GENERIC, _CONTROL, _GET_FAMILY = 16, 0x10, 3
-_FAMILY_ID, _FAMILY_NAME, _GROUPS, _GROUP_NAME, _GROUP_ID = 1, 2, 7, 1, 2
-_ADD_MEMBERSHIP, _SOL_NETLINK = 1, 270
-_HEADER = struct.Struct("=BBH")
-_NAME = b"netdev\0"
+_FAMILY, _GROUP = "netdev", "mgmt"
 
 
 class Features:
@@ -28,16 +22,13 @@ class Features:
 
     def __init__(self) -> None:
         self.by_device: dict[int, int] = {}
-        self._events: socket.socket | None = None
-        self._family, group = _family()
-        if not self._family:
+        self._events: Subscription | None = None
+        family = genetlink.family(_FAMILY)
+        if family is None or _GROUP not in family.groups:
             return
-        self._events = socket.socket(
-            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, _NETLINK_GENERIC
-        )
+        self._family = family.number
+        self._events = Subscription(uapi.NETLINK_GENERIC, [family.groups[_GROUP]])
         try:
-            self._events.bind((0, 0))
-            self._events.setsockopt(_SOL_NETLINK, _ADD_MEMBERSHIP, group)
             self.list()
         except BaseException:
             self._events.close()
@@ -54,16 +45,7 @@ class Features:
 
     def read(self) -> bool:
         """Process new messages; whether anything may have changed."""
-        came = False
-        while self._events is not None:
-            try:
-                self._events.recv(1 << 16)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                if error.errno != errno.ENOBUFS:
-                    raise
-            came = True
+        came = self._events is not None and bool(list(self._events.received()))
         if came:
             self.list()
         return came
@@ -71,34 +53,12 @@ class Features:
     def list(self) -> None:
         """List the features of all devices. OSError."""
         found = {}
-        with RawLink(_NETLINK_GENERIC) as link:
-            for message in link.dump(self._family, _HEADER.pack(_DEV_GET, 1, 0)):
-                values = {
-                    kind: int.from_bytes(message[begin:end], "little")
-                    for kind, begin, end in attributes(message, _HEADER.size, len(message))
-                }
-                found[values.get(_IFINDEX, 0)] = values.get(_FEATURES, 0)
+        with RequestSocket(uapi.NETLINK_GENERIC) as netlink:
+            for message in netlink.dump(self._family, uapi.GENLMSGHDR.pack(_DEV_GET, 1, 0)):
+                parts = values(message, uapi.GENLMSGHDR.size)
+                found[number(parts.get(_IFINDEX, b""))] = number(parts.get(_FEATURES, b""))
         self.by_device = found
 
     def close(self) -> None:
         if self._events is not None:
             self._events.close()
-
-
-def _family() -> tuple[int, int]:
-    """Number of the family and of its multicast group; 0 if it does not exist."""
-    number, group = 0, 0
-    # All families: they are few, and each is a separate message.
-    with RawLink(_NETLINK_GENERIC) as link:
-        for message in link.dump(_CONTROL, _HEADER.pack(_GET_FAMILY, 1, 0)):
-            parts = {kind & 0x3FFF: (begin, end) for kind, begin, end in attributes(message, 4, len(message))}
-            begin, end = parts.get(_FAMILY_NAME, (0, 0))
-            if message[begin:end] != _NAME:
-                continue
-            begin, end = parts[_FAMILY_ID]
-            number = int.from_bytes(message[begin:end], "little")
-            for _, begin, end in attributes(message, *parts.get(_GROUPS, (0, 0))):
-                inner = {k & 0x3FFF: message[b:e] for k, b, e in attributes(message, begin, end)}
-                if inner.get(_GROUP_NAME) == b"mgmt\0":
-                    group = int.from_bytes(inner[_GROUP_ID], "little")
-    return (number, group) if group else (0, 0)

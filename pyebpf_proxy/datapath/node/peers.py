@@ -14,17 +14,14 @@ import struct
 from array import array
 from collections.abc import Iterable
 
-from pyebpf_proxy.datapath.connections.rawlink import RawLink, attribute, attributes
-from pyebpf_proxy.datapath.node.messages import RTM_GETLINK
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import attribute, number, values
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.rtnetlink import WITHOUT_STATISTICS
 from pyebpf_proxy.datapath.node.plan import Link
 
-# include/uapi/linux/rtnetlink.h, if_link.h
-_IFINFOMSG = struct.Struct("=BxHiII")
-_EXT_MASK, _XDP, _TARGET_NETNSID = 29, 43, 46
-_SKIP_STATISTICS = attribute(_EXT_MASK, struct.pack("=I", 8))
-_XDP_ATTACHED = 2
-# XDP_ATTACHED_DRV, _MULTI: the driver runs it, alone or together with another mode. (_SKB, 2: generic XDP.)
-_NATIVE = frozenset({1, 4})
+# The driver runs it, alone or together with another mode. (XDP_ATTACHED_SKB: generic XDP.)
+_NATIVE = frozenset({uapi.XDP_ATTACHED_DRV, uapi.XDP_ATTACHED_MULTI})
 # include/uapi/linux/sockios.h, ethtool.h
 _SIOCETHTOOL, _ETHTOOL_GTSO = 0x8946, 0x1E
 _IFREQ = struct.Struct("@16sP16x")
@@ -47,8 +44,8 @@ class Peers:
         asked = [link for link in links if link.peer_netns is not None]
         if not asked:
             return {}
-        with RawLink(socket.NETLINK_ROUTE) as link:
-            answers = link.get_many(RTM_GETLINK, [_question(each) for each in asked])
+        with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
+            answers = netlink.get_many(uapi.RTM_GETLINK, [_question(each) for each in asked])
         return {link.ifindex: self._said(link, answer) for link, answer in zip(asked, answers, strict=True)}
 
     def ask_some(self, links: Iterable[Link]) -> dict[int, str]:
@@ -78,18 +75,15 @@ class Peers:
 def _question(link: Link) -> bytes:
     """IFLA_TARGET_NETNSID: the device with this ifindex in the network namespace that has this id here."""
     return (
-        _IFINFOMSG.pack(0, 0, link.lower, 0, 0)
-        + attribute(_TARGET_NETNSID, struct.pack("=i", link.peer_netns))
-        + _SKIP_STATISTICS
+        uapi.IFINFOMSG.pack(0, 0, link.lower, 0, 0)
+        + attribute(uapi.IFLA_TARGET_NETNSID, struct.pack("=i", link.peer_netns))
+        + WITHOUT_STATISTICS
     )
 
 
 def _has_native(answer: bytes) -> bool:
-    for kind, begin, end in attributes(answer, _IFINFOMSG.size, len(answer)):
-        if kind == _XDP:
-            inner = {each: answer[b:e] for each, b, e in attributes(answer, begin, end)}
-            return int.from_bytes(inner.get(_XDP_ATTACHED, b""), "little") in _NATIVE
-    return False
+    xdp = values(values(answer, uapi.IFINFOMSG.size).get(uapi.IFLA_XDP, b""))
+    return number(xdp.get(uapi.IFLA_XDP_ATTACHED, b"")) in _NATIVE
 
 
 def _segments(device: str) -> bool:

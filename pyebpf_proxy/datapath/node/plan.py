@@ -15,7 +15,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 # include/uapi/linux/if_arp.h
 ARPHRD_ETHER = 1
@@ -38,6 +38,8 @@ FAST_KINDS = frozenset(
 )
 # enum redirect_mode of bpf/node_maps.h
 REDIRECT_NONE, REDIRECT_DEVICE, REDIRECT_PEER = 0, 1, 2
+#: Their names for people and metrics; none: the slow path.
+REDIRECTS: tuple[Literal["none", "device", "peer"], ...] = ("none", "device", "peer")
 
 TC_ETHERNET = "tc_ethernet"
 TC_LAYER3 = "tc_l3"

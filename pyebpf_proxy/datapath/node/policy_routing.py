@@ -4,18 +4,13 @@
 from __future__ import annotations
 
 import errno
-import struct
-import sys
 from dataclasses import dataclass
 
-from pyebpf_proxy.datapath.connections.rawlink import RawLink, attributes
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import number, values
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
 
-# include/uapi/linux/rtnetlink.h, fib_rules.h
-_NETLINK_ROUTE, _GETRULE = 0, 34
-_HEADER = struct.Struct("=BBBBBBBBI")  # struct fib_rule_hdr
-_INVERT = 2
-_PRIORITY, _MARK, _MARK_MASK = 6, 10, 16
-#: By attribute: selectors by which another flow of the same hosts may differ.
+#: By attribute (FRA_*, include/uapi/linux/fib_rules.h): selectors by which another flow of the same hosts may differ.
 _SELECTORS = {
     12: "a tunnel's id",
     20: "user id",
@@ -32,6 +27,7 @@ _SELECTORS = {
 #: GOTO, DST, SRC, IIFNAME, PRIORITY, FWMARK, FLOW, SUPPRESS_IFGROUP, SUPPRESS_PREFIXLEN, TABLE, FWMASK, OIFNAME, PAD,
 #: L3MDEV, PROTOCOL: the path learned from one packet is also right for the next one.
 _PLAIN = frozenset({1, 2, 3, 4, 6, 10, 11, 13, 14, 15, 16, 17, 18, 19, 21})
+_WHOLE = bytes([0xFF] * 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +44,9 @@ class RoutingRule:
 def rules(family: int) -> list[RoutingRule]:
     """The rules of this network namespace for AF_INET or AF_INET6; none if the kernel has no ip rules. OSError."""
     try:
-        with RawLink(_NETLINK_ROUTE) as link:
-            return [parse(message) for message in link.dump(_GETRULE, _HEADER.pack(family, *[0] * 8))]
+        with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
+            asked = uapi.FIB_RULE_HDR.pack(family, *[0] * 8)
+            return [parse(message) for message in netlink.dump(uapi.RTM_GETRULE, asked)]
     except OSError as error:
         if error.errno in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP):
             return []  # No such family here, or a kernel without ip rules.
@@ -58,13 +55,13 @@ def rules(family: int) -> list[RoutingRule]:
 
 def parse(message: bytes) -> RoutingRule:
     """A rule from the kernel's message."""
-    _, _, _, tos, _, _, _, _, flags = _HEADER.unpack_from(message)
-    numbers = {}
+    _, _, _, tos, _, _, _, _, flags = uapi.FIB_RULE_HDR.unpack_from(message)
+    parts = values(message, uapi.FIB_RULE_HDR.size)
     selects = "TOS" if tos else ""
-    for kind, begin, end in attributes(message, _HEADER.size, len(message)):
-        numbers[kind] = int.from_bytes(message[begin:end], sys.byteorder)
+    for kind in parts:
         if kind not in _PLAIN:
             selects = _SELECTORS.get(kind, f"unknown attribute {kind}")
-    mark = numbers.get(_MARK, 0)
-    mask = numbers.get(_MARK_MASK, 0xFFFFFFFF if _MARK in numbers else 0)
-    return RoutingRule(numbers.get(_PRIORITY, 0), selects, mark, mask, bool(flags & _INVERT))
+    mark = number(parts.get(uapi.FRA_FWMARK, b""))
+    mask = number(parts.get(uapi.FRA_FWMASK, _WHOLE if uapi.FRA_FWMARK in parts else b""))
+    priority = number(parts.get(uapi.FRA_PRIORITY, b""))
+    return RoutingRule(priority, selects, mark, mask, bool(flags & uapi.FIB_RULE_INVERT))

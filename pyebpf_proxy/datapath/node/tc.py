@@ -12,41 +12,22 @@ qdisc is created. The qdisc is removed if it is recorded and neither of its hook
 from __future__ import annotations
 
 import errno
-import socket
-import struct
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pyebpf_proxy.datapath.connections.rawlink import RawLink, attributes
-from pyebpf_proxy.datapath.node.messages import (
-    NLM_F_CREATE,
-    NLM_F_EXCL,
-    NLM_F_REPLACE,
-    RTM_DELQDISC,
-    RTM_DELTFILTER,
-    RTM_GETQDISC,
-    RTM_GETTFILTER,
-    RTM_NEWQDISC,
-    RTM_NEWTFILTER,
-    tcmsg,
-)
-from pyebpf_proxy.datapath.node.netlink import Netlink, NetlinkError, attribute
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import attribute, number, text, values, word, zero_terminated
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.rtnetlink import NetlinkError, Rtnetlink
 
 NAME = "pyebpf-proxy"
 HANDLE = 0xEB
-# include/uapi/linux/rtnetlink.h, pkt_cls.h: attributes of qdiscs and filters, and of cls_bpf
-_KIND, _OPTIONS, _BPF_NAME, _BPF_ID = 1, 2, 7, 11
-_ROOT = 0xFFFFFFFF
-# struct tcmsg: family, ifindex, handle, parent, info
-_TCMSG = struct.Struct("=B3xiIII")
 CLSACT_HANDLE = 0xFFFF0000
-CLSACT_PARENT = 0xFFFFFFF1
-INGRESS = 0xFFFFFFF2
-EGRESS = 0xFFFFFFF3
+CLSACT_PARENT = uapi.TC_H_CLSACT
+INGRESS = uapi.TC_H_CLSACT_INGRESS
+EGRESS = uapi.TC_H_CLSACT_EGRESS
 _HOOKS = {INGRESS: "ingress", EGRESS: "egress"}
 PROTOCOL_ALL = 0x0300  # htons(ETH_P_ALL)
-DIRECT_ACTION = 1
 PRIORITY_MAX = 0xFFFF
 # Earlier versions had their filter at 235; no other software needs that many priorities before it.
 _PRIORITIES = {INGRESS: range(1, 0xEB), EGRESS: range(PRIORITY_MAX, PRIORITY_MAX - 0xEB, -1)}
@@ -59,7 +40,7 @@ class Filters:
 
     def __init__(self, directory: Path) -> None:
         self._records = directory / "clsact"
-        self._netlink = Netlink()
+        self._netlink = Rtnetlink()
 
     def close(self) -> None:
         self._netlink.close()
@@ -111,9 +92,8 @@ class Filters:
 
     def attached(self) -> list[int]:
         """Devices of this namespace, by ifindex, that have an ingress filter of the proxy."""
-        message = _message(0, 0, 0, 0)
-        qdiscs = self._netlink.dump(message, RTM_GETQDISC, "list of qdiscs")
-        candidates = {q["index"] for q in qdiscs if attribute(q, "TCA_KIND") in ("clsact", "ingress")}
+        listed = map(_read, self._netlink.list_all(uapi.RTM_GETQDISC, uapi.TCMSG.pack(0, 0, 0, 0, 0), "list of qdiscs"))
+        candidates = {each.device for each in listed if each.kind in ("clsact", "ingress")}
         return sorted(index for index in candidates if self.is_attached(index))
 
     def qdisc(self, ifindex: int) -> str:
@@ -149,10 +129,9 @@ class Filters:
             # Written first: an agent killed between the two steps must not leave an unrecorded qdisc.
             self._records.mkdir(parents=True, exist_ok=True, mode=0o755)
             (self._records / f"{ifindex}-{device}").touch()
-        message = _message(ifindex, CLSACT_PARENT, CLSACT_HANDLE, 0)
-        message["attrs"] = [("TCA_KIND", "clsact")]
+        flags = uapi.NLM_F_CREATE | uapi.NLM_F_EXCL
         try:
-            self._netlink.request(message, RTM_NEWQDISC, NLM_F_CREATE | NLM_F_EXCL, f"clsact of {device}: add")
+            self._netlink.change(uapi.RTM_NEWQDISC, flags, _clsact(ifindex), f"clsact of {device}: add")
         except NetlinkError as error:
             if not recorded:
                 self.forget(ifindex)
@@ -164,10 +143,8 @@ class Filters:
         if not self._record(ifindex):
             return False
         if not self._in_use(ifindex):
-            message = _message(ifindex, CLSACT_PARENT, CLSACT_HANDLE, 0)
-            message["attrs"] = [("TCA_KIND", "clsact")]
             try:
-                self._netlink.request(message, RTM_DELQDISC, 0, f"clsact of {device}: delete")
+                self._netlink.change(uapi.RTM_DELQDISC, 0, _clsact(ifindex), f"clsact of {device}: delete")
             except NetlinkError as error:
                 # EINVAL: it was replaced by an ingress qdisc.
                 if error.errno not in (*GONE, errno.ENOENT, errno.EINVAL):
@@ -189,56 +166,78 @@ class Filters:
     def _priority(self, ifindex: int, device: str, hook: int) -> int:
         """The outermost priority that is free, or has only filters that allow another one beside them."""
         taken = set()
-        for message in self._filters(ifindex, hook):
-            kind, protocol = attribute(message, "TCA_KIND"), message["info"] & 0xFFFF
-            foreign = message["handle"] == HANDLE and not _is_ours(message)
-            if kind != "bpf" or protocol != PROTOCOL_ALL or foreign:
-                taken.add(message["info"] >> 16)
+        for each in self._filters(ifindex, hook):
+            foreign = each.handle == HANDLE and not each.is_ours
+            if each.kind != "bpf" or each.info & 0xFFFF != PROTOCOL_ALL or foreign:
+                taken.add(each.info >> 16)
         free = next((priority for priority in _PRIORITIES[hook] if priority not in taken), 0)
         if not free:
             raise NetlinkError(errno.EEXIST, f"tc filter on {device}: others use every priority of the {_HOOKS[hook]}")
         return free
 
     def _add(self, ifindex: int, device: str, program_fd: int, hook: int, priority: int) -> None:
-        message = _message(ifindex, hook, HANDLE, priority << 16 | PROTOCOL_ALL)
-        options = [("TCA_BPF_FD", program_fd), ("TCA_BPF_NAME", NAME), ("TCA_BPF_FLAGS", DIRECT_ACTION)]
-        message["attrs"] = [("TCA_KIND", "bpf"), ("TCA_OPTIONS", {"attrs": options})]
-        self._netlink.request(message, RTM_NEWTFILTER, NLM_F_CREATE | NLM_F_REPLACE, f"tc filter on {device}: attach")
+        options = attribute(uapi.TCA_BPF_FD, word(program_fd))
+        options += attribute(uapi.TCA_BPF_NAME, zero_terminated(NAME))
+        options += attribute(uapi.TCA_BPF_FLAGS, word(uapi.TCA_BPF_FLAG_ACT_DIRECT))
+        body = _filter(ifindex, hook, priority) + attribute(uapi.TCA_OPTIONS, options)
+        flags = uapi.NLM_F_CREATE | uapi.NLM_F_REPLACE
+        self._netlink.change(uapi.RTM_NEWTFILTER, flags, body, f"tc filter on {device}: attach")
 
     def _remove(self, ifindex: int, device: str, hook: int, priority: int) -> None:
-        message = _message(ifindex, hook, HANDLE, priority << 16 | PROTOCOL_ALL)
-        message["attrs"] = [("TCA_KIND", "bpf")]
-        self._netlink.request(message, RTM_DELTFILTER, 0, f"tc filter on {device}: detach")
+        what = f"tc filter on {device}: detach"
+        self._netlink.change(uapi.RTM_DELTFILTER, 0, _filter(ifindex, hook, priority), what)
 
     def _own(self, ifindex: int, hook: int) -> list[int]:
         """The priorities of the proxy's filters, usually one."""
         if hook == EGRESS and self.qdisc(ifindex) != "clsact":
             return []  # an ingress qdisc lists its ingress filters for egress, too
-        return [message["info"] >> 16 for message in self._filters(ifindex, hook) if _is_ours(message)]
+        return [each.info >> 16 for each in self._filters(ifindex, hook) if each.is_ours]
 
     def _in_use(self, ifindex: int) -> bool:
         return any(self._filters(ifindex, INGRESS)) or any(self._filters(ifindex, EGRESS))
 
-    def _filters(self, ifindex: int, parent: int) -> list[Any]:
-        message = _message(ifindex, parent, 0, 0)
-        return self._netlink.dump(message, RTM_GETTFILTER, "list of tc filters")
+    def _filters(self, ifindex: int, parent: int) -> list[_Listed]:
+        body = uapi.TCMSG.pack(0, ifindex, 0, parent, 0)
+        return [_read(each) for each in self._netlink.list_all(uapi.RTM_GETTFILTER, body, "list of tc filters")]
 
 
-def _message(ifindex: int, parent: int, handle: int, info: int) -> Any:
-    message = tcmsg()
-    message["family"] = 0
-    message["index"] = ifindex
-    message["parent"] = parent
-    message["handle"] = handle
-    message["info"] = info
-    return message
+def _clsact(ifindex: int) -> bytes:
+    """The body of a request about the clsact qdisc of a device."""
+    kind = attribute(uapi.TCA_KIND, zero_terminated("clsact"))
+    return uapi.TCMSG.pack(0, ifindex, CLSACT_HANDLE, CLSACT_PARENT, 0) + kind
 
 
-def _is_ours(message: Any) -> bool:
-    if attribute(message, "TCA_KIND") != "bpf" or message["handle"] != HANDLE:
-        return False
-    options = attribute(message, "TCA_OPTIONS")
-    return options is not None and attribute(options, "TCA_BPF_NAME") == NAME
+def _filter(ifindex: int, hook: int, priority: int) -> bytes:
+    """The body of a request about the proxy's filter at a hook of a device."""
+    kind = attribute(uapi.TCA_KIND, zero_terminated("bpf"))
+    return uapi.TCMSG.pack(0, ifindex, HANDLE, hook, priority << 16 | PROTOCOL_ALL) + kind
+
+
+class _Listed(NamedTuple):
+    """A qdisc or a filter as the kernel lists it. ``info`` of a filter: priority << 16 | protocol."""
+
+    device: int
+    handle: int
+    parent: int
+    info: int
+    kind: str
+    options: bytes
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a filter of the proxy."""
+        return self.kind == "bpf" and self.handle == HANDLE and text(self.bpf(uapi.TCA_BPF_NAME)) == NAME
+
+    def bpf(self, kind: int) -> bytes:
+        """An attribute of a BPF filter; empty for other filters."""
+        return values(self.options).get(kind, b"") if self.kind == "bpf" else b""
+
+
+def _read(message: bytes) -> _Listed:
+    _, device, handle, parent, info = uapi.TCMSG.unpack_from(message)
+    parts = values(message, uapi.TCMSG.size)
+    kind = text(parts.get(uapi.TCA_KIND, b""))
+    return _Listed(device, handle, parent, info, kind, parts.get(uapi.TCA_OPTIONS, b""))
 
 
 class Qdiscs(NamedTuple):
@@ -251,15 +250,12 @@ class Qdiscs(NamedTuple):
 def qdiscs() -> dict[int, Qdiscs]:
     """The qdiscs of every device of this network namespace that has any, by ifindex. OSError."""
     found: dict[int, Qdiscs] = {}
-    with RawLink(socket.NETLINK_ROUTE) as link:
-        for message in link.dump(RTM_GETQDISC, _TCMSG.pack(0, 0, 0, 0, 0)):
-            _, index, _, parent, _ = _TCMSG.unpack_from(message)
-            inner = {kind: message[begin:end] for kind, begin, end in attributes(message, _TCMSG.size, len(message))}
-            kind = inner.get(_KIND, b"").rstrip(bytes(1)).decode()
-            if parent == _ROOT:
-                found[index] = found.get(index, Qdiscs())._replace(root=kind)
-            elif parent == CLSACT_PARENT:
-                found[index] = found.get(index, Qdiscs())._replace(hooks=kind)
+    with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
+        for each in map(_read, netlink.dump(uapi.RTM_GETQDISC, uapi.TCMSG.pack(0, 0, 0, 0, 0))):
+            if each.parent == uapi.TC_H_ROOT:
+                found[each.device] = found.get(each.device, Qdiscs())._replace(root=each.kind)
+            elif each.parent == CLSACT_PARENT:
+                found[each.device] = found.get(each.device, Qdiscs())._replace(hooks=each.kind)
     return found
 
 
@@ -279,18 +275,10 @@ class Filter(NamedTuple):
 def filters(ifindex: int, hook: int) -> list[Filter]:
     """The filters at a hook of a device, in the order in which they run. OSError."""
     found = []
-    with RawLink(socket.NETLINK_ROUTE) as link:
-        for message in link.dump(RTM_GETTFILTER, _TCMSG.pack(0, ifindex, 0, hook, 0)):
-            _, _, handle, _, info = _TCMSG.unpack_from(message)
-            known = {kind: (begin, end) for kind, begin, end in attributes(message, _TCMSG.size, len(message))}
-            begin, end = known.get(_KIND, (0, 0))
-            kind = message[begin:end].rstrip(bytes(1)).decode()
-            if kind == "bpf" and not handle:
+    with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
+        for each in map(_read, netlink.dump(uapi.RTM_GETTFILTER, uapi.TCMSG.pack(0, ifindex, 0, hook, 0))):
+            if each.kind == "bpf" and not each.handle:
                 continue  # the header of the filters of one priority
-            begin, end = known.get(_OPTIONS, (0, 0))
-            inner = {each: message[b:e] for each, b, e in attributes(message, begin, end)}
-            name = inner.get(_BPF_NAME, b"").rstrip(bytes(1)).decode(errors="replace") if kind == "bpf" else ""
-            ours = kind == "bpf" and handle == HANDLE and name == NAME
-            number = int.from_bytes(inner.get(_BPF_ID, b""), sys.byteorder) if kind == "bpf" else 0
-            found.append(Filter(info >> 16, kind, name, ours, number))
+            name, program = text(each.bpf(uapi.TCA_BPF_NAME)), number(each.bpf(uapi.TCA_BPF_ID))
+            found.append(Filter(each.info >> 16, each.kind, name, each.is_ours, program))
     return found

@@ -26,7 +26,7 @@ from pyebpf_proxy.datapath.node.plan import ARPHRD_ETHER, TC_ETHERNET, Link
 Mode = Literal["native", "generic"]
 #: In the list of devices: every physical device with XDP in its driver.
 EVERY_PHYSICAL = "*"
-# enum xdp_frames of bpf/xdp_maps.h
+# enum xdp_frames of bpf/flow_maps.h
 NO_FRAMES, ONE_BUFFER, ANY_FRAMES = range(3)
 # Devices whose other end is on this machine. XDP_TX reaches it only if it has XDP itself (6.18: with only GRO, frames
 # stay in its queue until something else wakes it); the kernel reports whether a redirect to the device works.

@@ -6,18 +6,17 @@ A large ruleset mostly repeats a few different expressions, so each is decoded o
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Callable
 
-from pyebpf_proxy.datapath.connections.rawlink import attributes
+from pyebpf_proxy.datapath.netlink.messages import text, values
+from pyebpf_proxy.datapath.netlink.uapi import NLATTR
 from pyebpf_proxy.datapath.rulesets import xtables
 from pyebpf_proxy.datapath.rulesets.model import Field, Kind, Part
 
-_ATTRIBUTE = struct.Struct("=HH")
 _NAME, _DATA = 1, 2
 #: The beginning of every counter; its numbers differ in each rule.
-_COUNTER = _ATTRIBUTE.pack(12, _NAME) + b"counter\0"
+_COUNTER = NLATTR.pack(12, _NAME) + b"counter\0"
 _VERDICT_REGISTER = 0
 _DROP, _ACCEPT, _QUEUE, _STOLEN, _JUMP, _GOTO, _RETURN = 0, 1, 3, 2, -3, -4, -5
 _VERDICTS = {
@@ -92,7 +91,7 @@ def expressions(data: bytes, at: int, end: int, known: dict[bytes, Part]) -> tup
     """The expressions of a rule: a list of attributes between ``at`` and ``end``. ``known``: cache of decoded ones."""
     parts = []
     while at + 4 <= end:
-        length, _ = _ATTRIBUTE.unpack_from(data, at)
+        length, _ = NLATTR.unpack_from(data, at)
         if length < 4:
             break
         raw = data[at + 4 : at + length]
@@ -108,15 +107,10 @@ def expressions(data: bytes, at: int, end: int, known: dict[bytes, Part]) -> tup
 
 def verdict(data: bytes) -> Part:
     """The verdict in an attribute of the type of NFTA_DATA_VERDICT."""
-    found = _found(data)
+    found = values(data)
     code = _signed(found.get(1, b""))
     kind = _VERDICTS.get(code & 0xFF if code > 0 else code, Kind.IGNORED)  # continue and break have no effect
     return Part(kind, "queue" if kind is Kind.TAKES else kind.name.lower(), target=text(found.get(2, b"")))
-
-
-def text(data: bytes) -> str:
-    """A name as the kernel returns it."""
-    return data.rstrip(b"\0").decode(errors="replace")
 
 
 def number(data: bytes | None) -> int | None:
@@ -128,12 +122,8 @@ def _signed(data: bytes) -> int:
     return int.from_bytes(data, "big", signed=True)
 
 
-def _found(data: bytes) -> Found:
-    return {kind: data[begin:end] for kind, begin, end in attributes(data, 0, len(data))}
-
-
 def _expression(raw: bytes) -> Part:
-    parts = _found(raw)
+    parts = values(raw)
     name = text(parts.get(_NAME, b""))
     if name in _PLAIN:
         kind, words = _PLAIN[name]
@@ -143,11 +133,11 @@ def _expression(raw: bytes) -> Part:
     special = _SPECIAL.get(name)
     if special is None:
         return Part(Kind.UNKNOWN, f"unknown expression {name}")
-    return special(_found(parts.get(_DATA, b"")), raw)
+    return special(values(parts.get(_DATA, b"")), raw)
 
 
 def _immediate(found: Found, raw: bytes) -> Part:
-    data = _found(found.get(2, b""))
+    data = values(found.get(2, b""))
     if 2 in data:
         return verdict(data[2])
     # In host byte order where it becomes a mark.
@@ -157,7 +147,7 @@ def _immediate(found: Found, raw: bytes) -> Part:
 
 def _bitwise(found: Found, raw: bytes) -> Part:
     """``number``: the bits that are kept, ``value``: the bits that are then inverted."""
-    mask, turned = (_found(found.get(kind, b"")).get(1, b"") for kind in (4, 5))
+    mask, turned = (values(found.get(kind, b"")).get(1, b"") for kind in (4, 5))
     if number(found.get(6)) or len(mask) != 4:
         return Part(Kind.LOAD, "bitwise", raw)
     kept = int.from_bytes(mask, sys.byteorder)
@@ -165,7 +155,7 @@ def _bitwise(found: Found, raw: bytes) -> Part:
 
 
 def _compare(found: Found, raw: bytes) -> Part:
-    value = _found(found.get(3, b"")).get(1, b"")
+    value = values(found.get(3, b"")).get(1, b"")
     equal = number(found.get(2)) == _EQUAL
     return Part(Kind.CONDITION, "compare", raw, number=int.from_bytes(value, "big") if equal and value else None)
 
@@ -247,7 +237,7 @@ def _object(found: Found, raw: bytes) -> Part:
 
 def _dynamic(found: Found, raw: bytes) -> Part:
     name = text(found.get(1, b""))
-    inner = _found(found.get(7, b""))
+    inner = values(found.get(7, b""))
     what = text(inner.get(_NAME, b""))
     return Part(
         Kind.COUNTS if what else Kind.INSPECTS, f"set {name} updated by packets" + (f", {what}" if what else "")

@@ -12,35 +12,26 @@ import ctypes
 import errno
 import os
 import socket
-import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attribute, attributes
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import attribute, attributes, text, values, zero_terminated
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.rtnetlink import WITHOUT_STATISTICS
 from pyebpf_proxy.datapath.node import policy_routing
 from pyebpf_proxy.datapath.rulesets import legacy, nft
-from pyebpf_proxy.datapath.rulesets.expressions import text
 from pyebpf_proxy.datapath.rulesets.judge import Verdict, judge, sets_marks
 from pyebpf_proxy.datapath.rulesets.model import Mark, Part, Rulesets, Table
 
-_NFT = 10 << 8  # NFNL_SUBSYS_NFTABLES
-_GETTABLE, _GETCHAIN, _GETRULE, _GETSET, _GETSETELEM = (_NFT | kind for kind in (1, 4, 7, 10, 13))
 #: kube-proxy's tables in mode nftables. Those of this proxy's instances begin with the second word.
 _KUBE_PROXY, _OURS = "kube-proxy", "pyebpf-proxy"
 _PROC = {4: Path("/proc/net/ip_tables_names"), 6: Path("/proc/net/ip6_tables_names")}
 _SOCKETS = {4: (socket.AF_INET, socket.IPPROTO_IP), 6: (socket.AF_INET6, socket.IPPROTO_IPV6)}
 _GET_INFO, _GET_ENTRIES = 64, 65  # IPT_SO_GET_INFO, IPT_SO_GET_ENTRIES; the same numbers for IPv6
 _ATTEMPTS = 5
-# include/uapi/linux/rtnetlink.h, pkt_cls.h
-_NETLINK_ROUTE, _GETLINK, _GETQDISC, _GETTFILTER = 0, 18, 38, 46
-_TCMSG = struct.Struct("=BxxxiIII")
-#: struct ifinfomsg, and its first fields: family, type.
-_LINK_BYTES, _LINK = 16, struct.Struct("=BxH")
-_LINK_NAME, _ETHERNET = 3, 1  # IFLA_IFNAME, ARPHRD_ETHER
-_LINK_MASK, _SKIP_COUNTERS = 29, 8  # IFLA_EXT_MASK, RTEXT_FILTER_SKIP_STATS
-_KIND, _OPTIONS, _U32_MARK = 1, 2, 10
-_EGRESS = 0xFFFFFFF3  # of clsact
+_ETHERNET = 1  # ARPHRD_ETHER
 _CLSACT = "clsact"
 #: Qdiscs without filters.
 _PLAIN_QDISCS = frozenset({"noqueue", "pfifo_fast", "pfifo", "bfifo", "fq", "mq", "mqprio", "tbf", "netem", "ingress"})
@@ -119,22 +110,21 @@ def _unread(rulesets: Rulesets, families: Collection[int], why: str) -> None:
 
 def _nft(maps: set[tuple[int, str, str]]) -> list[Table]:
     known: dict[bytes, Part] = {}
-    with RawLink(NETLINK_NETFILTER) as link:
-        everything = _ask(link, _GETTABLE, 0)
+    with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
+        everything = _ask(netlink, uapi.NFT_MSG_GETTABLE, 0)
         tables = {key: table for key, table in nft.tables(everything).items() if not _is_known(*key)}
         if not tables:
             return []
-        nft.add_chains(tables, _ask(link, _GETCHAIN, 0))
+        nft.add_chains(tables, _ask(netlink, uapi.NFT_MSG_GETCHAIN, 0))
         for (family, name), table in tables.items():
             if not any(chain.hook for chain in table.chains.values()):
                 continue  # No chain that forwarded packets cross.
-            of_table = attribute(1, name.encode() + b"\0")
-            for each in nft.add_sets(table, _ask(link, _GETSET, family, of_table)):
+            of_table = attribute(uapi.NFTA_SET_TABLE, zero_terminated(name))
+            for each in nft.add_sets(table, _ask(netlink, uapi.NFT_MSG_GETSET, family, of_table)):
                 maps.add((family, name, each))
-                nft.add_elements(
-                    table, each, _ask(link, _GETSETELEM, family, of_table + attribute(2, each.encode() + b"\0"))
-                )
-            nft.add_rules(table, _ask(link, _GETRULE, family, of_table), known)
+                of_set = of_table + attribute(uapi.NFTA_SET_NAME, zero_terminated(each))
+                nft.add_elements(table, each, _ask(netlink, uapi.NFT_MSG_GETSETELEM, family, of_set))
+            nft.add_rules(table, _ask(netlink, uapi.NFT_MSG_GETRULE, family, of_table), known)
     return list(tables.values())
 
 
@@ -144,13 +134,13 @@ def _is_known(family: int, name: str) -> bool:
     return family == nft.INET and (name == _OURS or name.startswith(f"{_OURS}-"))
 
 
-def _ask(link: RawLink, kind: int, family: int, of: bytes = b"") -> Iterator[bytes]:
+def _ask(netlink: RequestSocket, kind: int, family: int, of: bytes = b"") -> Iterator[bytes]:
     """All messages; none if the object is gone, for which the kernel may also return ENOENT.
 
     Must be read to the end before the next query.
     """
     try:
-        yield from link.dump(kind, struct.pack("=BBH", family, 0, 0) + of)
+        yield from netlink.dump(kind, uapi.NFGENMSG.pack(family, 0, 0) + of)
     except OSError as error:
         if error.errno != errno.ENOENT:
             raise
@@ -228,16 +218,16 @@ def _add_marks(rulesets: Rulesets) -> None:
 
 def _has_mark_filters() -> bool:
     """Whether a tc filter at the egress of any device uses the mark."""
-    with RawLink(_NETLINK_ROUTE) as link:
+    with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
         places = set()
-        for message in list(link.dump(_GETQDISC, _TCMSG.pack(0, 0, 0, 0, 0))):
-            _, device, handle, _, _ = _TCMSG.unpack_from(message)
+        for message in list(netlink.dump(uapi.RTM_GETQDISC, uapi.TCMSG.pack(0, 0, 0, 0, 0))):
+            _, device, handle, _, _ = uapi.TCMSG.unpack_from(message)
             kind = _kind(message)
             if kind not in _PLAIN_QDISCS:
-                places.add((device, _EGRESS if kind == _CLSACT else handle))
+                places.add((device, uapi.TC_H_CLSACT_EGRESS if kind == _CLSACT else handle))
         for device, parent in sorted(places):
             try:
-                filters = list(link.dump(_GETTFILTER, _TCMSG.pack(0, device, 0, parent, 0)))
+                filters = list(netlink.dump(uapi.RTM_GETTFILTER, uapi.TCMSG.pack(0, device, 0, parent, 0)))
             except OSError as error:
                 if error.errno in (errno.EINVAL, errno.ENODEV, errno.ENOENT, errno.EOPNOTSUPP):
                     continue  # It is gone, or its kind has no filters.
@@ -248,8 +238,7 @@ def _has_mark_filters() -> bool:
 
 
 def _kind(message: bytes) -> str:
-    parts = attributes(message, _TCMSG.size, len(message))
-    return next((text(message[begin:end]) for kind, begin, end in parts if kind == _KIND), "")
+    return text(values(message, uapi.TCMSG.size).get(uapi.TCA_KIND, b""))
 
 
 def goes_by_mark(message: bytes) -> bool:
@@ -257,12 +246,8 @@ def goes_by_mark(message: bytes) -> bool:
     kind = _kind(message)
     if kind in ("fw", "flow", "basic"):  # the last two may
         return True
-    return kind == "u32" and any(
-        inner == _U32_MARK
-        for option, begin, end in attributes(message, _TCMSG.size, len(message))
-        if option == _OPTIONS
-        for inner, _, _ in attributes(message, begin, end)
-    )
+    options = values(message, uapi.TCMSG.size).get(uapi.TCA_OPTIONS, b"")
+    return kind == "u32" and uapi.TCA_U32_MARK in values(options)
 
 
 # ---- devices -------------------------------------------------------------------------------------------------------
@@ -270,13 +255,13 @@ def goes_by_mark(message: bytes) -> bool:
 
 def device(message: bytes) -> tuple[str, bool]:
     """The device's name, and whether it is an Ethernet device, from a link message without its netlink header."""
-    _, kind = _LINK.unpack_from(message)
-    parts = attributes(message, _LINK_BYTES, len(message))
-    name = next((text(message[begin:end]) for kind, begin, end in parts if kind == _LINK_NAME), "")
+    _, kind, _, _, _ = uapi.IFINFOMSG.unpack_from(message)
+    parts = attributes(message, uapi.IFINFOMSG.size, len(message))
+    name = next((text(message[begin:end]) for kind, begin, end in parts if kind == uapi.IFLA_IFNAME), "")
     return name, kind == _ETHERNET
 
 
 def _slow_devices() -> frozenset[str]:
-    with RawLink(_NETLINK_ROUTE) as link:
-        ask = bytes(_LINK_BYTES) + attribute(_LINK_MASK, struct.pack("=I", _SKIP_COUNTERS))
-        return frozenset(name for name, fast in map(device, link.dump(_GETLINK, ask)) if not fast)
+    with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
+        ask = bytes(uapi.IFINFOMSG.size) + WITHOUT_STATISTICS
+        return frozenset(name for name, fast in map(device, netlink.dump(uapi.RTM_GETLINK, ask)) if not fast)

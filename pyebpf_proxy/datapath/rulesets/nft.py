@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pyebpf_proxy.datapath.connections.rawlink import attributes
-from pyebpf_proxy.datapath.rulesets.expressions import expressions, number, text, verdict
+from pyebpf_proxy.datapath.netlink.messages import attributes, text, values
+from pyebpf_proxy.datapath.netlink.uapi import (
+    NFGENMSG,
+    NFPROTO_BRIDGE,
+    NFPROTO_INET,
+    NFPROTO_IPV4,
+    NFPROTO_IPV6,
+    NFPROTO_NETDEV,
+)
+from pyebpf_proxy.datapath.rulesets.expressions import expressions, number, verdict
 from pyebpf_proxy.datapath.rulesets.model import BOTH, Chain, Kind, Part, Rule, Table
 
-# include/uapi/linux/netfilter.h
-INET, IPV4, NETDEV, BRIDGE, IPV6 = 1, 2, 5, 7, 10
+INET, IPV4, NETDEV, BRIDGE, IPV6 = NFPROTO_INET, NFPROTO_IPV4, NFPROTO_NETDEV, NFPROTO_BRIDGE, NFPROTO_IPV6
 FAMILIES = {
     INET: ("inet", BOTH),
     IPV4: ("ip", frozenset({4})),
@@ -22,7 +29,7 @@ FAMILIES = {
     BRIDGE: ("bridge", BOTH),
     IPV6: ("ip6", frozenset({6})),
 }
-_HEADER = 4  # struct nfgenmsg
+_HEADER = NFGENMSG.size
 _DORMANT = 1
 _VERDICTS = 0xFFFFFF00  # NFT_DATA_VERDICT
 _OBJECT_COUNTER = 1
@@ -55,7 +62,7 @@ def add_chains(into: dict[Key, Table], messages: Messages) -> None:
             continue
         chain = Chain(text(parts[3]))
         if 4 in parts:
-            hook = {kind: parts[4][begin:end] for kind, begin, end in attributes(parts[4], 0, len(parts[4]))}
+            hook = values(parts[4])
             chain.hook = number(hook.get(1)) not in _NOT_CROSSED.get(family, ())
             chain.nat = text(parts.get(7, b"")) == "nat"
             chain.policy_drops = 5 in parts and number(parts[5]) == 0
@@ -120,7 +127,7 @@ def _of_set(part: Part, stateful: dict[str, str]) -> Part:
 
 
 def _parts(message: bytes) -> dict[int, bytes]:
-    return {kind: message[begin:end] for kind, begin, end in attributes(message, _HEADER, len(message))}
+    return values(message, _HEADER)
 
 
 def _list(data: bytes) -> list[bytes]:

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -19,19 +16,11 @@ from typing import TypeVar
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.common.memory import give_back
-from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, attributes
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import attributes, messages, text
+from pyebpf_proxy.datapath.netlink.subscription import LARGE_BUFFER, Subscription
 from pyebpf_proxy.datapath.rulesets import kernel, nft
-from pyebpf_proxy.datapath.rulesets.expressions import text
 from pyebpf_proxy.datapath.rulesets.kernel import Reading
-
-# include/uapi/linux/netlink.h, netfilter/nfnetlink.h, netfilter/nf_tables.h, rtnetlink.h
-_ADD_MEMBERSHIP, _SOL_NETLINK, _SO_RCVBUFFORCE = 1, 270, 33
-_NFTABLES_GROUP, _NFT_SUBSYSTEM = 7, 10
-_NEWSETELEM, _DELSETELEM, _NEWGEN = 12, 14, 15
-_NETLINK_ROUTE, _TC_GROUP = 0, 4
-_MESSAGE = struct.Struct("=IHHII")
-_RECEIVE_BYTES = 1 << 17
-_BUFFER_BYTES = 8 << 20
 
 #: Minimum seconds from the beginning of one reading to the next.
 INTERVAL = 0.25
@@ -70,24 +59,21 @@ class Commits:
         ``maps``: verdict maps, whose elements count as rules: family, table, name.
         """
         changed = rules = False
-        at = 0
-        while at + _MESSAGE.size <= len(data):
-            length, kind, _, _, _ = _MESSAGE.unpack_from(data, at)
-            if kind == _NFT_SUBSYSTEM << 8 | _NEWGEN:
+        for kind, _, _, message in messages(data):
+            if kind == uapi.NFT_MSG_NEWGEN:
                 # The end of a commit. A commit without messages was made by others.
                 if self._others or not self._mine:
                     changed = True
                     rules |= self._rules or not self._others
                 self._begin()
-            elif kind >> 8 == _NFT_SUBSYSTEM:
-                self._note(kind & 0xFF, data[at + _MESSAGE.size : at + length], maps)
-            at += max(length + 3 & ~3, _MESSAGE.size)
+            elif kind >> 8 == uapi.NFNL_SUBSYS_NFTABLES:
+                self._note(kind, message, maps)
         return changed, rules
 
     def _note(self, kind: int, message: bytes, maps: frozenset[tuple[int, str, str]]) -> None:
         family = message[0]
         names = {}
-        for attribute, begin, end in attributes(message, 4, len(message)):
+        for attribute, begin, end in attributes(message, uapi.NFGENMSG.size, len(message)):
             if attribute > 2:
                 break
             names[attribute] = message[begin:end]
@@ -96,7 +82,7 @@ class Commits:
             self._mine = True
             return
         self._others = True
-        elements = kind in (_NEWSETELEM, _DELSETELEM)
+        elements = kind in (uapi.NFT_MSG_NEWSETELEM, uapi.NFT_MSG_DELSETELEM)
         if not elements or (family, table, text(names.get(2, b""))) in maps:
             self._rules = True
 
@@ -112,9 +98,9 @@ class Watch:
         self._commits = Commits(own)
         self._on_commit = on_commit
         self._on_reading = on_reading
-        self._events = _subscribe(NETLINK_NETFILTER, _NFTABLES_GROUP)
+        self._events = Subscription(uapi.NETLINK_NETFILTER, [uapi.NFNLGRP_NFTABLES], buffer=LARGE_BUFFER)
         try:
-            self._filters = _subscribe(_NETLINK_ROUTE, _TC_GROUP)
+            self._filters = Subscription(uapi.NETLINK_ROUTE, [uapi.RTNLGRP_TC], buffer=LARGE_BUFFER)
         except BaseException:
             self._events.close()
             raise
@@ -249,31 +235,11 @@ class Watch:
             self.again()
 
 
-def _subscribe(protocol: int, group: int) -> socket.socket:
-    made = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK, protocol)
-    try:
-        try:
-            made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
-        except PermissionError:
-            pass  # The default buffer overflows earlier; then everything is read again.
-        made.bind((0, 0))
-        made.setsockopt(_SOL_NETLINK, _ADD_MEMBERSHIP, group)
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-def _received(source: socket.socket, what: str) -> list[bytes | None]:
+def _received(source: Subscription, what: str) -> list[bytes | None]:
     """The received messages; None where the kernel dropped some because the buffer was full."""
     found: list[bytes | None] = []
-    while True:
-        try:
-            found.append(source.recv(_RECEIVE_BYTES))
-        except BlockingIOError:
-            return found
-        except OSError as error:
-            if error.errno != errno.ENOBUFS:
-                _log.error(f"{what} could not be followed", error=str(error))
-                return found
-            found.append(None)
+    try:
+        found.extend(source.received())
+    except OSError as error:
+        _log.error(f"{what} could not be followed", error=str(error))
+    return found

@@ -16,7 +16,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from pyebpf_proxy.datapath.connections.rawlink import NETLINK_NETFILTER, RawLink, attribute
+from pyebpf_proxy.datapath.netlink.messages import attribute
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER
 from pyebpf_proxy.datapath.rulesets import kernel
 
 FOLDER = Path(__file__).parent / "rulesets"
@@ -39,8 +41,8 @@ def packed(data: bytes) -> str:
 
 
 def messages(kind: int, family: int = 0, of: bytes = b"") -> list[str]:
-    with RawLink(NETLINK_NETFILTER) as link:
-        return [base64.b64encode(each).decode() for each in link.dump(kind, bytes([family, 0, 0, 0]) + of)]
+    with RequestSocket(NETLINK_NETFILTER) as netlink:
+        return [base64.b64encode(each).decode() for each in netlink.dump(kind, bytes([family, 0, 0, 0]) + of)]
 
 
 def recorded(path: Path, tool: str) -> dict[str, Any]:

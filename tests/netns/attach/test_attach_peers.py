@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import pytest
 
-from pyebpf_proxy.datapath.connections.rawlink import RawLink
 from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.datapath.netlink.uapi import RTM_GETLINK
 from pyebpf_proxy.datapath.node import peers
 from pyebpf_proxy.datapath.node.follower import Follower
 from pyebpf_proxy.datapath.node.links import MAPS, Node
-from pyebpf_proxy.datapath.node.messages import RTM_GETLINK
 from pyebpf_proxy.datapath.node.peers import PROGRAM, Peers
 from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_PEER, Link, NodeConfig
 
@@ -203,7 +203,7 @@ def test_many_are_asked_in_turns(pod: Pod) -> None:
 def test_refusals_are_among_the_answers(pod: Pod) -> None:
     """Each question has its own answer, in the order of the questions."""
     here = [struct.pack("=BxHiII", 0, 0, index, 0, 0) for index in (1, 999_999, pod.device)]
-    with RawLink(socket.NETLINK_ROUTE) as link:
-        answers = link.get_many(RTM_GETLINK, here * 40)
+    with RequestSocket(socket.NETLINK_ROUTE) as netlink:
+        answers = netlink.get_many(RTM_GETLINK, here * 40)
     found = [answer if isinstance(answer, int) else struct.unpack_from("=BxHi", answer)[2] for answer in answers]
     assert found == [1, errno.ENODEV, pod.device] * 40

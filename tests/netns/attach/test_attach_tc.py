@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import Object
+from pyebpf_proxy.datapath.netlink.rtnetlink import NetlinkError
 from pyebpf_proxy.datapath.node import tc
-from pyebpf_proxy.datapath.node.netlink import NetlinkError
 from pyebpf_proxy.datapath.node.tc import EGRESS, INGRESS, NAME, Filters
 
 from .conftest import Shell

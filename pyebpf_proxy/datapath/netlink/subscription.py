@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notifications of the kernel by netlink."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Self
+
+from pyebpf_proxy.datapath.netlink.uapi import NETLINK_ADD_MEMBERSHIP, SO_RCVBUFFORCE, SOL_NETLINK
+
+_RECEIVE_BYTES = 1 << 17
+#: Of a subscription that many messages may come for at once.
+LARGE_BUFFER = 8 << 20
+
+
+class Subscription:
+    """Multicast groups of one protocol, in the network namespace in which it is created; a context manager. OSError.
+
+    ``optional``: groups that older kernels do not have. ``buffer``: bytes of the receive buffer, 0 for the default; a
+    process without CAP_NET_ADMIN gets the default, which overflows earlier. List what the messages are about after the
+    subscription: then no change is missed.
+    """
+
+    def __init__(self, protocol: int, groups: Iterable[int], optional: Iterable[int] = (), buffer: int = 0) -> None:
+        kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        self._socket = socket.socket(socket.AF_NETLINK, kind, protocol)
+        try:
+            if buffer:
+                try:
+                    self._socket.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, buffer)
+                except PermissionError:
+                    pass
+            self._socket.bind((0, 0))
+            for group in groups:
+                self._join(group)
+            for group in optional:
+                try:
+                    self._join(group)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """For ``loop.add_reader``; call :meth:`received` when it is readable."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """End the subscription."""
+        self._socket.close()
+
+    def received(self) -> Iterator[bytes | None]:
+        """The datagrams that have arrived, without waiting; None where the kernel dropped some: list again. OSError."""
+        while True:
+            try:
+                yield self._socket.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno != errno.ENOBUFS:
+                    raise
+                yield None
+
+    def _join(self, group: int) -> None:
+        self._socket.setsockopt(SOL_NETLINK, NETLINK_ADD_MEMBERSHIP, group)
