@@ -21,6 +21,8 @@ LEAST_RATE, SOON, SOON_API = 90.0, 1.0, 30.0
 NEVER = 40.0
 _REASON = re.compile(r'^pyebpf_proxy_reasons_total\{reason="(\w+)"\} (\S+)$', re.MULTILINE)
 _LONGEST_LINE = 200
+#: Counters that move by chance, whatever happens to the node.
+_CHANCE = frozenset({"closing_flow_replaced", "flow_changed", "flow_forgotten", "young_ended", "flow_promoted"})
 
 
 class Fault(NamedTuple):
@@ -39,6 +41,8 @@ class Fault(NamedTuple):
     not_beside: str = ""
     #: It is aimed at all connections of the node: nobody is spared.
     spares_nobody: bool = False
+    #: It makes the node refuse something, perhaps none of the connections that are counted.
+    refuses: bool = False
     own: dict[str, Any] | None = None
     environment: Callable[[], tuple[str, ...]] = lambda: ()
 
@@ -190,9 +194,14 @@ def problems(fault: Fault, found: Outcome, beside: Outcome | None) -> list[str]:
         said.append(f"{found.lost} established connections were lost")
     if found.right > soon:
         said.append(f"right again after {found.right:.1f} s, not {soon:.0f}")
-    if found.failed and not (found.status or found.metrics or found.log):
+    if (found.failed or fault.refuses) and not (found.status or counters(found) or found.log):
         said.append("refusals are named nowhere")
     return said
+
+
+def counters(found: Outcome) -> list[str]:
+    """The counters that moved because of the fault."""
+    return [name for name in found.metrics if name not in _CHANCE]
 
 
 def reasons(ground: Ground) -> dict[str, float]:

@@ -80,6 +80,13 @@ def test_each_broken_promise_is_named(fields: dict[str, object], said: str) -> N
     assert measure.problems(fault(), outcome(**fields), None) == [said]
 
 
+def test_what_a_fault_refuses_must_be_named_by_more_than_chance() -> None:
+    refusing = fault(refuses=True)
+    assert measure.problems(refusing, outcome(metrics={"flow_changed": 3}), None) == ["refusals are named nowhere"]
+    for named in ({"status": ["conntrack: full"]}, {"metrics": {"slow_no_port": 1}}, {"log": ["error"]}):
+        assert measure.problems(refusing, outcome(**named), None) == []
+
+
 def test_what_kube_proxy_loses_too_is_no_broken_promise() -> None:
     assert measure.problems(fault(), outcome(lost=2), outcome(lost=2)) == []
     assert measure.problems(fault(api=True), outcome(change_right=29.0), None) == []

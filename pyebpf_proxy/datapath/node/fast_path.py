@@ -42,7 +42,7 @@ TRUST_SECONDS = 5.0
 BEAT_SECONDS = 1.0
 #: Seconds until rules that could not be read are read again, since no event tells when they can be: the first time, and
 #: at most. In between it doubles.
-UNREAD_SECONDS, LONGEST_UNREAD_SECONDS = 0.5, 60.0
+UNREAD_SECONDS, LONGEST_UNREAD_SECONDS = 0.5, 5.0
 _IPSEC, _ROUTED, _RULES = "STACK_IPSEC", "STACK_POLICY_ROUTED", "STACK_RULES"
 _log = Logger("datapath")
 
