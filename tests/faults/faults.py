@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from bench.api_load import Connection
 from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.manifests import endpoint_slice
+from pyebpf_proxy.lab.namespace import LabError
 from tests.cluster.proxy import Proxy as Spoiler
 
 from .contenders import ByApi
@@ -280,24 +282,26 @@ def small_quota(ground: Ground) -> Iterator[None]:
 @contextmanager
 def clock_steps(ground: Ground) -> Iterator[None]:
     """A day forth, then a day back; for the agent alone."""
-    file = _clock(ground.lab.folder)
+    file = _clock()
     file.write_text("+86400\n")
     time.sleep(1.0)
     file.write_text("-86400\n")
     try:
         yield
     finally:
-        file.write_text("+0\n")
+        # Without it, the clock is right.
+        file.unlink()
 
 
-def _clock(folder: Path) -> Path:
-    return Path(os.environ.get("TMPDIR", "/tmp")) / f"pep-clock-{os.getpid()}"
+def _clock() -> Path:
+    """What libfaketime reads. The lab's folder is not there yet when the agent's environment is made."""
+    return Path(tempfile.gettempdir()) / f"clock-of-faults-{os.getpid()}"
 
 
 def _clock_environment() -> tuple[str, ...]:
     if not _FAKETIME.exists():
         raise CannotBeMadeError("libfaketime is not installed")
-    file = _clock(Path())
+    file = _clock()
     file.write_text("+0\n")
     return (
         f"LD_PRELOAD={_FAKETIME}",
@@ -374,7 +378,10 @@ def _has_pins(ground: Ground) -> bool:
 def device_renamed(ground: Ground) -> Iterator[None]:
     """A pod's, while it is up."""
     name = ground.lab.pods["web-1"].device
-    ground.node.namespace.ip(f"link set dev {name} name other0")
+    try:
+        ground.node.namespace.ip(f"link set dev {name} name other0")
+    except LabError as error:
+        raise CannotBeMadeError(f"this kernel renames no device that is up: {error}") from None
     try:
         yield
     finally:
