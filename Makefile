@@ -45,7 +45,7 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line with the missing program and the remedy.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup objects build wheel demo inspect screenshots test test-cluster test-kernels lab-test parity record lint docs man pictures bench bench-check profile image-root sbom clean distclean
+.PHONY: help setup objects build wheel demo inspect screenshots test test-faults fuzz test-cluster test-kernels lab-test parity record lint docs man pictures bench bench-check profile image-root sbom clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -121,6 +121,13 @@ screenshots: setup ## regenerate docs/top.svg and docs/explain.svg from the real
 
 test: setup ## run all unit, packet and netns tests; skipped tests are listed at the end, with reasons
 	@$(SUDO) $(PYTHON) -m pytest $(PARALLEL) $(ARGS)
+
+test-faults: setup ## make faults and floods under load, beside kube-proxy if it is built; writes docs/reliability.md; ARGS='syn-flood quota'
+	@$(SUDO) $(PYTHON) -m tests.faults $(ARGS)
+
+fuzz: setup ## search the parsers for inputs that they do not survive, guided by coverage; ARGS='--seconds 300 manifests' (tests/README.md)
+	@tools/setup.sh fuzz
+	@$(PYTHON) -m tests.fuzz $(ARGS)
 
 image-root: ## build the image of deploy/Dockerfile as the directory build/image/root, without pulling images (root, debootstrap)
 	@$(SUDO) python3 deploy/image/root.py build/image

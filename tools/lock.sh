@@ -1,8 +1,8 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Regenerates requirements.lock: exact versions with hashes of all dependencies in pyproject.toml and the build backend;
-# docs/requirements.lock: those of the documentation's site; and deploy/image/requirements.lock: those of make sbom. Run it to upgrade; the result is committed. Needs the
-# package index.
+# docs/requirements.lock: those of the documentation's site; deploy/image/requirements.lock: those of make sbom; and
+# tests/fuzz/requirements.lock: that of make fuzz. Run it to upgrade; the result is committed. Needs the package index.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scratch=$(mktemp -d)
@@ -28,3 +28,5 @@ echo mkdocs-material >"$scratch/docs.in"
 lock docs/requirements.lock " for make docs" "$scratch/docs.in"
 printf 'cyclonedx-bom\ndebsbom\n' >"$scratch/sbom.in"
 lock deploy/image/requirements.lock " for make sbom" "$scratch/sbom.in"
+echo atheris >"$scratch/fuzz.in"
+lock tests/fuzz/requirements.lock " for make fuzz" "$scratch/fuzz.in"

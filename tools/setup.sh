@@ -100,5 +100,6 @@ packages) packages ;;
 venv) venv ;;
 docs) extra docs docs/requirements.lock ;;
 sbom) extra sbom deploy/image/requirements.lock ;;
-*) fail "usage: tools/setup.sh packages|venv|docs|sbom" ;;
+fuzz) extra fuzz tests/fuzz/requirements.lock ;;
+*) fail "usage: tools/setup.sh packages|venv|docs|sbom|fuzz" ;;
 esac

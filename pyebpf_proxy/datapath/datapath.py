@@ -35,6 +35,7 @@ from pyebpf_proxy.datapath.netfilter.cluster_addresses import ClusterAddresses
 from pyebpf_proxy.datapath.netfilter.host_rules import HostRules
 from pyebpf_proxy.datapath.netfilter.nft import NftError, Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour, Prefix
+from pyebpf_proxy.datapath.netfilter.table_watch import TableWatch
 from pyebpf_proxy.datapath.node import cgroups, mounts, sysctls
 from pyebpf_proxy.datapath.node.fast_path import FastPath
 from pyebpf_proxy.datapath.node.frames import Frames, attach_frames
@@ -107,6 +108,9 @@ class Datapath:
         with self._undone_if_it_fails():
             self._parts = parts = self._start(facts, wanted)
             self._stack.callback(parts.node.follow(asyncio.get_running_loop(), _log.error))
+            watch = TableWatch(parts.table.name, self._table_touched)
+            self._stack.callback(watch.close)
+            watch.follow(asyncio.get_running_loop())
             self._count_connections(parts)
             self._open_fast_path(parts)
             if parts.frames is not None:
@@ -324,6 +328,19 @@ class Datapath:
         self._beside.look()
         if parts.frames is not None:
             parts.frames.look()
+
+    def _table_touched(self) -> None:
+        """Somebody, perhaps the proxy itself, has committed a change to the nft table."""
+        table = self._running().table
+        try:
+            if table.ensure(self._behaviour):
+                _log.warning(
+                    "another program deleted or flushed the nftables table, it is restored:"
+                    " let that program flush only its own tables",
+                    table=table.name,
+                )
+        except OSError as error:
+            _log.error("the nftables table could not be restored, will retry", error=str(error))
 
     async def collect(self) -> None:
         """Remove old versions once no program can be reading them; then end stale UDP flows and sockets."""

@@ -31,6 +31,12 @@ from pyebpf_proxy.kube.source import Batch, Change, Critic
 #: one, and no service may be interrupted by that.
 DELETION_DELAY = 0.2
 
+#: Errors that end without an event of the file, such as a lack of file descriptors; and seconds until the next try.
+_PASSING = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.EINTR, errno.EIO, errno.ENOSPC}
+)
+RETRY_SECONDS = 0.5
+
 #: Seconds for which the content may change without a new timestamp (the kernel's file clock has ticks).
 _TOO_YOUNG = 0.1
 
@@ -105,6 +111,8 @@ class ManifestSource:
         self._stamps: dict[str, _Stamp] = {}
         self._unreadable: dict[str, str] = {}
         self._leaving: dict[str, float] = {}  # files that disappeared, and when that becomes final
+        self._again: set[str] = set()  # files, or directories by their path, that an error may hide only for a while
+        self._again_at = 0.0
         self._inotify: INotify
         self._folder_watch: int | None = None
         self._parent_watch: int | None = None
@@ -131,10 +139,11 @@ class ManifestSource:
                     await self._wait(readable)
                     readable.clear()
                     events = self._read_events()
-                    if events.everything:
+                    again = self._take_again()
+                    if events.everything or any("/" in name for name in again):
                         self._watch()
                         await self._look_at_everything()
-                    for names in _portions(events.written):
+                    for names in _portions(events.written | {name for name in again if "/" not in name}):
                         for name in names:
                             self._read(name)
                         await asyncio.sleep(0)
@@ -155,15 +164,23 @@ class ManifestSource:
         return self._catalogue.changes(self._leaving)
 
     async def _wait(self, readable: asyncio.Event) -> None:
-        """Wait until there are events, or a deletion becomes final."""
-        if not self._leaving:
+        """Wait until there are events, a deletion becomes final, or something is to be read again."""
+        moments = [*self._leaving.values(), *([self._again_at] if self._again else ())]
+        if not moments:
             await readable.wait()
             return
-        delay = min(self._leaving.values()) - time.monotonic()
+        delay = min(moments) - time.monotonic()
         try:
             await asyncio.wait_for(readable.wait(), max(delay, 0))
         except TimeoutError:
             pass
+
+    def _take_again(self) -> set[str]:
+        """What is to be read again now."""
+        if not self._again or time.monotonic() < self._again_at:
+            return set()
+        again, self._again = self._again, set()
+        return again
 
     # ---- events ------------------------------------------------------------------------------------------------
 
@@ -300,6 +317,9 @@ class ManifestSource:
         """Report once what cannot be read, listed or watched. Its objects stay."""
         self._stamps.pop(name, None)
         self._leaving.pop(name, None)
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            self._again.add(name)
+            self._again_at = time.monotonic() + RETRY_SECONDS
         why = error if isinstance(error, str) else error.strerror or str(error)
         if self._unreadable.get(name) != why:
             self._unreadable[name] = why

@@ -7,47 +7,28 @@ import functools
 import json
 import multiprocessing
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.loader.programs import OBJECTS
 from pyebpf_proxy.datapath.loader.reasons import reasons as all_reasons
-from pyebpf_proxy.datapath.node import tc
-from pyebpf_proxy.datapath.node.attachments import Attachments
-from pyebpf_proxy.datapath.node.mounts import bpffs_candidates, holds_pins, tcx_directory
 from pyebpf_proxy.lab.addresses import CLIENT, SERVICE_CIDR
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.scenario import Client
+from tests.faults import tables
+from tests.faults.tables import CannotBeMadeError
+from tests.faults.tables import has_program as has_program
+from tests.faults.tables import take_program_off as take_program_off
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def has_program(device: str) -> bool:
-    """Whether a device of this network namespace has a tc program at ingress, by tcx or by a filter."""
-    index = socket.if_nametoindex(device)
-    return bool((tcx.available() and tcx.chain(index, tcx.INGRESS)) or tc.filters(index, tc.INGRESS))
-
-
-def take_program_off(directory: Path, device: str) -> bool:
-    """Detaches the programs of the instance with this directory from one device, as nobody should."""
-    for place in filter(holds_pins, bpffs_candidates(directory)):
-        attachments = Attachments(directory, tcx_directory(place, directory))
-        try:
-            if attachments.detach(socket.if_nametoindex(device), device):
-                return True
-        finally:
-            attachments.close()
-    return False
 
 
 @functools.cache
@@ -110,32 +91,15 @@ def learned_just_now(node: Node, seconds: float = 20.0) -> None:
 
 @contextmanager
 def full_conntrack(namespace: Namespace, answered: bool = True, room: int = 0) -> Iterator[Callable[[], None]]:
-    """As many entries in this namespace's table as there may be, but for ``room``.
-
-    Entries of flows that were answered are not given up by the kernel, others are. The limit is the whole machine's,
-    and stays as it is: others are not disturbed. What is given fills the room of flows that have ended meanwhile.
-    """
-    limit = int(namespace.run("sysctl", "-n", "net.netfilter.nf_conntrack_max"))
-    if limit > 1 << 18:
-        pytest.skip(f"nf_conntrack_max of this machine is {limit}: too many entries to make")
-    ports = iter(range(9, 65536))
-
-    def fill(entries: int) -> None:
-        state = "-u SEEN_REPLY,ASSURED --state ESTABLISHED" if answered else "--state SYN_SENT"
-        flow = f"-d 198.19.0.1 --dport {next(ports)} -t 600 {state}"
-        lines = (f"-I -p tcp -s 198.18.{n >> 16}.1 --sport {n & 0xFFFF} {flow}" for n in range(entries))
-        # One of them meets the limit.
-        namespace.call(_fill_conntrack, "\n".join(lines))
-
-    fill(limit - room)
+    """``tables.full_conntrack``; skips where the machine's limit is too high."""
     try:
-        yield lambda: fill(256)
-    finally:
-        namespace.run("conntrack", "-D", "-d", "198.19.0.1")
-
-
-def _fill_conntrack(lines: str) -> None:
-    subprocess.run(["conntrack", "-R", "-"], input=lines, text=True, capture_output=True, check=False)
+        context = tables.full_conntrack(namespace, answered, room)
+        top_up = context.__enter__()
+    except CannotBeMadeError as error:
+        pytest.skip(str(error))
+    with ExitStack() as stack:
+        stack.push(context.__exit__)
+        yield top_up
 
 
 def wait_until(condition: Callable[[], Any], what: str, deadline: float = 60.0) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -227,6 +228,52 @@ def test_a_file_that_becomes_unreadable_and_readable_again(tmp_path: Path, monke
 
     said = run(tmp_path, scenario).said
     assert said == ["a.yaml: cannot be read: Permission denied; the objects that were in it stay"]
+
+
+@pytest.mark.parametrize("hidden", ["file", "folder"])
+def test_a_change_that_was_missed_for_lack_of_descriptors_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str
+) -> None:
+    """No event tells that there are some again. The kernel's refusal is made here."""
+    path = tmp_path / "a.yaml"
+    path.write_text(text(a=1))
+    # It leads nowhere yet: only a look at the folder shows when it does.
+    (tmp_path / "b.yaml").symlink_to("..data/b.yaml")
+    lacking = True
+
+    def refused(name: Any) -> None:
+        if lacking:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), name)
+
+    def opening(name: Any, mode: int, *rest: int) -> int:
+        if Path(name) == path and hidden == "file" and path.stat().st_size != len(text(a=1)):
+            refused(name)
+        return really_open(name, mode, *rest)
+
+    def listing(name: Any) -> list[str]:
+        if hidden == "folder" and (tmp_path / "..data").exists():
+            refused(name)
+        return really_list(name)
+
+    really_open, really_list = os.open, os.listdir
+    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(os, "listdir", listing)
+
+    async def scenario(watcher: Watcher) -> None:
+        nonlocal lacking
+        await watcher.shows(a=1)
+        if hidden == "file":
+            path.write_text(text(a=200))
+        else:
+            (tmp_path / "..1").mkdir()
+            (tmp_path / "..1" / "b.yaml").write_text(text(b=200))
+            (tmp_path / "..data").symlink_to("..1")
+        await watcher.until(lambda: watcher.said)
+        lacking = False
+        await watcher.shows(**({"a": 200} if hidden == "file" else {"a": 1, "b": 200}))
+
+    (said,) = run(tmp_path, scenario).said
+    assert "Too many open files; the objects that were in it stay" in said
 
 
 def test_a_deletion_waits_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

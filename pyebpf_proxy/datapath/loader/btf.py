@@ -124,11 +124,15 @@ class Btf:
     def _read(self) -> Iterator[_Type]:
         at = 0
         while at < len(self._types_raw):
+            if at + 12 > len(self._types_raw):
+                raise ValueError("BTF ends within a type")
             name, info, size = struct.unpack_from("=III", self._types_raw, at)
             kind, vlen = info >> 24 & 0x1F, info & 0xFFFF
             yield _Type(kind, self._string(name), vlen, bool(info >> 31), size, at + 12)
             fixed, each = _TRAILING.get(kind, (0, 0))
             at += 12 + fixed + each * vlen
+        if at > len(self._types_raw):
+            raise ValueError("BTF ends within a type")
 
     @cached_property
     def _structs(self) -> dict[str, int]:
@@ -154,25 +158,31 @@ class Btf:
         return Layout(t.name, t.size, fields, self.origin)
 
     def _resolve(self, number: int) -> int:
-        while self._types[number].kind in _TRANSPARENT:
+        for _ in self._types:
+            if number >= len(self._types):
+                break
+            if self._types[number].kind not in _TRANSPARENT:
+                return number
             number = self._types[number].size
-        return number
+        raise ValueError("a type of BTF refers to none, or to itself")
 
     def _code(self, number: int) -> tuple[int, str]:
         t = self._types[self._resolve(number)]
         if t.kind == _INT:
             signed = struct.unpack_from("=I", self._types_raw, t.at)[0] >> 24 & 1
-            return t.size, _CODES[t.size] if signed else _CODES[t.size].upper()
+            return t.size, _number(t, signed)
         if t.kind in (_ENUM, _ENUM64):
-            return t.size, _CODES[t.size] if t.flag else _CODES[t.size].upper()
+            return t.size, _number(t, t.flag)
         size = self._size(number)
         return size, f"{size}s"
 
-    def _size(self, number: int) -> int:
+    def _size(self, number: int, depth: int = 0) -> int:
         t = self._types[self._resolve(number)]
         if t.kind == _ARRAY:
+            if depth > len(self._types):
+                raise ValueError("an array of BTF contains itself")
             element, _, count = struct.unpack_from("=III", self._types_raw, t.at)
-            return self._size(element) * int(count)
+            return self._size(element, depth + 1) * int(count)
         return 8 if t.kind == _PTR else t.size
 
     def enum(self, name: str) -> Mapping[str, int]:
@@ -229,3 +239,10 @@ class Btf:
                 if self._types[number].name == name:
                     return offset, size
         raise StaleObjectError(self.origin, f"no variable {name} in {section}")
+
+
+def _number(t: _Type, signed: bool) -> str:
+    """The code of a number for struct. ValueError if it has none."""
+    if t.size not in _CODES:
+        raise ValueError(f"{t.name}: BTF has a number of {t.size} bytes")
+    return _CODES[t.size] if signed else _CODES[t.size].upper()

@@ -82,15 +82,15 @@ class Table:
             return False
         return True
 
-    def ensure(self, behaviour: Behaviour) -> None:
+    def ensure(self, behaviour: Behaviour) -> bool:
         """Creates the table, or repairs its rules and keeps the elements of its maps and sets.
 
         Chains of another shape (of another version or mode of the proxy) are replaced in the same transaction; elements
         are kept. Also repairs a table that was flushed meanwhile. Costs next to nothing if no nftables rule has changed
-        since the proxy's own last change. Raises NftError.
+        since the proxy's own last change. The result: whether the table, or a part of it, was missing. Raises NftError.
         """
         if behaviour == self._behaviour and self._known is not None and self._generation() == self._known:
-            return
+            return False
         with self._in_words("read the table"):
             self._known = self._channel.generation()
             chains = self._channel.chains(self.name) if self._channel.has_table(self.name) else None
@@ -115,6 +115,7 @@ class Table:
                 raise
             # The existing table cannot be repaired, for example because a map has another type.
             self._remake(self._elements)
+        return not chains or bool(missing)
 
     def update(self, added: Mapping[int, tuple[bytes, int]], removed: Iterable[int] = ()) -> None:
         """Adds (or changes) and removes backends by id, in one transaction; ids in both are added."""

@@ -42,6 +42,9 @@ _NEXT_HOPS = (uapi.RTNLGRP_NEXTHOP,)
 
 TRUST_SECONDS = 5.0
 BEAT_SECONDS = 1.0
+#: Seconds until rules that could not be read are read again, since no event tells when they can be: the first time, and
+#: at most. In between it doubles.
+UNREAD_SECONDS, LONGEST_UNREAD_SECONDS = 0.5, 5.0
 _IPSEC, _ROUTED, _RULES = "STACK_IPSEC", "STACK_POLICY_ROUTED", "STACK_RULES"
 _log = Logger("datapath")
 
@@ -123,6 +126,8 @@ class FastPath:
         self._on_node: dict[int, ClosedReason] = {}
         self._by_rules: dict[int, Verdict] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._unread_wait = UNREAD_SECONDS
         with ExitStack() as undo:
             self._routes = undo.enter_context(Subscription(uapi.NETLINK_ROUTE, _GROUPS, _NEXT_HOPS))
             try:
@@ -150,6 +155,8 @@ class FastPath:
             loop.add_reader(self._policies, self._read, self._policies)
         loop.add_reader(self._neighbours, self._read_neighbours)
         self._rules.follow(loop)
+        if self._rules.reading.unread:
+            self._reread()
         self._beat()
 
     def moved(self) -> None:
@@ -176,6 +183,8 @@ class FastPath:
         """Stop following; the fast path turns itself off."""
         if self._loop is not None:
             self._timer.cancel()
+            if self._unread is not None:
+                self._unread.cancel()
             self._loop.remove_reader(self._routes)
             if self._policies is not None:
                 self._loop.remove_reader(self._policies)
@@ -235,6 +244,17 @@ class FastPath:
         self._decide()
         if hasattr(self, "_rules"):
             self._write()
+        if not reading.unread:
+            self._unread_wait = UNREAD_SECONDS
+        elif self._loop is not None:
+            self._reread()
+
+    def _reread(self) -> None:
+        assert self._loop is not None
+        if self._unread is not None:
+            self._unread.cancel()
+        self._unread = self._loop.call_later(self._unread_wait, self._rules.again)
+        self._unread_wait = min(2 * self._unread_wait, LONGEST_UNREAD_SECONDS)
 
     def _decide(self) -> None:
         closed: dict[int, ClosedReason] = {}

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import socket
+import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ _CLSACT = "clsact"
 _PLAIN_QDISCS = frozenset({"noqueue", "pfifo_fast", "pfifo", "bfifo", "fq", "mq", "mqprio", "tbf", "netem", "ingress"})
 
 _libc = ctypes.CDLL(None, use_errno=True)
+#: What reading rules may raise; the last two: a kernel sends other messages than those that this version knows.
+UNREADABLE = (OSError, ValueError, LookupError, struct.error)
 Info = dict[tuple[int, str], legacy.Info]
 Digests = dict[tuple[int, str], bytes]
 
@@ -55,6 +58,8 @@ class Reading:
     marks: bool = False
     #: Devices that the fast path never uses.
     slow_devices: frozenset[str] = frozenset()
+    #: Something could not be read, which may be possible soon.
+    unread: bool = False
 
 
 def read() -> Reading:
@@ -63,14 +68,14 @@ def read() -> Reading:
     maps: set[tuple[int, str, str]] = set()
     try:
         rulesets.tables += _nft(maps)
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         _unread(rulesets, (4, 6), f"nftables could not be read: {error}")
     tables: Info = {}
     digests: Digests = {}
     for family in (4, 6):
         try:
             rulesets.tables += _legacy(family, tables, digests)
-        except (OSError, ValueError) as error:
+        except UNREADABLE as error:
             _unread(rulesets, (family,), f"iptables-legacy could not be read: {error}")
     marks = sets_marks(rulesets)
     try:
@@ -79,7 +84,8 @@ def read() -> Reading:
             _add_marks(rulesets)
     except OSError as error:
         _unread(rulesets, (4, 6), f"devices and users of marks could not be read: {error}")
-    return Reading(judge(rulesets), frozenset(maps), tables, digests, marks, rulesets.slow_devices)
+    unread = bool(rulesets.unread)
+    return Reading(judge(rulesets), frozenset(maps), tables, digests, marks, rulesets.slow_devices, unread)
 
 
 def legacy_info() -> Info:

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices at once when somebody has changed the proxy's nftables table, such as ``nft flush ruleset`` of a firewall.
+
+Without the table, netfilter translates nothing: new flows of the slow path fail, and established ones are answered with
+resets. The kernel names the table in its notification of each commit. The proxy's own commits name it, too:
+``Table.ensure`` tells them apart, by the generation of the rules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.datapath.netlink.messages import attribute_header, zero_terminated
+from pyebpf_proxy.datapath.netlink.subscription import Subscription
+from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER, NFNLGRP_NFTABLES, NFTA_TABLE_NAME
+
+#: Minimum seconds from one check to the next: a firewall that rewrites its rules all the time must cost little.
+INTERVAL = 0.5
+
+_log = Logger("datapath")
+
+
+class TableWatch:
+    """Calls ``changed`` in the loop's thread after a commit to the table ``name``. OSError if it cannot subscribe.
+
+    The socket's receive buffer stays small: if a large commit overflows it, the rest of the notifications is not read.
+    """
+
+    def __init__(self, name: str, changed: Callable[[], None]) -> None:
+        # The attributes that name the table of chains, rules, sets and elements have the same number.
+        value = zero_terminated(name)
+        self._mark = attribute_header(NFTA_TABLE_NAME, len(value)) + value
+        self._changed = changed
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._again = False
+        self._subscription = Subscription(NETLINK_NETFILTER, [NFNLGRP_NFTABLES])
+
+    def follow(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Watch from now on, until ``close``."""
+        self._loop = loop
+        loop.add_reader(self._subscription, self._read)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._loop is not None:
+            self._loop.remove_reader(self._subscription)
+            self._loop = None
+        self._subscription.close()
+
+    def _read(self) -> None:
+        if self._named():
+            self._check()
+
+    def _named(self) -> bool:
+        """Reads all notifications: whether one names the table, or some were lost."""
+        named = False
+        try:
+            for datagram in self._subscription.received():
+                named |= datagram is None or self._mark in datagram
+        except OSError as error:
+            _log.error("changes of nftables could not be followed", error=str(error))
+        return named
+
+    def _check(self) -> None:
+        """At once, but no sooner than INTERVAL after the last time."""
+        assert self._loop is not None
+        if self._timer is not None:
+            self._again = True
+            return
+        self._timer = self._loop.call_later(INTERVAL, self._rested)
+        self._changed()
+
+    def _rested(self) -> None:
+        self._timer = None
+        if self._again:
+            self._again = False
+            self._check()

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node with a proxy, Services, and connections through them that are all on record."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from bench.proxies import OURS
+from pyebpf_proxy.lab.addresses import Dual, cluster_ip, vip
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.manifests import Object, Port, node, service, slices
+from tests.changes.checker import Record, Stall
+from tests.changes.traffic import LongConnections, NewConnections, Server
+from tests.cluster.apiserver import ApiServer
+
+from .contenders import ByApi, ByManifests, Contender
+
+#: New connections a second, and long ones, all together.
+RATE, LONG = 1000, 200
+_LONG_PERIOD = 200  # milliseconds
+TARGET_PORT, NODE_PORT, VICTIM_NODE_PORT = 8080, 30081, 30082
+SHOP, VICTIM = 11, 12
+#: Numbers of the Services that come while and after something is wrong.
+MEANWHILE, AFTERWARDS = 50, 51
+#: Where forged packets come from. Answers to them end at the router.
+NOWHERE = "198.18.0.0/15"
+SOURCES = ("external", "pod", "node")
+PATIENCE = 60.0
+
+
+class Ground:
+    """``with Ground(...)``. ``beside``: the name of a proxy that follows ``api``; none: the agent reads manifests."""
+
+    def __init__(
+        self,
+        name: str = OURS,
+        api: ApiServer | None = None,
+        own: dict[str, Any] | None = None,
+        environment: tuple[str, ...] = (),
+    ) -> None:
+        self.name = name
+        self.api = api
+        self._own, self._environment = own, environment
+        self._stack = ExitStack()
+        self.news: list[NewConnections] = []
+        self.long: list[LongConnections] = []
+
+    def __enter__(self) -> Ground:
+        try:
+            self._build()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _build(self) -> None:
+        self.lab = self._stack.enter_context(Lab(nodes=1, own_bpffs=False))
+        self.node = self.lab.nodes[0]
+        state = self.node.agent.directory
+        state.mkdir(parents=True)
+        # The run folder has a small file system of its own.
+        _mount(b"tmpfs", bytes(state), b"tmpfs", b"size=1m,mode=0700")
+        self.node.agent.mount_bpffs()
+        for name in ("web-1", "web-2", "victim"):
+            pod = self.lab.add_pod(name, self.node, serve=False)
+            self._stack.callback(Server(pod.namespace, name, TARGET_PORT).kill)
+        self.toolbox = self.lab.add_pod("toolbox", self.node, serve=False)
+        self.lab.core.ip(f"route add blackhole {NOWHERE}")
+        self.proxy: Contender
+        if self.api is None:
+            self.proxy = ByManifests(self.lab, self._own, self._environment)
+        else:
+            self.proxy = ByApi(self.name, self.lab, self.api, self._stack)
+        self.proxy.apply("node", [node("node1", self.node.address, self.node.pod_cidr)])
+        self.proxy.apply("shop", self.service("shop", SHOP, "web-1", "web-2", node_port=NODE_PORT))
+        self.proxy.apply("victim", self.service("victim", VICTIM, "victim", node_port=VICTIM_NODE_PORT))
+        self.proxy.start()
+
+    def service(self, name: str, number: int, *pods: str, node_port: int = 0, port: int = 80) -> list[Object]:
+        """A Service with these pods; with a NodePort it has a VIP, too."""
+        ports = [Port("p", port, TARGET_PORT, "TCP", node_port)]
+        more = {"vip": vip(number)} if node_port else {}
+        endpoints = [(self.lab.pods[pod].address, "node1") for pod in pods]
+        return [service(name, ports, cluster_ip(number), **more), *slices(name, ports, endpoints)]
+
+    # ---- traffic --------------------------------------------------------------
+
+    def begin_traffic(self, rate: float = RATE) -> None:
+        """Long connections first, one round each, then new ones."""
+        ours, virtual = cluster_ip(SHOP), vip(SHOP)
+        asked = {
+            "external": [f"{virtual.v4},80", f"{virtual.v6},80", f"{self.node.address.v4},{NODE_PORT}"],
+            "pod": [f"{ours.v4},80", f"{ours.v6},80"],
+            "node": [f"{ours.v4},80", f"{ours.v6},80"],
+        }
+        spaces = {"external": self.lab.client, "pod": self.toolbox.namespace, "node": self.node.namespace}
+        shares = [LONG // 3 + (LONG % 3 if source == "external" else 0) for source in SOURCES]
+        for source, count in zip(SOURCES, shares, strict=True):
+            file = self.lab.folder / f"long-{source}"
+            self.long.append(LongConnections(spaces[source], file, asked[source], count, _LONG_PERIOD))
+            self._stack.callback(self.long[-1].kill)
+        for each in self.long:
+            each.wait_rounds(1)
+        for source in SOURCES:
+            file = self.lab.folder / f"new-{source}"
+            self.news.append(NewConnections(spaces[source], file, asked[source], rate / len(SOURCES)))
+            self._stack.callback(self.news[-1].kill)
+
+    def more(self, count: int) -> None:
+        """Wait until each load has made so many more connections, whatever came of them."""
+        start = [load.made for load in self.news]
+        wait_until(
+            lambda: all(load.made >= was + count for load, was in zip(self.news, start, strict=True)),
+            f"{count} more connections of each load",
+        )
+
+    def long_ones_go_on(self, seconds: float = PATIENCE) -> int:
+        """How many of the long ones are closed or stand still: those that got on by no round in that time."""
+        lost = 0
+        begun = time.monotonic()
+        for each in self.long:
+            open_, least = each.status()
+            lost += each.count - open_
+            while open_ and each.status()[1] <= least:
+                if time.monotonic() > begun + seconds:
+                    self._still = least
+                    break
+                time.sleep(0.02)
+        return lost
+
+    def end_traffic(self) -> tuple[list[Record], list[Record], list[Stall]]:
+        """The records of new connections, and of the long ones; and when the machine stood still."""
+        for each in (*self.news, *self.long):
+            each.stop()
+        new, long, stalls = [], [], []
+        for load in self.news:
+            records, stood = load.records()
+            new += records
+            stalls += stood
+        for held in self.long:
+            long += held.records()[0]
+        self.news, self.long = [], []
+        return new, long, stalls
+
+    # ---- looking --------------------------------------------------------------
+
+    def serves(self, number: int) -> bool:
+        """Whether the Service of this number answers a pod."""
+        return self.toolbox.namespace.call(answers, cluster_ip(number), 80)
+
+    def status(self) -> list[str]:
+        """The warnings that ``status`` shows, or why it shows nothing; of kube-proxy none."""
+        if self.name != OURS:
+            return []
+        import json
+
+        from pyebpf_proxy.lab.agent import command
+
+        ran = subprocess.run(
+            ["ip", "netns", "exec", self.node.namespace.name, *command(), "status", "-o", "json"],
+            env=os.environ | {"PYEBPF_PROXY_DIRECTORY": str(self.node.agent.directory)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        try:
+            return [each["what"] for each in json.loads(ran.stdout)["warnings"]]
+        except ValueError:
+            return [ran.stderr.strip()]
+
+
+def answers(address: Dual, port: int, seconds: float = 0.5) -> bool:
+    """Whether both addresses take a connection and say something."""
+    for each in address:
+        try:
+            with socket.create_connection((each, port), timeout=seconds) as sock:
+                if not sock.recv(1):
+                    return False
+        except OSError:
+            return False
+    return True
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+    """Poll; TimeoutError if it never holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"after {seconds} s still not: {what}")
+        time.sleep(0.01)
+
+
+def _mount(source: bytes, target: bytes, kind: bytes, options: bytes) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(source, target, kind, 0, options) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), target.decode())

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One fault on one ground: before, while, after, and what the records say of each."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tests.changes.checker import ANSWERED, Record
+
+from .ground import AFTERWARDS, MEANWHILE, RATE, Ground, wait_until
+
+#: Others keep so much of their rate; right again so soon after the end of a fault of the node, or of the API server.
+LEAST_RATE, SOON, SOON_API = 90.0, 1.0, 30.0
+#: Seconds until it counts as never.
+NEVER = 40.0
+_REASON = re.compile(r'^pyebpf_proxy_reasons_total\{reason="(\w+)"\} (\S+)$', re.MULTILINE)
+_LONGEST_LINE = 200
+#: Counters that move by chance, whatever happens to the node.
+_CHANCE = frozenset({"closing_flow_replaced", "flow_changed", "flow_forgotten", "young_ended", "flow_promoted"})
+
+
+class Fault(NamedTuple):
+    """``make`` is entered when the fault begins and left when it ends. ``once``: it has no end of its own."""
+
+    name: str
+    words: str
+    make: Callable[[Ground], AbstractContextManager[None]]
+    seconds: float = 5.0
+    once: bool = False
+    #: Whether the node is as it must be, besides its traffic.
+    healed: Callable[[Ground], bool] = lambda ground: True
+    #: Both proxies follow an API server.
+    api: bool = False
+    #: Why kube-proxy does not meet this fault; empty: it does.
+    not_beside: str = ""
+    #: It is aimed at all connections of the node: nobody is spared.
+    spares_nobody: bool = False
+    #: It makes the node refuse something, perhaps none of the connections that are counted.
+    refuses: bool = False
+    own: dict[str, Any] | None = None
+    environment: Callable[[], tuple[str, ...]] = lambda: ()
+
+
+class Moments(NamedTuple):
+    """Of the monotonic clock: when it all began, and the fault was asked for, was there, was to end, had ended."""
+
+    start: float
+    asked: float
+    there: float
+    ending: float
+    over: float
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What one proxy made of one fault."""
+
+    proxy: str
+    tried: int
+    failed: int
+    #: Of the long connections.
+    lost: int
+    #: Answered a second while it lasted, in per cent of before.
+    rate: float
+    before: float
+    #: Seconds from the end until no connection failed, until what changed meanwhile was served, and the node as before.
+    traffic_right: float
+    change_right: float
+    healed: float
+    #: Seconds that a change took afterwards.
+    change_after: float
+    how: dict[str, int]
+    status: list[str]
+    metrics: dict[str, int]
+    log: list[str]
+    stalled: float = 0.0
+
+    @property
+    def right(self) -> float:
+        return max(self.traffic_right, self.change_right, self.healed)
+
+
+Pause = Callable[[float], None]
+
+
+def run(
+    ground: Ground, fault: Fault, before: float = 4.0, scale: float = 1.0, count: int = 0, rate: float = RATE
+) -> Outcome:
+    """Everything of one fault. ``count``: wait for so many connections of each load, and not for seconds."""
+
+    def pass_by(seconds: float) -> None:
+        if count:
+            ground.more(count)
+        else:
+            time.sleep(seconds)
+
+    ground.begin_traffic(rate)
+    ground.more(50)
+    first = reasons(ground)
+    start = time.monotonic()
+    pass_by(before)
+    usual = reasons(ground)
+    # Everything that the fault does not bring about has been asked before it.
+    said = ground.proxy.complaints()
+    warned = set(ground.status())
+    meanwhile = ground.service("meanwhile", MEANWHILE, "web-1")
+    asked = time.monotonic()
+    context = fault.make(ground)
+    context.__enter__()
+    there = time.monotonic()
+    if fault.once:
+        context.__exit__(None, None, None)
+    over = time.monotonic()
+    healed = _seconds_until(lambda: fault.healed(ground), over) if fault.once else 0.0
+    try:
+        pass_by(fault.seconds * scale / 2)
+        ground.proxy.apply("meanwhile", meanwhile)
+        pass_by(fault.seconds * scale / 2)
+        ending = time.monotonic()
+        status = [] if fault.once else ground.status()
+    finally:
+        if not fault.once:
+            context.__exit__(None, None, None)
+            over = time.monotonic()
+    change_right = _seconds_until(lambda: ground.serves(MEANWHILE), over)
+    if not fault.once:
+        healed = _seconds_until(lambda: fault.healed(ground), over)
+    status += ground.status() if fault.once else []
+    changed = time.monotonic()
+    ground.proxy.apply("afterwards", ground.service("afterwards", AFTERWARDS, "web-1"))
+    change_after = _seconds_until(lambda: ground.serves(AFTERWARDS), changed)
+    if change_right >= NEVER:
+        # It may need the next change.
+        change_right = _seconds_until(lambda: ground.serves(MEANWHILE), over, NEVER / 2)
+    # More than a connection waits for its second SYN.
+    pass_by(2.5)
+    lost = ground.long_ones_go_on(NEVER)
+    last = reasons(ground)
+    new, long, stalls = ground.end_traffic()
+    lost = max(lost, sum(record.end != ANSWERED for record in long))
+    moments = Moments(start, asked, there, ending, over)
+    found = judge(new, moments)
+    moved = {name for name in last if last[name] != usual.get(name, 0) and usual.get(name, 0) == first.get(name, 0)}
+    return Outcome(
+        proxy=ground.proxy.name,
+        lost=lost,
+        change_right=0.0 if fault.once else change_right,
+        healed=healed,
+        change_after=change_after,
+        status=[each for each in status if each not in warned],
+        metrics={name: int(last[name] - usual.get(name, 0)) for name in sorted(moved)},
+        log=_shortened(ground.proxy.complaints()[len(said) :], said),
+        stalled=round(max((stall.ended - stall.begun for stall in stalls), default=0.0), 3),
+        **found,
+    )
+
+
+def judge(records: Iterable[Record], moments: Moments) -> dict[str, Any]:
+    """Of new connections: tried, failed, how, the rates, and when the last one failed. Pure."""
+    known = list(records)
+    during = [record for record in known if record.begun >= moments.asked]
+    failed = [record for record in during if record.end != ANSWERED]
+    early = sum(moments.start <= record.begun < moments.asked and record.end == ANSWERED for record in known)
+    answered = sum(moments.there <= record.begun < moments.ending and record.end == ANSWERED for record in known)
+    before = early / (moments.asked - moments.start)
+    rate = answered / (moments.ending - moments.there)
+    how: dict[str, int] = {}
+    for record in failed:
+        how[record.end] = how.get(record.end, 0) + 1
+    return {
+        "tried": len(during),
+        "failed": len(failed),
+        "how": how,
+        "before": round(before, 1),
+        "rate": round(100 * rate / before, 1) if before else 0.0,
+        "traffic_right": round(max((record.begun - moments.over for record in failed), default=0.0), 3)
+        if any(record.begun > moments.over for record in failed)
+        else 0.0,
+    }
+
+
+def problems(fault: Fault, found: Outcome, beside: Outcome | None) -> list[str]:
+    """What of the promises was not kept, in words."""
+    soon = SOON_API if fault.api else SOON
+    said = []
+    if found.rate < LEAST_RATE and not (fault.spares_nobody and beside is not None and beside.rate <= found.rate):
+        said.append(f"others kept {found.rate:.0f} % of their rate")
+    if found.lost > (beside.lost if beside is not None else 0):
+        said.append(f"{found.lost} established connections were lost")
+    if found.right > soon:
+        said.append(f"right again after {found.right:.1f} s, not {soon:.0f}")
+    if (found.failed or fault.refuses) and not (found.status or counters(found) or found.log):
+        said.append("refusals are named nowhere")
+    return said
+
+
+def counters(found: Outcome) -> list[str]:
+    """The counters that moved because of the fault."""
+    return [name for name in found.metrics if name not in _CHANCE]
+
+
+def reasons(ground: Ground) -> dict[str, float]:
+    """The agent's counters of reasons; of kube-proxy none."""
+    return {name: float(value) for name, value in _REASON.findall(ground.proxy.metrics())}
+
+
+def _seconds_until(condition: Callable[[], bool], since: float, patience: float = NEVER) -> float:
+    """Seconds since that moment until the condition held; NEVER, or more: it did not."""
+    try:
+        wait_until(condition, "right again", patience)
+    except TimeoutError:
+        return max(NEVER, round(time.monotonic() - since, 3))
+    return round(time.monotonic() - since, 3)
+
+
+def _shortened(lines: Sequence[str], before: Sequence[str]) -> list[str]:
+    """Each kind of line once, without its time; none that was there before."""
+    known = {_kind(line) for line in before}
+    kinds = {_kind(line): _text(line)[:_LONGEST_LINE] for line in reversed(lines)}
+    return [kinds[kind] for kind in reversed(kinds) if kind not in known][:8]
+
+
+def _text(line: str) -> str:
+    return line.split(" ", 1)[-1].strip()
+
+
+def _kind(line: str) -> str:
+    return re.sub(r"\d+", "0", _text(line))

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conntrack tables that are full, and programs that are detached: what several tests do to a node."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyebpf_proxy.datapath.loader import tcx
+from pyebpf_proxy.datapath.node import tc
+from pyebpf_proxy.datapath.node.attachments import Attachments
+from pyebpf_proxy.datapath.node.mounts import bpffs_candidates, holds_pins, tcx_directory
+from pyebpf_proxy.lab.namespace import Namespace
+
+#: More entries than this take too long to make.
+MOST_ENTRIES = 1 << 18
+
+
+class CannotBeMadeError(Exception):
+    """This machine lacks what a fault needs."""
+
+
+@contextmanager
+def full_conntrack(namespace: Namespace, answered: bool = True, room: int = 0) -> Iterator[Callable[[], None]]:
+    """As many entries in this namespace's table as there may be, but for ``room``. CannotBeMadeError: too many.
+
+    Entries of flows that were answered are not given up by the kernel, others are. The limit is the whole machine's,
+    and stays as it is: others are not disturbed. What is given fills the room of flows that have ended meanwhile.
+    """
+    limit = int(namespace.run("sysctl", "-n", "net.netfilter.nf_conntrack_max"))
+    if limit > MOST_ENTRIES:
+        raise CannotBeMadeError(f"nf_conntrack_max of this machine is {limit}: too many entries to make")
+    ports = iter(range(9, 65536))
+
+    def fill(entries: int) -> None:
+        state = "-u SEEN_REPLY,ASSURED --state ESTABLISHED" if answered else "--state SYN_SENT"
+        flow = f"-d 198.19.0.1 --dport {next(ports)} -t 600 {state}"
+        # One of them meets the limit.
+        enter(namespace, (f"-I -p tcp -s 198.18.{n >> 16}.1 --sport {n & 0xFFFF} {flow}" for n in range(entries)))
+
+    fill(limit - room)
+    try:
+        yield lambda: fill(256)
+    finally:
+        namespace.run("conntrack", "-D", "-d", "198.19.0.1")
+
+
+def enter(namespace: Namespace, lines: Iterable[str]) -> None:
+    """Give conntrack's tool these lines; entries that exist, or do not fit, are left out."""
+    namespace.call(_conntrack, "\n".join(lines))
+
+
+def _conntrack(lines: str) -> None:
+    subprocess.run(["conntrack", "-R", "-"], input=lines, text=True, capture_output=True, check=False)
+
+
+def has_program(device: str) -> bool:
+    """Whether a device of this network namespace has a tc program at ingress, by tcx or by a filter."""
+    index = socket.if_nametoindex(device)
+    return bool((tcx.available() and tcx.chain(index, tcx.INGRESS)) or tc.filters(index, tc.INGRESS))
+
+
+def take_program_off(directory: Path, device: str) -> bool:
+    """Detaches the programs of the instance with this directory from one device, as nobody should."""
+    for place in filter(holds_pins, bpffs_candidates(directory)):
+        attachments = Attachments(directory, tcx_directory(place, directory))
+        try:
+            if attachments.detach(socket.if_nametoindex(device), device):
+                return True
+        finally:
+            attachments.close()
+    return False

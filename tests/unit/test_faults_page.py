@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/reliability.md is what its results say; and what is made of records of connections under a fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.changes.checker import ANSWERED, Record
+from tests.faults import faults, floods, measure, page
+from tests.faults.measure import Fault, Moments, Outcome
+
+MOMENTS = Moments(start=0.0, asked=10.0, there=11.0, ending=21.0, over=22.0)
+
+
+def record(begun: float, end: str = ANSWERED) -> Record:
+    return Record(begun, begun + 0.01, 0, end)
+
+
+def outcome(**fields: object) -> Outcome:
+    usual = {
+        "proxy": "ours",
+        "tried": 100,
+        "failed": 0,
+        "lost": 0,
+        "rate": 100.0,
+        "before": 10.0,
+        "how": {},
+        "traffic_right": 0.0,
+        "change_right": 0.0,
+        "healed": 0.0,
+        "change_after": 0.0,
+        "status": [],
+        "metrics": {},
+        "log": [],
+    }
+    return Outcome(**(usual | fields))  # type: ignore[arg-type]
+
+
+def fault(**fields: object) -> Fault:
+    return Fault("name", "words", faults.stopped, **fields)  # type: ignore[arg-type]
+
+
+def test_the_page_is_made_of_the_results() -> None:
+    assert page.PAGE.read_text() == page.page(page.read()), "run python -m tests.faults --page"
+
+
+def test_every_result_is_of_a_fault_in_their_order() -> None:
+    measured = list(page.read().faults)
+    assert measured == [name for name in faults.FAULTS if name in measured]
+    assert measured
+
+
+def test_rates_and_failures_are_counted_from_the_records() -> None:
+    before = [record(n / 10) for n in range(100)]
+    during = [record(11 + n / 10, ANSWERED if n % 2 else "silent") for n in range(100)]
+    found = measure.judge([*before, *during, record(10.5, "refused"), record(21.5), record(23.0)], MOMENTS)
+    assert (found["tried"], found["failed"]) == (103, 51)
+    assert found["how"] == {"silent": 50, "refused": 1}
+    assert (found["before"], found["rate"]) == (10.0, 50.0)
+    assert found["traffic_right"] == 0.0
+
+
+def test_right_again_is_when_the_last_connection_begins_that_fails() -> None:
+    found = measure.judge([record(1.0), record(12.0), record(23.5, "refused"), record(24.0)], MOMENTS)
+    assert found["traffic_right"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"rate": 89.9}, "others kept 90 % of their rate"),
+        ({"lost": 1}, "1 established connections were lost"),
+        ({"change_right": 1.1}, "right again after 1.1 s, not 1"),
+        ({"healed": 2.0}, "right again after 2.0 s, not 1"),
+        ({"failed": 1}, "refusals are named nowhere"),
+    ],
+)
+def test_each_broken_promise_is_named(fields: dict[str, object], said: str) -> None:
+    assert measure.problems(fault(), outcome(), None) == []
+    assert measure.problems(fault(), outcome(**fields), None) == [said]
+
+
+def test_what_a_fault_refuses_must_be_named_by_more_than_chance() -> None:
+    refusing = fault(refuses=True)
+    assert measure.problems(refusing, outcome(metrics={"flow_changed": 3}), None) == ["refusals are named nowhere"]
+    for named in ({"status": ["conntrack: full"]}, {"metrics": {"slow_no_port": 1}}, {"log": ["error"]}):
+        assert measure.problems(refusing, outcome(**named), None) == []
+
+
+def test_what_kube_proxy_loses_too_is_no_broken_promise() -> None:
+    assert measure.problems(fault(), outcome(lost=2), outcome(lost=2)) == []
+    assert measure.problems(fault(api=True), outcome(change_right=29.0), None) == []
+    everybody = fault(spares_nobody=True)
+    assert measure.problems(everybody, outcome(rate=50.0), outcome(rate=40.0)) == []
+    assert measure.problems(everybody, outcome(rate=50.0), outcome(rate=60.0)) != []
+
+
+def test_forged_packets_are_valid() -> None:
+    scapy = pytest.importorskip("scapy.layers.inet")
+    for made in (floods.syns, floods.datagrams):
+        raw, target = made("198.18.0.0/15", ["203.0.113.12"], [80])[7]
+        packet = scapy.IP(raw)
+        rebuilt = scapy.IP(raw)
+        if made is floods.syns:
+            del rebuilt["TCP"].chksum
+            assert scapy.IP(bytes(rebuilt))["TCP"].chksum == packet["TCP"].chksum
+            assert packet["TCP"].flags == "S"
+        assert (packet.dst, target, len(raw), packet.len) == (target, "203.0.113.12", packet.len, len(raw))
+        assert packet.payload.dport == 80
+        assert packet.src.startswith(("198.18.", "198.19."))
