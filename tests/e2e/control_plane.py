@@ -10,7 +10,7 @@ from tests.e2e.node import run
 from tests.e2e.processes import State, wait_for
 
 #: Not `ip netns exec`: that makes a mount namespace, and with it holds what others have mounted.
-_INSIDE = ["nsenter", f"--net=/run/netns/{CONTROL}"]
+INSIDE = ["nsenter", f"--net=/run/netns/{CONTROL}"]
 _ETCD = "http://127.0.0.1:2379"
 _ETCD_PEER = "http://127.0.0.1:2380"
 
@@ -24,7 +24,7 @@ def start(state: State, network: Network) -> None:
     if network.dual:
         run("ip", "-n", CONTROL, "addr", "add", f"{network.api6}/64", "dev", BRIDGE, "nodad")
     run("ip", "-n", CONTROL, "link", "set", BRIDGE, "up")
-    run(*_INSIDE, "sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
+    run(*INSIDE, "sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1")
     start_etcd(state)
     start_api_server(state, network)
     _start_controllers(state, network)
@@ -32,14 +32,14 @@ def start(state: State, network: Network) -> None:
 
 def kubectl(state: State) -> list[str]:
     """The command, its kubeconfig included."""
-    return [*_INSIDE, str(PROGRAMS / "kubectl"), f"--kubeconfig={state.folder}/pki/admin.conf"]
+    return [*INSIDE, str(PROGRAMS / "kubectl"), f"--kubeconfig={state.folder}/pki/admin.conf"]
 
 
 def start_etcd(state: State) -> None:
     state.spawn(
         "etcd",
         [
-            *_INSIDE,
+            *INSIDE,
             "etcd",
             f"--data-dir={state.folder}/etcd",
             f"--listen-client-urls={_ETCD}",
@@ -57,7 +57,7 @@ def start_api_server(state: State, network: Network) -> None:
     state.spawn(
         "kube-apiserver",
         [
-            *_INSIDE,
+            *INSIDE,
             PROGRAMS / "kube-apiserver",
             f"--etcd-servers={_ETCD}",
             "--bind-address=0.0.0.0",
@@ -120,7 +120,7 @@ def _start_controllers(state: State, network: Network) -> None:
         state.spawn(
             name,
             [
-                *_INSIDE,
+                *INSIDE,
                 PROGRAMS / name,
                 f"--kubeconfig={configuration}",
                 f"--authentication-kubeconfig={configuration}",

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.e2e import programs
-from tests.e2e.layout import KUBE_PROXY_IMAGE, OUR_IMAGE, REPOSITORY, STORE
+from tests.e2e.layout import KUBE_PROXY_IMAGE, NEXT_IMAGE, OUR_IMAGE, REPOSITORY, STORE
 from tests.e2e.problem import E2EError
 
 FOLDER = STORE / "images"
@@ -124,7 +124,7 @@ def _images() -> list[Image]:
         Image("regression-issue-74839", [f"{_E2E}/regression-issue-74839:1.4"],
               lambda tar: _file(tar, regression, "regression-issue-74839"),
               {"Entrypoint": ["/regression-issue-74839"], "Env": [_PATH]}, [regression]),
-        Image("pyebpf-proxy", [OUR_IMAGE], lambda tar: _tree(tar, ours),
+        Image("pyebpf-proxy", [OUR_IMAGE, NEXT_IMAGE], lambda tar: _tree(tar, ours),
               {"Entrypoint": how["entry_point"], "Env": environment, "WorkingDir": "/"}, [ours]),
     ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "results"
+FOLDER = Path(__file__).parent / "recorded"
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,21 @@ def _group(texts: list[str]) -> str:
 
 
 def save(name: str, specs: Iterable[Spec], about: dict[str, Any]) -> Path:
-    """results/NAME.json, for the page."""
+    """recorded/NAME.json, for the page."""
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{name}.json"
     path.write_text(json.dumps(about | {"specs": [asdict(spec) for spec in specs]}, indent=1) + "\n")
     return path
+
+
+def replaced(name: str, specs: list[Spec], folder: Path = FOLDER) -> list[Spec]:
+    """The specs of recorded/NAME.json, with these in place of those of the same names."""
+    path = folder / f"{name}.json"
+    former = load(path)[1] if path.exists() else []
+    names = {spec.name for spec in specs}
+    return sorted(
+        [*specs, *(spec for spec in former if spec.name not in names)], key=lambda each: (each.group, each.name)
+    )
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Spec]]:
