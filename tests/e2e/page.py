@@ -33,7 +33,8 @@ specs run at once (4 without it), `--here` uses the cluster of `make cluster-up`
 results of these specs only.
 
 In a cluster of `make cluster-up PROXY=kube-proxy`, `.venv/bin/python -m tests.e2e switch` runs `pyebpf-proxy cluster
-install`, `test`, `upgrade` and `rollback` while pods and nodes send requests to Services. It fails if a request fails.
+install`, `test`, `upgrade` and `rollback` while pods and nodes send requests to Services. In between, agents are
+deleted, kubelets restarted, and containerd killed. It fails if a request fails.
 
 ## Results
 """

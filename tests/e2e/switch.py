@@ -56,8 +56,37 @@ class Load:
         return [line for line in self._logs().splitlines() if "curl ends" in line]
 
 
+def restart(cluster: Cluster, load: Load) -> None:
+    """What nodes go through, while ours serves them: agents end, with and without a word; kubelets, containerd."""
+    agents = ("-n", "kube-system", "delete", "pod", "-l", "k8s-app=pyebpf-proxy")
+
+    def restart_kubelets() -> None:
+        for node in cluster.nodes:
+            node.stop_program("kubelet")
+            node.start_kubelet()
+
+    def restart_containerd() -> None:
+        for node in cluster.nodes:
+            node.stop_program("containerd", "KILL")
+            node.start_containerd()
+
+    for what, action in (
+        ("agents deleted", lambda: cluster.kubectl(*agents)),
+        ("agents deleted by force", lambda: cluster.kubectl(*agents, "--grace-period=0", "--force")),
+        ("kubelets restarted", restart_kubelets),
+        ("containerd killed and started", restart_containerd),
+    ):
+        before = load.count()
+        action()
+        time.sleep(10)
+        ready = ("--for=condition=Ready", "pod", "-l", "k8s-app=pyebpf-proxy", "--timeout=60s")
+        cluster.kubectl("-n", "kube-system", "wait", *ready)
+        asked, failed = (now - then for now, then in zip(load.count(), before, strict=True))
+        print(f"{what}: {asked} requests, {failed} failed", flush=True)
+
+
 def run() -> int:
-    """kube-proxy, ours, kube-proxy again. 1 if a request failed."""
+    """kube-proxy, ours with restarts, kube-proxy again. 1 if a request failed."""
     cluster = Cluster()
     if cluster.proxy != "kube-proxy":
         raise E2EError("this needs a cluster with kube-proxy: make cluster-up PROXY=kube-proxy")
@@ -84,6 +113,8 @@ def run() -> int:
             if done.returncode:
                 print("\n".join(load.failures()), file=sys.stderr)
                 return 1
+            if command[0] == "test":
+                restart(cluster, load)
         asked, failed = load.count()
         print(f"\n{asked} requests, {failed} failed")
         for line in load.failures():
