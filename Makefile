@@ -45,10 +45,10 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line with the missing program and the remedy.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup objects build wheel demo inspect screenshots test test-faults fuzz test-cluster test-kernels lab-test parity record lint docs man pictures bench bench-check profile image-root sbom clean distclean
+.PHONY: help setup objects build wheel demo inspect screenshots test test-faults fuzz test-cluster test-kernels lab-test cluster-up cluster-down test-e2e parity record lint docs man pictures bench bench-check profile image-root sbom clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Targets such as demo and test run setup first. make test ARGS='-k name' passes arguments to pytest."
 
 setup: ## install Debian packages (by sudo if not root) and .venv with pinned versions, build BPF objects; fast if up to date
@@ -151,6 +151,25 @@ lab-test: setup ## test two Vagrant machines: requests, restart and upgrade unde
 	@tools/setup.sh packages vagrant/debian-packages.txt
 	@$(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE LAB_DRIVER LAB_BOX LAB_KERNEL LAB_BOOT_TIMEOUT,$(if $($(name)),$(name)="$($(name))")) \
 		nice -n 10 $(PYTHON) -m tests.vagrant
+
+# What make test-e2e and make cluster-up build and fetch; the programs take 20 to 40 minutes the first time.
+define e2e-programs
+	@tools/setup.sh packages tests/cluster/debian-packages.txt
+	@tests/cluster/build.sh kube-proxy kube-apiserver kubelet kubectl kube-controller-manager kube-scheduler coredns agnhost \
+		regression-issue-74839 $(1)
+endef
+E2E = $(SUDO) env $(foreach name,PYEBPF_PROXY_CACHE E2E_WORK,$(if $($(name)),$(name)="$($(name))")) nice -n 5 $(PYTHON) -m tests.e2e
+
+cluster-up: setup ## a real Kubernetes cluster on this machine: PROXY=ours or kube-proxy, DUAL=1: both families (docs/kubernetes-e2e.md)
+	$(call e2e-programs)
+	@$(E2E) up --proxy $(or $(PROXY),ours) $(if $(DUAL),--dual)
+
+cluster-down: setup ## remove what make cluster-up, or a killed make test-e2e, has left
+	@$(E2E) down
+
+test-e2e: setup ## run Kubernetes' own e2e tests of Services in such a cluster: PROXY=ours or kube-proxy, ARGS="--record" writes the table
+	$(call e2e-programs,ginkgo e2e.test)
+	@$(E2E) test --proxy $(or $(PROXY),ours) $(if $(DUAL),--dual) $(ARGS)
 
 parity: setup ## compare 300 random object sets with the real kube-proxy, different in every run (docs/parity.md)
 	@tools/setup.sh packages tests/cluster/debian-packages.txt

@@ -24,15 +24,15 @@ _log = Logger("cleanup")
 def run(path: Path, exclude_cidrs: Sequence[Network] = (), keep_kube_proxy: bool = False) -> None:
     """Clean up the instance of this run folder, then kube-proxy's leftovers (spec/configuration §6).
 
-    ``exclude_cidrs``: IPVS services in them are kept. ``keep_kube_proxy``: kube-proxy's rules are kept, since it runs
-    again. FatalError if an agent runs on the folder, or if something could not be removed; the other parts are still
-    cleaned up.
+    ``exclude_cidrs``: IPVS services in them are kept. ``keep_kube_proxy``: kube-proxy's rules, and the settings that it
+    has asked for, are kept, since it runs again. FatalError if an agent runs on the folder, or if something could not
+    be removed; the other parts are still cleaned up.
     """
     preflight.check_rights(["CAP_NET_ADMIN"])
     directory = RunDirectory(path)
     directory.acquire()
     try:
-        report = cleanup(path, (SOCKET,))
+        report = cleanup(path, (SOCKET,), keep_settings=keep_kube_proxy)
     finally:
         directory.release(remove=True)
     others = Report() if keep_kube_proxy else leftovers.remove(exclude_cidrs)

@@ -10,7 +10,8 @@ fail. Only what belongs to the instance is removed:
 * the table by its name; other tables, and the conntrack entries of live flows, stay;
 * pins in the instance's folder only; the bpffs is unmounted only if the proxy mounted it and it is empty (``mounts``);
 * node settings are restored first, while the programs still protect what they open, and only those that still have the
-  value that the proxy wrote (``sysctls``); the settings of the fast path are restored last, when it is gone;
+  value that the proxy wrote (``sysctls``); the settings of the fast path are restored last, when it is gone; beside a
+  kube-proxy only the latter: it has asked for the others, and asks only once;
 * of the run directory only files named by their owners, and the directory itself if it is then empty.
 """
 
@@ -20,6 +21,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections.drain import drain
 from pyebpf_proxy.datapath.connections.liberal import make_liberal
 from pyebpf_proxy.datapath.netfilter.nft import Table
@@ -33,14 +35,26 @@ from pyebpf_proxy.datapath.node.mounts import (
     tcx_directory,
 )
 from pyebpf_proxy.datapath.node.node_settings import LIBERAL
-from pyebpf_proxy.datapath.node.sysctls import held, restore
+from pyebpf_proxy.datapath.node.sysctls import held, leave, restore
 from pyebpf_proxy.datapath.report import Report
 
+_log = Logger("cleanup")
 
-def cleanup(directory: Path, own_files: Iterable[str] = ()) -> Report:
-    """Removes the instance of this directory. ``own_files``: files in the directory, by name, that the caller made."""
+
+def cleanup(directory: Path, own_files: Iterable[str] = (), keep_settings: bool = False) -> Report:
+    """Removes the instance of this directory. ``own_files``: files in the directory, by name, that the caller made.
+
+    ``keep_settings``: the settings that the configuration asks for stay, for a kube-proxy that runs again.
+    """
     report = Report()
-    _settings(directory, "", report)
+    if keep_settings:
+        try:
+            for line in leave(directory):
+                _log.info("kept for kube-proxy", what=line)
+        except OSError as error:
+            report.problems.append(str(error))
+    else:
+        _settings(directory, "", report)
     for step in (_flows, _programs, _table, _pins):
         try:
             report.removed += step(directory)

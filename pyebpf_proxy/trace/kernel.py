@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import select
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
@@ -79,7 +78,8 @@ class Kernel:
         self.reasons = {number: name.removeprefix("SKB_DROP_REASON_") for name, number in reasons.items()}
         self._decoder = msgspec.json.Decoder(Said)
         self._rest = b""
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        # In memory: the agent's pod has no folder that can be written.
+        self._errors = os.fdopen(os.memfd_create("bcc"), "w+b")
         interpreter = os.environ.get(INTERPRETER_VARIABLE) or INTERPRETER
         asked = {
             "parent": os.getpid(),

@@ -1,9 +1,11 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds the real kube-proxy and kube-apiserver from their Go modules, into a cache folder outside the repository.
-# What is there already is left alone: the first build takes 10 to 40 minutes. Needs Go 1.26 or newer.
+# Builds the real programs of Kubernetes, and CoreDNS, from their Go modules, into a cache folder outside the repository.
+# What is there already is left alone: kube-proxy and kube-apiserver take 10 to 40 minutes. Needs Go 1.26 or newer.
 #   PYEBPF_PROXY_CACHE   the folder; default /var/cache/pyebpf-proxy
-#   tests/cluster/build.sh gates   writes pyebpf_proxy/config/gate_table.py anew instead
+#   tests/cluster/build.sh               kube-proxy and kube-apiserver: what make test-cluster needs
+#   tests/cluster/build.sh PROGRAM...    these (the names are below)
+#   tests/cluster/build.sh gates         writes pyebpf_proxy/config/gate_table.py anew instead
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
@@ -12,12 +14,16 @@ folder=${PYEBPF_PROXY_CACHE:-/var/cache/pyebpf-proxy}/go
 flags="-s -w -X k8s.io/component-base/version.gitVersion=$release"
 flags+=" -X k8s.io/component-base/version.gitMajor=1 -X k8s.io/component-base/version.gitMinor=36"
 
-build() { # build PACKAGE PROGRAM
-    command -v go >/dev/null || { echo "go is missing: install Go 1.26 or newer to build kube-proxy" >&2; exit 1; }
+# build PACKAGE PROGRAM [MODULE [COMMAND...]]: MODULE is the folder with the go.mod that pins the versions.
+build() {
+    local package=$1 program=$2 module=${3:-$here/kubernetes}
+    shift $(($# < 3 ? $# : 3))
+    [ $# -gt 0 ] || set -- go build
+    command -v go >/dev/null || { echo "go is missing: install Go 1.26 or newer to build $(basename "$program")" >&2; exit 1; }
     mkdir -p "$folder"
     # Built aside and moved, so that a build that was cut short leaves nothing that looks whole.
-    (cd "$here/kubernetes" && CGO_ENABLED=0 nice go build -p 1 -o "$2.$$" -ldflags "$flags" "$1")
-    mv "$2.$$" "$2"
+    (cd "$module" && CGO_ENABLED=0 nice -n 10 "$@" -p 1 -o "$program.$$" -ldflags "$flags" "$package")
+    mv "$program.$$" "$program"
 }
 
 if [ "${1:-}" = gates ]; then
@@ -27,11 +33,19 @@ if [ "${1:-}" = gates ]; then
     mv "$table.$$" "$table"
     exit
 fi
-for program in kube-proxy kube-apiserver; do
+[ $# -gt 0 ] || set -- kube-proxy kube-apiserver
+for program; do
     if [ -x "$folder/$program" ]; then
         echo "$folder/$program is there"
-    else
-        echo "building $folder/$program"
-        build "k8s.io/kubernetes/cmd/$program" "$folder/$program"
+        continue
     fi
+    echo "building $folder/$program"
+    case $program in
+    kube-*|kubelet|kubectl) build "k8s.io/kubernetes/cmd/$program" "$folder/$program" ;;
+    agnhost|regression-issue-74839) build "k8s.io/kubernetes/test/images/$program" "$folder/$program" ;;
+    e2e.test) build k8s.io/kubernetes/test/e2e "$folder/$program" "$here/kubernetes" go test -vet=off -c ;;
+    ginkgo) build github.com/onsi/ginkgo/v2/ginkgo "$folder/$program" ;;
+    coredns) build . "$folder/$program" "$here/../e2e/coredns" ;;
+    *) echo "$0: no program is called $program" >&2; exit 2 ;;
+    esac
 done

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from kube_proxy_tools import (
 )
 
 from pyebpf_proxy.datapath.migration import iptables, ipvs, leftovers
+from pyebpf_proxy.datapath.node.sysctls import RECORD
 from pyebpf_proxy.datapath.report import Report
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.namespace import Namespace
@@ -320,9 +322,17 @@ def test_the_command(room: Namespace, tmp_path: Path) -> None:
 def test_the_command_on_the_way_back_to_kube_proxy(room: Namespace, tmp_path: Path) -> None:
     load_kube_proxy(room, "nft", 4)
     before = saved(room, "nft", 4)
+    setting = "net/ipv4/conf/all/route_localnet"
+    room.run("sysctl", "-qw", f"{setting}=1")
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / RECORD).write_text(json.dumps({f"proc/sys/{setting}": {"was": "0", "wrote": "1"}}))
     done = run_cleanup(room, tmp_path / "state", after=["--keep-kube-proxy-rules"])
     assert done.returncode == 0, done.stderr
-    assert "kube-proxy" not in done.stderr.replace("pyebpf-proxy", "")
+    assert re.findall("kube-proxy.*", done.stderr.replace("pyebpf-proxy", "")) == [
+        f'kube-proxy what="setting {setting}=1"'
+    ]
+    assert room.run("sysctl", "-n", setting).strip() == "1"
+    assert not (tmp_path / "state").exists()
     assert saved(room, "nft", 4) == before
     assert room.call(leftovers.running) == {"iptables"}
 

@@ -15,6 +15,7 @@ from lab_tools import wait_until
 from trace_tools import Trace
 
 from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
+from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.trace.kernel import INTERPRETER, INTERPRETER_VARIABLE
@@ -112,3 +113,20 @@ def test_without_bcc(world: Lab, node: Node, tmp_path: Path) -> None:
             assert world.client.call(ask, vip(10).v4, 80).kind == "answered"
             trace.until(kind="Decision")
         assert {line["kind"] for line in trace.lines} == {"Decision"}
+
+
+def test_without_a_folder_to_write(world: Lab, node: Node) -> None:
+    """As in the agent's pod, whose root file system is read-only. What it lacks more than that is bcc."""
+    read_only = 'for path in / /tmp /var/tmp; do mount -o remount,bind,ro "$path" 2>/dev/null; done; cd / && exec "$@"'
+    done = subprocess.run(
+        [
+            *("ip", "netns", "exec", node.namespace.name, "unshare", "--mount", "sh", "-c", read_only, "sh"),
+            *(*command(), "trace", "--duration", "0.1s"),
+        ],
+        env=os.environ | {"PYEBPF_PROXY_DIRECTORY": str(node.agent.directory), INTERPRETER_VARIABLE: "/nothing"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("kernel drops and TCP states are not shown: /nothing: ")

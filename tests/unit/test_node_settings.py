@@ -15,7 +15,7 @@ from pyebpf_proxy.config.defaults import with_defaults, with_platform_defaults
 from pyebpf_proxy.config.kernel import Conntrack, Ipvs, KernelSettings, kernel_settings, localhost_node_ports
 from pyebpf_proxy.config.loader import decode_text
 from pyebpf_proxy.config.model import KubeProxyConfiguration
-from pyebpf_proxy.datapath.node import sysctls
+from pyebpf_proxy.datapath.node import node_settings, sysctls
 from pyebpf_proxy.datapath.node.node_settings import HASHSIZE, conntrack_max, count_cpus, wanted
 
 NETFILTER = "net/netfilter/nf_conntrack_"
@@ -223,6 +223,19 @@ def test_everything_is_written_and_put_back(tree: Tree) -> None:
     assert {path: path.read_text().strip() for path in before} == before
     assert list(tree.directory.iterdir()) == []
     assert tree.restore() == ([], [])
+
+
+def test_settings_stay_beside_a_kube_proxy(tree: Tree) -> None:
+    """It has asked for the same at its start, and does not ask again."""
+    tree.apply(ESTABLISHED)
+    assert sysctls.hold(node_settings.LIBERAL, tree.directory, tree.root) == ""
+    value = tree.netfilter("tcp_timeout_established")
+    assert sysctls.leave(tree.directory) == [f"setting net/netfilter/nf_conntrack_tcp_timeout_established={value}"]
+    restored, problems = tree.restore()
+    assert (len(restored), problems) == (1, [])  # that of the fast path
+    assert tree.netfilter("tcp_timeout_established") == value != "432000"
+    assert list(tree.directory.iterdir()) == []
+    assert sysctls.leave(tree.directory) == []
 
 
 def test_what_is_so_already_is_not_written(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:

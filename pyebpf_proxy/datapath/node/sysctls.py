@@ -187,6 +187,17 @@ def restore(directory: Path, root: Path = _ROOT, holder: str | None = None) -> t
     return restored, problems
 
 
+def leave(directory: Path) -> list[str]:
+    """Forget the configuration's own settings, and leave their values: a kube-proxy that runs again has asked for the
+    same, but only once, at its start. Returns them as lines."""
+    record = Record(directory)
+    left = [(path, change) for path, change in record.changes.items() if not change.holder]
+    for path, _ in left:
+        record.forget(path)
+    record.discard()
+    return [f"setting {path.removeprefix('proc/sys/')}={change.wrote}" for path, change in left]
+
+
 def _ensure(setting: Setting, record: Record, root: Path) -> None:
     path = _place(root, setting.path)
     try:

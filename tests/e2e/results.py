@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of upstream's specs showed: from ginkgo's report to a table."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "recorded"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One spec: ``state`` is passed, skipped or failed, ``why`` the reason of the latter two."""
+
+    group: str
+    name: str
+    state: str
+    seconds: float
+    why: str = ""
+
+
+def read_report(text: str) -> list[Spec]:
+    """The specs that a JSON report of ginkgo names. Those that the filters left out are not among them."""
+    found = []
+    for suite in json.loads(text) or []:
+        for each in suite.get("SpecReports") or []:
+            state = each["State"]
+            failure = each.get("Failure") or {}
+            message = " ".join(str(failure.get("Message") or "").split())
+            if each.get("LeafNodeType") != "It":
+                if state in ("passed", "skipped"):
+                    continue
+                # BeforeSuite and the like: nothing ran, or not everything.
+                found.append(Spec("the suite itself", str(each.get("LeafNodeType")), "failed", 0.0, message))
+                continue
+            if state == "pending" or (state == "skipped" and not message):
+                continue
+            texts = [*(each.get("ContainerHierarchyTexts") or []), each["LeafNodeText"]]
+            seconds = round(each.get("RunTime", 0) / 1e9, 1)
+            outcome = state if state in ("passed", "skipped") else "failed"
+            found.append(Spec(_group(texts), " ".join(texts), outcome, seconds, message if outcome != "passed" else ""))
+    return sorted(found, key=lambda spec: (spec.group, spec.name))
+
+
+def _group(texts: list[str]) -> str:
+    first = re.sub(r"\[[^]]*\] *", "", texts[0]).strip()
+    if len(texts) > 2 and texts[1].startswith("Granular Checks"):
+        return f"{first} {texts[1].partition('[')[0].strip()}"
+    return first
+
+
+def save(name: str, specs: Iterable[Spec], about: dict[str, Any]) -> Path:
+    """recorded/NAME.json, for the page."""
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / f"{name}.json"
+    path.write_text(json.dumps(about | {"specs": [asdict(spec) for spec in specs]}, indent=1) + "\n")
+    return path
+
+
+def replaced(name: str, specs: list[Spec], folder: Path = FOLDER) -> list[Spec]:
+    """The specs of recorded/NAME.json, with these in place of those of the same names."""
+    path = folder / f"{name}.json"
+    former = load(path)[1] if path.exists() else []
+    names = {spec.name for spec in specs}
+    return sorted(
+        [*specs, *(spec for spec in former if spec.name not in names)], key=lambda each: (each.group, each.name)
+    )
+
+
+def load(path: Path) -> tuple[dict[str, Any], list[Spec]]:
+    """What ``save`` wrote: the facts about the run, and its specs."""
+    about = json.loads(path.read_text())
+    specs = [Spec(**each) for each in about.pop("specs")]
+    return about, specs
+
+
+def counts(specs: Iterable[Spec]) -> dict[str, dict[str, int]]:
+    """By group: how many passed, failed, were skipped."""
+    found: dict[str, dict[str, int]] = {}
+    for spec in specs:
+        group = found.setdefault(spec.group, {"passed": 0, "failed": 0, "skipped": 0})
+        group[spec.state] += 1
+    return dict(sorted(found.items()))
+
+
+def table(specs: list[Spec]) -> str:
+    """For the terminal."""
+    by_group = counts(specs)
+    width = max([len(group) for group in by_group] + [5])
+    lines = [f"{'group':{width}}  passed  failed  skipped"]
+    for group, each in by_group.items():
+        lines.append(f"{group:{width}}  {each['passed']:6}  {each['failed']:6}  {each['skipped']:7}")
+    total = {state: sum(each[state] for each in by_group.values()) for state in ("passed", "failed", "skipped")}
+    lines.append(f"{'total':{width}}  {total['passed']:6}  {total['failed']:6}  {total['skipped']:7}")
+    return "\n".join(lines)
+
+
+def unexpected(specs: Iterable[Spec], known: dict[str, str]) -> list[Spec]:
+    """The specs that failed without a known reason. ``known``: regular expressions and reasons."""
+    return [
+        spec for spec in specs if spec.state == "failed" and not any(re.search(pattern, spec.name) for pattern in known)
+    ]

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's specs against a cluster: which, how they are run, and what their failure means."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.e2e import cluster as clusters
+from tests.e2e import results
+from tests.e2e.layout import CONTROL, NODES, PROGRAMS, RELEASE, STORE
+from tests.e2e.problem import E2EError
+
+FOCUS = r"\[sig-network\]"
+DUAL_FOCUS = r"\[sig-network\].*\[Feature:IPv6DualStack\]"
+#: Why a spec is left out, and by which words of its name.
+LEFT_OUT = {
+    "run for many minutes, or need the cluster for themselves": r"\[Slow\]|\[Serial\]|\[Disruptive\]",
+    "need a load balancer": r"Feature:LoadBalancer",
+    "need a CNI with NetworkPolicy": r"Netpol|Feature:NetworkPolicy|NetworkPolicyLegacy",
+    "need an Ingress controller": r"Ingress",
+    "need SCTP in the kernel": r"SCTP|sctp",
+    "need a world outside": r"Feature:Networking-IPv4|Feature:Networking-IPv6|Feature:Networking-DNS",
+    "measure performance": r"Feature:PerformanceDNS|Feature:Networking-Performance",
+    "need a cloud": r"Provider:GCE|Feature:KubeProxyDaemonSet",
+}
+DUAL = r"Feature:IPv6DualStack"
+#: Specs that may fail: regular expressions of their names, with reasons.
+KNOWN: dict[str, dict[str, str]] = {"kube-proxy": {}, "ours": {}}
+_LIMIT = 3600
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a regular expression of ``KNOWN`` is about a spec."""
+    return re.search(pattern, name) is not None
+
+
+def run(proxy: str, dual: bool, processes: int, focus: str, here: bool, record: bool) -> int:
+    """The specs, in a cluster made for them or in the one that is up. 1 if one fails without a known reason."""
+    clusters.prepare(specs=True)
+    with clusters.exclusive():
+        made = clusters.Cluster()
+        if here and not made.proxy:
+            raise E2EError("no cluster is up: make cluster-up")
+        if not here:
+            clusters.refuse_if_used()
+            try:
+                made.up(proxy, dual, keeper=os.getpid())
+                return _judge(made, processes, focus, record)
+            finally:
+                with _undisturbed():
+                    clusters.down()
+        return _judge(made, processes, focus, record)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """The clean-up runs to its end whatever signal comes."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _judge(made: clusters.Cluster, processes: int, focus: str, record: bool) -> int:
+    began = time.monotonic()
+    specs = _run(made, processes, focus)
+    if not specs:
+        raise E2EError(f"no spec matches {focus}")
+    seconds = round(time.monotonic() - began)
+    name = made.proxy + ("-dual" if made.network.dual else "")
+    print(f"\n{results.table(specs)}\n\n{made.proxy}, {RELEASE}, {NODES} nodes: {seconds} s")
+    for spec in specs:
+        if spec.state != "passed":
+            print(f"{spec.state}: {spec.name}: {spec.why[:300]}")
+    if record:
+        about = {"proxy": made.proxy, "dual": made.network.dual, "release": RELEASE, "nodes": NODES}
+        # The outcome of some specs replaces only theirs.
+        all_specs = results.replaced(name, specs) if focus != FOCUS else specs
+        print(f"written: {results.save(name, all_specs, about)}")
+    failed = results.unexpected(specs, KNOWN[made.proxy])
+    return 1 if failed else 0
+
+
+def _run(made: clusters.Cluster, processes: int, focus: str) -> list[results.Spec]:
+    folder = STORE / "reports" / made.proxy
+    folder.mkdir(parents=True, exist_ok=True)
+    report, log = folder / "report.json", folder / "e2e.log"
+    report.unlink(missing_ok=True)
+    if made.network.dual and focus == FOCUS:
+        focus = DUAL_FOCUS
+    skip = "|".join([*LEFT_OUT.values(), *([] if made.network.dual else [DUAL])])
+    command = [
+        *("nice", "-n", "10", "nsenter", f"--net=/run/netns/{CONTROL}", str(PROGRAMS / "ginkgo"), "run"),
+        *(f"--procs={processes}", "--no-color", f"--timeout={_LIMIT}s", "--silence-skips"),
+        *(f"--focus={focus}", f"--skip={skip}", f"--output-dir={folder}", f"--json-report={report.name}"),
+        *(str(PROGRAMS / "e2e.test"), "--", f"--kubeconfig={made.kubeconfig}", "--provider=skeleton"),
+        *(f"--kubectl-path={PROGRAMS / 'kubectl'}", f"--num-nodes={NODES}", "--delete-namespace=true"),
+    ]
+    print(f"specs run, {processes} at once; output in {log}", flush=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=folder
+        )
+        try:
+            process.wait(_LIMIT + 300)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    if not report.exists():
+        lines = log.read_text(errors="replace").strip().splitlines()
+        raise E2EError(f"e2e.test wrote no report: {lines[-1] if lines else 'no output'} ({log})")
+    return results.read_report(report.read_text())
