@@ -22,6 +22,12 @@ struct sweep {
 	__u32 pressed;		/* half of the table is in use */
 };
 
+/* Nanoseconds since `then`; 0 if that is later than the begin of the sweep: flows go on, and begin, while it runs. */
+static __always_inline __u64 since(const struct sweep *s, __u64 then)
+{
+	return s->now > then ? s->now - then : 0;
+}
+
 static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, const struct flow *f, __u64 idle,
 						 bool pressed)
 {
@@ -42,7 +48,7 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 	if (f->closing && reply->closing && idle > CLOSING_NS)
 		return true;
 	/* Even if the client keeps sending: no rule of netfilter, however new, would see its packets. */
-	return !reply->packets && (idle > UNANSWERED_NS || s->now - f->started > UNANSWERED_NS);
+	return !reply->packets && (idle > UNANSWERED_NS || since(s, f->started) > UNANSWERED_NS);
 }
 
 /*
@@ -52,7 +58,7 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 static __always_inline bool is_due_for_kernel(const struct flow_key *key, const struct flow *f,
 					      const struct flow *reply, __u64 idle, const struct sweep *s)
 {
-	__u64 age = s->now - f->started;
+	__u64 age = since(s, f->started);
 
 	if (key->protocol == TCP && !reply->packets)
 		return false;
@@ -76,7 +82,7 @@ static long sweep_entry(void *map __attribute__((unused)), const struct flow_key
 	__u32 tag = tag_of(&key);
 	struct flow_key other_key;
 	struct flow *other;
-	__u64 idle, last;
+	__u64 idle;
 	bool over;
 
 	s->found.entries++;
@@ -85,8 +91,7 @@ static long sweep_entry(void *map __attribute__((unused)), const struct flow_key
 		return 0;
 	answer_key(&a, key.protocol, key.ipv6, &other_key);
 	other = bpf_map_lookup_elem(&flows, &other_key);
-	last = newest(f, other);
-	idle = s->now > last ? s->now - last : 0;
+	idle = since(s, newest(f, other));
 	if (!f->young) {
 		if (is_another_flows(&f->rewrite, tag))
 			return 0;

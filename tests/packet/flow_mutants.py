@@ -164,7 +164,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
     "flows: closing stays": ("sweep.h", "if (f->closing && reply->closing && idle > CLOSING_NS)", "if (false)"),
     "flows: unanswered stays": (
         "sweep.h",
-        "return !reply->packets && (idle > UNANSWERED_NS || s->now - f->started > UNANSWERED_NS);",
+        "return !reply->packets && (idle > UNANSWERED_NS || since(s, f->started) > UNANSWERED_NS);",
         "return false;",
     ),
     "flows: UDP idle alike": ("sweep.h", "(s.pressed ? 2 : result->entries > settings.flow_quota ? 10 : 30)", "30"),
@@ -179,6 +179,7 @@ FLOW_MUTANTS: dict[str, tuple[str, str, str]] = {
         "!f || !forget_flow(&read->key, &f->rewrite, false, true)",
         "!f || !forget_flow(&read->key, &f->rewrite, false, false)",
     ),
+    "flows: those that begin during a sweep are old": ("sweep.h", "s->now > then ? s->now - then : 0", "s->now - then"),
     "flows: promotion of the port's next flow": ("sweep.h", "f->started != read->started", "false"),
     "flows: promotion leaves the answers young": ("sweep.h", "\tother->young = 0;\n", ""),
     "flows: promotion confirmed": ("sweep.h", "\tf->confirmed_until = other->confirmed_until = 0;\n", ""),

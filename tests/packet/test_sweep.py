@@ -70,6 +70,21 @@ def test_what_a_sweep_finds(fast: World) -> None:
     assert fast.promotions() == [flow.key()]
 
 
+@pytest.mark.parametrize("protocol", ["tcp", "udp"])
+@pytest.mark.parametrize("is_answered", [False, True], ids=["unanswered", "answered"])
+def test_a_flow_that_begins_while_the_sweep_runs_is_new(fast: World, is_answered: bool, protocol: str) -> None:
+    """A sweep takes milliseconds, and the clock moves on: the flow's start is after that of the sweep.
+
+    If it were taken for old, its SYN-ACK would find no entry.
+    """
+    flow = answered(fast, protocol) if is_answered else young(fast, protocol)
+    flow.older(-10)
+    found = sweep(fast)
+    assert (found["ended"], found["requested"]) == (0, 0)
+    assert flow.entries() == [False, True]
+    assert fast.promotions() == []
+
+
 @pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
 def test_what_is_closing_ends_after_a_second(fast: World, reply: bool) -> None:
     flow = answered(fast)
