@@ -239,7 +239,7 @@ static __noinline __u32 least_loaded_of_set(const struct packet *p, const struct
 		return s.position;
 	}
 	now = bpf_ktime_get_ns();
-	if (s.present & (s.present - 1) && now - set->changed > SET_SETTLED_SECONDS * NANOSECONDS) {
+	if (s.present & (s.present - 1) && now > set->changed + SET_SETTLED_SECONDS * NANOSECONDS) {
 		/* No endpoint was added for a long time: try with one less. */
 		set->backends[s.worst_member % SET_SIZE] = 0;
 		set->changed = now;
