@@ -79,7 +79,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "lblc leaves without an idle one": ("connections.h", "if (position && !s.idle)", "if (false)"),
     "lblcr set of one": ("connections.h", "set->backends[i] = id;", ""),
     "lblcr set never shrinks": ("connections.h", "set->backends[s.worst_member % SET_SIZE] = 0;", ""),
-    "lblcr shrinks at once": ("connections.h", "now - set->changed > SET_SETTLED_SECONDS * NANOSECONDS", "true"),
+    "lblcr shrinks at once": ("connections.h", "now > set->changed + SET_SETTLED_SECONDS * NANOSECONDS", "true"),
     "lblcr takes any of the set": (
         "connections.h",
         "if (!s->present || overhead < s->least_member)",
