@@ -20,7 +20,9 @@ _BTF = Path("/sys/kernel/btf/vmlinux")
 _SCRIPT = Path(__file__).with_name("kernel_side.py")
 _START_SECONDS = 30.0
 _END_SECONDS = 5.0
-_REMEDY = "apt-get install python3-bpfcc"
+_INSTALL = "apt-get install python3-bpfcc"
+#: The agent's image has no bcc, which needs a compiler, and its root file system is read-only.
+_ELSEWHERE = "nothing can be installed here; on the node, use pyebpf-proxy's package and python3-bpfcc"
 _OFFSETS = {
     "SKB_HEAD": ("sk_buff", "head"),
     "SKB_NETWORK": ("sk_buff", "network_header"),
@@ -40,6 +42,10 @@ _OFFSETS = {
     "SOCK_DADDR6": ("sock_common", "skc_v6_daddr"),
     "SOCK_NET": ("sock_common", "skc_net", "net"),
 }
+
+
+def _remedy() -> str:
+    return _INSTALL if os.access("/usr", os.W_OK) else _ELSEWHERE
 
 
 class Said(msgspec.Struct):
@@ -96,7 +102,7 @@ class Kernel:
             )
         except OSError as error:
             self._errors.close()
-            raise MissingError(f"{interpreter}: {error.strerror}; python3-bpfcc needs it: {_REMEDY}") from None
+            raise MissingError(f"{interpreter}: {error.strerror}; python3-bpfcc needs it: {_remedy()}") from None
         try:
             self._start(msgspec.json.encode(asked), interpreter)
         except BaseException:
@@ -122,7 +128,7 @@ class Kernel:
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         last = lines[-1] if lines else "no answer"
         if "No module named 'bcc'" in last:
-            raise MissingError(f"bcc is not installed for {interpreter}: {_REMEDY}")
+            raise MissingError(f"bcc is not installed for {interpreter}: {_remedy()}")
         raise MissingError(f"bcc could not be started: {last}")
 
     @property

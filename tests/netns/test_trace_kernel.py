@@ -130,3 +130,4 @@ def test_without_a_folder_to_write(world: Lab, node: Node) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("kernel drops and TCP states are not shown: /nothing: ")
+    assert "nothing can be installed here; on the node, use" in done.stderr
