@@ -258,7 +258,7 @@ def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> No
                 pytest.skip("this machine is too slow: a flow that conntrack refuses for 30 s is ended")
 
         wait_until(refused, "the agent says that conntrack is full")
-        # The kernel makes room now and then by giving up an entry that nobody answered: sooner or later all are promoted.
+        # The kernel makes room now and then by giving up an entry that nobody answered: in the end all are promoted.
         gone_on: set[int] = set()
         for answers in (5, 50):
             for talk in talks:
