@@ -171,7 +171,7 @@ static __always_inline bool has_ended(const struct nf_conn___pep *ct, const stru
  * The kernel itself replaces TCP connections that have ended.
  */
 static __always_inline enum counter must_go(const struct nf_conn___pep *ct, const struct packet *p,
-					   __u32 service, bool any_endpoints)
+					    __u32 service, bool any_endpoints)
 {
 	if (p->protocol == TCP && settings.fast_path && was_reset(ct))
 		return CLOSING_FLOW_REPLACED;

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
  * The packet as a tc program has it: how the shared headers read it, and the
- * only functions that change it.  ctx_xdp.h has the same names for
- * XDP; a program includes one of the two first.
+ * only functions that change it.  ctx_xdp.h has the same names for XDP.
  */
 #ifndef PEP_CONTEXT_H
 #define PEP_CONTEXT_H
@@ -122,8 +121,8 @@ static __always_inline void reject(struct context *ctx, const struct packet *p, 
 
 /* Why a packet of a known flow is not sent from here, apart from reasons in the flow and the packet. */
 static __always_inline enum slow_path_reason why_not_here(struct context *ctx __attribute__((unused)),
-						const struct packet *p __attribute__((unused)),
-						const struct flow_rewrite *a __attribute__((unused)))
+							  const struct packet *p __attribute__((unused)),
+							  const struct flow_rewrite *a __attribute__((unused)))
 {
 	return NOT_SLOW;
 }

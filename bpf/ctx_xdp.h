@@ -156,7 +156,8 @@ static __always_inline bool is_bulk(struct context *ctx __attribute__((unused)),
 }
 
 /* Why a packet of a known flow is left to tc. */
-static __noinline enum slow_path_reason why_not_here(struct context *ctx, const struct packet *p, const struct flow_rewrite *a)
+static __noinline enum slow_path_reason why_not_here(struct context *ctx, const struct packet *p,
+						     const struct flow_rewrite *a)
 {
 	enum slow_path_reason reason = NOT_SLOW;
 	__u16 *check;

@@ -106,7 +106,8 @@ static __always_inline bool is_syn_fin_rst(const struct packet *p)
 }
 
 /* NOT_SLOW: this packet of a known flow does not need the kernel. */
-static __always_inline enum slow_path_reason why_kernel(const struct packet *p, const struct flow_rewrite *a, __u32 segment)
+static __always_inline enum slow_path_reason why_kernel(const struct packet *p, const struct flow_rewrite *a,
+							__u32 segment)
 {
 	if (p->fragment)
 		return STACK_FRAGMENT;

@@ -29,7 +29,8 @@ static __noinline int count_refusal(__u32 service, enum drop_reason reason)
 }
 
 /* `device`: the device the packet came in by; 0: a socket call. `service`: 0 for none. */
-static __always_inline void remember_refused(const struct packet *p, __u32 device, __u32 service, enum drop_reason reason)
+static __always_inline void remember_refused(const struct packet *p, __u32 device, __u32 service,
+					     enum drop_reason reason)
 {
 	__u32 key = reason;
 	struct refused *last = bpf_map_lookup_elem(&last_refused, &key);

@@ -77,7 +77,8 @@ static __always_inline struct flow_draft *flow_draft(void)
 }
 
 /* Why this new flow cannot be young, whether or not its pair has a permit. */
-static __always_inline enum slow_path_reason why_not_young(const struct packet *p, const struct fast_path *word, __u64 now)
+static __always_inline enum slow_path_reason why_not_young(const struct packet *p, const struct fast_path *word,
+							   __u64 now)
 {
 	enum slow_path_reason reason = fast_path_closed(word, p->ipv6, now);
 
