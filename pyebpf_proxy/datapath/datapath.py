@@ -454,7 +454,7 @@ def _prefixes(facts: NodeFacts) -> set[Prefix]:
 
 def _counters(loaded: Loaded) -> dict[str, bytes]:
     """Keys of the counters by the names of the reasons."""
-    return {name.lower(): struct.pack("=I", number) for name, number in reasons(loaded.tc.btf.enum).items()}
+    return {name: struct.pack("=I", number) for name, number in reasons(loaded.tc.btf.enum).items()}
 
 
 @contextmanager

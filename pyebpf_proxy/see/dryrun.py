@@ -138,7 +138,7 @@ def _load(maps: Pinned, object_name: str, program: str, settings: Mapping[str, A
 def _counted(loaded: Object) -> list[str]:
     counter = loaded.maps["counters"]
     return [
-        name.lower()
+        name
         for name, number in reasons(loaded.btf.enum).items()
         if number < counter.max_entries and any(any(value) for value in counter.lookup_cpus(U32.pack(number)) or ())
     ]

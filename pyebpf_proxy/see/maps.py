@@ -124,7 +124,7 @@ class Pinned:
         """The counters of every reason (lower case), summed over all CPUs."""
         found = {}
         opened = self.map("counters")
-        names = {number: name.lower() for name, number in reasons(self.enum).items()}
+        names = {number: name for name, number in reasons(self.enum).items()}
         for number in range(opened.max_entries):
             values = opened.lookup_cpus(U32.pack(number))
             found[names.get(number, str(number))] = sum(int.from_bytes(value, _ORDER) for value in values or ())

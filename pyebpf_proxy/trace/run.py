@@ -51,7 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
         raise QuestionError(f"--buffer {parsed.buffer}: from 4 to 65536 KiB")
     seconds = _seconds(parsed.duration)
     with Pinned(parsed.directory) as maps, Lookup(maps, parsed.directory) as lookup:
-        known = FilterNames(lookup.read(), _reasons(maps), {name: index for index, name in socket.if_nameindex()})
+        known = FilterNames(lookup.read(), reasons(maps.enum), {name: index for index, name in socket.if_nameindex()})
         chosen = Filter(parsed.filter, known)
         if chosen.names_pods and running_agent(parsed.directory) is None:
             raise SeeError("only a running agent knows names of pods, and none runs: give the address instead")
@@ -87,10 +87,6 @@ def _seconds(text: str | None) -> float | None:
     if seconds <= 0:
         raise QuestionError(f"--duration {text}: must be positive")
     return seconds
-
-
-def _reasons(maps: Pinned) -> dict[str, int]:
-    return {name.lower(): number for name, number in reasons(maps.enum).items()}
 
 
 class _Signals:

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def reason_names() -> dict[int, str]:
     """The enumerators of bpf/reason.h by number, in lower case."""
     with Object.open(OBJECTS / "tc.bpf.o") as built:
-        return {number: name.lower() for name, number in all_reasons(built.btf.enum).items()}
+        return {number: name for name, number in all_reasons(built.btf.enum).items()}
 
 
 def reasons(node: Node) -> dict[str, int]:

@@ -29,7 +29,7 @@ class Listener:
         self.word = Word(world.object.maps["tracing"], btf.struct("tracing"))
         self.rings = Rings(world.object.maps["decisions"], room)
         self._layout = btf.struct("decision").packer(*events.FIELDS)
-        self._reasons = {number: name.lower() for name, number in reasons(btf.enum).items()}
+        self._reasons = {number: name for name, number in reasons(btf.enum).items()}
 
     def heard(self) -> list[Event]:
         return [events.decode(raw, self._layout, self._reasons) for raw in self.rings.read()]
@@ -106,7 +106,7 @@ def test_programs_leave_out_what_was_not_asked_for(
         asked["device"] = hooks.devices[wanted["device"]]
     if "reasons" in wanted:
         enum = reasons(hooks.object.btf.enum)
-        asked["reasons"] = sum(1 << enum[name] for name in wanted["reasons"])
+        asked["reasons"] = sum(1 << enum[name.lower()] for name in wanted["reasons"])
     listener.word.ask(asked)
     hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80))
     assert len(listener.heard()) == told

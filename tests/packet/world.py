@@ -442,7 +442,8 @@ class World:
 
     def reasons(self) -> Counter[str]:
         found: Counter[str] = Counter()
-        for name, number in reasons(self.object.btf.enum).items():
+        for reason, number in reasons(self.object.btf.enum).items():
+            name = reason.upper()
             values = self.object.maps["counters"].lookup_cpus(_u32(number))
             total = sum(int.from_bytes(v, "little") for v in values or [])
             if total and name not in self._unasked:

@@ -11,15 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.netlink.messages import attribute_header, zero_terminated
 from pyebpf_proxy.datapath.netlink.subscription import Subscription
 from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER, NFNLGRP_NFTABLES, NFTA_TABLE_NAME
 
 #: Minimum seconds from one check to the next: a firewall that rewrites its rules all the time must cost little.
 INTERVAL = 0.5
-
-_log = Logger("datapath")
 
 
 class TableWatch:
@@ -58,13 +55,8 @@ class TableWatch:
 
     def _named(self) -> bool:
         """Reads all notifications: whether one names the table, or some were lost."""
-        named = False
-        try:
-            for datagram in self._subscription.received():
-                named |= datagram is None or self._mark in datagram
-        except OSError as error:
-            _log.error("changes of nftables could not be followed", error=str(error))
-        return named
+        received = self._subscription.received_or_logged("changes of nftables")
+        return any(datagram is None or self._mark in datagram for datagram in received)
 
     def _check(self) -> None:
         """At once, but no sooner than INTERVAL after the last time."""

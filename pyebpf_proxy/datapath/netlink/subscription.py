@@ -9,11 +9,14 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Self
 
+from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.netlink.uapi import NETLINK_ADD_MEMBERSHIP, SO_RCVBUFFORCE, SOL_NETLINK
 
 _RECEIVE_BYTES = 1 << 17
 #: Of a subscription that many messages may come for at once.
 LARGE_BUFFER = 8 << 20
+
+_log = Logger("datapath")
 
 
 class Subscription:
@@ -71,6 +74,15 @@ class Subscription:
                 if error.errno != errno.ENOBUFS:
                     raise
                 yield None
+
+    def received_or_logged(self, what: str) -> list[bytes | None]:
+        """:meth:`received` as a list. An error is logged as "``what`` could not be followed", and ends the list."""
+        found: list[bytes | None] = []
+        try:
+            found.extend(self.received())
+        except OSError as error:
+            _log.error(f"{what} could not be followed", error=str(error))
+        return found
 
     def _join(self, group: int) -> None:
         self._socket.setsockopt(SOL_NETLINK, NETLINK_ADD_MEMBERSHIP, group)

@@ -206,17 +206,14 @@ class FastPath:
         look = source is self._policies
         devices = False
         slow = self._rules.reading.slow_devices
-        try:
-            for data in source.received():
-                if data is None:  # Messages were lost.
-                    look = devices = True
-                elif source is self._routes:
-                    for kind, _, _, message in messages(data):
-                        look = look or kind in (uapi.RTM_NEWRULE, uapi.RTM_DELRULE)
-                        about_device = kind in (uapi.RTM_NEWLINK, uapi.RTM_DELLINK)
-                        devices = devices or (about_device and _is_slow(message, slow))
-        except OSError as error:
-            _log.error("changes of routes could not be followed", error=str(error))
+        for data in source.received_or_logged("changes of routes"):
+            if data is None:  # Messages were lost.
+                look = devices = True
+            elif source is self._routes:
+                for kind, _, _, message in messages(data):
+                    look = look or kind in (uapi.RTM_NEWRULE, uapi.RTM_DELRULE)
+                    about_device = kind in (uapi.RTM_NEWLINK, uapi.RTM_DELLINK)
+                    devices = devices or (about_device and _is_slow(message, slow))
         if look:
             self._look()
         # ip rules may use marks that other rules set; other rules may be for devices without a fast path.

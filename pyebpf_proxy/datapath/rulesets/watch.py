@@ -153,7 +153,7 @@ class Watch:
 
     def _read_commits(self) -> None:
         changed = rules = False
-        for data in _received(self._events, "changes of nftables"):
+        for data in self._events.received_or_logged("changes of nftables"):
             if data is None:  # Messages were lost.
                 changed = rules = True
                 continue
@@ -166,7 +166,7 @@ class Watch:
             self.again()
 
     def _read_filters(self) -> None:
-        seen = sum(1 for _ in _received(self._filters, "changes of tc filters"))
+        seen = self._filters.received_or_logged("changes of tc filters")
         if seen and self.reading.marks:
             self.again()
 
@@ -233,13 +233,3 @@ class Watch:
         self._on_reading(found)
         if self._wanted:
             self.again()
-
-
-def _received(source: Subscription, what: str) -> list[bytes | None]:
-    """The received messages; None where the kernel dropped some because the buffer was full."""
-    found: list[bytes | None] = []
-    try:
-        found.extend(source.received())
-    except OSError as error:
-        _log.error(f"{what} could not be followed", error=str(error))
-    return found
