@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "recorded"
+STATES = ("passed", "failed", "skipped")
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,14 @@ def counts(specs: Iterable[Spec]) -> dict[str, dict[str, int]]:
     """By group: how many passed, failed, were skipped."""
     found: dict[str, dict[str, int]] = {}
     for spec in specs:
-        group = found.setdefault(spec.group, {"passed": 0, "failed": 0, "skipped": 0})
+        group = found.setdefault(spec.group, dict.fromkeys(STATES, 0))
         group[spec.state] += 1
     return dict(sorted(found.items()))
+
+
+def total(by_group: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Of all groups."""
+    return {state: sum(each[state] for each in by_group.values()) for state in STATES}
 
 
 def table(specs: list[Spec]) -> str:
@@ -93,15 +99,16 @@ def table(specs: list[Spec]) -> str:
     by_group = counts(specs)
     width = max([len(group) for group in by_group] + [5])
     lines = [f"{'group':{width}}  passed  failed  skipped"]
-    for group, each in by_group.items():
+    for group, each in (*by_group.items(), ("total", total(by_group))):
         lines.append(f"{group:{width}}  {each['passed']:6}  {each['failed']:6}  {each['skipped']:7}")
-    total = {state: sum(each[state] for each in by_group.values()) for state in ("passed", "failed", "skipped")}
-    lines.append(f"{'total':{width}}  {total['passed']:6}  {total['failed']:6}  {total['skipped']:7}")
     return "\n".join(lines)
 
 
-def unexpected(specs: Iterable[Spec], known: dict[str, str]) -> list[Spec]:
-    """The specs that failed without a known reason. ``known``: regular expressions and reasons."""
-    return [
-        spec for spec in specs if spec.state == "failed" and not any(re.search(pattern, spec.name) for pattern in known)
-    ]
+def known_reason(spec: Spec, known: Mapping[str, str]) -> str | None:
+    """Why this spec may fail; None: it may not. ``known``: reasons by regular expressions of names."""
+    return next((why for pattern, why in known.items() if re.search(pattern, spec.name)), None)
+
+
+def unexpected(specs: Iterable[Spec], known: Mapping[str, str]) -> list[Spec]:
+    """The specs that failed without a known reason."""
+    return [spec for spec in specs if spec.state == "failed" and known_reason(spec, known) is None]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -33,11 +32,6 @@ DUAL = r"Feature:IPv6DualStack"
 #: Specs that may fail: regular expressions of their names, with reasons.
 KNOWN: dict[str, dict[str, str]] = {"kube-proxy": {}, "ours": {}}
 _LIMIT = 3600
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a regular expression of ``KNOWN`` is about a spec."""
-    return re.search(pattern, name) is not None
 
 
 def run(proxy: str, dual: bool, processes: int, focus: str, here: bool, record: bool) -> int:
