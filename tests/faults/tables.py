@@ -24,8 +24,12 @@ class CannotBeMadeError(Exception):
 
 
 @contextmanager
-def full_conntrack(namespace: Namespace, answered: bool = True, room: int = 0) -> Iterator[Callable[[], None]]:
+def full_conntrack(
+    namespace: Namespace, answered: bool = True, room: int = 0, seconds: int = 600
+) -> Iterator[Callable[[], None]]:
     """As many entries in this namespace's table as there may be, but for ``room``. CannotBeMadeError: too many.
+
+    Each entry lasts for ``seconds``.
 
     Entries of flows that were answered are not given up by the kernel, others are. The limit is the whole machine's,
     and stays as it is: others are not disturbed. What is given fills the room of flows that have ended meanwhile.
@@ -37,7 +41,7 @@ def full_conntrack(namespace: Namespace, answered: bool = True, room: int = 0) -
 
     def fill(entries: int) -> None:
         state = "-u SEEN_REPLY,ASSURED --state ESTABLISHED" if answered else "--state SYN_SENT"
-        flow = f"-d 198.19.0.1 --dport {next(ports)} -t 600 {state}"
+        flow = f"-d 198.19.0.1 --dport {next(ports)} -t {seconds} {state}"
         # One of them meets the limit.
         enter(namespace, (f"-I -p tcp -s 198.18.{n >> 16}.1 --sport {n & 0xFFFF} {flow}" for n in range(entries)))
 

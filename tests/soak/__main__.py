@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m tests.soak``: load and churn near the limit of conntrack; writes results.json and docs/soak.svg.
+
+Exit status 1 if something grows or a connection fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from bench.measure import machine, say, speed
+from tests.changes.checker import ANSWERED
+from tests.faults.ground import LONG, Ground
+from tests.faults.tables import full_conntrack
+
+from .plot import PICTURE, draw
+from .samples import Sample, Soak, problems, sample
+
+RESULTS = Path(__file__).with_name("results.json")
+#: Entries of conntrack that are left free: the limit is near all the time.
+ROOM = 3000
+PERIOD = 15.0
+#: A Service changes its endpoints so often a second; every tenth time it is deleted and made again.
+CHANGES = 2.0
+
+
+def run(minutes: float, rate: int, room: int) -> Soak:
+    """One run on a node of its own."""
+    samples: list[Sample] = []
+    with Ground() as ground, full_conntrack(ground.node.namespace, room=room, seconds=int(minutes * 60) + 600):
+        limit = int(ground.node.namespace.run("sysctl", "-n", "net.netfilter.nf_conntrack_max"))
+        ground.begin_traffic(rate)
+        start = time.monotonic()
+        end, looked, turns = start + minutes * 60, 0.0, itertools.count()
+        churn = ground.lab.manifests / "churn.yaml"
+        while (now := time.monotonic()) < end:
+            turn = next(turns)
+            if turn % 10 == 9:
+                churn.unlink(missing_ok=True)
+            else:
+                pods = (("web-1",), ("web-2",), ("web-1", "web-2"))[turn % 3]
+                ground.proxy.apply("churn", ground.service("churn", 60 + turn % 7, *pods))
+            if now - looked >= PERIOD:
+                looked = now
+                samples.append(sample(ground, start))
+                say(f"{samples[-1]}")
+            time.sleep(max(0.0, start + (turn + 1) / CHANGES - time.monotonic()))
+        lost = ground.long_ones_go_on()
+        new, long, _ = ground.end_traffic()
+    how: dict[str, int] = {}
+    for record in new:
+        if record.end != ANSWERED:
+            how[record.end] = how.get(record.end, 0) + 1
+    return Soak(
+        machine=machine(speed()),
+        minutes=minutes,
+        rate=rate,
+        changes=next(turns),
+        conntrack_max=limit,
+        tried=len(new),
+        failed=sum(how.values()),
+        how=how,
+        lost=max(lost, sum(record.end != ANSWERED for record in long)),
+        samples=samples,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--rate", type=int, default=300, help="new connections a second")
+    parser.add_argument("--room", type=int, default=ROOM, help="entries of conntrack that are left free")
+    parser.add_argument("--dry", action="store_true", help="print, and write nothing")
+    arguments = parser.parse_args()
+    found = run(arguments.minutes, arguments.rate, arguments.room)
+    bad = problems(found)
+    say(f"{found.tried} connections, {LONG} long ones, {found.changes} changes: {'; '.join(bad) or 'flat'}")
+    if not arguments.dry:
+        RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        draw(found, PICTURE)
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

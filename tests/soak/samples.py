@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a soak measures, and the rule by which it is flat. Pure, except for ``sample``."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pyebpf_proxy.see.maps import Pinned
+from tests.faults.ground import Ground
+
+_ENTRIES = re.compile(r'^pyebpf_proxy_map_entries\{map="(\w+)"\} (\S+)$', re.MULTILINE)
+_MEMLOCK = re.compile(r"^memlock:\s+(\d+)$", re.MULTILINE)
+#: Maps that traffic fills; their entries come and go with flows.
+TRAFFIC_MAPS = ("flows", "permits", "recent_flows")
+#: The first part of a run warms up: caches fill, and the rings of flows.
+WARM_UP = 0.15
+#: The last third may have so much more than the first third after the warm-up, and this in absolute numbers.
+MOST_GROWTH, SLACK = 0.03, {"rss_kib": 2048, "fds": 2, "map_kib": 64, "flows": 4000, "map_entries": 8}
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """One look at the node."""
+
+    seconds: float
+    #: Resident memory of the agent.
+    rss_kib: int
+    #: Its open file descriptors.
+    fds: int
+    #: Memory of the maps in the kernel, as their descriptors report it.
+    map_kib: int
+    #: Entries of the flow table.
+    flows: int
+    #: Entries of all maps that Services fill.
+    map_entries: int
+    #: Entries of the node's conntrack table.
+    conntrack: int
+    #: Connections made by now, and the least number of round trips of the long ones.
+    made: int
+    rounds: int
+
+
+class Soak(msgspec.Struct, kw_only=True):
+    """A whole run."""
+
+    machine: dict[str, Any]
+    minutes: float
+    rate: int
+    changes: int
+    conntrack_max: int
+    tried: int
+    failed: int
+    how: dict[str, int]
+    lost: int
+    samples: list[Sample]
+
+
+def sample(ground: Ground, start: float) -> Sample:
+    """Look once. The agent must run."""
+    pid = ground.proxy.pid
+    status = Path(f"/proc/{pid}/status").read_text()
+    rss = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
+    assert rss is not None
+    fds = [path.name for path in Path(f"/proc/{pid}/fd").iterdir()]
+    with Pinned(ground.node.agent.directory) as pinned:
+        flows = len(pinned.map("flows").dump()[0]) // pinned.map("flows").key_size
+        memory = sum(_memlock(pinned.map(name).fd) for name in pinned.names)
+    entries = {name: float(value) for name, value in _ENTRIES.findall(ground.proxy.metrics())}
+    return Sample(
+        seconds=round(time.monotonic() - start, 1),
+        rss_kib=int(rss[1]),
+        fds=len(fds),
+        map_kib=memory // 1024,
+        flows=flows,
+        map_entries=int(sum(value for name, value in entries.items() if name not in TRAFFIC_MAPS)),
+        conntrack=int(ground.node.namespace.run("sysctl", "-n", "net.netfilter.nf_conntrack_count")),
+        made=sum(load.made for load in ground.news),
+        rounds=min(each.status()[1] for each in ground.long),
+    )
+
+
+def _memlock(fd: int) -> int:
+    found = _MEMLOCK.search(Path(f"/proc/self/fdinfo/{fd}").read_text())
+    return int(found[1]) if found else 0
+
+
+def growth(samples: Sequence[Sample], name: str) -> tuple[float, float]:
+    """Medians of the first and the last third after the warm-up."""
+    kept = [each for each in samples if each.seconds >= samples[-1].seconds * WARM_UP]
+    third = max(1, len(kept) // 3)
+    first, last = ([getattr(each, name) for each in part] for part in (kept[:third], kept[-third:]))
+    return float(statistics.median(first)), float(statistics.median(last))
+
+
+def problems(run: Soak) -> list[str]:
+    """What is not flat, and which connections were not answered."""
+    found = []
+    for name, slack in SLACK.items():
+        first, last = growth(run.samples, name)
+        if last > first * (1 + MOST_GROWTH) + slack:
+            found.append(f"{name} grew from {first:.0f} to {last:.0f}")
+    if run.failed:
+        how = ", ".join(f"{count} {end}" for end, count in sorted(run.how.items()))
+        found.append(f"{run.failed} of {run.tried} connections failed ({how})")
+    if run.lost:
+        found.append(f"{run.lost} long connections were lost")
+    return found
