@@ -8,12 +8,16 @@ from typing import Any
 
 import msgspec
 
+from tests.soak.samples import Soak, growth
+from tests.soak.samples import problems as soak_problems
+
 from .faults import FAULTS
 from .ground import LONG, RATE
 from .measure import LEAST_RATE, NEVER, SOON, SOON_API, Outcome, counters, problems
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results.json")
+SOAK = ROOT / "tests" / "soak" / "results.json"
 PAGE = ROOT / "docs" / "reliability.md"
 KUBE_PROXY_MODE = "nftables"
 _HEAD = f"""# Reliability
@@ -118,7 +122,44 @@ def page(results: Results) -> str:
     if m:
         where = f"\nMeasured {m['date'][:10]}, commit {m['commit']}, {m['kernel']}, {m['cpus']} CPUs.\n"
     left = "\n".join(["", "Not made on that machine:", "", *lefts, ""]) if lefts else ""
-    return _HEAD + "\n".join(lines) + "\n" + where + left + "\n".join(named) + "\n" + _TAIL
+    return _HEAD + "\n".join(lines) + "\n" + where + left + "\n".join(named) + "\n" + soak() + _TAIL
+
+
+def soak() -> str:
+    """The section on the soak; empty if there was none."""
+    if not SOAK.exists():
+        return ""
+    run = msgspec.json.decode(SOAK.read_bytes(), type=Soak)
+    rows = [
+        (words, growth(run.samples, name), scale)
+        for name, words, scale in (
+            ("rss_kib", "resident memory of the agent, MiB", 1024),
+            ("fds", "file descriptors of the agent", 1),
+            ("map_kib", "memory of the BPF maps, MiB", 1024),
+            ("map_entries", "entries of the maps that Services fill", 1),
+            ("flows", "entries of the flow table", 1),
+            ("conntrack", "entries of conntrack", 1),
+        )
+    ]
+    digits = {1024: 1, 1: 0}
+    table = "\n".join(
+        f"| {words} | {first / scale:.{digits[scale]}f} | {last / scale:.{digits[scale]}f} |"
+        for words, (first, last), scale in rows
+    )
+    verdict = "; ".join(soak_problems(run)) or "nothing grew, and no connection failed"
+    return f"""
+## A soak
+
+`make soak` keeps a node under load for a long time: {run.rate} new connections a second, {LONG} long connections, and
+two changes of a Service a second. Other entries fill conntrack almost to its limit of {run.conntrack_max}. The last run
+lasted {run.minutes:.0f} minutes, with {run.tried} connections and {run.changes} changes: {verdict}.
+
+| median | first third | last third |
+|---|---|---|
+{table}
+
+![Memory, descriptors and entries over time](soak.svg)
+"""
 
 
 def _row(words: str, proxy: str, found: Outcome, kept: str) -> str:
