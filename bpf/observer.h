@@ -129,6 +129,8 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 	if (!l.redirect)
 		count(STACK_DEVICE);
 	f->confirmed_until = l.redirect ? now + CONFIRMED_NS : 0;
+	/* A packet after the end: a new connection with these ports, or the other direction ends later. */
+	f->closing = 0;
 	count(FLOW_CONFIRMED);
 	return 1;
 }

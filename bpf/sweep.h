@@ -12,6 +12,7 @@
 #define UNUSED_NS (2 * NANOSECONDS)
 #define KERNEL_UDP_NS (180 * NANOSECONDS)	/* longer than conntrack's timeout */
 #define KERNEL_TCP_NS (3600 * NANOSECONDS)
+#define KERNEL_CLOSED_NS (10 * NANOSECONDS)	/* TCP: after the last packet, if a FIN or RST was seen */
 #define KERNEL_PRESSED_NS (10 * NANOSECONDS)
 
 struct sweep {
@@ -28,12 +29,15 @@ static __always_inline __u64 since(const struct sweep *s, __u64 then)
 	return s->now > then ? s->now - then : 0;
 }
 
-static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, const struct flow *f, __u64 idle,
-						 bool pressed)
+static __always_inline bool kernel_flow_is_stale(const struct flow_key *key, const struct flow *f,
+						 const struct flow *other, __u64 idle, bool pressed)
 {
 	if (pressed)
 		return idle > (f->packets ? KERNEL_PRESSED_NS : UNUSED_NS);
-	return idle > (key->protocol == UDP ? KERNEL_UDP_NS : KERNEL_TCP_NS);
+	if (key->protocol == UDP)
+		return idle > KERNEL_UDP_NS;
+	/* An entry without its opposite direction is a leftover. */
+	return idle > (!other || f->closing || other->closing ? KERNEL_CLOSED_NS : KERNEL_TCP_NS);
 }
 
 /* `f`: the client's direction of a young flow. True: it is over. */
@@ -95,7 +99,7 @@ static long sweep_entry(void *map __attribute__((unused)), const struct flow_key
 	if (!f->young) {
 		if (is_another_flows(&f->rewrite, tag))
 			return 0;
-		if (kernel_flow_is_stale(&key, f, idle, s->pressed) && !bpf_map_delete_elem(&flows, &key))
+		if (kernel_flow_is_stale(&key, f, other, idle, s->pressed) && !bpf_map_delete_elem(&flows, &key))
 			count(FLOW_FORGOTTEN);
 		return 0;
 	}

@@ -216,6 +216,35 @@ def test_idle_flows_of_the_kernels_are_forgotten(fast: World, protocol: str, sec
     assert fast.reasons()["FLOW_FORGOTTEN"] == 2
 
 
+@pytest.mark.parametrize("flags", ["FA", "R"])
+@pytest.mark.parametrize("reply", [False, True], ids=["the client", "the endpoint"])
+def test_flows_of_the_kernels_that_were_closed_are_forgotten_soon(fast: World, reply: bool, flags: str) -> None:
+    flow = learned(fast)
+    flow.run(reply, flow.frame(reply, flags=flags))
+    assert not is_swept(fast, flow, 9)
+    assert is_swept(fast, flow, 2)
+
+
+def test_a_flow_of_the_kernels_that_began_again_is_kept(fast: World) -> None:
+    flow = learned(fast)
+    for reply in (False, True):
+        flow.run(reply, flow.frame(reply, flags="FA"))
+    for reply in (False, True):
+        assert flow.through(reply)["kind"] == CONFIRM
+    assert not is_swept(fast, flow, 60)
+
+
+def test_half_of_a_flow_of_the_kernels_is_forgotten_soon(fast: World) -> None:
+    flow = learned(fast)
+    fast.object.maps["flows"].delete(flow.key())
+    flow.older(9)
+    sweep(fast)
+    assert flow.entries() == [True]
+    flow.older(2)
+    sweep(fast)
+    assert flow.entries() == []
+
+
 def test_in_a_full_table_idle_flows_of_the_kernels_are_forgotten_soon(fast: World) -> None:
     flow = learned(fast)
     assert is_swept(fast, flow, 3, 2 * QUOTA + 1), "nothing was sent by it"
