@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 
+from pyebpf_proxy.common.bpf_constants import LEAST_CONNECTIONS
 from pyebpf_proxy.datapath.connections.counts import Connections
-from pyebpf_proxy.datapath.loader.programs import LEAST_CONNECTIONS
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.managers.programs import Programs
 from pyebpf_proxy.datapath.managers.service_maps import ServiceMaps
