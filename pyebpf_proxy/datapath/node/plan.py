@@ -95,10 +95,6 @@ class InterfaceAddress(NamedTuple):
     scope: int = SCOPE_UNIVERSE
     flags: int = 0
 
-    @property
-    def subnet(self) -> Network:
-        return ipaddress.ip_network((self.peer, self.prefix_length), strict=False)
-
 
 @dataclass
 class State:
