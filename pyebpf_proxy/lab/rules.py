@@ -50,7 +50,7 @@ class Expected(NamedTuple):
     """The pods that may answer, and the source address that each must see."""
 
     sources: dict[str, str]  # pod name -> address; empty: none
-    nobody: Literal["", "refused", "timed out"] = ""
+    failure: Literal["", "refused", "timed out"] = ""
 
 
 def expect(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of the nftables table: cluster IPs, their ports, ServiceCIDRs. nftables mode refuses other ports of theirs."""
+"""Sets of the nftables table: cluster IPs, their ports, ServiceCIDRs. nftables mode refuses the other ports."""
 
 from __future__ import annotations
 

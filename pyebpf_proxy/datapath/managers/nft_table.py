@@ -53,7 +53,7 @@ class NftTable(Manager):
         self.table.ensure(self._behaviour)
 
     def refresh(self) -> None:
-        """Costs little if nobody has changed the table."""
+        """Costs little if no other program has changed the table."""
         self.table.ensure(self._behaviour)
 
     def restore(self) -> None:
