@@ -34,7 +34,7 @@ def once() -> dict[str, float]:
     with undisturbed():
         filled = fill(changes)
     in_batches, calls = clock.seconds, clock.calls
-    entries = {name: used for name, (used, _) in filled.writer.room.items()}
+    entries = {name: used for name, (used, _) in filled.writer.fill().items()}
     if entries["slots"] < SERVICES * workload.ENDPOINTS:
         raise RuntimeError(f"only {entries['slots']} slots were written")
 

@@ -98,9 +98,7 @@ def _planner(settings: Effective) -> Planner:
 
 
 def _facts(planner: Planner) -> Callable[[], NodeFacts]:
-    return lambda: NodeFacts(
-        planner.node_ips, planner.pod_cidrs, planner.node_addresses, planner.node_cidrs, planner.service_cidrs
-    )
+    return lambda: planner.facts
 
 
 def _checks(settings: Effective) -> Callable[[NodeFacts], None]:

@@ -59,7 +59,7 @@ _KINDS = {
 
 
 def kind_of(item: Mapping[str, Any]) -> Kind:
-    """The kind of an object of ours."""
+    """The kind of an object that these commands create."""
     return _KINDS[item["kind"]]
 
 

@@ -19,7 +19,7 @@ class Preparation:
 
     def start(self, facts: NodeFacts, wanted: Mapping[ServicePortName, ServicePort | None]) -> Collection[str]:
         """Prepare; DatapathError as ``Datapath.start``."""
-        self._datapath.prepare()
+        self._datapath.prepare(facts)
         self.done = True
         return ()
 

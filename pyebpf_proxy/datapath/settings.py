@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from pyebpf_proxy.common.bpf_constants import DETECT_CIDR, DETECT_DEVICE, DETECT_NOTHING
 from pyebpf_proxy.config.addresses import Network
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.loader.programs import SCHEDULERS, Settings
@@ -22,9 +23,6 @@ from pyebpf_proxy.datapath.node.xdp import XdpConfig
 from pyebpf_proxy.datapath.preflight import SO_NETNS_COOKIE
 from pyebpf_proxy.services.model import IPFamily, Protocol
 from pyebpf_proxy.services.node_facts import NodeFacts
-
-# enum detector of bpf/settings.h
-DETECT_NOTHING, DETECT_CIDR, DETECT_DEVICE = range(3)
 
 # Share of the memory (1/512); bytes of an entry with the kernel's overhead; bounds.
 _FLOW_SHARE, _FLOW_BYTES = 512, 256

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from struct import Struct
 from typing import Any, NamedTuple
 
 from pyebpf_proxy.datapath.connections.promotion import Promoter
@@ -17,7 +16,6 @@ from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.node.fast_path import FastPath
 from pyebpf_proxy.datapath.node.links import Node
 
-_SWEEP = Struct("=IIII")
 _ZERO = bytes(4)
 
 
@@ -34,7 +32,8 @@ def flow_table(loaded: Loaded) -> FlowTable | None:
     flows, results = loaded.maps.get("flows"), loaded.maps.get("sweep_results")
     if flows is None or results is None:
         return None
-    entries, young, _, _ = _SWEEP.unpack(results.lookup(_ZERO) or bytes(_SWEEP.size))
+    layout = loaded.tc.btf.struct("sweep_result")
+    entries, young = layout.packer("entries", "young").unpack(results.lookup(_ZERO) or bytes(layout.size))
     return FlowTable(entries, flows.max_entries, young)
 
 

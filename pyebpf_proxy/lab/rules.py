@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expected result of a request, computed from the rules (spec/service-semantics §5)."""
+"""The expected result of a request, computed from the rules (spec/service-semantics §5).
+
+This is the model that tests and the demo compare with: it knows Services and pods, and nothing of programs and maps.
+``see.decide`` applies the same rules to the maps of a node for ``explain``; tests compare that with this module, too.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ class Expected(NamedTuple):
     """The pods that may answer, and the source address that each must see."""
 
     sources: dict[str, str]  # pod name -> address; empty: none
-    nobody: Literal["", "refused", "timed out"] = ""
+    failure: Literal["", "refused", "timed out"] = ""
 
 
 def expect(

@@ -58,7 +58,7 @@ def observe(
     entrance = client.node or target.entrance
     own = client.kind == "node"
     wanted = expect(family, decision, entrance, client.address.of(family), target.endpoints, own_process=own)
-    timeout = DROPPED_AFTER if wanted.nobody == "timed out" else patience
+    timeout = DROPPED_AFTER if wanted.failure == "timed out" else patience
     address, port = target.address.of(family), target.ports[protocol]
     outcomes: list[Outcome] = []
     silent = set(wanted.sources)
@@ -73,9 +73,9 @@ def observe(
 
 def _compare(wanted: Expected, outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes:
-        if wanted.nobody:
-            if outcome.kind != wanted.nobody:
-                return f"{outcome}, must be {wanted.nobody}"
+        if wanted.failure:
+            if outcome.kind != wanted.failure:
+                return f"{outcome}, must be {wanted.failure}"
         elif outcome.answer is None:
             return str(outcome)
         elif outcome.answer.pod not in wanted.sources:

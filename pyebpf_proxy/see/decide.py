@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decision table in Python: what must happen to a packet (spec/service-semantics §5–§9). Pure.
 
-Written from the rules, independently of the programs. ``explain`` compares the two.
+It decides about one packet from this node's maps and says which rules apply; ``explain`` compares it with a dry run of
+the programs. ``lab.rules`` is another model, which tests compare with: it knows Services and pods but no maps, so it
+also finds an error in the maps, and in this module.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from pyebpf_proxy.common.bpf_constants import DETECT_CIDR, DETECT_DEVICE
 from pyebpf_proxy.see.diff import KINDS
 from pyebpf_proxy.see.services import name_text
 from pyebpf_proxy.see.state import Backend, Service, State
@@ -19,7 +22,6 @@ from pyebpf_proxy.services.addresses import contains, format_address, format_add
 from pyebpf_proxy.services.model import FrontendKind, Protocol
 
 Verdict = Literal["served", "refused", "dropped", "left"]
-_BY_CIDR, _BY_DEVICE = 1, 2
 
 
 class Packet(NamedTuple):
@@ -79,7 +81,7 @@ def decide(packet: Packet, world: World, state: State) -> Decision:
         return _no_endpoints(packet, world, kind, found)
     if not nft and not _source_allowed(packet, service, kind, state, found):
         return found
-    _entitle(packet, world, service, kind, state, found)
+    _select(packet, world, service, kind, state, found)
     return found
 
 
@@ -184,13 +186,13 @@ def _is_pod(packet: Packet, world: World, found: Decision) -> bool:
     family = 4 if len(packet.source) == 4 else 6
     how = world.settings[f"detector{family}"]
     source = format_address(packet.source)
-    if how == _BY_DEVICE:
+    if how == DETECT_DEVICE:
         pod = packet.device in world.pod_devices
         found.say(
             f"{source} {'enters' if pod else 'does not enter'} by a pod's device: {'a' if pod else 'not a'} local pod"
         )
         return pod
-    if how != _BY_CIDR:
+    if how != DETECT_CIDR:
         found.say("detectLocalMode detects no local pods: not a local pod")
         return False
     address = ip_address(world.settings[f"pod_cidr{family}"])
@@ -201,7 +203,7 @@ def _is_pod(packet: Packet, world: World, found: Decision) -> bool:
     return pod
 
 
-def _entitle(packet: Packet, world: World, service: Service, kind: FrontendKind, state: State, found: Decision) -> None:
+def _select(packet: Packet, world: World, service: Service, kind: FrontendKind, state: State, found: Decision) -> None:
     """A row of the table of spec/service-semantics §5."""
     pod = _is_pod(packet, world, found)
     detector = bool(world.settings["detector4" if len(packet.source) == 4 else "detector6"])

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from pyebpf_proxy.common.bpf_constants import REDIRECT_NONE
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.datapath.node.attachments import Attachments, bridge_rules
 from pyebpf_proxy.datapath.node.fast_path import closed_on_node
 from pyebpf_proxy.datapath.node.follower import Follower
-from pyebpf_proxy.datapath.node.plan import REDIRECT_NONE, NodeConfig, State, plan, program_for
+from pyebpf_proxy.datapath.node.plan import NodeConfig, State, plan, program_for
 from pyebpf_proxy.datapath.rulesets import kernel
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import listed

@@ -7,6 +7,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 
+from pyebpf_proxy.common.bpf_constants import REFUSED_PERIOD
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT
 from pyebpf_proxy.see.maps import U32, Pinned
@@ -17,9 +18,8 @@ from pyebpf_proxy.services.model import Protocol
 
 #: Seconds: later drops are reported as current.
 RECENT = 60.0
-#: Seconds of one counting period (REFUSED_PERIOD of bpf/maps.h), and periods per minute.
-PERIOD = 4
-_PERIODS = 60 // PERIOD
+#: Counting periods per minute.
+_PERIODS = 60 // REFUSED_PERIOD
 
 
 def read(maps: Pinned) -> list[model.Drop]:
@@ -74,7 +74,7 @@ def _lately(maps: Pinned) -> dict[int, int] | None:
         return None
     opened = maps.map("recent_refusals")
     layout = maps.packer("recent_refusals", "period", "count")
-    now = int(time.clock_gettime(time.CLOCK_BOOTTIME)) // PERIOD
+    now = int(time.clock_gettime(time.CLOCK_BOOTTIME)) // REFUSED_PERIOD
     found: dict[int, int] = {}
     for reason in range(opened.max_entries):
         for value in opened.lookup_cpus(U32.pack(reason)) or ():

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from pyebpf_proxy.common.bpf_constants import PRIORITY_REJECT
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Object, SkBuff
 from pyebpf_proxy.datapath.loader.programs import object_file, unused_maps
@@ -23,7 +24,6 @@ from pyebpf_proxy.services.model import Protocol
 
 _SHOT = 2
 _XDP_DROP = 1
-_REJECT = 0xEC000001
 #: In a dry run, counted for every selected backend: there are no paths.
 _CHOSEN = "new_flow_netfilter"
 _SMALL = 64
@@ -165,7 +165,7 @@ def _outcome(loaded: Object, retval: int, skb: SkBuff) -> Outcome:
     counted = _counted(loaded)
     if retval == _SHOT:
         return Outcome("dropped", counted)
-    if skb.priority == _REJECT:
+    if skb.priority == PRIORITY_REJECT:
         return Outcome("refused", counted)
     return _chosen(loaded, counted) or Outcome("left", counted)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from pyebpf_proxy.datapath.loader.programs import LEAST_CONNECTIONS
+from pyebpf_proxy.common.bpf_constants import LEAST_CONNECTIONS
 from pyebpf_proxy.see import fast_path
 from pyebpf_proxy.see.decide import Packet
 from pyebpf_proxy.see.maps import U32, Pinned

@@ -154,16 +154,16 @@ class _Reading:
     def __init__(self, maps: Rows) -> None:
         self.maps = maps
         self.state = State()
-        in_force = {number: word & _WORD for number, word in enumerate(maps.words("services")) if word & _WORD}
+        active = {number: word & _WORD for number, word in enumerate(maps.words("services")) if word & _WORD}
         slots = maps.words("slots")
-        self._services(in_force, slots)
+        self._services(active, slots)
         self._backends()
         self._frontends()
         self._serving()
         self._ranges()
         self._check()
 
-    def _services(self, in_force: dict[int, int], slots: list[int]) -> None:
+    def _services(self, active: dict[int, int], slots: list[int]) -> None:
         u32 = Struct("=I")
         names, unreadable = read_names(self.maps)
         self.state.problems += unreadable
@@ -175,7 +175,7 @@ class _Reading:
         tables: dict[int, tuple[int, ...]] = {}
         for (number,), values in self.maps.rows("service_configs", u32, row):
             tables[number] = values
-        for number, table in in_force.items():
+        for number, table in active.items():
             found, name = tables.get(table), names.get(number)
             if found is None or name is None:
                 what = f"refers to table {table}, which is missing" if found is None else "has no name"

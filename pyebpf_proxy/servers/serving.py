@@ -24,7 +24,7 @@ from pyebpf_proxy.servers.numbers import MetricFamily
 from pyebpf_proxy.servers.observer import Observer, SyncedObjects
 from pyebpf_proxy.servers.pages import Mux, metrics_pages
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
-from pyebpf_proxy.services.model import IPFamily
+from pyebpf_proxy.services.node_facts import NodeFacts
 
 #: Concurrent connections of one server.
 CONNECTIONS = 128
@@ -41,7 +41,9 @@ class Planner(SyncedObjects, Protocol):
     def health_checks(self) -> Mapping[HealthCheckName, HealthCheck]:
         """Health check node ports and their answers."""
 
-    node_ips: dict[IPFamily, bytes]
+    @property
+    def facts(self) -> NodeFacts:
+        """What the Nodes say."""
 
 
 class Servers:
@@ -73,7 +75,7 @@ class Servers:
         self.metrics.registry.add(*more)
 
         def listen() -> Addresses:
-            return listen_addresses(settings.node_port_addresses, planner.node_ips.values(), addresses())
+            return listen_addresses(settings.node_port_addresses, planner.facts.node_ips.values(), addresses())
 
         ports = HealthCheckPorts(self._server, health, settings.node_name, events, listen)
         self.observer = Observer(

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from pyebpf_proxy.common import bpf_constants
+
 
 class IPFamily(enum.IntEnum):
     """IP family of a service port; every value in a plan belongs to exactly one."""
@@ -21,7 +23,7 @@ class IPFamily(enum.IntEnum):
 
 
 class Protocol(enum.IntEnum):
-    """Transport protocol, by its IANA number (the same numbers as ``enum protocol`` in bpf/maps.h)."""
+    """Transport protocol, by its IANA number (as ``enum protocol`` in bpf/maps.h)."""
 
     TCP = 6
     UDP = 17
@@ -31,10 +33,10 @@ class Protocol(enum.IntEnum):
 class FrontendKind(enum.IntEnum):
     """How a frontend is reached (``enum frontend_kind`` in bpf/service_maps.h)."""
 
-    CLUSTER_IP = 1
-    EXTERNAL_IP = 2
-    LOAD_BALANCER = 3
-    NODE_PORT = 4
+    CLUSTER_IP = bpf_constants.CLUSTER_IP
+    EXTERNAL_IP = bpf_constants.EXTERNAL_IP
+    LOAD_BALANCER = bpf_constants.LOAD_BALANCER
+    NODE_PORT = bpf_constants.NODE_PORT
 
 
 class ServicePortName(NamedTuple):

@@ -16,12 +16,13 @@ import msgspec
 
 from pyebpf_proxy.services import endpoints, frontends
 from pyebpf_proxy.services.claims import claim_of
+from pyebpf_proxy.services.cluster_nodes import ClusterNodes
 from pyebpf_proxy.services.disputes import Disputes
 from pyebpf_proxy.services.guard import API_SERVER, Check
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName, HealthChecks, health_check_port
 from pyebpf_proxy.services.losses import Loss, Said
 from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
-from pyebpf_proxy.services.nodes import NO_NODE, Network, NodeView, networks_of, view_node
+from pyebpf_proxy.services.node_facts import NodeFacts
 from pyebpf_proxy.services.overlaps import Overlap, Overlaps
 from pyebpf_proxy.services.shares import EndpointShares, Limits, Shares
 from pyebpf_proxy.services.slices import Slices
@@ -74,12 +75,7 @@ class PlanSettings(msgspec.Struct, frozen=True):
 
 
 class Planner:
-    """The plan, updated by :meth:`update`.
-
-    Read-only for others: ``node_ips`` (of this Node, primary family first) and ``node_cidrs`` (its first pod CIDR of
-    each family), ``pod_cidrs`` and ``node_addresses`` of all Nodes. They are replaced when they change, never modified,
-    and otherwise remain the same object.
-    """
+    """The plan, updated by :meth:`update`."""
 
     def __init__(self, settings: PlanSettings) -> None:
         self._settings = settings
@@ -89,22 +85,18 @@ class Planner:
         self._endpoint_shares = {
             family: EndpointShares(most) for family, most in zip(IPFamily, settings.limits.endpoints, strict=True)
         }
-        self._nodes: dict[str, NodeView] = {}
+        self._nodes = ClusterNodes(settings.node_name, settings.node_ip)
         # All addresses that the service ports list, and those that they lost to others.
         self._wanted: dict[ServicePortName, ServicePort] = {}
         self._health_checks = HealthChecks()
         self._overlaps = Overlaps()
         self._disputes = Disputes(settings.check, self._rank, self._wanted, self._overlaps)
-
-        self._topology = endpoints.Topology(settings.node_name, "")
-        self.node_ips: dict[IPFamily, bytes] = {}
-        self.node_cidrs: dict[IPFamily, Network] = {}
-        self.pod_cidrs: frozenset[Network] = frozenset()
-        self.node_addresses: frozenset[bytes] = frozenset()
-        self._service_cidrs: dict[str, tuple[Network, ...]] = {}
-        self.service_cidrs: frozenset[Network] = frozenset()
-        self._owners: dict[bytes, str] = {}
         self._read_nodes()
+
+    @property
+    def facts(self) -> NodeFacts:
+        """What the Nodes and ServiceCIDRs say. Replaced when that changes, never modified."""
+        return self._nodes.facts
 
     @property
     def names(self) -> KeysView[ServicePortName]:
@@ -162,7 +154,7 @@ class Planner:
         return {
             "Service": len(self._services),
             "EndpointSlice": len(self._slices),
-            "Node": len(self._nodes),
+            "Node": self._nodes.count,
         }
 
     @property
@@ -201,9 +193,9 @@ class Planner:
             elif kind == "EndpointSlice":
                 touched.update(self._take_slice(namespace, name, value))  # type: ignore[arg-type]
             elif kind == "Node":
-                nodes_changed |= self._take_node(name, value)  # type: ignore[arg-type]
-            else:
-                self._take_service_cidr(name, value)  # type: ignore[arg-type]
+                nodes_changed |= self._nodes.take(name, value)  # type: ignore[arg-type]
+            elif self._nodes.take_service_cidr(name, value):  # type: ignore[arg-type]
+                self._disputes.guard.set_service_cidrs(self.facts.service_cidrs)
         if nodes_changed and self._read_nodes():
             for key, known in self._services.items():
                 self._services[key] = self._with_node_ips(known)
@@ -235,7 +227,7 @@ class Planner:
             return None
         external_ips, denied = self._settings.external_ips, self._shares.denied(key)
         ports = frontends.service_ports(
-            key.namespace, key.name, service, self.node_ips, external_ips=external_ips, denied=denied
+            key.namespace, key.name, service, self.facts.node_ips, external_ips=external_ips, denied=denied
         )
         over = frontends.over_limits(service, external_ips=external_ips)
         created = service.metadata.creation_timestamp or ""
@@ -284,7 +276,7 @@ class Planner:
         """Apply changed addresses of the node."""
         if not any(port.source_ranges for port in known.ports):
             return known
-        ports = tuple(frontends.with_node_ip(port, self.node_ips.get(port.name.family)) for port in known.ports)
+        ports = tuple(frontends.with_node_ip(port, self.facts.node_ips.get(port.name.family)) for port in known.ports)
         return msgspec.structs.replace(known, ports=ports)
 
     def _ports_of(self, key: ServiceKey) -> tuple[ServicePort, ...]:
@@ -299,61 +291,15 @@ class Planner:
             self._disputes.guard.set_api_servers(self._slices.places(API_SERVER))
         return [ServiceKey(*key) for key in touched]
 
-    def _take_node(self, name: str, node: objects.Node | None) -> bool:
-        view = view_node(node) if node is not None else None
-        if self._nodes.get(name) == view:
-            return False
-        if view is None:
-            del self._nodes[name]
-        else:
-            self._nodes[name] = view
-        return True
-
-    def _take_service_cidr(self, name: str, value: objects.ServiceCIDR | None) -> None:
-        spec = value.spec if value is not None else None
-        cidrs = networks_of((spec.cidrs if spec is not None else None) or ())
-        if self._service_cidrs.get(name, ()) == cidrs:
-            return
-        self._service_cidrs[name] = cidrs
-        self.service_cidrs = frozenset(cidr for cidrs in self._service_cidrs.values() for cidr in cidrs)
-        self._disputes.guard.set_service_cidrs(self.service_cidrs)
-
     def _read_nodes(self) -> bool:
-        """Update the node attributes; True if that affects all Services."""
-        own = self._nodes.get(self._settings.node_name, NO_NODE)
-        node_ips = dict(own.ips)
-        override = self._settings.node_ip
-        if override is not None:
-            family = IPFamily.IPV4 if len(override) == 4 else IPFamily.IPV6
-            node_ips.pop(family, None)
-            node_ips = {family: override, **node_ips}
-        topology = endpoints.Topology(self._settings.node_name, own.zone)
-        # Compared as lists: the order of the families matters.
-        concerns_all = topology != self._topology or list(node_ips.items()) != list(self.node_ips.items())
-        if concerns_all:
-            self._topology = topology
-            self.node_ips = node_ips
-        node_cidrs: dict[IPFamily, Network] = {}
-        for cidr in own.pod_cidrs:
-            node_cidrs.setdefault(IPFamily(cidr.version), cidr)
-        if node_cidrs != self.node_cidrs:
-            self.node_cidrs = node_cidrs
-        pod_cidrs = frozenset(cidr for node in self._nodes.values() for cidr in node.pod_cidrs)
-        if pod_cidrs != self.pod_cidrs:
-            self.pod_cidrs = pod_cidrs
-        # If several Nodes claim an address, the first by name counts.
-        owners = {
-            address: name for name in sorted(self._nodes, reverse=True) for address in self._nodes[name].addresses
-        }
-        if owners != self._owners:
-            self._owners = owners
-            self._overlaps.nodes(owners, ((key, known.ports) for key, known in self._services.items()))
-            self._disputes.guard.set_nodes(owners)
-            if owners.keys() != self.node_addresses:
-                self.node_addresses = frozenset(owners)
-        known = [node for node in self._nodes.values() if node.kubelet_port]
-        self._disputes.guard.set_kubelets(frozenset((a, node.kubelet_port) for node in known for a in node.addresses))
-        return concerns_all
+        """After a change of Nodes: whether it affects all Services."""
+        differs = self._nodes.read()
+        guard = self._disputes.guard
+        if differs.owners:
+            self._overlaps.nodes(self._nodes.owners, ((key, known.ports) for key, known in self._services.items()))
+            guard.set_nodes(self._nodes.owners)
+        guard.set_kubelets(self._nodes.kubelets)
+        return differs.for_all
 
     # ---- planning ----------------------------------------------------------------------------------------------
 
@@ -417,7 +363,7 @@ class Planner:
         known = endpoints.merge(of_family, (name.port, name.protocol), most)
         lists = endpoints.choose_lists(
             known,
-            self._topology,
+            self._nodes.topology,
             cluster=frontends.uses_cluster_list(template),
             local=frontends.uses_local_list(template),
             serving=name.protocol is Protocol.UDP,

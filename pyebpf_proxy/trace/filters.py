@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+from pyebpf_proxy.common.bpf_constants import TRACED_SERVICES
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QuestionError, listed, near
 from pyebpf_proxy.see.filters import means, split
@@ -15,8 +16,6 @@ from pyebpf_proxy.services.addresses import format_address, parse_address
 from pyebpf_proxy.services.model import Protocol, ServicePortName
 from pyebpf_proxy.trace.events import path_of
 
-#: The number of service ports that fit into struct tracing (bpf/trace_maps.h).
-SERVICES_MAX = 16
 FIELDS = (
     *("service", "address", "client", "destination", "endpoint", "port", "protocol", "reason", "path", "device"),
     "process",
@@ -72,7 +71,7 @@ class Filter:
             ]
             # An empty list would match any service. An unused id matches none.
             some = numbers or [0xFFFFFFFF]
-            self.wanted["services"] = tuple(some) if len(some) <= SERVICES_MAX else ()
+            self.wanted["services"] = tuple(some) if len(some) <= TRACED_SERVICES else ()
         return self.wanted
 
     def _add(self, field: str, value: str, known: FilterNames) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from pyebpf_proxy.common.bpf_constants import TRACED_SERVICES
 from pyebpf_proxy.datapath.loader.btf import Layout
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map
 from pyebpf_proxy.datapath.loader.rings import Rings
 from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.see.maps import Pinned
-from pyebpf_proxy.trace.filters import SERVICES_MAX
 
 MAPS = ("tracing", "decisions")
 _OLD = "the attached programs cannot report decisions: they are of an older version; restart the agent"
@@ -41,7 +41,7 @@ class Word:
         for name in ("reasons", "device", "family", "protocol", "port"):
             self._set(name, wanted.get(name, 0))
         self._set("address", wanted.get("address", bytes(16)))
-        numbers = services + (0,) * (SERVICES_MAX - len(services))
+        numbers = services + (0,) * (TRACED_SERVICES - len(services))
         self._set("services", b"".join(number.to_bytes(4, _ORDER) for number in numbers))
         self._set("service_count", len(services))
         self._set("process", os.getpid())

@@ -242,7 +242,7 @@ def _within(
 def _unsteady(timeline: Timeline, targets: Sequence[Target], records: Iterable[Record]) -> list[Violation]:
     """Session affinity (spec/service-semantics §4.1): a client of a service port keeps its endpoint at all addresses.
 
-    Only judged where all addresses that a client asks entitle it to the same endpoints.
+    Only judged where all addresses that a client asks make it eligible for the same endpoints.
     """
 
     def client(record: Record) -> tuple[str, int, str]:
@@ -259,9 +259,9 @@ def _unsteady(timeline: Timeline, targets: Sequence[Target], records: Iterable[R
             if not all(phase.sticky[target] for target in mine) or len(served) != 1:
                 bound = ""
                 continue
-            entitled = served.pop()
+            eligible = served.pop()
             names = {record.name for record in groups.get((index, key), ())}
-            if bound in entitled:
+            if bound in eligible:
                 names.add(bound)
             if len(names) > 1:
                 text = f"IPv{key[1]}, {key[0]} to {key[2]}, “{phase.name}”: {', '.join(sorted(names))}"
@@ -277,17 +277,17 @@ ENOUGH = 24
 def _unused(timeline: Timeline, targets: Sequence[Target], records: Iterable[Record]) -> list[Violation]:
     """Who may answer must do so, where there is no affinity and there were connections enough to tell."""
 
-    def entitled(record: Record) -> tuple[str, frozenset[str]]:
+    def eligible(record: Record) -> tuple[str, frozenset[str]]:
         rules = timeline.between(record.begun, record.ended)[0].rules
         return targets[record.target].service, rules[record.target].names
 
     def client(record: Record) -> object:
         target = targets[record.target]
-        return target.source, target.family, entitled(record)
+        return target.source, target.family, eligible(record)
 
     found = []
     # Of each client where it makes enough of them; on a slow machine all clients together must do.
-    for key in (client, entitled):
+    for key in (client, eligible):
         groups = _within(timeline, records, key, lambda phase, target: not phase.sticky[target])
         # A server that gets no turn on a busy machine answers when the phase is over.
         late = _within(timeline, records, key, lambda phase, target: not phase.sticky[target], over=False)

@@ -169,7 +169,7 @@ def test_expectations_are_made_of_rules_and_addresses(lab: Lab) -> None:
     cluster, local = decide("NodePort", "external"), decide("NodePort", "external", external_local=True)
     assert expect(4, cluster, first, CLIENT.v4, both).sources == {"near": first.gateway.v4, "far": first.address.v4}
     assert expect(6, local, first, CLIENT.v6, both).sources == {"near": CLIENT.v6}
-    assert expect(4, local, first, CLIENT.v4, [far]).nobody == "timed out"
-    assert expect(4, local, first, CLIENT.v4, []).nobody == "refused"
+    assert expect(4, local, first, CLIENT.v4, [far]).failure == "timed out"
+    assert expect(4, local, first, CLIENT.v4, []).failure == "refused"
     hairpin = expect(4, decide("ClusterIP", "pod"), first, near.address.v4, both)
     assert hairpin.sources == {"near": first.gateway.v4, "far": near.address.v4}

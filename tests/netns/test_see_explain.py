@@ -78,7 +78,7 @@ def test_says_what_the_rules_say_and_the_program_does(
     assert found.disagreements == []
     assert found.program.ran
     assert found.frontend == kind
-    assert found.verdict == {"": "served", "timed out": "dropped", "refused": "refused"}[expected.nobody]
+    assert found.verdict == {"": "served", "timed out": "dropped", "refused": "refused"}[expected.failure]
     seen = {each.address: each.masquerade_as or sender.of(family) for each in found.endpoints}
     pods = {place(world.pods[name].address.of(family), 8080): address for name, address in expected.sources.items()}
     assert seen == pods

@@ -98,8 +98,8 @@ def test_killed_at_any_operation_the_next_start_repairs_it(loaded: Loaded) -> No
         assert again.service_id(name_of("web")) == number
         assert slot_backends(loaded, again, name_of("web"))[0] == kept
         assert not again.problems
-        used = {name: pair[0] for name, pair in again.room.items()}
-        assert used == {name: pair[0] for name, pair in fresh.room.items()}, f"leak after operation {k}"
+        used = {name: pair[0] for name, pair in again.fill().items()}
+        assert used == {name: pair[0] for name, pair in fresh.fill().items()}, f"leak after operation {k}"
     assert operations > 40
 
 
@@ -240,7 +240,7 @@ def test_maps_that_somebody_damaged(
     change_everything(again)
     assert logical(loaded, complete=True) == expected
     assert not again.problems
-    assert {n: used for n, (used, _) in again.room.items()} == {n: used for n, (used, _) in writer.room.items()}
+    assert {n: used for n, (used, _) in again.fill().items()} == {n: used for n, (used, _) in writer.fill().items()}
 
 
 @pytest.mark.parametrize("array", ["services", "slots"])

@@ -256,7 +256,7 @@ def test_a_removed_service_port_leaves_nothing(loaded: Loaded, writer: Writer) -
     assert rows(loaded, "frontends4") == rows(loaded, "frontends6") == {}
     writer.collect()
     assert all(rows(loaded, name) == {} for name in SIZES if name not in ("services", "slots"))
-    assert {name: used for name, (used, _) in writer.room.items() if used} == {}
+    assert {name: used for name, (used, _) in writer.fill().items() if used} == {}
 
 
 def test_a_moved_address_is_never_without_a_service(loaded: Loaded, writer: Writer) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import struct
 import subprocess
@@ -13,19 +12,15 @@ from typing import Any
 
 import pytest
 
-from pyebpf_proxy.datapath import settings
+from pyebpf_proxy.common import bpf_constants
 from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import Object, SkBuff
-from pyebpf_proxy.datapath.loader.programs import LEAST_CONNECTIONS, SCHEDULERS
-from pyebpf_proxy.datapath.maps import hints
+from pyebpf_proxy.datapath.loader.programs import SCHEDULERS
 from pyebpf_proxy.datapath.maps.layouts import Layouts
-from pyebpf_proxy.datapath.netfilter import nft_rules
-from pyebpf_proxy.datapath.node import plan, xdp
-from pyebpf_proxy.see import drops
+from pyebpf_proxy.datapath.node import plan
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePortName
-from pyebpf_proxy.trace import filters
 
-BPF = Path(__file__).parents[2] / "bpf"
+from .tool_module import tool
 
 
 @pytest.fixture(scope="module")
@@ -76,41 +71,14 @@ def test_enums_are_those_of_the_model(btf: Btf) -> None:
 
 
 def test_constants_are_those_of_the_headers(btf: Btf) -> None:
-    for enum, module in (("redirect_mode", plan), ("xdp_frames", xdp), ("detector", settings)):
+    assert Path(bpf_constants.__file__).read_text() == tool("bpf_constants").text(), (
+        "run .venv/bin/python tools/bpf_constants.py >pyebpf_proxy/common/bpf_constants.py"
+    )
+    for enum in ("frontend_kind", "detector", "scheduler", "redirect_mode", "xdp_frames"):
         numbers = btf.enum(enum)
-        assert {name: getattr(module, name) for name in numbers} == numbers
+        assert {name: getattr(bpf_constants, name) for name in numbers} == numbers
     assert [f"REDIRECT_{name.upper()}" for name in plan.REDIRECTS] == list(btf.enum("redirect_mode"))
-    schedulers = btf.enum("scheduler")
-    assert schedulers["LEAST_CONNECTIONS"] == LEAST_CONNECTIONS
-    assert set(SCHEDULERS.values()) == set(schedulers.values()) - {schedulers["AT_RANDOM"]}
-    names = {
-        "rr": "ROUND_ROBIN",
-        "sh": "SOURCE_HASH",
-        "dh": "DESTINATION_HASH",
-        "mh": "MAGLEV_HASH",
-        "sed": "SHORTEST_DELAY",
-        "lblc": "LOCALITY",
-        "lblcr": "LOCALITY_WITH_REPLICATION",
-    }
-    assert {name: SCHEDULERS[name] for name in names} == {name: schedulers[named] for name, named in names.items()}
-
-
-def test_constants_are_those_of_macros() -> None:
-    """BTF does not have them."""
-    sources = "".join(path.read_text() for path in sorted(BPF.glob("*.h")))
-    macros = {name: int(value, 0) for name, value in re.findall(r"(?m)^#define (\w+) (0x[0-9A-F]+|\d+)\b", sources)}
-    copies = {
-        "PRIORITY_BACKEND": nft_rules.BACKEND_TAG,
-        "PRIORITY_MASQUERADE": nft_rules.MASQUERADE_TAG,
-        "PRIORITY_REJECT": int(nft_rules.REJECT_CLASS.replace(":", ""), 16),
-        "PRIORITY_MIDSTREAM": int(nft_rules.MIDSTREAM_CLASS.replace(":", ""), 16),
-        "PRIORITY_NEW": int(nft_rules.PROVEN.replace(":", ""), 16),
-        "BACKEND_ID_MASK": nft_rules.backend_id(bytes([0xFF] * 4)),
-        "REFUSED_PERIOD": drops.PERIOD,
-        "TRACED_SERVICES": filters.SERVICES_MAX,
-        "ADDRESS_HINT_BITS": hints._BITS,
-    }
-    assert {name: macros.get(name) for name in copies} == copies
+    assert {*SCHEDULERS.values(), bpf_constants.AT_RANDOM} == set(btf.enum("scheduler").values())
 
 
 def test_the_context_of_a_test_run_is_the_kernels(btf: Btf) -> None:

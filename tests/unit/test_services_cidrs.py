@@ -23,9 +23,9 @@ def planner() -> Planner:
 
 
 def test_the_ranges_of_all_objects_count(planner: Planner) -> None:
-    assert planner.service_cidrs == frozenset()
+    assert planner.facts.service_cidrs == frozenset()
     planner.update([cidrs("kubernetes", "10.96.0.0/16", "fd00:96::/112"), cidrs("more", "10.97.0.0/24")])
-    assert planner.service_cidrs == {
+    assert planner.facts.service_cidrs == {
         ip_network("10.96.0.0/16"),
         ip_network("fd00:96::/112"),
         ip_network("10.97.0.0/24"),
@@ -35,18 +35,18 @@ def test_the_ranges_of_all_objects_count(planner: Planner) -> None:
 def test_one_that_changes_or_goes_takes_its_ranges_along(planner: Planner) -> None:
     planner.update([cidrs("kubernetes", "10.96.0.0/16"), cidrs("more", "10.97.0.0/24")])
     planner.update([cidrs("more", "10.98.0.0/24")])
-    assert planner.service_cidrs == {ip_network("10.96.0.0/16"), ip_network("10.98.0.0/24")}
+    assert planner.facts.service_cidrs == {ip_network("10.96.0.0/16"), ip_network("10.98.0.0/24")}
     planner.update([Change("ServiceCIDR", "", "more", None)])
-    assert planner.service_cidrs == {ip_network("10.96.0.0/16")}
+    assert planner.facts.service_cidrs == {ip_network("10.96.0.0/16")}
 
 
 def test_a_range_that_is_none_costs_the_others_nothing(planner: Planner) -> None:
     planner.update([cidrs("kubernetes", "10.96.0.0/16", "nonsense", "10.96.0.0/99")])
-    assert planner.service_cidrs == {ip_network("10.96.0.0/16")}
+    assert planner.facts.service_cidrs == {ip_network("10.96.0.0/16")}
 
 
 def test_the_same_again_is_no_change(planner: Planner) -> None:
     planner.update([cidrs("kubernetes", "10.96.0.0/16")])
-    before = planner.service_cidrs
+    before = planner.facts.service_cidrs
     assert planner.update([cidrs("kubernetes", "10.96.0.0/16")]) == {}
-    assert planner.service_cidrs is before
+    assert planner.facts.service_cidrs is before

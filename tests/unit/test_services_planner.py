@@ -150,21 +150,21 @@ def test_facts_of_the_nodes(planner: Planner) -> None:
             node("node-2", internal_ip="192.0.2.2", pod_cidrs=["10.244.2.0/24"]),
         ]
     )
-    assert {format_address(address) for address in planner.node_addresses} == {"192.0.2.1", "192.0.2.2"}
-    assert {str(cidr) for cidr in planner.pod_cidrs} == {
+    assert {format_address(address) for address in planner.facts.node_addresses} == {"192.0.2.1", "192.0.2.2"}
+    assert {str(cidr) for cidr in planner.facts.pod_cidrs} == {
         "10.244.1.0/24", "10.245.1.0/24", "10.244.2.0/24", "fd00:1::/64",
     }  # fmt: skip
-    assert {family: str(cidr) for family, cidr in planner.node_cidrs.items()} == {
+    assert {family: str(cidr) for family, cidr in planner.facts.node_cidrs.items()} == {
         IPFamily.IPV4: "10.244.1.0/24",
         IPFamily.IPV6: "fd00:1::/64",
     }
-    before = planner.node_ips, planner.node_cidrs, planner.pod_cidrs, planner.node_addresses
+    before = planner.facts.node_ips, planner.facts.node_cidrs, planner.facts.pod_cidrs, planner.facts.node_addresses
     planner.update([node("node-2", internal_ip="192.0.2.2", pod_cidrs=["10.244.2.0/24"], zone="z")])
-    after = planner.node_ips, planner.node_cidrs, planner.pod_cidrs, planner.node_addresses
+    after = planner.facts.node_ips, planner.facts.node_cidrs, planner.facts.pod_cidrs, planner.facts.node_addresses
     assert all(old is new for old, new in zip(before, after, strict=True))
     planner.update([gone(node("node-2"))])
-    assert len(planner.node_addresses) == 1
-    assert len(planner.pod_cidrs) == 3
+    assert len(planner.facts.node_addresses) == 1
+    assert len(planner.facts.pod_cidrs) == 3
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_node_ips(override: bytes | None, expected: list[str]) -> None:
     ]  # fmt: skip
     document = {"status": {"addresses": [{"type": kind, "address": text} for kind, text in addresses]}}
     planner.update([Change("Node", "", NODE, msgspec.convert(document, Node))])
-    assert [format_address(address) for address in planner.node_ips.values()] == expected
+    assert [format_address(address) for address in planner.facts.node_ips.values()] == expected
 
 
 def test_node_ip_inside_a_source_range(planner: Planner) -> None:
@@ -296,8 +296,7 @@ def test_it_does_not_matter_how_a_state_was_reached(batches: list[list[Change]],
     assert (planner.lost, planner.shared) == (len(planner.conflicts), len(planner.overlaps))
     assert fresh.overlaps == planner.overlaps
     assert set(planner.names) == set(programmed)
-    for fact in ("node_ips", "node_cidrs", "pod_cidrs", "node_addresses"):
-        assert getattr(fresh, fact) == getattr(planner, fact)
+    assert fresh.facts == planner.facts
     # And nothing is served at one address by two.
     served = [
         (frontend.address, frontend.port, name.protocol)

@@ -13,6 +13,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyebpf_proxy.common.bpf_constants import (
+    DESTINATION_HASH,
+    LEAST_CONNECTIONS,
+    LOCALITY,
+    LOCALITY_WITH_REPLICATION,
+    MAGLEV_HASH,
+    ROUND_ROBIN,
+    SHORTEST_DELAY,
+    SOURCE_HASH,
+)
 from pyebpf_proxy.datapath.loader.abilities import STORAGE_MAPS
 from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION as LAYOUT_VERSION
@@ -60,29 +70,29 @@ class Settings:
     dry_run: bool = False
 
 
-#: enum scheduler of bpf/settings.h by IPVS's names. Every endpoint has weight 1, so some are the same.
+#: The schedulers by IPVS's names. Every endpoint has weight 1, so some are the same.
 SCHEDULERS: Mapping[Scheduler, int] = {
-    "rr": 1,
-    "wrr": 1,
-    "sh": 2,
-    "dh": 3,
-    "mh": 4,
-    "lc": 5,
-    "wlc": 5,
-    "sed": 6,
-    "nq": 6,
-    "lblc": 7,
-    "lblcr": 8,
+    "rr": ROUND_ROBIN,
+    "wrr": ROUND_ROBIN,
+    "sh": SOURCE_HASH,
+    "dh": DESTINATION_HASH,
+    "mh": MAGLEV_HASH,
+    "lc": LEAST_CONNECTIONS,
+    "wlc": LEAST_CONNECTIONS,
+    "sed": SHORTEST_DELAY,
+    "nq": SHORTEST_DELAY,
+    "lblc": LOCALITY,
+    "lblcr": LOCALITY_WITH_REPLICATION,
 }
-#: This scheduler and all after it use the number of connections of each endpoint.
-LEAST_CONNECTIONS = 5
+# This scheduler and all after it use the number of connections of each endpoint.
+_COUNTING = {number for number in SCHEDULERS.values() if number >= LEAST_CONNECTIONS}
 # Maps that only some schedulers use. Programs for the others do not refer to them, and they are not created.
 _SCHEDULER_MAPS = {
-    "rr_cursor": {1},
-    "connections": {5, 6, 7, 8},
-    "choices": {5, 6, 7, 8},
-    "localities": {7},
-    "locality_sets": {8},
+    "rr_cursor": {ROUND_ROBIN},
+    "connections": _COUNTING,
+    "choices": _COUNTING,
+    "localities": {LOCALITY},
+    "locality_sets": {LOCALITY_WITH_REPLICATION},
 }
 # Maps that are created only if pods' sockets are translated.
 _POD_MAPS = {"pod_sources", "deferred_sockets", "excluded_pods", *STORAGE_MAPS}

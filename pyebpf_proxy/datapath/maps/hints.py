@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from struct import Struct
 
+from pyebpf_proxy.common.bpf_constants import ADDRESS_HINT_BITS
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.services.model import IPFamily
 
-# bpf/hints.h
-_BITS = 20
+# The hash of bpf/hints.h
 _SPREAD = 0x9E3779B1
 _MIX = (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
 
@@ -85,8 +85,8 @@ class AddressHints:
 
     def __init__(self, hints: Map, btf: Btf) -> None:
         self._words = hints.mmap().cast("Q")
-        if len(self._words) != 1 << _BITS - 6:
-            raise ValueError(f"map {hints.name} has {len(self._words)} words instead of {1 << _BITS - 6}")
+        if len(self._words) != 1 << ADDRESS_HINT_BITS - 6:
+            raise ValueError(f"map {hints.name} has {len(self._words)} words instead of {1 << ADDRESS_HINT_BITS - 6}")
         self._fields: dict[str, Struct] = {}
         for family in IPFamily:
             for name in ("frontend", "endpoint"):
@@ -111,11 +111,11 @@ class AddressHints:
         words = self._words
         if name.endswith("4"):
             for address, port in self._fields[name].iter_unpack(keys):
-                bit = (address ^ port) * _SPREAD >> 32 - _BITS & (1 << _BITS) - 1
+                bit = (address ^ port) * _SPREAD >> 32 - ADDRESS_HINT_BITS & (1 << ADDRESS_HINT_BITS) - 1
                 words[bit >> 6] |= 1 << (bit & 63)
             return
         second, third, fourth = _MIX
         for a, b, c, d, port in self._fields[name].iter_unpack(keys):
             mixed = a ^ port ^ b * second ^ c * third ^ d * fourth
-            bit = mixed * _SPREAD >> 32 - _BITS & (1 << _BITS) - 1
+            bit = mixed * _SPREAD >> 32 - ADDRESS_HINT_BITS & (1 << ADDRESS_HINT_BITS) - 1
             words[bit >> 6] |= 1 << (bit & 63)

@@ -147,15 +147,6 @@ class Writer:
         return number in self._mirror.backend_ids
 
     @property
-    def room(self) -> dict[str, tuple[int, int]]:
-        """How full the maps are: name → used entries, capacity."""
-        mirror = self._mirror
-        used = {name: (mirror.used[name], mirror.room[name]) for name in MAPS}
-        used["slots"] = mirror.room["slots"] - mirror.slot_ranges.available, mirror.room["slots"]
-        used["services"] = mirror.room["services"] - 1 - mirror.service_ids.available, mirror.room["services"]
-        return used
-
-    @property
     def has_garbage(self) -> bool:
         """Whether :meth:`collect` has anything to do."""
         return bool(self._garbage)

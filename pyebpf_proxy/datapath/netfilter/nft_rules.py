@@ -48,14 +48,16 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from pyebpf_proxy.common.bpf_constants import (
+    BACKEND_ID_MASK,
+    PRIORITY_BACKEND,
+    PRIORITY_MASQUERADE,
+    PRIORITY_MIDSTREAM,
+    PRIORITY_NEW,
+    PRIORITY_REJECT,
+)
 from pyebpf_proxy.datapath.netfilter.nfnetlink import Chain, Shape
 
-BACKEND_TAG = 0xEB000000
-MASQUERADE_TAG = 0xED000000
-REJECT_CLASS = "ec00:0001"
-MIDSTREAM_CLASS = "ec00:0002"
-#: The priority of the first packet of a new flow on egress.
-PROVEN = "ee00:0001"
 MAPS = {"backends4": "ipv4_addr", "backends6": "ipv6_addr"}
 #: A tag; address and port, with the port padded.
 MAP_SHAPES = {"backends4": Shape(4, 8), "backends6": Shape(4, 20)}
@@ -63,7 +65,6 @@ MAP_SHAPES = {"backends4": Shape(4, 8), "backends6": Shape(4, 20)}
 PORT_SHAPES = {"cluster_ports4": Shape(12), "cluster_ports6": Shape(24)}
 _TAG = "meta priority and ff00:0000"
 _TRANSPORTS = "meta l4proto { tcp, udp, sctp }"
-_REJECT = f"meta priority {REJECT_CLASS}"
 _PORT_UNREACHABLE = "reject with icmpx type port-unreachable"
 
 #: Packed address and prefix length.
@@ -127,14 +128,15 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     """(chain, rule) in order."""
     mark = behaviour.masquerade_mark
     marked = f"meta mark and {mark:#x} == {mark:#x}"
-    masquerades = f"{_TAG} == {_class(MASQUERADE_TAG)}"
+    masquerades = f"{_TAG} == {_class(PRIORITY_MASQUERADE)}"
+    reject = f"meta priority {_class(PRIORITY_REJECT)}"
     # One map key for both tags: the elements have the tag without masquerade.
-    one_tag = f"meta priority set meta priority xor {_class(MASQUERADE_TAG ^ BACKEND_TAG)}"
+    one_tag = f"meta priority set meta priority xor {_class(PRIORITY_MASQUERADE ^ PRIORITY_BACKEND)}"
     found = [
-        ("reject_forwarded", f"{_REJECT} fib daddr type != local {_PORT_UNREACHABLE}"),
-        ("reject_local", f"{_REJECT} {_PORT_UNREACHABLE}"),
+        ("reject_forwarded", f"{reject} fib daddr type != local {_PORT_UNREACHABLE}"),
+        ("reject_local", f"{reject} {_PORT_UNREACHABLE}"),
         # A NAT chain sees only new connections: conntrack would pick this one up midstream.
-        ("translate", f"meta priority {MIDSTREAM_CLASS} reject with tcp reset"),
+        ("translate", f"meta priority {_class(PRIORITY_MIDSTREAM)} reject with tcp reset"),
         ("translate", f"{masquerades} meta mark set meta mark or {mark:#x} {one_tag}"),
         ("translate", f"meta nfproto ipv4 {_TRANSPORTS} dnat ip to meta priority map @backends4"),
         ("translate", f"meta nfproto ipv6 {_TRANSPORTS} dnat ip6 to meta priority map @backends6"),
@@ -151,8 +153,8 @@ def rules(behaviour: Behaviour) -> list[tuple[str, str]]:
     if behaviour.prove_new:
         # A priority set by other rules stays, and does not prove the flow. Packets of the node itself (no ingress
         # device) passed no program before, and no program would reset their priority.
-        for none in ("meta priority and ffff:fff0 == 0:0", f"{_TAG} == {_class(BACKEND_TAG)}"):
-            found.append(("prove_new", f"iif != 0 ct status dnat {none} meta priority set {PROVEN}"))
+        for none in ("meta priority and ffff:fff0 == 0:0", f"{_TAG} == {_class(PRIORITY_BACKEND)}"):
+            found.append(("prove_new", f"iif != 0 ct status dnat {none} meta priority set {_class(PRIORITY_NEW)}"))
     if behaviour.drop_invalid:
         found.append(("drop_invalid", "ct state invalid counter drop"))
     if behaviour.mark_datagrams:
@@ -204,12 +206,12 @@ def definition(
 
 def backend_key(id_: int) -> bytes:
     """The key of a backend's map element."""
-    return (BACKEND_TAG | id_).to_bytes(4, sys.byteorder)
+    return (PRIORITY_BACKEND | id_).to_bytes(4, sys.byteorder)
 
 
 def backend_id(key: bytes) -> int:
     """The backend of an element's key."""
-    return int.from_bytes(key, sys.byteorder) & 0xFFFFFF
+    return int.from_bytes(key, sys.byteorder) & BACKEND_ID_MASK
 
 
 def port_key(address: bytes, protocol: int, port: int) -> bytes:
@@ -222,7 +224,7 @@ def backend_elements(table: str, elements: Mapping[int, bytes]) -> list[str]:
     commands = []
     for name, shape in MAP_SHAPES.items():
         texts = [
-            f"{_class(BACKEND_TAG | id_)} : {ipaddress.ip_address(packed[:-2])} . {int.from_bytes(packed[-2:])}"
+            f"{_class(PRIORITY_BACKEND | id_)} : {ipaddress.ip_address(packed[:-2])} . {int.from_bytes(packed[-2:])}"
             for id_, packed in elements.items()
             if len(packed) == shape.data - 2
         ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices at once when somebody has changed the proxy's nftables table, such as ``nft flush ruleset`` of a firewall.
+"""Notices at once when another program changes the proxy's nftables table, such as a firewall's ``nft flush ruleset``.
 
 Without the table, netfilter translates nothing: new flows of the slow path fail, and established ones are answered with
 resets. The kernel names the table in its notification of each commit. The proxy's own commits name it, too:

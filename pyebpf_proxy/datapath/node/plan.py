@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from pyebpf_proxy.common.bpf_constants import REDIRECT_DEVICE, REDIRECT_NONE, REDIRECT_PEER
+
 # include/uapi/linux/if_arp.h
 ARPHRD_ETHER = 1
 ARPHRD_LOOPBACK = 772
@@ -36,9 +38,7 @@ SCOPE_UNIVERSE = 0
 FAST_KINDS = frozenset(
     {"", "veth", "netkit", "bond", "team", "vlan", "bridge", "macvlan", "ipvlan", "vxlan", "geneve", "tun"}
 )
-# enum redirect_mode of bpf/node_maps.h
-REDIRECT_NONE, REDIRECT_DEVICE, REDIRECT_PEER = 0, 1, 2
-#: Their names for people and metrics; none: the slow path.
+#: The redirect modes by number, for people and metrics; none: the slow path.
 REDIRECTS: tuple[Literal["none", "device", "peer"], ...] = ("none", "device", "peer")
 
 TC_ETHERNET = "tc_ethernet"
@@ -94,10 +94,6 @@ class InterfaceAddress(NamedTuple):
     prefix_length: int
     scope: int = SCOPE_UNIVERSE
     flags: int = 0
-
-    @property
-    def subnet(self) -> Network:
-        return ipaddress.ip_network((self.peer, self.prefix_length), strict=False)
 
 
 @dataclass

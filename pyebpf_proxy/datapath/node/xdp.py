@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
+from pyebpf_proxy.common.bpf_constants import ANY_FRAMES, NO_FRAMES, ONE_BUFFER
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Program
 from pyebpf_proxy.datapath.loader.libbpf import Link as BpfLink
 from pyebpf_proxy.datapath.node.netdev import BASIC, NDO_XMIT, NDO_XMIT_SG, RX_SG
@@ -26,8 +27,6 @@ from pyebpf_proxy.datapath.node.plan import ARPHRD_ETHER, TC_ETHERNET, Link
 Mode = Literal["native", "generic"]
 #: In the list of devices: every physical device with XDP in its driver.
 EVERY_PHYSICAL = "*"
-# enum xdp_frames of bpf/flow_maps.h
-NO_FRAMES, ONE_BUFFER, ANY_FRAMES = range(3)
 # Devices whose other end is on this machine. XDP_TX reaches it only if it has XDP itself (6.18: with only GRO, frames
 # stay in its queue until something else wakes it); the kernel reports whether a redirect to the device works.
 _PAIRS = frozenset({"veth", "netkit"})

@@ -13,13 +13,23 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.kube.api.client import Answer, Client, Pace
 from pyebpf_proxy.kube.api.inventory import Inventory
+from pyebpf_proxy.kube.api.messages import (
+    Bookmark,
+    Event,
+    Page,
+    Status,
+    read_bookmark,
+    read_event,
+    read_identity,
+    read_page,
+    read_status,
+)
 from pyebpf_proxy.kube.api.resources import Resource
 from pyebpf_proxy.kube.api.trouble import GoneError, Log, StoppedError, TroubleError
 from pyebpf_proxy.kube.decode import ObjectKey, UnreadableError
@@ -36,52 +46,6 @@ _log = Logger("api")
 
 #: Receives changes; the flag means that all existing objects have been delivered.
 Deliver = Callable[[Resource, list[Change], bool], None]
-
-
-class _Event(msgspec.Struct, gc=False):
-    type: str
-    object: msgspec.Raw
-
-
-class _Meta(msgspec.Struct, rename="camel", gc=False):
-    resource_version: str = ""
-    annotations: dict[str, Any] | None = None
-
-
-class _Bookmark(msgspec.Struct, gc=False):
-    metadata: _Meta
-
-
-class _Identity(msgspec.Struct, rename="camel", gc=False):
-    name: str = ""
-    namespace: str = ""
-    resource_version: str = ""
-
-
-class _Identified(msgspec.Struct, gc=False):
-    metadata: _Identity
-
-
-class _Status(msgspec.Struct, gc=False):
-    code: int = 0
-    message: str = ""
-
-
-class _PageMeta(msgspec.Struct, rename="camel", gc=False):
-    resource_version: str = ""
-    continue_: str = msgspec.field(default="", name="continue")
-
-
-class _Page(msgspec.Struct, gc=False):
-    metadata: _PageMeta
-    items: list[msgspec.Raw] | None = None
-
-
-_read_event = msgspec.json.Decoder(_Event).decode
-_read_bookmark = msgspec.json.Decoder(_Bookmark).decode
-_read_identity = msgspec.json.Decoder(_Identified).decode
-_read_status = msgspec.json.Decoder(_Status).decode
-_read_page = msgspec.json.Decoder(_Page).decode
 
 
 class Follower:
@@ -221,10 +185,10 @@ class Follower:
                 self._deliver(self._resource, changes[:], False)
                 changes.clear()
 
-    def _page(self, answer: Answer) -> _Page:
+    def _page(self, answer: Answer) -> Page:
         body = answer.read()
         try:
-            page = _read_page(body)
+            page = read_page(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._garbage(error) from None
         if not page.metadata.resource_version:
@@ -346,13 +310,13 @@ class Follower:
             seconds = min(seconds, self._client.timing.bookmarks)
         self._channel.expect(max(seconds, 1.0), "no data for too long: the server or the path to it is down")
 
-    def _event(self, line: bytes) -> _Event:
+    def _event(self, line: bytes) -> Event:
         try:
-            return _read_event(line)
+            return read_event(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._garbage(error) from None
 
-    def _is_end_of_list(self, event: _Event) -> bool:
+    def _is_end_of_list(self, event: Event) -> bool:
         if event.type != "BOOKMARK":
             return False
         meta = self._bookmark(event).metadata
@@ -361,13 +325,13 @@ class Follower:
         self._version = meta.resource_version
         return True
 
-    def _bookmark(self, event: _Event) -> _Bookmark:
+    def _bookmark(self, event: Event) -> Bookmark:
         try:
-            return _read_bookmark(event.object)
+            return read_bookmark(event.object)
         except msgspec.DecodeError as error:
             raise self._garbage(error) from None
 
-    def _apply(self, event: _Event, changes: list[Change]) -> None:
+    def _apply(self, event: Event, changes: list[Change]) -> None:
         """One event after the list."""
         if event.type == "BOOKMARK":
             self._bookmarks = True
@@ -378,7 +342,7 @@ class Follower:
         if event.type not in ("ADDED", "MODIFIED", "DELETED"):
             raise self._garbage(ValueError(f"an event of type {event.type[:20]}"))
         try:
-            identity = _read_identity(event.object).metadata
+            identity = read_identity(event.object).metadata
             if event.type == "DELETED":
                 changes += self._inventory.remove(identity.namespace, identity.name)
             else:
@@ -391,11 +355,11 @@ class Follower:
     def _count_bad(self) -> None:
         self._client.observer.bad(self._resource.kind, self._inventory.refused, self._inventory.in_part)
 
-    def _error(self, event: _Event) -> TroubleError:
+    def _error(self, event: Event) -> TroubleError:
         try:
-            status = _read_status(event.object)
+            status = read_status(event.object)
         except msgspec.DecodeError:
-            status = _Status(0, "an error that cannot be read")
+            status = Status(0, "an error that cannot be read")
         if status.code == 410:
             return GoneError(status.message, code=410)
         return TroubleError(f"the watch ended: {status.code} {status.message[:300]}", shared=True, code=status.code)

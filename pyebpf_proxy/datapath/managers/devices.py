@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node's addresses and devices: in maps, and with the tc and XDP programs on the devices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.datapath.connections.drain import pin_programs
+from pyebpf_proxy.datapath.managers.bpffs import Bpffs
+from pyebpf_proxy.datapath.managers.manager import Delta, Manager
+from pyebpf_proxy.datapath.managers.programs import Programs
+from pyebpf_proxy.datapath.node.frames import Frames, attach_frames
+from pyebpf_proxy.datapath.node.links import MAPS, Node
+from pyebpf_proxy.datapath.settings import node_config, xdp_config
+from pyebpf_proxy.services.node_facts import NodeFacts
+
+_log = Logger("datapath")
+
+
+class NodeMaps(Manager):
+    """Writes addresses and devices into maps. ``start`` sets ``node``."""
+
+    node: Node
+
+    def __init__(self, effective: Effective, bpffs: Bpffs, programs: Programs) -> None:
+        super().__init__()
+        self._effective = effective
+        self._bpffs = bpffs
+        self._programs = programs
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> None:
+        loaded = self._programs.loaded
+        config = node_config(self._effective, facts)
+        maps = {name: loaded.maps[name] for name in MAPS}
+        self.node = Node(self._effective.directory, config, maps, loaded.tc.btf, _log.error, self._bpffs.tcx)
+        self._opened.callback(self.node.close)
+
+    def node_changed(self, facts: NodeFacts) -> None:
+        self.node.configure(node_config(self._effective, facts))
+
+
+class TcPrograms(Manager):
+    """Attaches the tc programs, and from then on follows the devices."""
+
+    def __init__(self, bpffs: Bpffs, programs: Programs, node_maps: NodeMaps) -> None:
+        super().__init__()
+        self._bpffs = bpffs
+        self._programs = programs
+        self._node_maps = node_maps
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> None:
+        loaded, node = self._programs.loaded, self._node_maps.node
+        if loaded.settings.fast_path:
+            pin_programs(loaded.tc.programs, self._bpffs.pins)
+        node.attach({name: program.fd for name, program in loaded.tc.programs.items()})
+        self._opened.callback(node.follow(asyncio.get_running_loop(), _log.error))
+
+
+class XdpPrograms(Manager):
+    """Attaches the XDP program to the configured devices, if there are any, and from then on follows their features."""
+
+    def __init__(self, effective: Effective, bpffs: Bpffs, programs: Programs, node_maps: NodeMaps) -> None:
+        super().__init__()
+        self._effective = effective
+        self._bpffs = bpffs
+        self._programs = programs
+        self._node_maps = node_maps
+        #: None: XDP is off.
+        self.frames: Frames | None = None
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> None:
+        config, folder = xdp_config(self._effective), self._bpffs.pins / "xdp"
+        self.frames = attach_frames(self._programs.loaded, self._node_maps.node, config, folder)
+        if self.frames is not None:
+            self._opened.callback(self.frames.close)
+            self.frames.follow(asyncio.get_running_loop())
+
+    def refresh(self) -> None:
+        """Retry where another program was in the way."""
+        if self.frames is not None:
+            self.frames.look()
+
+    def attached(self) -> Mapping[str, str]:
+        """Devices that carry the program, and its mode. Safe in any thread."""
+        return {} if self.frames is None else self.frames.attached()

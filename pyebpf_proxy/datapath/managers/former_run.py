@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the maps, programs and settings of a former run still hold: taken over, then removed."""
+
+from __future__ import annotations
+
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.datapath.loader import grace
+from pyebpf_proxy.datapath.managers.bpffs import Bpffs
+from pyebpf_proxy.datapath.managers.devices import NodeMaps
+from pyebpf_proxy.datapath.managers.kernel_settings import FastPathSettings
+from pyebpf_proxy.datapath.managers.manager import Delta, Manager
+from pyebpf_proxy.datapath.managers.programs import Programs
+from pyebpf_proxy.datapath.managers.service_maps import ServiceMaps
+from pyebpf_proxy.datapath.managers.sockets import SocketPrograms
+from pyebpf_proxy.datapath.maps.other_layouts import OtherLayouts
+from pyebpf_proxy.services.node_facts import NodeFacts
+
+_log = Logger("datapath")
+
+
+class TakeOver(Manager):
+    """Takes over session affinity and flows from maps of other layouts. ``start`` sets ``others``."""
+
+    others: OtherLayouts
+
+    def __init__(self, bpffs: Bpffs, programs: Programs, service_maps: ServiceMaps) -> None:
+        super().__init__()
+        self._bpffs = bpffs
+        self._programs = programs
+        self._service_maps = service_maps
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> None:
+        self.others = OtherLayouts(self._bpffs.pins, self._programs.loaded, self._service_maps.writer)
+        self.others.take_over()
+        self.others.drain()
+
+
+class Retirement(Manager):
+    """Removes what only a former run used, now that no program of it is attached to a device."""
+
+    def __init__(
+        self,
+        bpffs: Bpffs,
+        programs: Programs,
+        service_maps: ServiceMaps,
+        node_maps: NodeMaps,
+        sockets: SocketPrograms,
+        fast_path_settings: FastPathSettings,
+        take_over: TakeOver,
+    ) -> None:
+        super().__init__()
+        self._bpffs = bpffs
+        self._programs = programs
+        self._service_maps = service_maps
+        self._node_maps = node_maps
+        self._sockets = sockets
+        self._fast_path_settings = fast_path_settings
+        self._take_over = take_over
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> None:
+        loaded, devices = self._programs.loaded, self._node_maps.node.attached
+        self._sockets.detach_former()
+        # Entries that programs of a former run wrote into maps that were resized meanwhile.
+        loaded.attached()
+        if not loaded.settings.fast_path:
+            self._fast_path_settings.restore()
+        _log.info("attached", devices=len(devices), cgroup=self._sockets.cgroup, pins=self._bpffs.pins)
+        self._take_over.others.retire()
+        # A packet may still be in a program of the former run.
+        grace.wait()
+        self._service_maps.remove_old_backends()

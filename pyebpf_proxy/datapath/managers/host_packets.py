@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the nftables table for packets that the node itself sends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.datapath.managers.manager import Delta, Manager
+from pyebpf_proxy.datapath.managers.nft_table import NftTable
+from pyebpf_proxy.datapath.netfilter.host_rules import HostRules
+from pyebpf_proxy.datapath.netfilter.nft import NftError
+from pyebpf_proxy.datapath.settings import host_traffic
+from pyebpf_proxy.services.node_facts import NodeFacts
+
+
+class HostPackets(Manager):
+    """Serves protocols that no socket program serves. If the kernel lacks an expression, all else is served."""
+
+    def __init__(self, effective: Effective, nft: NftTable) -> None:
+        super().__init__()
+        self._effective = effective
+        self._nft = nft
+        self._problem = ""
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> None:
+        #: The wanted rules; the table knows which of them it has.
+        self._rules = HostRules(host_traffic(self._effective, facts))
+        self._put(self._rules.after(wanted) or self._rules)
+
+    def apply(self, delta: Delta, complete: bool) -> None:
+        self._put(self._rules.after(delta, complete))
+
+    def node_changed(self, facts: NodeFacts) -> None:
+        self._put(self._rules.with_traffic(host_traffic(self._effective, facts)))
+
+    def _put(self, changed: HostRules | None) -> None:
+        if changed is None:
+            return
+        self._rules = changed
+        try:
+            self._nft.table.set_host_rules(changed)
+        except NftError as error:
+            self._problem = f"packets of the node itself are not served as configured: {error}"
+        else:
+            self._problem = ""
+
+    @property
+    def problems(self) -> Collection[str]:
+        return [self._problem] if self._problem else []

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kube-proxy has left behind on this node, or still does."""
+
+from __future__ import annotations
+
+from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.datapath.managers.manager import Delta, Manager
+from pyebpf_proxy.datapath.migration.monitor import KubeProxyMonitor
+from pyebpf_proxy.services.node_facts import NodeFacts
+
+
+class KubeProxy(Manager):
+    """Removes its rules, and warns if they come back."""
+
+    def __init__(self, effective: Effective) -> None:
+        super().__init__()
+        self._monitor = KubeProxyMonitor(effective.ipvs_exclude_cidrs)
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> None:
+        self._opened.callback(self._monitor.close)
+        self._monitor.replaced()
+
+    def refresh(self) -> None:
+        self._monitor.look()

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the data plane asks of each of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+
+from pyebpf_proxy.services.model import ServicePort, ServicePortName
+from pyebpf_proxy.services.node_facts import NodeFacts
+
+#: Changed service ports; None: removed.
+Delta = Mapping[ServicePortName, ServicePort | None]
+
+
+class Manager:
+    """A part of the data plane; the constructor does nothing. A subclass overrides what concerns it.
+
+    Every method is called in the order of the list, ``close`` in reverse, all in the thread of the running loop. What
+    ``start`` schedules on the loop runs only when the start of all managers has ended. OSError: the kernel refused.
+    """
+
+    def __init__(self) -> None:
+        #: What ``start`` has opened: ``close`` calls it in reverse.
+        self._opened = ExitStack()
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> None:
+        """Bring the kernel to the wanted state; adopt that of a former run."""
+
+    def apply(self, delta: Delta, complete: bool) -> None:
+        """Apply the changed service ports; ``complete``: there are no others."""
+
+    def node_changed(self, facts: NodeFacts) -> None:
+        """Apply new facts about the Nodes."""
+
+    def refresh(self) -> None:
+        """Repair what other programs may have changed."""
+
+    async def collect(self) -> None:
+        """Remove what recent changes have left over. Other methods may be called meanwhile."""
+
+    @property
+    def problems(self) -> Collection[str]:
+        """What is not as wanted, as text."""
+        return ()
+
+    def close(self) -> None:
+        """Release everything, also after a failed ``start``. What serves packets stays in the kernel."""
+        self._opened.close()

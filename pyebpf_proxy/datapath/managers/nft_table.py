@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nftables table: its rules and hooks. Other managers fill its maps and sets."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.config.effective import Effective
+from pyebpf_proxy.datapath.loader.programs import fast_path_is_built
+from pyebpf_proxy.datapath.managers.manager import Delta, Manager
+from pyebpf_proxy.datapath.netfilter.nft import Table
+from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
+from pyebpf_proxy.datapath.netfilter.table_watch import TableWatch
+from pyebpf_proxy.datapath.node import mounts, sysctls
+from pyebpf_proxy.datapath.node.node_settings import LIBERAL
+from pyebpf_proxy.datapath.settings import beside_fast_path, conntrack_is_liberal
+from pyebpf_proxy.services.node_facts import NodeFacts
+
+_log = Logger("datapath")
+
+
+class NftTable(Manager):
+    """Creates the table, or adopts that of a former run with all its elements. ``start`` sets ``table``."""
+
+    table: Table
+
+    def __init__(self, effective: Effective) -> None:
+        super().__init__()
+        self._effective = effective
+        self._behaviour = Behaviour(effective.masquerade_mark, refuse_unknown=effective.nft_mode)
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> None:
+        effective = self._effective
+        self.table = Table(mounts.table_name(effective.directory))
+        # The value that the proxy itself set for the fast path does not count as the administrator's choice.
+        others = conntrack_is_liberal() and not sysctls.held(LIBERAL, effective.directory)
+        liberal = effective.kernel.conntrack.tcp_be_liberal or others
+        self._behaviour = self._behaviour._replace(
+            drop_invalid=not effective.nft_mode and not liberal,
+            mark_datagrams=effective.socket_lb != "off" and self.table.knows_sockets(),
+        )
+        self.support_fast_path(bool(effective.fast_path) and fast_path_is_built())
+
+    @property
+    def mark_datagrams(self) -> bool:
+        """Whether the table knows datagrams of translated sockets by a mark."""
+        return self._behaviour.mark_datagrams
+
+    def support_fast_path(self, there_is_one: bool) -> None:
+        """Add or remove what the table does for the fast path."""
+        self._behaviour = beside_fast_path(self._behaviour, there_is_one)
+        self.table.ensure(self._behaviour)
+
+    def refresh(self) -> None:
+        """Costs little if no other program has changed the table."""
+        self.table.ensure(self._behaviour)
+
+    def restore(self) -> None:
+        """Restore the table at once if another program has deleted or flushed it; errors are logged."""
+        try:
+            if self.table.ensure(self._behaviour):
+                _log.warning(
+                    "another program deleted or flushed the nftables table, it is restored:"
+                    " let that program flush only its own tables",
+                    table=self.table.name,
+                )
+        except OSError as error:
+            _log.error("the nftables table could not be restored, will retry", error=str(error))
+
+
+class NftWatch(Manager):
+    """Has the table restored as soon as a commit, perhaps of the proxy itself, has named it."""
+
+    def __init__(self, nft: NftTable) -> None:
+        super().__init__()
+        self._nft = nft
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> None:
+        watch = TableWatch(self._nft.table.name, self._nft.restore)
+        self._opened.callback(watch.close)
+        watch.follow(asyncio.get_running_loop())

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service maps, and the backends in the maps of the nftables table."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from pyebpf_proxy.datapath.managers.manager import Delta, Manager
+from pyebpf_proxy.datapath.managers.nft_table import NftTable
+from pyebpf_proxy.datapath.managers.programs import Programs
+from pyebpf_proxy.datapath.maps.writer import Writer
+from pyebpf_proxy.services.node_facts import NodeFacts
+
+
+class ServiceMaps(Manager):
+    """Writes service ports for programs and netfilter. ``start`` sets ``writer``."""
+
+    writer: Writer
+
+    def __init__(self, programs: Programs, nft: NftTable) -> None:
+        super().__init__()
+        self._programs = programs
+        self._nft = nft
+        self._backends: Mapping[int, tuple[bytes, int]] = {}
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> None:
+        table = self._nft.table
+        # Until the new programs are attached, those of a former run may use other maps with different ids.
+        self.writer = Writer(self._programs.loaded, table.update, max(table.elements, default=0))
+        # In one step: no entry of a former run may keep an address that belongs to another service by now.
+        self.writer.apply(wanted, complete=True)
+        # Also ids that the writer has adopted. Other old elements go in remove_old_backends.
+        self._backends = self.writer.netfilter_backends
+        table.update(self._backends)
+
+    def remove_old_backends(self) -> None:
+        """No program uses them any more: the new ones are attached everywhere."""
+        self._nft.table.replace(self._backends)
+        self._backends = {}
+
+    def apply(self, delta: Delta, complete: bool) -> None:
+        self.writer.apply(delta, complete)
+        if complete:
+            self._nft.table.replace(self.writer.netfilter_backends)
+
+    def refresh(self) -> None:
+        """Recount the clients with session affinity."""
+        self.writer.recount_clients()
+
+    async def collect(self) -> None:
+        """Remove old versions once no program can be reading them."""
+        await self.writer.collect_async()
+
+    @property
+    def problems(self) -> Collection[str]:
+        return [str(problem) for problem in self.writer.problems.values()]

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""UDP flows and sockets whose endpoint no longer serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned, UdpCleanup, peers_in
+from pyebpf_proxy.datapath.managers.manager import Delta, Manager
+from pyebpf_proxy.datapath.managers.programs import Programs
+from pyebpf_proxy.services.node_facts import NodeFacts
+
+_log = Logger("datapath")
+
+
+class UdpFlows(Manager):
+    """Ends them after changes of UDP services. ``on_cleaned`` is called after every clean-up."""
+
+    def __init__(self, programs: Programs, on_cleaned: Callable[[Cleaned], None]) -> None:
+        super().__init__()
+        self._programs = programs
+        self._on_cleaned = on_cleaned
+        #: Called when serving endpoints of UDP services have changed.
+        self.on_change: Callable[[], None] = lambda: None
+        #: They have changed since the last clean-up.
+        self._touched = False
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> None:
+        loaded = self._programs.loaded
+        self._udp = UdpCleanup(peers_in(loaded.maps, loaded.sock.btf))
+        self._touched = self._udp.apply(wanted)
+
+    def apply(self, delta: Delta, complete: bool) -> None:
+        if self._udp.apply(delta):
+            self._touched = True
+            self.on_change()
+
+    async def collect(self) -> None:
+        while self._touched:
+            self._touched = False
+            for cleaned in await self._udp.clean():
+                self._report(cleaned)
+
+    def _report(self, cleaned: Cleaned) -> None:
+        self._on_cleaned(cleaned)
+        if cleaned.flows or cleaned.sockets:
+            family = cleaned.family.name
+            _log.info("stale UDP flows and sockets ended", family=family, flows=cleaned.flows, sockets=cleaned.sockets)
