@@ -319,15 +319,23 @@ class Datapath:
             self._serve_host(parts, parts.host_rules.with_traffic(host_traffic(self._effective, facts)))
             parts.node.configure(node_config(self._effective, facts))
 
-    def refresh(self) -> None:
-        """Repair the nft table if others changed it, which costs little if they did not. Devices are followed."""
+    def refresh(self) -> bool:
+        """Repair the nft table and the node's maps if others changed them, which costs little if they did not.
+
+        Devices are followed. The result: others have changed the service maps, and :meth:`apply` must be called with
+        everything.
+        """
         parts = self._running()
         with _in_words():
             parts.table.ensure(self._behaviour)
             parts.writer.recount_clients()
+            for name in parts.node.read_back():
+                _log.error("others have written into a map, it is repaired", map=name)
+            overwritten = parts.writer.was_overwritten()
         self._beside.look()
         if parts.frames is not None:
             parts.frames.look()
+        return overwritten
 
     def _table_touched(self) -> None:
         """Somebody, perhaps the proxy itself, has committed a change to the nft table."""
