@@ -58,7 +58,9 @@ def finding(model: Model, seed: int, numbers: list[int]) -> None:
     model.patience = 0.4
     kept = shrink(fails, numbers, 40)
     model.patience = 1.0
-    print(f"seed {seed}: make test-model ARGS='--streams 1 --seed {seed} --only {','.join(map(str, kept))}'", flush=True)
+    print(
+        f"seed {seed}: make test-model ARGS='--streams 1 --seed {seed} --only {','.join(map(str, kept))}'", flush=True
+    )
 
 
 if __name__ == "__main__":

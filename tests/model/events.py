@@ -98,7 +98,11 @@ def endpoint_slice(chance: random.Random, namespace: str, name: str) -> Object:
         port["port"] = chance.choice((8080, 9090, 53))
         if not any((each["name"], each["protocol"]) == (port["name"], port["protocol"]) for each in ports):
             ports.append(port)
-    addresses = [*PODS[family], "192.0.2.11" if family == 4 else "2001:db8:1::11", "127.0.0.1" if family == 4 else "::1"]
+    addresses = [
+        *PODS[family],
+        "192.0.2.11" if family == 4 else "2001:db8:1::11",
+        "127.0.0.1" if family == 4 else "::1",
+    ]
     hinted = chance.choice(("", "", "zones", "nodes", "some"))
     endpoints = []
     for address in chance.sample(addresses, chance.choice((0, 1, 2, 3, 5))):

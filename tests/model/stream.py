@@ -138,11 +138,12 @@ class Model:
         for name in [*self.folder.files]:
             self.folder.remove(name)
         self.settings = Settings()
-        self.node.namespace.run("sh", "-c", "for i in x0 x1 pod8 pod9 br0; do ip link del $i; done 2>/dev/null; true")
-        self.node.namespace.run(
-            "sh", "-c", "for n in 50 51 52; do ip addr del 192.0.2.$n/24 dev eth0; ip addr del 2001:db8:1::$n/64 dev eth0;"
-            " ip route del 198.18.$n.0/24; done 2>/dev/null; true"
-        )  # fmt: skip
+        lines = [f"link del {name}" for name in ("x0", "x1", "pod8", "pod9", "br0")]
+        for n in (50, 51, 52):
+            lines += [f"addr del {text} dev eth0" for text in (f"192.0.2.{n}/24", f"2001:db8:1::{n}/64")]
+            lines += [f"addr del {text} dev lo" for text in (f"192.0.2.{n}/24", f"2001:db8:1::{n}/64")]
+            lines += [f"route del 198.18.{n}.0/24"]
+        self.node.namespace.run("ip", "-force", "-batch", "-", check=False, stdin="\n".join(lines) + "\n")
         chance = random.Random(0)
         self.folder.write(NODE_FILE, [(events.node(chance, name), True) for name in ("node1", "node2")])
         self.start()
@@ -340,10 +341,8 @@ class Model:
 
     def _burst(self, chance: random.Random) -> str:
         """Several changes without a pause."""
-        done = []
-        for _ in range(chance.randint(2, 8)):
-            done.append(chance.choice((self._service, self._slice, self._delete))(chance))
-        return "; ".join(done)
+        changes = (self._service, self._slice, self._delete)
+        return "; ".join(chance.choice(changes)(chance) for _ in range(chance.randint(2, 8)))
 
     def _node_object(self, chance: random.Random) -> str:
         name = chance.choice(("node1", "node1", "node2"))
@@ -496,7 +495,9 @@ class Model:
 
 def _difference(wanted: Any, found: Any) -> str:
     if isinstance(wanted, dict) and isinstance(found, dict):
-        keys = [key for key in [*wanted, *(key for key in found if key not in wanted)] if wanted.get(key) != found.get(key)]
+        keys = [
+            key for key in [*wanted, *(key for key in found if key not in wanted)] if wanted.get(key) != found.get(key)
+        ]
         return "; ".join(f"{key}: {found.get(key)}, not {wanted.get(key)}" for key in keys[:4])
     if isinstance(wanted, tuple) and isinstance(found, tuple) and hasattr(wanted, "_fields"):
         return "; ".join(
