@@ -19,6 +19,7 @@ from pyebpf_proxy.config.addresses import Address
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.cleanup import cleanup
 from pyebpf_proxy.datapath.connections.counts import Connections
+from pyebpf_proxy.datapath.connections.ct_refusals import ConntrackRefusals
 from pyebpf_proxy.datapath.connections.drain import drain, pin_programs
 from pyebpf_proxy.datapath.connections.liberal import make_liberal
 from pyebpf_proxy.datapath.connections.promotion import Promoter, promoter
@@ -41,6 +42,7 @@ from pyebpf_proxy.datapath.node.fast_path import FastPath
 from pyebpf_proxy.datapath.node.frames import Frames, attach_frames
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.node_settings import ANY_RESET, LIBERAL
+from pyebpf_proxy.datapath.node.pins import KeptPins
 from pyebpf_proxy.datapath.settings import (
     beside_fast_path,
     conntrack_is_liberal,
@@ -73,6 +75,8 @@ class _Parts:
     udp: UdpCleanup
     #: Serving endpoints of UDP services have changed since the last clean-up.
     udp_touched: bool
+    #: All pins, also if their bpffs is unmounted.
+    pins: KeptPins
     #: None: the fast path is off.
     fast: FastPath | None = None
     #: None: the fast path is off.
@@ -95,6 +99,7 @@ class Datapath:
         self._counters: tuple[Mapping[str, bytes], Map] | None = None
         self._behaviour = Behaviour(effective.masquerade_mark, refuse_unknown=effective.nft_mode)
         self._beside = KubeProxyMonitor(effective.ipvs_exclude_cidrs)
+        self._refused = ConntrackRefusals()
         #: Called after every clean-up of stale UDP flows, in the event loop's thread.
         self.on_cleaned: Callable[[Cleaned], None] = lambda cleaned: None
 
@@ -113,6 +118,8 @@ class Datapath:
             watch.follow(asyncio.get_running_loop())
             self._count_connections(parts)
             self._open_fast_path(parts)
+            parts.pins.follow(asyncio.get_running_loop())
+            self._stack.callback(asyncio.create_task(self._refused.run(), name="conntrack's refusals").cancel)
             if parts.frames is not None:
                 parts.frames.follow(asyncio.get_running_loop())
             # Not earlier: until everything is attached, kube-proxy's rules carry the traffic.
@@ -223,7 +230,9 @@ class Datapath:
         tcx = mounts.tcx_directory(bpffs, directory)
         node = Node(directory, node_config(effective, facts), nodes_maps, loaded.tc.btf, _log.error, tcx)
         self._stack.callback(node.close)
-        parts = _Parts(loaded, table, node, writer, clusters, host_rules, udp, udp_touched)
+        kept = KeptPins(bpffs, pins.parent, pins / "maps")
+        self._stack.callback(kept.close)
+        parts = _Parts(loaded, table, node, writer, clusters, host_rules, udp, udp_touched, kept)
         if effective.socket_lb == "off":
             # Before the socket programs of a former run are detached.
             self._serve_host(parts, host_rules)
@@ -326,6 +335,7 @@ class Datapath:
         everything.
         """
         parts = self._running()
+        parts.pins.check()
         with _in_words():
             parts.table.ensure(self._behaviour)
             parts.writer.recount_clients()
@@ -394,7 +404,10 @@ class Datapath:
     def view(self) -> Mapping[str, Any]:
         """The result of ``view``; empty before the start. Safe in any thread."""
         parts = self._parts
-        return {} if parts is None else view(parts.loaded, parts.node, parts.fast, parts.promoter)
+        if parts is None:
+            return {}
+        beside = {"pinsGone": parts.pins.why_not, "conntrackRefusals": self._refused.view()}
+        return {**view(parts.loaded, parts.node, parts.fast, parts.promoter), **beside}
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
