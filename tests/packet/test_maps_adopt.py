@@ -320,5 +320,5 @@ def test_what_the_programs_count_is_not_taken_for_damage(loaded: Loaded, writer:
 
 def overwritten(writer: Writer) -> bool:
     """What it finds without a rest since the last time."""
-    writer._read_back._rest_until = 0.0
+    writer._read_back._digest_after = writer._read_back._read_after = 0.0
     return writer.was_overwritten()
