@@ -71,7 +71,7 @@ STEPS = (
     Step("link", 6),
     Step("bridge", 3),
     Step("route", 2),
-    Step("damage a map", 3, REPAIR),
+    Step("damage a map", 6, REPAIR),
     Step("damage the table", 2, REPAIR),
     Step("detach", 2, REPAIR),
     Step("kill", 2, START),
@@ -93,8 +93,9 @@ class Model:
         self.checks = 0
         #: Shrinking waits for a shorter time, because most of its streams fail.
         self.patience = 1.0
+        #: A stream has begun, and not ended well.
+        self.broken = False
         self._marker = 0
-        self._links: list[dict[str, Any]] = []
         self._table = ""
 
     # ---- the agent ----------------------------------------------------------------------------------------------
@@ -131,8 +132,12 @@ class Model:
         self.agent.wait_ended()
 
     def reset(self) -> None:
-        """An empty node: no objects but the Nodes, the devices of the lab, default settings, no maps of before."""
-        if self.agent.process is not None:
+        """An empty node: no objects but the Nodes, the devices of the lab, default settings.
+
+        An agent that has ended a stream well goes on, if it has these settings; otherwise nothing of it stays.
+        """
+        goes_on = self.agent.process is not None and self.settings == Settings() and not self.broken
+        if not goes_on and self.agent.process is not None:
             self.agent.kill()
             self.agent.cleanup()
         for name in [*self.folder.files]:
@@ -146,7 +151,11 @@ class Model:
         self.node.namespace.run("ip", "-force", "-batch", "-", check=False, stdin="\n".join(lines) + "\n")
         chance = random.Random(0)
         self.folder.write(NODE_FILE, [(events.node(chance, name), True) for name in ("node1", "node2")])
-        self.start()
+        if goes_on:
+            time.sleep(0.3)  # until files that are gone do not come back
+            self.mark()
+        else:
+            self.start()
 
     def mark(self) -> None:
         """Write the file that is read after all others: when its object is in force, they were read."""
@@ -401,33 +410,40 @@ class Model:
 
     def _damage_a_map(self, chance: random.Random) -> str:
         """Somebody writes into a map of the agent, or deletes from it."""
-        with Map(self.pins / chance.choice(_DAMAGED)) as each:
-            entries = sorted(each.items().items()) if each.name not in ("services", "slots") else []
-            if each.name in ("services", "slots"):
-                key = struct.pack("=I", chance.randrange(1, 12) if each.name == "services" else chance.randrange(16))
-                value = struct.pack("=II", chance.choice((0, 1, 5, 4000000)), 0)
-                each.put(key, value)
-                return f"{each.name}[{key.hex()}] = {value.hex()}"
-            if not entries:
-                return f"{each.name} is empty"
-            key, value = chance.choice(entries)
-            match chance.randrange(3):
-                case 0:
-                    each.delete(key)
-                    return f"{each.name}: {key.hex()} deleted"
-                case 1:
-                    at = chance.randrange(len(value))
-                    value = value[:at] + bytes([value[at] ^ 1 << chance.randrange(8)]) + value[at + 1 :]
-                    each.put(key, value)
-                    return f"{each.name}[{key.hex()}] = {value.hex()}"
-                case _:
-                    at = chance.randrange(len(key))
-                    other = key[:at] + bytes([key[at] ^ 1 << chance.randrange(8)]) + key[at + 1 :]
-                    try:
-                        each.put(other, value)
-                    except OSError:
-                        return f"{each.name} refuses {other.hex()}"
-                    return f"{each.name}[{other.hex()}] = {value.hex()}"
+        names = list(_DAMAGED)
+        chance.shuffle(names)
+        # Most of them are empty on a node with few Services.
+        for name in names:
+            with Map(self.pins / name) as each:
+                entries = sorted(each.items().items()) if name not in ("services", "slots") else [(b"", b"")]
+                if entries:
+                    return self._damage(chance, each, entries)
+        return "all maps are empty"
+
+    @staticmethod
+    def _damage(chance: random.Random, each: Map, entries: list[tuple[bytes, bytes]]) -> str:
+        if each.name in ("services", "slots"):
+            first = 1 if each.name == "services" else 0
+            key = struct.pack("=I", chance.randrange(first, 16))
+            value = struct.pack("=II", chance.choice((0, 1, 5, 4000000)), 0)
+            each.put(key, value)
+            return f"{each.name}[{key.hex()}] = {value.hex()}"
+        key, value = chance.choice(entries)
+        match chance.randrange(3):
+            case 0:
+                each.delete(key)
+                return f"{each.name}: {key.hex()} deleted"
+            case 1:
+                at = chance.randrange(len(value))
+                value = value[:at] + bytes([value[at] ^ 1 << chance.randrange(8)]) + value[at + 1 :]
+            case _:
+                at = chance.randrange(len(key))
+                key = key[:at] + bytes([key[at] ^ 1 << chance.randrange(8)]) + key[at + 1 :]
+        try:
+            each.put(key, value)
+        except OSError:
+            return f"{each.name} refuses {key.hex()}"
+        return f"{each.name}[{key.hex()}] = {value.hex()}"
 
     def _damage_the_table(self, chance: random.Random) -> str:
         name = self._table or self._find_table()
@@ -511,6 +527,7 @@ def _difference(wanted: Any, found: Any) -> str:
 def run(model: Model, seed: int, numbers: Iterable[int], say: Callable[[str], None] = lambda text: None) -> None:
     """One stream, from an empty node. WrongError at the first difference."""
     model.reset()
+    model.broken = True
     model.settle(-1, "start", START)
     for number in numbers:
         chance = random.Random(f"{seed}/{number}")
@@ -521,6 +538,7 @@ def run(model: Model, seed: int, numbers: Iterable[int], say: Callable[[str], No
         say(f"{number:3d} {step.name}: {text}")
         model.settle(number, f"{step.name}: {text}", step.seconds)
     model.settle(-2, "the end: nothing is left over", CHANGE, thorough=True)
+    model.broken = False
 
 
 def shrink(fails: Callable[[Sequence[int]], bool], numbers: Sequence[int], tries: int = 60) -> list[int]:

@@ -14,8 +14,8 @@ from pyebpf_proxy.datapath.maps.adopt import adopt
 from pyebpf_proxy.datapath.maps.changes import Record
 from pyebpf_proxy.datapath.maps.mirror import Mirror
 
-#: At most these shares of the time are spent on digests, and on reading everything: 1/200 and 1/1000. A hundred thousand
-#: endpoints are read in 0.6 s, and take 50 MB meanwhile.
+#: At most these shares of the time are spent on digests, and on reading everything: 1/200 and 1/1000. A hundred
+#: thousand endpoints are read in 0.6 s, and take 50 MB meanwhile.
 _DIGESTS, _READINGS = 200, 1000
 #: Seconds: a reading that took longer has used much memory.
 _LONG = 0.1
