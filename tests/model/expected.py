@@ -265,11 +265,9 @@ def ports(world: World) -> dict[Name, Port]:
     found = {}
     for draft in drafts(world):
         spec, family = draft.service["spec"], draft.name[4]
-        node_port = any(each.kind == "NodePort" for each in draft.frontends)
-        # §1.3, of this family.
+        # §1.3, of this family. A VIP that is the ClusterIP counts once, as that: no packet takes its lists.
         vip = any(family_of(text) == family for text in vips(draft.service))
-        external = any(family_of(text) == family for text in externals(draft.service))
-        reachable = node_port or vip or external
+        reachable = any(each.kind != "ClusterIP" for each in draft.frontends)
         internal_local = spec.get("internalTrafficPolicy") == "Local"
         # Of the Service: external IPs of the other family count here.
         may_be_local = spec.get("type") in ("LoadBalancer", "NodePort") or bool(spec.get("externalIPs"))
