@@ -55,7 +55,7 @@ def finding(model: Model, seed: int, numbers: list[int]) -> None:
             return True
         return False
 
-    model.patience = 0.4
+    model.patience = 0.5
     kept = shrink(fails, numbers, 40)
     model.patience = 1.0
     print(

@@ -23,7 +23,7 @@ from tests.model.expected import Settings, World
 from tests.model.kernel import Broken, Map
 
 #: Seconds until the kernel must be right: of a change, a repair, a start. Generous: the machine may be busy.
-CHANGE, REPAIR, START = 10.0, 12.0, 60.0
+CHANGE, REPAIR, START = 20.0, 40.0, 90.0
 #: How often the agent looks whether others have changed its maps.
 SYNC_PERIOD = "1s"
 MARKER_FILE = "zz.json"

@@ -14,10 +14,10 @@ from pyebpf_proxy.datapath.maps.adopt import adopt
 from pyebpf_proxy.datapath.maps.changes import Record
 from pyebpf_proxy.datapath.maps.mirror import Mirror
 
-#: At most these shares of the time are spent on digests, and on reading everything: 1/200 and 1/1000. A hundred
+#: At most this share of the time is spent on digests, and on readings: 1/200. Of long readings only 1/1000: a hundred
 #: thousand endpoints are read in 0.6 s, and take 50 MB meanwhile.
-_DIGESTS, _READINGS = 200, 1000
-#: Seconds: a reading that took longer has used much memory.
+_SHARE, _LONG_SHARE = 200, 1000
+#: Seconds.
 _LONG = 0.1
 
 
@@ -46,7 +46,7 @@ class ReadBack:
             return False
         seen = version, self._digest()
         now = time.monotonic()
-        self._digest_after = now + _DIGESTS * (now - begin)
+        self._digest_after = now + _SHARE * (now - begin)
         damaged = self._known is not None and self._known[0] == version and self._known != seen
         if seen == self._known or (now < self._read_after and not damaged):
             return False
@@ -54,8 +54,9 @@ class ReadBack:
         # While entries leave, unknown ones are not noticed: look again.
         self._known = None if different or leaving else seen
         end = time.monotonic()
-        self._read_after = end + _READINGS * (end - now)
-        if end - now > _LONG:
+        is_long = end - now > _LONG
+        self._read_after = end + (_LONG_SHARE if is_long else _SHARE) * (end - now)
+        if is_long:
             memory.give_back()
         return different
 
