@@ -45,7 +45,7 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line with the missing program and the remedy.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup objects build wheel demo inspect screenshots test test-faults soak fuzz test-cluster test-kernels lab-test cluster-up cluster-down test-e2e parity record lint docs man pictures bench bench-check profile image-root sbom clean distclean
+.PHONY: help setup objects build wheel demo inspect screenshots test test-faults test-model soak fuzz test-cluster test-kernels lab-test cluster-up cluster-down test-e2e parity record lint docs man pictures bench bench-check profile image-root sbom clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -124,6 +124,9 @@ test: setup ## run all unit, packet and netns tests; skipped tests are listed at
 
 test-faults: setup ## make faults and floods under load, beside kube-proxy if it is built; writes docs/reliability.md; ARGS='syn-flood quota'
 	@$(SUDO) $(PYTHON) -m tests.faults $(ARGS)
+
+test-model: setup ## random streams of events, kills and damage against a slow model of the agent; ARGS='--streams 1000 --seed 7' (tests/README.md)
+	@$(SUDO) $(PYTHON) -m tests.model $(ARGS)
 
 soak: setup ## load and churn near conntrack's limit for an hour, a picture of what grows; writes docs/reliability.md; ARGS='--minutes 5'
 	@$(SUDO) $(PYTHON) -m tests.soak $(ARGS)

@@ -69,8 +69,8 @@ class Datapath(Protocol):
     def node_changed(self, facts: NodeFacts) -> None:
         """The Nodes have changed."""
 
-    def refresh(self) -> None:
-        """Restore what other programs may have changed."""
+    def refresh(self) -> bool:
+        """Restore what other programs may have changed. The result: everything must be applied again."""
 
     async def collect(self) -> None:
         """Wait for the grace period, then remove entries that no program reads any more."""
@@ -289,14 +289,20 @@ class Proxy:
             _log.info(said.text)
 
     async def _mend(self) -> None:
-        """Check the nftables table as often as kube-proxy does: a firewall reload may remove it."""
+        """Check table and maps as often as kube-proxy does its rules: a firewall reload may remove the table."""
         while True:
             await asyncio.sleep(self._mend_seconds)
             if self._running:
                 try:
-                    self._datapath.refresh()
+                    overwritten = self._datapath.refresh()
                 except DatapathError as error:
                     _log.error("changes by other programs could not be reverted", error=str(error))
+                    continue
+                if overwritten and not self._failed:
+                    _log.error("others have written into the service maps, they are compared with all Services again")
+                    self._failed = True
+                    self._schedule.request(time.monotonic())
+                    self._wake.set()
 
     async def _collect(self) -> None:
         try:

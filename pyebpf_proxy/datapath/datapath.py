@@ -16,6 +16,7 @@ from pyebpf_proxy.datapath.connections.udp_cleanup import Cleaned
 from pyebpf_proxy.datapath.managers.bpffs import Bpffs
 from pyebpf_proxy.datapath.managers.cluster_sets import ClusterSets
 from pyebpf_proxy.datapath.managers.connection_counts import ConnectionCounts
+from pyebpf_proxy.datapath.managers.conntrack_statistics import ConntrackStatistics
 from pyebpf_proxy.datapath.managers.devices import NodeMaps, TcPrograms, XdpPrograms
 from pyebpf_proxy.datapath.managers.fast_path import FastPathManager
 from pyebpf_proxy.datapath.managers.former_run import Retirement, TakeOver
@@ -24,6 +25,7 @@ from pyebpf_proxy.datapath.managers.kernel_settings import FastPathSettings, Ker
 from pyebpf_proxy.datapath.managers.kube_proxy import KubeProxy
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.managers.nft_table import NftTable, NftWatch
+from pyebpf_proxy.datapath.managers.pins import Pins
 from pyebpf_proxy.datapath.managers.programs import Programs
 from pyebpf_proxy.datapath.managers.service_maps import ServiceMaps
 from pyebpf_proxy.datapath.managers.sockets import SocketPrograms
@@ -56,6 +58,8 @@ class Datapath:
         sockets = SocketPrograms(effective, bpffs, programs)
         self._xdp = xdp = XdpPrograms(effective, bpffs, programs, node_maps)
         self._fast_path = FastPathManager(effective, nft, programs, node_maps, xdp, udp_flows)
+        self._pins = Pins(bpffs)
+        self._conntrack = ConntrackStatistics()
         sockets_off = effective.socket_lb == "off"
         #: Needs more rights than the rest, which ``--init-only`` leaves to a later start.
         self._preparation: list[Manager] = [
@@ -92,6 +96,9 @@ class Datapath:
             ConnectionCounts(programs, service_maps),
             # After the devices: flows of the fast path go from one attached program to the other.
             self._fast_path,
+            # After the last object was pinned.
+            self._pins,
+            self._conntrack,
             # Last: until everything works, kube-proxy's rules carry the traffic.
             KubeProxy(effective),
         ]
@@ -154,11 +161,16 @@ class Datapath:
             for manager in self._started():
                 manager.node_changed(facts)
 
-    def refresh(self) -> None:
-        """Repair what others changed, which costs little if they did not. Devices are followed."""
+    def refresh(self) -> bool:
+        """Repair what others changed, which costs little if they did not. Devices are followed.
+
+        True: others have written into the service maps, and :meth:`apply` must be called with everything.
+        """
+        overwritten = False
         with _in_words():
             for manager in self._started():
-                manager.refresh()
+                overwritten |= manager.refresh()
+        return overwritten
 
     async def collect(self) -> None:
         """Remove old versions once no program can be reading them; then end stale UDP flows and sockets."""
@@ -204,7 +216,8 @@ class Datapath:
         if not self._running:
             return {}
         fast_path = self._fast_path
-        return view(self._programs.loaded, self._node_maps.node, fast_path.fast_path, fast_path.promoter)
+        found = view(self._programs.loaded, self._node_maps.node, fast_path.fast_path, fast_path.promoter)
+        return {**found, "pinsGone": self._pins.why_gone, "conntrackRefusals": self._conntrack.refusals()}
 
 
 @contextmanager

@@ -30,8 +30,9 @@ class Preparation:
     def node_changed(self, facts: NodeFacts) -> None:
         """Does nothing."""
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Does nothing."""
+        return False
 
     async def collect(self) -> None:
         """Does nothing."""

@@ -14,7 +14,7 @@ from pyebpf_proxy import __version__
 from pyebpf_proxy.datapath.node.plan import REDIRECTS
 from pyebpf_proxy.see import drops, facts, fast_path, local, model, programs
 from pyebpf_proxy.see.agent import running_agent
-from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, listed
+from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, SeeError, listed
 from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.programs import Programs
 from pyebpf_proxy.see.text import Cell, Terminal, ago, fields, table, terminal, wrapped
@@ -50,6 +50,8 @@ def read(directory: Path) -> model.Status:
     """The whole page. SeeError if no maps are pinned."""
     known = local.state(directory)
     told = known["datapath"] if known is not None else {}
+    if gone := told.get("pinsGone"):
+        raise SeeError(f"the pins are gone: {gone}; traffic continues, restart the agent")
     with Pinned(directory) as maps:
         attached = programs.read(maps)
         refused = drops.read(maps)
@@ -81,8 +83,24 @@ def read(directory: Path) -> model.Status:
         from pyebpf_proxy.see.flows import busiest
 
         made.source_ports = busiest()
-    made.warnings = [*_warnings(made, attached), *_about_refusals(refusals or {})]
+    made.warnings = [*_warnings(made, attached), *_about_refusals(refusals or {}), *_about_conntrack(told)]
     return made
+
+
+def _about_conntrack(told: Mapping[str, Any]) -> Iterator[model.Trouble]:
+    """What conntrack refused in the last minute: netfilter drops these packets, and no program counts them."""
+    lately = told.get("conntrackRefusals", {}).get("lastMinute", {})
+    if no_port := lately.get("insert_failed", 0):
+        yield model.Trouble(
+            what=f"{no_port} times in the last minute: conntrack refused a new flow whose ports are in use, as when all"
+            " source ports for masquerading to an endpoint are used up",
+            remedy=_fill_remedy("source ports"),
+        )
+    if (dropped := lately.get("drop", 0) - no_port) > 0:
+        yield model.Trouble(
+            what=f"{dropped} times in the last minute: conntrack dropped the first packet of a flow, its table is full",
+            remedy=_fill_remedy("conntrack"),
+        )
 
 
 def _about_refusals(refusals: Mapping[str, str]) -> Iterator[model.Trouble]:

@@ -234,6 +234,10 @@ def _read_fast_path(datapath: DatapathNumbers, last: Callable[[], Mapping[str, i
         failed = datapath.view().get("promotion", {}).get("failed", {})
         return [((outcome,), count) for outcome, count in sorted(failed.items())]
 
+    def refusals() -> Iterable[tuple[Labels, float]]:
+        total = datapath.view().get("conntrackRefusals", {}).get("total", {})
+        return [((reason,), count) for reason, count in sorted(total.items())]
+
     def young() -> Iterable[tuple[Labels, float]]:
         promotion = datapath.view().get("promotion")
         return [] if promotion is None else [((), promotion["young"])]
@@ -266,6 +270,14 @@ def _read_fast_path(datapath: DatapathNumbers, last: Callable[[], Mapping[str, i
         "Failed promotions of young flows to conntrack, by reason; each attempt counts",
         ("outcome",),
         failures,
+    )
+    yield Read(
+        CounterMetricFamily,
+        "pyebpf_proxy_conntrack_refusals_total",
+        "New flows that conntrack refused, as in conntrack -S: insert_failed (no source port is free for masquerading,"
+        " or another flow was faster), drop (also a full table), early_drop (a flow gave way), chain_toolong",
+        ("reason",),
+        refusals,
     )
     yield Read(
         GaugeMetricFamily,

@@ -55,8 +55,8 @@ _TAIL = """
 
 * The wall clock of kube-proxy: it is a static program, and no library can set its clock alone. The agent's clock is set
   by libfaketime, which must be installed.
-* An unmounted bpffs that no mount namespace has any more: in the lab others keep it. The agent's maps and programs stay
-  in use then, `status` and other commands find no pins, and the next start of the agent makes them again.
+* An unmounted bpffs with an agent that lacks CAP_SYS_ADMIN: it cannot mount it again, and says so
+  (`tests/netns/test_lab_pins.py`).
 * Faults of a whole machine: a real disk, memory pressure of other programs, a wall clock that steps for all.
 * `memory.max`, certificates that expire and 100 000 objects at once: other tests have them (`tests/cluster`, `bench`).
 

@@ -273,3 +273,52 @@ def test_an_error_in_the_middle_is_mended_by_the_next_call(loaded: Loaded) -> No
         dying.apply({} if k > 30 else second_plan())
         dying.collect()
         assert logical(loaded, complete=True) == expected
+
+
+def test_what_others_wrote_while_the_agent_runs_is_found_and_repaired(loaded: Loaded, writer: Writer) -> None:
+    writer.apply(second_plan(), complete=True)
+    writer.collect()
+    expected = logical(loaded, complete=True)
+    assert not overwritten(writer)
+    for name in ("service_configs", "backends4", "endpoints6", "frontends4", "service_names", "source_ranges6"):
+        damage(loaded, name, lambda value: None)
+        assert overwritten(writer), name
+        change_everything(writer)
+        assert logical(loaded, complete=True) == expected
+        assert not overwritten(writer), name
+        assert not writer.problems
+    for array in ("services", "slots"):
+        loaded.maps[array].update((1).to_bytes(4, sys.byteorder), (77).to_bytes(8, sys.byteorder))
+        assert overwritten(writer), array
+        change_everything(writer)
+        assert logical(loaded, complete=True) == expected
+
+
+def test_an_entry_that_others_added_is_found_by_the_digest_too(loaded: Loaded, writer: Writer) -> None:
+    writer.apply(second_plan(), complete=True)
+    writer.collect()
+    assert not overwritten(writer)
+    table = loaded.maps["backends4"]
+    key, value = next(table.items())
+    other = (4711).to_bytes(4, sys.byteorder)
+    table.update(other, value)
+    assert overwritten(writer)
+    change_everything(writer)
+    assert table.lookup(other) is None
+    assert table.lookup(key) == value
+
+
+def test_what_the_programs_count_is_not_taken_for_damage(loaded: Loaded, writer: Writer) -> None:
+    writer.apply(second_plan(), complete=True)
+    writer.collect()
+    assert not overwritten(writer)
+    slots = loaded.maps["slots"]
+    first = (0).to_bytes(4, sys.byteorder)
+    slots.update(first, (slots.lookup(first) or bytes(8))[:4] + (9).to_bytes(4, sys.byteorder))
+    assert not overwritten(writer)
+
+
+def overwritten(writer: Writer) -> bool:
+    """What it finds without a rest since the last time."""
+    writer._read_back._digest_after = writer._read_back._read_after = 0.0
+    return writer.was_overwritten()

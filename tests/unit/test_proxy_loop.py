@@ -84,6 +84,7 @@ class Recorder:
         self.calls: list[tuple[str, list[str]]] = []
         self.failures = 0
         self.fail_start = False
+        self.overwritten = False
         self.problems: list[str] = []
 
     def start(self, facts: NodeFacts, wanted: Delta) -> Collection[str]:
@@ -104,8 +105,10 @@ class Recorder:
     def node_changed(self, facts: NodeFacts) -> None:
         self.calls.append(("node", []))
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         self.calls.append(("refresh", []))
+        overwritten, self.overwritten = self.overwritten, False
+        return overwritten
 
     async def collect(self) -> None:
         self.calls.append(("collect", []))
@@ -374,6 +377,18 @@ def test_what_others_change_is_mended_every_sync_period(world: World) -> None:
 
     world.run(play, settings(retry="20ms"))
     assert world.datapath.calls[0][0] == "start"
+
+
+def test_maps_that_others_wrote_into_are_compared_with_everything(world: World) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([change("a"), change("b")], complete=True))
+        await until(lambda: bool(world.datapath.calls))
+        world.datapath.overwritten = True
+        await until(lambda: ("apply all", ["a", "b"]) in world.datapath.calls)
+        await until(lambda: world.datapath.calls.count(("refresh", [])) > 3)
+
+    world.run(play, settings(retry="20ms"))
+    assert [call for call, _ in world.datapath.calls].count("apply all") == 1
 
 
 def test_a_source_that_breaks_ends_the_agent(world: World) -> None:

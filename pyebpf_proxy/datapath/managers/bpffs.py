@@ -15,8 +15,10 @@ _log = Logger("datapath")
 
 
 class Bpffs(Manager):
-    """Finds or mounts a bpffs. ``start`` sets ``pins`` and ``tcx``."""
+    """Finds or mounts a bpffs. ``start`` sets ``path``, ``pins`` and ``tcx``."""
 
+    #: Where it is mounted.
+    path: Path
     #: The folder of this layout version: maps, programs and links.
     pins: Path
     #: The folder of the tcx links.
@@ -30,5 +32,6 @@ class Bpffs(Manager):
         bpffs = mounts.ensure_bpffs(self._directory)
         if bpffs.warning:
             _log.warning(bpffs.warning)
+        self.path = bpffs.path
         self.pins = mounts.pin_directory(bpffs.path, self._directory, LAYOUT_VERSION)
         self.tcx = mounts.tcx_directory(bpffs.path, self._directory)

@@ -41,6 +41,11 @@ class NodeMaps(Manager):
     def node_changed(self, facts: NodeFacts) -> None:
         self.node.configure(node_config(self._effective, facts))
 
+    def refresh(self) -> bool:
+        for name in self.node.read_back():
+            _log.error("others have written into a map, it is repaired", map=name)
+        return False
+
 
 class TcPrograms(Manager):
     """Attaches the tc programs, and from then on follows the devices."""
@@ -78,10 +83,11 @@ class XdpPrograms(Manager):
             self._opened.callback(self.frames.close)
             self.frames.follow(asyncio.get_running_loop())
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Retry where another program was in the way."""
         if self.frames is not None:
             self.frames.look()
+        return False
 
     def attached(self) -> Mapping[str, str]:
         """Devices that carry the program, and its mode. Safe in any thread."""

@@ -20,5 +20,6 @@ class KubeProxy(Manager):
         self._opened.callback(self._monitor.close)
         self._monitor.replaced()
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         self._monitor.look()
+        return False

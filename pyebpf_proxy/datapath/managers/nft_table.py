@@ -52,9 +52,10 @@ class NftTable(Manager):
         self._behaviour = beside_fast_path(self._behaviour, there_is_one)
         self.table.ensure(self._behaviour)
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Costs little if no other program has changed the table."""
         self.table.ensure(self._behaviour)
+        return False
 
     def restore(self) -> None:
         """Restore the table at once if another program has deleted or flushed it; errors are logged."""

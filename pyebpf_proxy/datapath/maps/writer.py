@@ -33,6 +33,7 @@ from pyebpf_proxy.datapath.maps.changes import Change, Garbage, NoRoomError, Pro
 from pyebpf_proxy.datapath.maps.hints import Hints
 from pyebpf_proxy.datapath.maps.layouts import Layouts
 from pyebpf_proxy.datapath.maps.mirror import Mirror
+from pyebpf_proxy.datapath.maps.read_back import ReadBack
 from pyebpf_proxy.services.model import IPFamily, ServicePort, ServicePortName
 
 MAPS = (
@@ -77,6 +78,9 @@ class Writer:
         self._freed = False
         #: Entries without references, during their grace period.
         self._dying = Garbage()
+        #: Counts calls that may write.
+        self._version = 0
+        self._read_back = ReadBack(maps, MAPS, self._services, self._slots)
         self._adopt()
 
     def _adopt(self) -> None:
@@ -99,6 +103,7 @@ class Writer:
     @contextmanager
     def _whole(self, todo: Mapping[ServicePortName, ServicePort | None]) -> Iterator[None]:
         """An interrupted change leaves an unreliable mirror, and pending work."""
+        self._version += 1
         if self._broken:
             self._adopt()
             self._freed = True
@@ -185,6 +190,15 @@ class Writer:
         """Keep affinity entries within the shares of their service ports. Some 50 ms for a full map."""
         records = self._mirror.records.values()
         self._memory.recount({r.id: r.plan.affinity_seconds for r in records if r.plan.affinity_seconds})
+
+    def was_overwritten(self) -> bool:
+        """Whether others have written into the maps. :meth:`apply` with everything, and ``complete``, repairs them.
+
+        The next call adopts the contents, as after an interrupted write.
+        """
+        if not self._broken:
+            self._broken = self._read_back.differs(self._mirror, self._version, bool(self._garbage or self._dying))
+        return self._broken
 
     def collect(self) -> None:
         """Wait for a grace period and delete entries without references; then retry what did not fit.

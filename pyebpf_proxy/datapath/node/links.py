@@ -234,6 +234,18 @@ class Node:
         if self._see_others() or peers:
             self._replan()
 
+    def read_back(self) -> list[str]:
+        """Repairs the maps if they do not hold what was written. Returns the names of those that were wrong."""
+        wrong = []
+        for name in MAPS:
+            there = dict(self._maps[name].items())
+            if there != self._written[name]:
+                self._written[name] = there
+                wrong.append(name)
+        if wrong:
+            self._write()
+        return wrong
+
     def follow(self, loop: asyncio.AbstractEventLoop, error: Callable[..., None]) -> Callable[[], None]:
         """Follow the node from now on: :meth:`read` when netlink has messages, :meth:`look` every few seconds.
 

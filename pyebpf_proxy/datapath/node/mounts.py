@@ -108,7 +108,7 @@ def ensure_bpffs(directory: Path) -> Bpffs:
             return Bpffs(candidate)
     reasons = []
     try:
-        in_mount_namespace_of_init(lambda: _mount_bpffs(SYSTEM_BPFFS))
+        in_mount_namespace_of_init(lambda: mount_bpffs(SYSTEM_BPFFS))
         place = SYSTEM_BPFFS if is_bpffs(SYSTEM_BPFFS) else candidates[-1]
         if is_bpffs(place):
             _mark(place)
@@ -119,7 +119,7 @@ def ensure_bpffs(directory: Path) -> Bpffs:
     place = candidates[0]
     try:
         place.mkdir(parents=True, exist_ok=True)
-        _mount_bpffs(place)
+        mount_bpffs(place)
         _mark(place)
     except OSError as error:
         reasons.append(f"{place}: {error.strerror}")
@@ -231,7 +231,8 @@ def _detached_cgroup2() -> int:
         os.close(context)
 
 
-def _mount_bpffs(path: Path) -> None:
+def mount_bpffs(path: Path) -> None:
+    """Mount a new bpffs in this mount namespace. OSError."""
     _checked(_libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, b"mode=0700"))
 
 

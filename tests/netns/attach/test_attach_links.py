@@ -382,3 +382,18 @@ def test_what_is_followed_is_what_the_kernel_shows_after_any_sequence_of_changes
     assert seen == {False, True}, "secondary addresses must occur"
     assert ports == {False, True}, "ports of the bridge must occur"
     follower.close()
+
+
+def test_what_others_wrote_into_the_maps_is_put_right(harness: Harness, shell: Shell) -> None:
+    shell("ip link add v0 type veth peer name v1; ip addr add 192.0.2.1/24 dev v0; ip link set v0 up")
+    follow(harness.node, lambda: "192.0.2.1" in harness.node_addresses())
+    right = harness.in_kernel()
+    assert harness.node.read_back() == []
+    key, value = next(iter(right["devices"].items()))
+    harness.programs.maps["devices"].delete(key)
+    harness.programs.maps["node_addresses4"].update(bytes((192, 0, 2, 77)), struct.pack("=I", 1))
+    assert harness.node.read_back() == ["node_addresses4", "devices"]
+    assert harness.in_kernel() == right
+    harness.programs.maps["devices"].update(key, bytes(len(value)))
+    assert harness.node.read_back() == ["devices"]
+    assert harness.in_kernel() == right

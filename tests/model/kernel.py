@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernel holds, read by system calls of its own, and from bpf/*.h instead of the agent's layouts.
+
+Nothing here is shared with the agent: neither libbpf, nor BTF, nor its netlink code. Functions that look at a network
+namespace run inside it (``Namespace.call``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import struct
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_NR_BPF = {"x86_64": 321, "aarch64": 280}[os.uname().machine]
+_LOOKUP, _UPDATE, _DELETE, _NEXT, _OBJ_GET, _PROG_FD, _INFO, _QUERY = 1, 2, 3, 4, 7, 13, 15, 16
+_TCX_INGRESS, _TCX_EGRESS = 46, 47
+
+PROTOCOLS = {6: "TCP", 17: "UDP", 132: "SCTP"}
+KINDS = {1: "ClusterIP", 2: "ExternalIP", 3: "LoadBalancer", 4: "NodePort"}
+_SIZE = {4: "4s", 6: "16s"}
+#: Sizes of key and value, and the structs of bpf/service_maps.h and bpf/node_maps.h.
+FRONTEND_KEY = {family: struct.Struct(f"={size}HBx") for family, size in _SIZE.items()}
+FRONTEND = struct.Struct("=IB3x")
+CONFIG = struct.Struct("=IIIIIBBBBI")
+NAME = struct.Struct("=64s64s64sBB2x")
+WORD = struct.Struct("=II")
+BACKEND = {family: struct.Struct(f"={size}HBxII") for family, size in _SIZE.items()}
+ENDPOINT_KEY = {family: struct.Struct(f"=I{size}HBx") for family, size in _SIZE.items()}
+RANGE_KEY = {family: struct.Struct(f"=II{size}") for family, size in _SIZE.items()}
+DEVICE = struct.Struct("=I6sBBI")
+U32 = struct.Struct("=I")
+SHAPES = {
+    "frontends4": (8, 8),
+    "frontends6": (20, 8),
+    "services": (4, 8),
+    "service_configs": (4, 28),
+    "service_names": (4, 196),
+    "slots": (4, 8),
+    "backends4": (4, 16),
+    "backends6": (4, 28),
+    "endpoints4": (12, 4),
+    "endpoints6": (24, 4),
+    "source_ranges4": (12, 4),
+    "source_ranges6": (24, 4),
+    "node_addresses4": (4, 4),
+    "node_addresses6": (16, 4),
+    "devices": (4, 16),
+}
+
+
+def _bpf(command: int, attributes: bytes) -> int:
+    buffer = ctypes.create_string_buffer(attributes, len(attributes))
+    result = int(_libc.syscall(_NR_BPF, command, buffer, len(attributes)))
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+def open_pin(path: Path) -> int:
+    """A descriptor of a pinned object."""
+    name = ctypes.create_string_buffer(os.fsencode(path))
+    return _bpf(_OBJ_GET, struct.pack("=QII", ctypes.addressof(name), 0, 0))
+
+
+class Map:
+    """A pinned map. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.key_size, self.value_size = SHAPES[path.name]
+        self.name = path.name
+        self._key = ctypes.create_string_buffer(self.key_size)
+        self._next = ctypes.create_string_buffer(self.key_size)
+        self._value = ctypes.create_string_buffer(self.value_size)
+        self._fd = open_pin(path)
+        # The same buffers, and so the same arguments, for every entry.
+        here = ctypes.addressof
+        self._lookup = struct.pack("=IIQQQ", self._fd, 0, here(self._key), here(self._value), 0)
+        self._delete = struct.pack("=IIQ", self._fd, 0, here(self._key))
+        self._following = struct.pack("=IIQQQ", self._fd, 0, here(self._key), here(self._next), 0)
+        self._first = struct.pack("=IIQQQ", self._fd, 0, 0, here(self._next), 0)
+
+    def __enter__(self) -> Map:
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        os.close(self._fd)
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value of a key."""
+        self._key.raw = key
+        try:
+            _bpf(_LOOKUP, self._lookup)
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
+        return self._value.raw
+
+    def items(self) -> dict[bytes, bytes]:
+        """All entries. While others write, an entry may be missing, or be there that was deleted meanwhile."""
+        found: dict[bytes, bytes] = {}
+        request = self._first
+        while True:
+            try:
+                _bpf(_NEXT, request)
+            except OSError as error:
+                if error.errno == errno.ENOENT:
+                    return found
+                raise
+            key = self._next.raw
+            if key in found:
+                return found  # the walk began again, because a key was deleted
+            value = self.get(key)
+            found[key] = value if value is not None else b""
+            self._key.raw = key
+            request = self._following
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Write an entry."""
+        self._key.raw, self._value.raw = key, value
+        _bpf(_UPDATE, self._lookup)
+
+    def delete(self, key: bytes) -> None:
+        """Delete an entry, if it is there."""
+        self._key.raw = key
+        try:
+            _bpf(_DELETE, self._delete)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                raise
+
+
+class Frontend(NamedTuple):
+    """Where a service port is reached."""
+
+    kind: str
+    address: str
+    port: int
+
+
+class Backend(NamedTuple):
+    """An endpoint in a list."""
+
+    address: str
+    port: int
+    local: bool
+
+
+class Policies(NamedTuple):
+    """What ``service_configs`` says besides the lists."""
+
+    any_endpoints: bool = False
+    internal_local: bool = False
+    external_local: bool = False
+    affinity_seconds: int = 0
+    vip_source_allowed: bool = False
+
+
+class Port(NamedTuple):
+    """A service port, without the numbers by which the maps refer to each other."""
+
+    frontends: frozenset[Frontend]
+    cluster: tuple[Backend, ...]
+    local: tuple[Backend, ...]
+    serving: frozenset[tuple[str, int]]
+    ranges: frozenset[str]
+    policies: Policies
+
+
+#: Namespace, name, port name, protocol, family.
+Name = tuple[str, str, str, str, int]
+
+
+class Broken(Exception):  # noqa: N818
+    """The maps do not fit together: what is wrong."""
+
+
+class Services(NamedTuple):
+    """The service maps. ``garbage``: entries that nothing refers to."""
+
+    ports: dict[Name, Port]
+    #: Backend id → address and port, of every entry.
+    backends: dict[int, tuple[str, int]]
+    garbage: Counter[str]
+
+
+def _dumps(maps: Path) -> dict[str, dict[bytes, bytes]]:
+    found = {}
+    for name in SHAPES:
+        if name not in ("services", "slots"):
+            with Map(maps / name) as each:
+                found[name] = each.items()
+    return found
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode()
+
+
+def _words(maps: Path, name: str, numbers: Iterator[int]) -> list[int]:
+    with Map(maps / name) as each:
+        values = [each.get(U32.pack(number)) for number in numbers]
+    return [WORD.unpack(value)[0] if value else 0 for value in values]
+
+
+def services(maps: Path, everything: int = 0) -> Services:
+    """Read the service maps; Broken if they do not fit together.
+
+    ``everything``: how many words of ``services`` to look at, besides those of known service ports.
+    """
+    dump = _dumps(maps)
+    garbage: Counter[str] = Counter()
+    names: dict[int, Name] = {}
+    for key, value in dump["service_names"].items():
+        namespace, name, port, family, protocol = NAME.unpack(value or bytes(NAME.size))
+        names[U32.unpack(key)[0]] = _text(namespace), _text(name), _text(port), PROTOCOLS.get(protocol, "?"), family
+    ids = sorted({*names, *range(1, everything)})
+    tables = dict(zip(ids, _words(maps, "services", iter(ids)), strict=True))
+    live: dict[int, Name] = {}
+    for number, table in tables.items():
+        if table and number not in names:
+            raise Broken(f"services[{number}] is {table}, and has no name")
+        if table:
+            if names[number] in live.values():
+                raise Broken(f"two live ids of {names[number]}")
+            live[number] = names[number]
+        elif number in names:
+            garbage["service_names"] += 1
+    configs = {U32.unpack(key)[0]: CONFIG.unpack(value or bytes(28)) for key, value in dump["service_configs"].items()}
+    garbage["service_configs"] += len(configs) - len(live)
+    backends: dict[int, tuple[int, str, int, int, int, int]] = {}
+    uses: Counter[tuple[int, str, int, int]] = Counter()
+    for family in (4, 6):
+        for key, value in dump[f"backends{family}"].items():
+            packed, port, protocol, service, local = BACKEND[family].unpack(value or bytes(BACKEND[family].size))
+            backends[U32.unpack(key)[0]] = family, str(ip_address(packed)), port, protocol, service, local
+            uses[family, str(ip_address(packed)), port, protocol] += 1
+    serving: dict[int, set[tuple[str, int]]] = {}
+    for family in (4, 6):
+        left = {key for key in uses if key[0] == family}
+        for key, value in dump[f"endpoints{family}"].items():
+            service, packed, port, protocol = ENDPOINT_KEY[family].unpack(key)
+            address = str(ip_address(packed))
+            if service:
+                serving.setdefault(service, set()).add((address, port))
+                if live.get(service, ("", "", "", "", 0))[3:] != ("UDP", family):
+                    garbage[f"endpoints{family}"] += 1
+                continue
+            count = U32.unpack(value or bytes(4))[0]
+            if count != uses[family, address, port, protocol]:
+                raise Broken(f"endpoints{family} counts {count} backends at {address}:{port}/{protocol}")
+            left.discard((family, address, port, protocol))
+        if left:
+            raise Broken(f"endpoints{family} lacks {left}")
+    frontends: dict[int, set[Frontend]] = {}
+    for family in (4, 6):
+        for key, value in dump[f"frontends{family}"].items():
+            packed, port, protocol = FRONTEND_KEY[family].unpack(key)
+            service, kind = FRONTEND.unpack(value or bytes(8))
+            if service not in live or live[service][3:] != (PROTOCOLS.get(protocol), family):
+                raise Broken(f"frontend {ip_address(packed)}:{port}/{protocol} leads to {service}: {live.get(service)}")
+            frontends.setdefault(service, set()).add(Frontend(KINDS.get(kind, "?"), str(ip_address(packed)), port))
+    ranges: dict[int, set[str]] = {}
+    current = {tables[number] for number in live}
+    for family in (4, 6):
+        for key in dump[f"source_ranges{family}"]:
+            length, table, packed = RANGE_KEY[family].unpack(key)
+            if table in current:
+                ranges.setdefault(table, set()).add(f"{ip_address(packed)}/{length - 32}")
+            else:
+                garbage[f"source_ranges{family}"] += 1
+    ports: dict[Name, Port] = {}
+    used: set[int] = set()
+    for number, name in live.items():
+        config = configs.get(tables[number])
+        if config is None or config[0] != number:
+            raise Broken(f"table {tables[number]} of {name} is {config}")
+        _, first, cluster, local, seconds, any_endpoints, internal, external, restricted, vips = config
+        listed = _words(maps, "slots", iter(range(first, first + cluster + local)))
+        found = []
+        for id_ in listed:
+            backend = backends.get(id_)
+            if backend is None or backend[4] != number or (backend[0], PROTOCOLS.get(backend[3])) != (name[4], name[3]):
+                raise Broken(f"a slot of {name} has backend {id_}: {backend}")
+            found.append(Backend(backend[1], backend[2], bool(backend[5])))
+        used.update(listed)
+        if bool(restricted) != bool(ranges.get(tables[number])):
+            raise Broken(f"{name} is restricted: {restricted}, and has {ranges.get(tables[number])}")
+        if [*found[:cluster]] != sorted(found[:cluster], key=_order) or found[cluster:] != sorted(
+            found[cluster:], key=_order
+        ):
+            raise Broken(f"the lists of {name} are not in order: {found}")
+        ports[name] = Port(
+            frozenset(frontends.get(number, ())),
+            tuple(sorted(found[:cluster])),
+            tuple(sorted(found[cluster:])),
+            frozenset(serving.get(number, ())),
+            frozenset(ranges.get(tables[number], ())),
+            Policies(bool(any_endpoints), bool(internal), bool(external), seconds, bool(vips)),
+        )
+    garbage["backends"] += len(backends) - len(used)
+    plain = {number: (address, port) for number, (_, address, port, *_) in backends.items()}
+    return Services(ports, plain, +garbage)
+
+
+def _order(backend: Backend) -> tuple[bytes, int]:
+    return ip_address(backend.address).packed, backend.port
+
+
+class NodeMaps(NamedTuple):
+    """The maps of the node."""
+
+    #: Address → whether it serves NodePorts.
+    addresses: dict[str, bool]
+    #: Ifindex → index of its bridge, MAC of its bridge, whether its packets are a pod's, MTU, mode of redirection.
+    devices: dict[int, tuple[int, str, bool, int, int]]
+
+
+def node_maps(maps: Path) -> NodeMaps:
+    """Read the maps of the node."""
+    addresses, devices = {}, {}
+    for family in (4, 6):
+        with Map(maps / f"node_addresses{family}") as each:
+            for key, value in each.items().items():
+                addresses[str(ip_address(key))] = bool(U32.unpack(value or bytes(4))[0])
+    with Map(maps / "devices") as each:
+        for key, value in each.items().items():
+            bridge, mac, pod, redirect, mtu = DEVICE.unpack(value or bytes(16))
+            devices[U32.unpack(key)[0]] = bridge, mac.hex(":"), bool(pod), mtu, redirect
+    return NodeMaps(addresses, devices)
+
+
+# ---- inside the namespace ---------------------------------------------------------------------------------------
+
+
+def _program_name(number: int) -> str:
+    fd = _bpf(_PROG_FD, struct.pack("=III", number, 0, 0))
+    try:
+        info = ctypes.create_string_buffer(232)
+        _bpf(_INFO, struct.pack("=IIQ", fd, len(info), ctypes.addressof(info)))
+        return info.raw[64:80].rstrip(b"\0").decode()
+    finally:
+        os.close(fd)
+
+
+def _chain(index: int, hook: int) -> list[str]:
+    numbers = (ctypes.c_uint32 * 64)()
+    attributes = struct.pack("=IIIIQI", index, hook, 0, 0, ctypes.addressof(numbers), 64) + bytes(36)
+    buffer = ctypes.create_string_buffer(attributes, len(attributes))
+    if _libc.syscall(_NR_BPF, _QUERY, buffer, len(attributes)) < 0:
+        number = ctypes.get_errno()
+        if number == errno.ENODEV:
+            return []
+        raise OSError(number, os.strerror(number))
+    count = struct.unpack_from("=I", buffer.raw, 24)[0]
+    return [_program_name(numbers[at]) for at in range(count)]
+
+
+def chains(indexes: list[int]) -> dict[int, tuple[list[str], list[str]]]:
+    """Names of the tcx programs of devices, at ingress and at egress, in order."""
+    return {index: (_chain(index, _TCX_INGRESS), _chain(index, _TCX_EGRESS)) for index in indexes}
+
+
+def links() -> list[dict[str, Any]]:
+    """The devices of this namespace with their addresses, by ``ip``."""
+    done = subprocess.run(["ip", "-j", "-d", "addr"], capture_output=True, text=True, check=True)
+    found: list[dict[str, Any]] = [link for link in json.loads(done.stdout) if link]
+    return found
+
+
+_nft: Any = None
+
+
+class Table(NamedTuple):
+    """The agent's nftables table: names of chains with rules, and elements."""
+
+    chains: dict[str, int]
+    backends: dict[int, tuple[str, int]]
+    sets: dict[str, frozenset[str]]
+
+
+def table(name: str) -> Table | None:
+    """The agent's table as libnftables lists it; None: there is none."""
+    global _nft
+    if _nft is None:
+        import nftables
+
+        _nft = nftables.Nftables()
+        _nft.set_json_output(True)
+        _nft.set_numeric_proto_output(True)
+        _nft.set_stateless_output(True)
+    status, output, _ = _nft.cmd(f"list table inet {name}")
+    if status:
+        return None
+    counts: dict[str, int] = {}
+    backends: dict[int, tuple[str, int]] = {}
+    sets: dict[str, frozenset[str]] = {}
+    for item in json.loads(output)["nftables"]:
+        if "chain" in item:
+            counts.setdefault(item["chain"]["name"], 0)
+        elif "rule" in item:
+            counts[item["rule"]["chain"]] = counts.get(item["rule"]["chain"], 0) + 1
+        elif "map" in item and item["map"]["name"].startswith("backends"):
+            for key, value in item["map"].get("elem", ()):
+                address, port = value["concat"]
+                backends[_tag(key)] = str(ip_address(address)), int(port)
+        elif "set" in item:
+            sets[item["set"]["name"]] = frozenset(map(_element, item["set"].get("elem", ())))
+    return Table(counts, backends, sets)
+
+
+def _tag(key: Any) -> int:
+    """The backend id in a traffic class, which libnftables prints as a number or as two."""
+    if isinstance(key, int):
+        return key & 0xFFFFFF
+    major, minor = str(key).split(":")
+    return (int(major or "0", 16) << 16 | int(minor or "0", 16)) & 0xFFFFFF
+
+
+def _element(element: Any) -> str:
+    if isinstance(element, dict) and "prefix" in element:
+        return f"{ip_address(element['prefix']['addr'])}/{element['prefix']['len']}"
+    if isinstance(element, dict) and "concat" in element:
+        address, protocol, port = element["concat"]
+        return f"{ip_address(address)} {PROTOCOLS[int(protocol)].lower()} {port}"
+    return str(ip_address(element))
+
+
+def nft(text: str) -> None:
+    """Run lines of nft in this namespace."""
+    subprocess.run(["nft", "-f", "-"], input=text, text=True, check=True, capture_output=True)

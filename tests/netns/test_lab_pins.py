@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bpffs with the pins is unmounted while the agent runs: pins, programs and commands must be as before."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab_tools import has_program, wait_until
+
+from pyebpf_proxy.lab.addresses import cluster_ip
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.lab.manifests import Port, node, service
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+
+
+@pytest.fixture
+def alone() -> Iterator[Node]:
+    with Lab(nodes=1) as lab:
+        (only,) = lab.nodes
+        lab.write("nodes.yaml", [node(only.name, only.address, only.pod_cidr)])
+        lab.write("web.yaml", [service("web", [Port("web", 80, 8080)], cluster_ip(10))])
+        yield only
+
+
+def ids(of: Node) -> dict[str, int]:
+    """The id of the object behind every pin, by its path: of maps, links and programs."""
+    found = {}
+    folder = of.agent.directory / "bpf"
+    for path in sorted(folder.rglob("*")):
+        kind = {"maps": "map", "tcx": "link", "links": "link", "programs": "prog", "xdp": "link"}.get(path.parent.name)
+        if kind and path.is_file() and not path.is_symlink():
+            shown = of.namespace.run("bpftool", "-j", kind, "show", "pinned", str(path))
+            found[str(path.relative_to(folder))] = json.loads(shown)["id"]
+    return found
+
+
+def mount(*arguments: str) -> None:
+    subprocess.run(arguments, check=True)
+
+
+@pytest.mark.parametrize("then", ["nothing", "another bpffs"])
+def test_pins_of_a_bpffs_that_is_unmounted_come_back_at_once(alone: Node, then: str) -> None:
+    alone.agent.start()
+    alone.agent.wait_synced()
+    before = ids(alone)
+    assert {path.split("/")[-2] for path in before} == {"maps", "tcx", "links", "programs"}
+    place = str(alone.agent.directory / "bpf")
+    for _ in range(2):
+        since = time.monotonic()
+        mount("umount", "-l", place)
+        if then == "another bpffs":
+            mount("mount", "-t", "bpf", "bpffs", place)
+        maps = Path(place)
+        wait_until(lambda maps=maps: any(maps.rglob("frontends4")), "pins", 10.0)  # type: ignore[misc]
+        assert time.monotonic() - since < 3.0
+        wait_until(lambda: ids(alone) == before, "all pins with the objects of before", 10.0)
+    assert "the bpffs with the pins was unmounted, it is restored" in alone.agent.log()
+    assert alone.namespace.call(has_program, "eth0")
+    told = alone.namespace.run(*command(), "status", "--directory", str(alone.agent.directory), check=False)
+    assert "unmounted" not in told
+    # Others see what the agent writes, and the next agent finds it.
+    alone.agent.wait_synced(alone.lab.write("more.yaml", [service("more", [Port("web", 80, 8080)], cluster_ip(11))]))
+    alone.agent.kill()
+    alone.agent.start()
+    alone.agent.wait_synced()
+    after = ids(alone)
+    assert {path: number for path, number in after.items() if "/maps/" in path} == {
+        path: number for path, number in before.items() if "/maps/" in path
+    }
+
+
+def test_without_the_right_to_mount_the_agent_says_so(alone: Node) -> None:
+    enter = ("ip", "netns", "exec", alone.namespace.name, "setpriv", "--bounding-set=-sys_admin")
+    alone.agent.start(enter=enter)
+    alone.agent.wait_synced()
+    place = str(alone.agent.directory / "bpf")
+    mount("umount", "-l", place)
+    try:
+        wait_until(lambda: "the pins are gone" in alone.agent.log(), "a line in the log", 10.0)
+        status = shlex.join([*command(), "status", "--directory", str(alone.agent.directory)])
+        told = alone.namespace.run("sh", "-c", f"{status} 2>&1", check=False)
+        assert "the pins are gone" in told
+    finally:
+        mount("mount", "-t", "bpf", "bpffs", place)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Some streams of random events against the slow model (tests/model). ``make test-model`` runs as many as wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pyebpf_proxy.lab.cluster import Lab
+from tests.model.stream import Model, run, shrink
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
+STEPS = 50
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    with Lab(nodes=1) as lab:
+        yield Model(lab)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_the_kernel_is_as_the_model_says_after_every_step(model: Model, seed: int) -> None:
+    run(model, seed, range(STEPS))
+
+
+def test_a_stream_is_shrunk_to_the_steps_that_matter() -> None:
+    tried: list[list[int]] = []
+
+    def fails(numbers: object) -> bool:
+        tried.append(list(numbers))  # type: ignore[call-overload]
+        return {7, 31} <= set(tried[-1])
+
+    assert shrink(fails, range(50)) == [7, 31]
+    assert len(tried) <= 60

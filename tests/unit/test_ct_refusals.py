@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What conntrack refused within the last minute, from counters that only rise."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyebpf_proxy.datapath.connections import ct_refusals
+from pyebpf_proxy.datapath.connections.ct_refusals import ConntrackRefusals
+from pyebpf_proxy.see import status
+
+
+def test_only_the_last_minute_counts_as_recent(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 100
+    monkeypatch.setattr(ct_refusals, "read", lambda: {"insert_failed": count, "drop": count})
+    refusals = ConntrackRefusals()
+    assert refusals.view() == {}
+    refusals.sample(0.0)
+    assert refusals.view()["lastMinute"] == {"insert_failed": 0, "drop": 0}
+    count = 107
+    refusals.sample(5.0)
+    assert refusals.view() == {
+        "total": {"insert_failed": 107, "drop": 107},
+        "lastMinute": {"insert_failed": 7, "drop": 7},
+    }
+    for at in range(10, 60, 5):
+        refusals.sample(float(at))
+    assert refusals.view()["lastMinute"]["drop"] == 7
+    refusals.sample(64.9)
+    refusals.sample(65.1)
+    assert refusals.view()["lastMinute"]["drop"] == 0
+
+
+def test_status_tells_ports_in_use_from_a_full_table() -> None:
+    told = {"conntrackRefusals": {"lastMinute": {"insert_failed": 3, "drop": 3}}}
+    (warning,) = status._about_conntrack(told)
+    assert warning.what.startswith("3 times in the last minute: conntrack refused a new flow whose ports are in use")
+    told = {"conntrackRefusals": {"lastMinute": {"insert_failed": 0, "drop": 5}}}
+    (warning,) = status._about_conntrack(told)
+    assert "its table is full" in warning.what
+    assert not list(status._about_conntrack({}))
