@@ -288,7 +288,9 @@ def test_what_others_wrote_while_the_agent_runs_is_found_and_repaired(loaded: Lo
         assert not overwritten(writer), name
         assert not writer.problems
     for array in ("services", "slots"):
-        loaded.maps[array].update((1).to_bytes(4, sys.byteorder), (77).to_bytes(8, sys.byteorder))
+        record = writer._mirror.records[name_of("web")]
+        index = record.id if array == "services" else record.first_slot
+        loaded.maps[array].update(index.to_bytes(4, sys.byteorder), (77).to_bytes(8, sys.byteorder))
         assert overwritten(writer), array
         change_everything(writer)
         assert logical(loaded, complete=True) == expected

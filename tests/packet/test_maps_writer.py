@@ -205,6 +205,11 @@ def test_collecting_while_changes_go_on(loaded: Loaded, writer: Writer, monkeypa
     together(lambda task: writer.apply(second_plan(), complete=True))
     writer.collect()
     expected = logical(loaded, complete=True)
+    # What a change meanwhile leaves behind does not wait for the next change.
+    writer.apply(first_plan())
+    together(lambda task: writer.apply(second_plan(), complete=True))
+    assert not writer.has_garbage
+    assert logical(loaded, complete=True) == expected
     # Cancelled in the middle, it forgets nothing.
     writer.apply(first_plan())
     together(lambda task: task.cancel())

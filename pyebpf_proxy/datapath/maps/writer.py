@@ -211,9 +211,12 @@ class Writer:
         self._use_freed_room()
 
     async def collect_async(self) -> None:
-        """:meth:`collect`, but other calls may be made (from the same thread) during the grace period."""
-        mirror, garbage = self._mirror, self._garbage
-        if garbage:
+        """:meth:`collect`, but other calls may be made (from the same thread) during the grace period.
+
+        What these leave behind is collected too.
+        """
+        while garbage := self._garbage:
+            mirror = self._mirror
             self._garbage, self._dying = Garbage(), garbage
             try:
                 await asyncio.to_thread(grace.wait)

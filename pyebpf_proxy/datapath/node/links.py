@@ -129,6 +129,7 @@ class Node:
         except BaseException:
             self._attachments.close()
             raise
+        #: As the last :meth:`look` has found them.
         self._chains: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._see_others()
         self._wanted = plan(self._follower.state, config)
@@ -221,16 +222,14 @@ class Node:
         """
         peers = self._follower.look_at_peers()
         rules = bridge_rules() if self._bridges() else ""
-        changed = [
-            index
-            for index, chain in self._attachments.chains(self._watched()).items()
-            if chain != self._chains.get(index)
-        ]
+        before, self._chains = self._chains, self._attachments.chains(self._watched())
+        changed = [index for index, chain in self._chains.items() if chain != before.get(index)]
         if not changed and not peers and rules == self._follower.state.bridge_rules:
             return
         for index in changed:
-            if index in self._attached:
-                self._check(index)
+            if index in self._attached and self._check(index):
+                # Not as it was found: the next look looks at it again.
+                self._chains.pop(index, None)
         if self._see_others() or peers:
             self._replan()
 
@@ -287,9 +286,7 @@ class Node:
         """Whether other programs on the devices have changed since the last call."""
         state = self._follower.state
         before = state.others, state.bridge_rules
-        watched = self._watched()
-        self._chains = self._attachments.chains(watched)
-        state.others = self._attachments.others(watched)
+        state.others = self._attachments.others(self._watched())
         state.bridge_rules = bridge_rules() if self._bridges() else ""
         return before != (state.others, state.bridge_rules)
 
@@ -353,16 +350,16 @@ class Node:
         except OSError as error:
             self._say(str(error))
 
-    def _check(self, index: int) -> None:
-        """After a change by others: if the program was removed or displaced, attach it again."""
+    def _check(self, index: int) -> bool:
+        """After a change by others: if the program was removed or displaced, attach it again. Whether it was."""
         name = self._attached[index]
         try:
             wrong = self._attachments.standing(index, self._is_observed(name))
         except OSError as error:
             self._say(str(error))
-            return
+            return False
         if not wrong:
-            return
+            return False
         now = time.monotonic()
         recent = [then for then in self._reattached.get(index, []) if now - then < REATTACH_SECONDS]
         if len(recent) >= REATTACH_LIMIT:
@@ -372,10 +369,11 @@ class Node:
             )
             if wrong == GONE:
                 self._attached.pop(index)
-            return
+            return True
         self._reattached[index] = [*recent, now]
         self._report(f"device {self._name(index)}: the agent's tc program is {wrong}, attaching it again")
         self._attach(index, self._attached.pop(index))
+        return True
 
     def _is_observed(self, name: str) -> bool:
         """Whether the observer belongs on the egress of a device with this program; never without a fast path."""

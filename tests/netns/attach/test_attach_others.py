@@ -408,3 +408,15 @@ def test_nothing_of_ours_is_left_after_the_instance_s_clean_up(agent: Agent, pod
         assert carried("pod") == ([], [])
     finally:
         subprocess.run(["umount", "-l", directory / "bpf"], check=True)
+
+
+def test_a_link_that_is_taken_off_just_before_others_are_listed_comes_back(agent: Agent, pod: int) -> None:
+    node = agent.start()
+    node.look()
+    link = tcx.open_pinned(agent.folder / f"{pod}-egress")
+    tcx.detach(link)
+    os.close(link)
+    # As after a change of another device.
+    node._see_others()
+    node.look()
+    assert carried("pod") == OURS
