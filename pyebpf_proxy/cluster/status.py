@@ -16,6 +16,8 @@ KEYS = ["node", "proxy", "state", "restarts", "image"]
 
 def show(found: View, output: Output) -> list[Finding]:
     """The table, and what is wrong."""
+    # ClusterError before the table: the labels of nodes mean nothing for a DaemonSet that was made by hand.
+    wanted = model.installed_image(found)
     rows = []
     for node in found.nodes:
         pod = found.agents.get(node)
@@ -23,7 +25,7 @@ def show(found: View, output: Output) -> list[Finding]:
             [node, found.proxy(node), state(found, node), str(pod.restarts if pod else 0), pod.image if pod else ""]
         )
     output.table("nodes", HEAD, rows, KEYS)
-    findings = list(problems(found))
+    findings = list(problems(found, wanted))
     output.findings(findings)
     done = sum(map(found.is_done, found.nodes))
     output.document["takenOver"] = done
@@ -45,8 +47,8 @@ def state(found: View, node: str) -> str:
     return "agent not ready" if parked else "agent beside kube-proxy"
 
 
-def problems(found: View) -> list[Finding]:
-    """What an administrator has to look at."""
+def problems(found: View, wanted: str) -> list[Finding]:
+    """What an administrator has to look at. ``wanted``: the DaemonSet's image, or ""."""
     wrong = []
     for node in found.nodes:
         pod = found.agents.get(node)
@@ -69,8 +71,7 @@ def problems(found: View) -> list[Finding]:
                     "proxy", "warning", text, "pyebpf-proxy cluster install goes on, cluster rollback undoes it", node
                 )
             )
-    images = Counter(pod.image for node, pod in found.agents.items() if node in found.nodes)
-    wanted = model.installed_image(found) if found.agent_set is not None else ""
+    images = Counter(pod.image for node, pod in found.agents.items() if node in found.nodes and not pod.deleted)
     for image, count in sorted(images.items()):
         if image != wanted:
             text = f"{counted(count, 'node')} with {image}, the DaemonSet has {wanted or 'been deleted'}"

@@ -134,7 +134,10 @@ def _status(api: Api) -> str:
         def say(self, text: str) -> None:
             lines.append(text)
 
-    status.show(view(api), Collected(as_json=False, terminal=Terminal()))
+    try:
+        status.show(view(api), Collected(as_json=False, terminal=Terminal()))
+    except ClusterError as error:  # the agent was not installed by these commands
+        lines.append(str(error))
     return "\n".join(lines) + "\n"
 
 
