@@ -10,7 +10,8 @@
  *  - this file and those that it includes are the only definition: the Python
  *    side reads the layouts from the BTF of the object.
  *
- * Every change here changes LAYOUT_VERSION in pyebpf_proxy/datapath.
+ * A change that a program of another version cannot read changes LAYOUT_VERSION
+ * in pyebpf_proxy/datapath.  README.md lists the steps for a new map.
  */
 #ifndef PEP_MAPS_H
 #define PEP_MAPS_H

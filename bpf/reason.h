@@ -4,6 +4,10 @@
  * lower case, are used in metrics, status and trace.  The three enums number
  * the elements of the map `counters`: a number belongs to one of them.  An
  * older agent's map is adopted, so a name keeps its number.
+ *
+ * A new name, of whichever enum, gets the number of COUNTERS_END, written out
+ * and at the end of its enum; COUNTERS_END then grows by one.  README.md lists
+ * the other places.
  */
 #ifndef PEP_REASON_H
 #define PEP_REASON_H
@@ -88,10 +92,13 @@ enum counter {
 	XDP_FLOW_HIT,
 	/* besides NEW_FLOW_SOCKET: of these, those to a NodePort on 127.0.0.0/8 */
 	LOCALHOST_NODE_PORT = SLOW_PATH_REASONS_END,
-	COUNTERS_END,
+	/* the first free number of all three enums */
+	COUNTERS_END = 50,
 };
 
-_Static_assert(BRIDGED_REPLY_REDIRECTED < FIRST_DROP_REASON && XDP_FLOW_HIT < FIRST_SLOW_PATH_REASON,
-	       "the enums do not overlap");
+_Static_assert(BRIDGED_REPLY_REDIRECTED < FIRST_DROP_REASON && DROP_REASONS_END == 18 &&
+		       XDP_FLOW_HIT < FIRST_SLOW_PATH_REASON && SLOW_PATH_REASONS_END == 49 &&
+		       LOCALHOST_NODE_PORT < COUNTERS_END,
+	       "a name keeps its number: a new one gets the number of COUNTERS_END");
 
 #endif

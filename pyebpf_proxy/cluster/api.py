@@ -8,6 +8,8 @@ rights ends the command.
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -91,9 +93,8 @@ class Api:
                 kubeconfig or None, self.context, client_configuration=configuration
             )
         except (config.ConfigException, yaml.YAMLError, OSError, TypeError, KeyError, AttributeError) as error:
-            why = str(error).splitlines()[0] if str(error) else "no context is chosen"
             remedy = "name one with --kubeconfig or the variable KUBECONFIG"
-            raise ClusterError(f"no kubeconfig: {why.rstrip('.')}; {remedy}", NO_ANSWER) from None
+            raise ClusterError(f"no kubeconfig: {_unusable(kubeconfig, error)}; {remedy}", NO_ANSWER) from None
         configuration.retries = Retry(0)
         self.url = str(configuration.host)
         self._client = client.ApiClient(configuration)
@@ -232,8 +233,8 @@ class Api:
     # ---- rights --------------------------------------------------------------------------------------------------
 
     def missing_rights(self, wanted: Iterable[tuple[str, str, str, str]]) -> list[str]:
-        """What this user may not do: of (verb, API group, resource, namespace), in words."""
-        missing = []
+        """What this user may not do: of (verb, API group, resource, namespace), in words, one text per resource."""
+        missing: dict[str, list[str]] = {}
         for verb, group, resource, namespace in wanted:
             name, _, part = resource.partition("/")
             asked = {"verb": verb, "group": group, "resource": name, "subresource": part, "namespace": namespace}
@@ -245,8 +246,27 @@ class Api:
             answer = self.request("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body)
             if not answer["status"].get("allowed"):
                 what = f"{resource}.{group}" if group else resource
-                missing.append(f"{verb} {what}{f' in {namespace}' if namespace else ''}")
-        return missing
+                missing.setdefault(f"{what}{f' in {namespace}' if namespace else ''}", []).append(verb)
+        return [f"{', '.join(verbs)} {what}" for what, verbs in missing.items()]
+
+
+def _unusable(kubeconfig: str, error: Exception) -> str:
+    """Why there is no kubeconfig."""
+    import yaml
+
+    name = kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config")
+    if not name:
+        return "the variable KUBECONFIG is empty"
+    if not any(os.path.exists(os.path.expanduser(each)) for each in name.split(os.pathsep)):
+        return f"{name} does not exist"
+    if isinstance(error, OSError):
+        return f"{name} cannot be read: {error.strerror}"
+    if isinstance(error, yaml.YAMLError):
+        mark = getattr(error, "problem_mark", None)
+        return f"{name} is not valid YAML{f': line {mark.line + 1}' if mark else ''}"
+    if isinstance(error, TypeError | KeyError | AttributeError):
+        return f"{name} is not a kubeconfig"
+    return f"{name}: {str(error).splitlines()[0].removeprefix('Invalid kube-config file. ').rstrip('.')}"
 
 
 def _refused(status: int, body: bytes) -> RefusedError:
@@ -264,4 +284,5 @@ def _shortened(error: Exception) -> str:
     if isinstance(reason, Exception):
         return _shortened(reason)
     text = str(reason or error).rpartition("Failed to establish a new connection: ")[2]
-    return text.rpartition(": ")[2].strip(")'") or type(error).__name__
+    text = re.sub(r"^\[Errno \d+\] | \(_ssl\.c:\d+\)?$", "", text.rpartition(": ")[2].strip(")'"))
+    return text or type(error).__name__

@@ -13,7 +13,7 @@ from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import View
 from pyebpf_proxy.cluster.objects import NAMESPACE
 from pyebpf_proxy.cluster.output import Finding
-from pyebpf_proxy.see.answers import QUESTION
+from pyebpf_proxy.see.answers import NO_ANSWER, QUESTION
 
 #: What ``install`` and ``rollback`` do: verb, group, resource, namespace.
 RIGHTS = (
@@ -46,13 +46,13 @@ _CNI = {
 def rights(api: Api, wanted: Iterable[tuple[str, str, str, str]]) -> None:
     """ClusterError names what this user may not do."""
     if missing := api.missing_rights(wanted):
-        raise ClusterError(f"not allowed: this user may not {', '.join(missing)}")
+        raise ClusterError(f"not allowed: this user may not {'; '.join(missing)}", NO_ANSWER)
 
 
 def blocking(api: Api, found: View) -> None:
     """ClusterError for what makes an installation pointless."""
     if not found.nodes:
-        raise ClusterError("no node matches", QUESTION)
+        raise ClusterError("no node matches --nodes; kubectl get nodes --show-labels lists the labels", QUESTION)
     if found.kube_proxy_set is None:
         raise ClusterError(
             f"there is no DaemonSet {NAMESPACE}/{objects.KUBE_PROXY}: this command takes nodes over from kube-proxy;"
@@ -94,14 +94,14 @@ def _server(api: Api) -> Iterator[Finding]:
     number: tuple[int, ...] = tuple(int(re.sub(r"\D", "", version[part]) or 0) for part in ("major", "minor"))
     text = f"{version['gitVersion']} at {api.url}"
     if number < _OLDEST_SERVER:
-        yield Finding("API server", "warning", f"{text} is older than 1.29", "nobody has tried it")
+        yield Finding("API server", "warning", f"{text} is older than 1.29", "it is not tested")
     else:
         yield Finding("API server", "good", text)
 
 
 def _rights(api: Api) -> Iterator[Finding]:
     if missing := api.missing_rights(RIGHTS):
-        yield Finding("rights", "bad", f"this user may not {', '.join(missing)}", "use an administrator's kubeconfig")
+        yield Finding("rights", "bad", f"this user may not {'; '.join(missing)}", "use an administrator's kubeconfig")
     else:
         yield Finding("rights", "good", "sufficient for install, upgrade and rollback")
 

@@ -73,17 +73,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 1 <= value <= 86400:
-        raise argparse.ArgumentTypeError("from 1 to 86400")
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to 86400, not {text}")
     return value
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 1, not {text}")
+    return int(text)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -107,7 +109,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         import kubernetes  # noqa: F401
     except ImportError:
-        return fail("the package kubernetes is missing: pip install 'pyebpf-proxy[cluster]'", NO_ANSWER)
+        return fail("the package kubernetes is missing: install pyebpf-proxy with its extra cluster (docs/cluster.md)", NO_ANSWER)
     from pyebpf_proxy.cluster.api import Api, RefusedError
     from pyebpf_proxy.cluster.output import Output
 
@@ -123,7 +125,8 @@ def _run(options: argparse.Namespace) -> int:
         status = error.status if isinstance(error, ClusterError) else NOT_RIGHT
         text = str(error)
         if isinstance(error, RefusedError) and error.status in (401, 403):
-            status, text = NO_ANSWER, f"not allowed: {error}"
+            refused = "the API server does not accept the kubeconfig's credentials" if error.status == 401 else error
+            status, text = NO_ANSWER, f"not allowed: {refused}"
         output.document["error"] = text
         fail(text, status)
     except KeyboardInterrupt:
@@ -138,7 +141,7 @@ def _ask(context: str, url: str, options: argparse.Namespace) -> None:
     if options.yes:
         return
     if not sys.stdin.isatty():
-        raise ClusterError(f"context {context}, {url}: nobody can be asked whether this is meant; say --yes", QUESTION)
+        raise ClusterError(f"context {context}, {url}: not confirmed, since stdin is no terminal; add --yes", QUESTION)
     print(f"context {context}, {url}: {options.command} there? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise ClusterError("nothing was done", NOT_RIGHT)

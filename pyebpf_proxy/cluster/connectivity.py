@@ -38,7 +38,7 @@ def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bo
     if not image:
         raise ClusterError("no image is named: --image REGISTRY/pyebpf-proxy:TAG", QUESTION)
     if not found.nodes:
-        raise ClusterError("no node matches", QUESTION)
+        raise ClusterError("no node matches --nodes; kubectl get nodes --show-labels lists the labels", QUESTION)
     rows: list[Row] = []
     try:
         _remove(api, seconds)

@@ -52,13 +52,15 @@ def run(
             nonlocal found
             item = api.get(PODS, name, NAMESPACE)
             if item is None:
-                raise ClusterError(f"{what}: its pod was deleted by somebody else")
+                raise ClusterError(f"{what}: another program deleted its pod")
             found = pod_of(item)
             return found.phase in ("Succeeded", "Failed") or bool(found.hopeless)
 
         wait_until(ended, f"{what}: the pod does not end", seconds)
-        if found.phase != "Succeeded":
+        if found.phase == "Failed":
             raise ClusterError(f"{what}: {found.hopeless or found.message or 'the pod failed'}")
+        if found.phase != "Succeeded":
+            raise ClusterError(found.hopeless)
         return api.log(name, NAMESPACE)
     finally:
         api.delete(PODS, name, NAMESPACE)

@@ -13,7 +13,7 @@ from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.lease import Lease
 from pyebpf_proxy.cluster.model import View, installed_image, view
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, PARKED
-from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.cluster.output import Output, counted
 from pyebpf_proxy.cluster.takeover import Say
 from pyebpf_proxy.see.answers import QUESTION
 
@@ -47,13 +47,13 @@ class Command:
             found = view(api, self._selector)
             todo = self._todo(found, canary)
             done = sum(map(found.is_done, found.nodes))
-            say(f"{len(todo)} nodes to take over, {done} done: {', '.join(todo) or 'nothing to do'}")
+            say(f"{counted(len(todo), 'node')} to take over, {done} done: {', '.join(todo) or 'nothing to do'}")
             self._tell_down(found)
             for node, tell in self._each(lease, todo):
                 self._take(node, image, tell)
         left = len(found.nodes) - done - len(todo)
         if left:
-            say(f"{left} nodes are left to kube-proxy; to go on: pyebpf-proxy cluster install")
+            say(f"{counted(left, 'node')} left to kube-proxy; to go on: pyebpf-proxy cluster install")
 
     @staticmethod
     def _todo(found: View, canary: int | None) -> list[str]:
@@ -66,7 +66,8 @@ class Command:
 
     def _image(self, found: View, image: str) -> str:
         present = installed_image(found)
-        if present and image and image != present:
+        # An image that no node runs may have a wrong name: another one replaces it.
+        if present and image and image != present and found.agents:
             raise ClusterError(
                 f"{present} is installed; for another image: pyebpf-proxy cluster upgrade --image {image}"
             )
@@ -149,7 +150,7 @@ class Command:
         image = installed_image(every)
         todo = [node for node in found.nodes if self._is_ours(found, node) and found.is_up(node)]
         last = not [node for node in every.nodes if self._is_ours(every, node) and node not in todo]
-        say(f"{len(todo)} nodes to give back: {', '.join(todo) or 'nothing to do'}")
+        say(f"{counted(len(todo), 'node')} to give back: {', '.join(todo) or 'nothing to do'}")
         self._tell_down(found)
         with Lease(api, "rollback") as lease:
             errand.remove_all(api)
@@ -183,7 +184,7 @@ class Command:
         image = image or before
         todo = [node for node, pod in found.agents.items() if node in found.nodes and pod.image != image]
         todo.sort()
-        say(f"{len(todo)} nodes to upgrade to {image}: {', '.join(todo) or 'nothing to do'}")
+        say(f"{counted(len(todo), 'node')} to upgrade to {image}: {', '.join(todo) or 'nothing to do'}")
         with Lease(api, "upgrade") as lease:
             errand.remove_all(api)
             for node, tell in self._each(lease, todo):
@@ -197,7 +198,10 @@ class Command:
         api, old = self._api, found.agents[node]
         command = ["pyebpf-proxy", "cluster", "on-node", "fit"]
         # The old agent runs until the image is on the node and has run there.
-        errand.run(api, "pull", node, image, command, self._seconds)
+        try:
+            errand.run(api, "pull", node, image, command, self._seconds)
+        except ClusterError as error:
+            raise ClusterError(f"{node}: {error}; the agent of {old.image} stays") from None
         self._set_image(image)
         say("the image is there; the agent is replaced")
         try:

@@ -59,7 +59,8 @@ class Lease:
         remaining = _remaining(found)
         if holder and holder != self._holder and remaining > 0:
             raise ClusterError(
-                f"another command changes this cluster: {holder}; wait for it, or if it is dead for {remaining:.0f} s"
+                f"another command changes this cluster: {holder}; wait until it ends. If it was killed, its"
+                f" Lease expires in {remaining:.0f} s"
             )
         change = {"metadata": {"resourceVersion": found["metadata"]["resourceVersion"]}, "spec": self._spec()}
         try:

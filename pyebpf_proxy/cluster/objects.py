@@ -15,6 +15,8 @@ from pyebpf_proxy.cluster.api import Object
 NAMESPACE = "kube-system"
 NAME = "pyebpf-proxy"
 KUBE_PROXY = "kube-proxy"
+#: Selects the pods of both proxies.
+PROXIES = f"k8s-app in ({KUBE_PROXY},{NAME})"
 #: The agent runs on nodes with this label.
 AGENT = "pyebpf-proxy/agent"
 #: kube-proxy does not run on nodes with this label.

@@ -22,6 +22,11 @@ class Finding(NamedTuple):
     where: str = ""
 
 
+def counted(number: int, what: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 class Output:
     """Lines are written at once. ``document``: what ``-o json`` prints at the end.
 

@@ -7,8 +7,8 @@ from collections import Counter
 
 from pyebpf_proxy.cluster import model
 from pyebpf_proxy.cluster.model import View
-from pyebpf_proxy.cluster.objects import AGENT, NAME, PARKED, is_prepared
-from pyebpf_proxy.cluster.output import Finding, Output
+from pyebpf_proxy.cluster.objects import AGENT, NAME, NAMESPACE, PARKED, PROXIES, is_prepared
+from pyebpf_proxy.cluster.output import Finding, Output, counted
 
 HEAD = ["NODE", "PROXY", "STATE", "RESTARTS", "IMAGE OF THE AGENT"]
 KEYS = ["node", "proxy", "state", "restarts", "image"]
@@ -16,6 +16,8 @@ KEYS = ["node", "proxy", "state", "restarts", "image"]
 
 def show(found: View, output: Output) -> list[Finding]:
     """The table, and what is wrong."""
+    # ClusterError before the table: the labels of nodes mean nothing for a DaemonSet that was made by hand.
+    wanted = model.installed_image(found)
     rows = []
     for node in found.nodes:
         pod = found.agents.get(node)
@@ -23,11 +25,11 @@ def show(found: View, output: Output) -> list[Finding]:
             [node, found.proxy(node), state(found, node), str(pod.restarts if pod else 0), pod.image if pod else ""]
         )
     output.table("nodes", HEAD, rows, KEYS)
-    findings = list(problems(found))
+    findings = list(problems(found, wanted))
     output.findings(findings)
     done = sum(map(found.is_done, found.nodes))
     output.document["takenOver"] = done
-    output.say(f"{done} of {len(found.nodes)} nodes are served by {NAME}")
+    output.say(f"{done} of {counted(len(found.nodes), 'node')} served by {NAME}")
     return findings
 
 
@@ -45,26 +47,34 @@ def state(found: View, node: str) -> str:
     return "agent not ready" if parked else "agent beside kube-proxy"
 
 
-def problems(found: View) -> list[Finding]:
-    """What an administrator has to look at."""
+def problems(found: View, wanted: str) -> list[Finding]:
+    """What an administrator has to look at. ``wanted``: the DaemonSet's image, or ""."""
     wrong = []
     for node in found.nodes:
         pod = found.agents.get(node)
         usable = [each for each in (pod, found.kube_proxies.get(node)) if each is not None and each.usable]
         if not usable:
             text = "no proxy runs; what the last one attached carries the traffic"
-            wrong.append(Finding("proxy", "bad", text, "kubectl -n kube-system describe the pods of the node", node))
+            remedy = f"kubectl -n {NAMESPACE} describe pods -l '{PROXIES}' --field-selector spec.nodeName={node}"
+            wrong.append(Finding("proxy", "bad", text, remedy, node))
         elif found.has(node, PARKED) and not found.is_done(node):
             text = f"not taken over: {state(found, node)}"
-            wrong.append(Finding("proxy", "warning", text, "pyebpf-proxy cluster install, or rollback", node))
+            wrong.append(
+                Finding(
+                    "proxy", "warning", text, "pyebpf-proxy cluster install goes on, cluster rollback undoes it", node
+                )
+            )
         elif found.has(node, AGENT) and not found.has(node, PARKED):
             text = "both proxies run: an installation was stopped here"
-            wrong.append(Finding("proxy", "warning", text, "pyebpf-proxy cluster install, or rollback", node))
-    images = Counter(pod.image for node, pod in found.agents.items() if node in found.nodes)
-    wanted = model.installed_image(found) if found.agent_set is not None else ""
+            wrong.append(
+                Finding(
+                    "proxy", "warning", text, "pyebpf-proxy cluster install goes on, cluster rollback undoes it", node
+                )
+            )
+    images = Counter(pod.image for node, pod in found.agents.items() if node in found.nodes and not pod.deleted)
     for image, count in sorted(images.items()):
         if image != wanted:
-            text = f"{count} nodes run {image}, the DaemonSet has {wanted or 'been deleted'}"
+            text = f"{counted(count, 'node')} with {image}, the DaemonSet has {wanted or 'been deleted'}"
             wrong.append(Finding("version", "warning", text, "pyebpf-proxy cluster upgrade"))
     taken = [node for node in found.nodes if found.has(node, PARKED)]
     if taken and found.kube_proxy_set is not None and not is_prepared(found.kube_proxy_set):

@@ -33,7 +33,7 @@ from pyebpf_proxy.cluster.api import (
 )
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import view
-from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE
+from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, PROXIES
 from pyebpf_proxy.cluster.output import Output
 from pyebpf_proxy.see.answers import QUESTION
 from pyebpf_proxy.see.text import Terminal
@@ -41,13 +41,18 @@ from pyebpf_proxy.see.text import Terminal
 BLOT = "REDACTED"
 #: Of each log, the beginning.
 _LOG_BYTES = 4 << 20
-#: Keys of a kubeconfig that hold credentials.
-_CREDENTIALS = re.compile(
-    r"^(\s*-?\s*\"?(?:token|password|client-key-data|client-certificate-data)\"?:).*$", re.MULTILINE
+#: Names of fields and variables that hold credentials. "token-file" and "secretName" do not.
+_SENSITIVE = (
+    r"[\w.-]*(?:token|password|passwd|credentials?|secret|access[-_]?key|api[-_]?key|private[-_]?key|"
+    r"client-key-data|client-certificate-data)"
 )
-#: A signed token, wherever it stands.
+_NAME = re.compile(_SENSITIVE, re.IGNORECASE)
+#: A line of YAML or JSON with such a name.
+_LINE = re.compile(rf"^(\s*-?\s*\"?{_SENSITIVE}\"?:)[ \t]+\S.*$", re.MULTILINE | re.IGNORECASE)
+#: Wherever they stand: a signed token, a private key, the user of a URL.
 _TOKEN = re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*")
-_PROXIES = f"k8s-app in ({KUBE_PROXY},{NAME})"
+_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
+_URL_USER = re.compile(r"(?<=://)[^/\s\"'@]+:[^/\s\"'@]*(?=@)")
 
 Part = tuple[str, Callable[[], Any]]
 
@@ -88,7 +93,7 @@ def _parts(api: Api) -> Iterator[Part]:
     for name, place in (("kube-proxy.config.yaml", KUBE_PROXY), ("pyebpf-proxy.config.yaml", NAME)):
         yield name, partial(_config_map, api, place)
     try:
-        pods = api.objects(PODS, NAMESPACE, _PROXIES)
+        pods = api.objects(PODS, NAMESPACE, PROXIES)
     except RefusedError as error:
         refused = error
 
@@ -110,7 +115,7 @@ def _objects(api: Api) -> Iterator[Part]:
         "services": (SERVICES, "", ""),
         "endpointslices": (SLICES, "", ""),
         "daemonsets": (DAEMON_SETS, NAMESPACE, ""),
-        "pods": (PODS, NAMESPACE, _PROXIES),
+        "pods": (PODS, NAMESPACE, PROXIES),
         "leases": (LEASES, NAMESPACE, ""),
         "events": (EVENTS, NAMESPACE, ""),
     }
@@ -129,22 +134,39 @@ def _status(api: Api) -> str:
         def say(self, text: str) -> None:
             lines.append(text)
 
-    status.show(view(api), Collected(as_json=False, terminal=Terminal()))
+    try:
+        status.show(view(api), Collected(as_json=False, terminal=Terminal()))
+    except ClusterError as error:  # the agent was not installed by these commands
+        lines.append(str(error))
     return "\n".join(lines) + "\n"
+
+
+class _Blocks(yaml.SafeDumper):
+    """Texts of several lines as blocks."""
+
+
+def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Blocks.add_representer(str, _block)
 
 
 def _text(content: Any) -> str:
     """As YAML, but for text; without credentials."""
-    text = content if isinstance(content, str) else yaml.safe_dump(_trimmed(content), sort_keys=False)
-    return _blotted(text)
+    if isinstance(content, str):
+        return _blotted(content)
+    return yaml.dump(_trimmed(content), Dumper=_Blocks, sort_keys=False)
 
 
 def _blotted(text: str) -> str:
-    return _TOKEN.sub(BLOT, _CREDENTIALS.sub(rf"\1 {BLOT}", text))
+    """A text without the credentials that can be recognised by their form, or by their name in the same line."""
+    text = _PRIVATE_KEY.sub(BLOT, _TOKEN.sub(BLOT, text))
+    return _LINE.sub(rf"\1 {BLOT}", _URL_USER.sub(BLOT, text))
 
 
 def _trimmed(content: Any) -> Any:
-    """Without copies of the object in its own metadata; texts in a ConfigMap as readable blocks."""
+    """Without copies of the object in its own metadata, and without credentials."""
     if isinstance(content, list):
         return [_trimmed(each) for each in content]
     item: Object = copy.deepcopy(content)
@@ -153,9 +175,37 @@ def _trimmed(content: Any) -> Any:
     (metadata.get("annotations") or {}).pop("kubectl.kubernetes.io/last-applied-configuration", None)
     data = item.get("data")
     if isinstance(data, dict):
-        # Line by line, or a quoted text hides its keys from the search for credentials.
-        item["data"] = {name: _blotted(text) for name, text in data.items()}
-    return item
+        item["data"] = {name: _document(text) for name, text in data.items()}
+    return _without_credentials(item)
+
+
+def _document(text: str) -> str:
+    """A text of a ConfigMap. A document that holds credentials, such as a kubeconfig, is written anew without them."""
+    try:
+        documents = list(yaml.safe_load_all(text))
+    except yaml.YAMLError:
+        return text
+    if not all(isinstance(each, dict | list) for each in documents):
+        return text
+    clean = [_without_credentials(each) for each in documents]
+    return text if clean == documents else yaml.dump_all(clean, Dumper=_Blocks, sort_keys=False)
+
+
+def _without_credentials(value: Any) -> Any:
+    if isinstance(value, str):
+        return _blotted(value)
+    if isinstance(value, list):
+        return [_without_credentials(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    clean = {
+        name: BLOT if type(each) in (str, int) and _NAME.fullmatch(str(name)) else _without_credentials(each)
+        for name, each in value.items()
+    }
+    # A variable of a container, or of the command of a kubeconfig.
+    if isinstance(clean.get("value"), str) and _NAME.fullmatch(str(clean.get("name", ""))):
+        clean["value"] = BLOT
+    return clean
 
 
 def _add(archive: tarfile.TarFile, name: str, text: str) -> None:

@@ -32,7 +32,7 @@ _OTHERS = {
     ),
     "tc/globals/cali_v4_nat_fe3": ("Calico implements Services on this node", "bpfEnabled: false"),
 }
-_ON_THE_NODE = "run pyebpf-proxy doctor as root on the node itself"
+_ON_THE_NODE = "install pyebpf-proxy on the node and run doctor there as root: docs/deploy.md, on a single node"
 
 Found = Iterator[model.Finding]
 

@@ -33,7 +33,7 @@ def test_there_with_a_canary_and_back(cluster: SimulatedNodes, server: ApiServer
     assert "3 nodes" in run(tmp_path, "status")
     said = run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
     assert "[1/1] n1: taken over, and verified" in said
-    assert "2 nodes are left to kube-proxy" in said
+    assert "2 nodes left to kube-proxy" in said
     assert now(server) == taken("n1")
     assert daemon_set(server, "pyebpf-proxy")["spec"]["template"]["spec"]["containers"][0]["image"] == IMAGE
     assert "1 of 3 nodes" in run(tmp_path, "status")
@@ -111,6 +111,17 @@ def test_what_fails_is_given_back(cluster: SimulatedNodes, server: ApiServer, tm
         cluster.faults.missing.clear()
         run(tmp_path, "install")
         assert now(server) == taken(*NAMES)
+
+
+def test_a_wrong_image_name_is_corrected_by_another_install(
+    cluster: SimulatedNodes, server: ApiServer, tmp_path: Path
+) -> None:
+    wrong = "registry.example/pyebpf-prxy:1"
+    cluster.faults.missing |= {(wrong, name) for name in NAMES}
+    assert "the image cannot be pulled" in run(tmp_path, "install", "--image", wrong, "--timeout", "3", status=1)
+    assert now(server) == taken()
+    run(tmp_path, "install", "--image", IMAGE, "--canary", "1")
+    assert now(server) == taken("n1")
 
 
 def test_the_api_server_goes_away_and_comes_back(cluster: SimulatedNodes, server: ApiServer, tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ def test_upgrade_node_by_node_and_not_where_it_fails(
     # What cannot be pulled replaces nothing: the old agent has not even been touched.
     before = {each["metadata"]["uid"] for each in server.request("GET", SYSTEM)["items"]}
     installed.faults.missing.add((NEWER, "n1"))
-    assert "pull: the image cannot be pulled" in run(tmp_path, "upgrade", "--image", NEWER, status=1)
+    said = run(tmp_path, "upgrade", "--image", NEWER, status=1)
+    assert "n1: the image cannot be pulled" in said
+    assert f"the agent of {IMAGE} stays" in said
     installed.until(lambda pods: {each["metadata"]["uid"] for each in pods.values()} == before, "the errand is gone")
     installed.faults.missing.clear()
     # What does not become ready is replaced by what was there before.
@@ -63,7 +65,7 @@ def test_upgrade_node_by_node_and_not_where_it_fails(
     assert f"n2: verify: no connection to the Service at 10.96.0.1 port 443: timed out; the agent of {IMAGE}" in said
     assert images(server) == {"n1": NEWER, "n2": IMAGE}
     # Some nodes have an older agent: status says so, install asks for an upgrade.
-    assert f"1 nodes run {NEWER}, the DaemonSet has {IMAGE}" in run(tmp_path, "status", status=1)
+    assert f"1 node with {NEWER}, the DaemonSet has {IMAGE}" in run(tmp_path, "status", status=1)
     said = run(tmp_path, "install", status=1)
     assert "an agent of another image runs on n1: first pyebpf-proxy cluster upgrade" in said
     installed.faults.errands.clear()
@@ -141,20 +143,23 @@ def test_bad_input_is_one_line(cluster: SimulatedNodes, server: ApiServer, tmp_p
     admin = ("--kubeconfig", str(tmp_path / "admin.conf"))
     assert say("status", status=3).startswith("Error: no kubeconfig: ")
     assert "no context other in the kubeconfig; it has: tests" in say("status", *admin, "--context", "other", status=3)
-    assert "nobody can be asked whether this is meant; say --yes" in say("install", *admin, status=2)
+    assert "not confirmed, since stdin is no terminal; add --yes" in say("install", *admin, status=2)
     assert "no image is named: --image" in say("install", *admin, "--yes", status=2)
     assert "no node matches" in say("install", *admin, "--yes", "--nodes", "no=such", status=2)
     assert "see pyebpf-proxy cluster" in say("instal", *admin, status=2)
     (tmp_path / "broken.conf").write_text("{")
-    assert say("status", "--kubeconfig", str(tmp_path / "broken.conf"), status=3).startswith("Error: no kubeconfig: ")
+    broken = say("status", "--kubeconfig", str(tmp_path / "broken.conf"), status=3)
+    assert broken.startswith(f"Error: no kubeconfig: {tmp_path}/broken.conf is not valid YAML: line 1; ")
+    gone = say("status", "--kubeconfig", str(tmp_path / "gone.conf"), status=3)
+    assert gone.startswith(f"Error: no kubeconfig: {tmp_path}/gone.conf does not exist; ")
     server.account("viewer", [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "get"]}])
     viewer = server.kubeconfig(tmp_path / "viewer.conf", {"token": server.token("viewer")})
-    said = say("install", "--kubeconfig", str(viewer), "--yes", "--image", IMAGE, status=1)
-    assert said.startswith("Error: not allowed: this user may not patch nodes, ")
-    assert "create pods in kube-system, " in said
-    assert "patch daemonsets.apps in kube-system" in said
+    said = say("install", "--kubeconfig", str(viewer), "--yes", "--image", IMAGE, status=3)
+    assert said.startswith("Error: not allowed: this user may not patch nodes; ")
+    assert "create, delete pods in kube-system; " in said
+    assert "get, create, patch, delete daemonsets.apps in kube-system; " in said
     stranger = server.kubeconfig(tmp_path / "stranger.conf", {"token": "nobody"})
-    assert "not allowed: Unauthorized" in say("status", "--kubeconfig", str(stranger), status=3)
+    assert "does not accept the kubeconfig's credentials" in say("status", "--kubeconfig", str(stranger), status=3)
     nobody = server.kubeconfig(tmp_path / "nobody.conf", {"token": ADMIN_TOKEN}, "https://127.0.0.1:1")
     assert "the API server at https://127.0.0.1:1 does not answer: " in say(
         "status", "--kubeconfig", str(nobody), status=3
@@ -208,7 +213,7 @@ def test_sysdump_has_what_a_report_needs_and_no_secret(
     assert files["missing.txt"] == ""
     assert [each["metadata"]["name"] for each in yaml.safe_load(files["nodes.yaml"])] == NAMES
     assert "kubernetes" in files["services.yaml"]
-    assert "1 of 3 nodes are served by pyebpf-proxy" in files["status.txt"]
+    assert "1 of 3 nodes served by pyebpf-proxy" in files["status.txt"]
     (agent,) = (text for name, text in files.items() if name.startswith("logs/pyebpf-proxy"))
     assert " info ready " in agent
     everything = "\n".join(files.values())

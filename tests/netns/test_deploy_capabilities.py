@@ -18,6 +18,7 @@ from lab_tools import node_client, outside_client, pod_client, reasons, served_b
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.see import doctor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.deployment import apparmor, manifests
@@ -330,4 +331,4 @@ def test_doctor_says_what_it_cannot_see(small: Lab) -> None:
     unseen = {each["what"]: each for each in findings if each["text"].startswith("not checked: ")}
     assert {name: each["state"] for name, each in unseen.items()} == {"CNI": "warning", "other proxies": "warning"}
     assert "the node's /etc/cni/net.d is not visible in this container" in unseen["CNI"]["text"]
-    assert {each["remedy"] for each in unseen.values()} == {"run pyebpf-proxy doctor as root on the node itself"}
+    assert {each["remedy"] for each in unseen.values()} == {doctor._ON_THE_NODE}

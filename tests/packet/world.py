@@ -98,19 +98,8 @@ SIZES = dict.fromkeys(
     "permits": 256,
     "promotions": 64,
 }
-ARRAYS = {
-    "services",
-    "slots",
-    "node_port_hints",
-    "address_hints",
-    "rr_cursor",
-    "fast_path",
-    "flow_packet_counts",
-    "sweep_results",
-}
-ARRAYS |= {"affinity_counts"}
-PER_CPU = {"counters", "last_refused", "recent_refusals", "flow_drafts", "tracing", "handovers", "dry_results"}
-PER_CPU |= {"recent_flows", "recent_next"}
+# enum bpf_map_type
+_ARRAY, _PERCPU_ARRAY = 2, 6
 _libc = ctypes.CDLL(None, use_errno=True)
 #: The system call's number, and that of its command (include/uapi/linux/bpf.h).
 _BPF = 280 if platform.machine() == "aarch64" else 321
@@ -253,16 +242,18 @@ class World:
     def _wipe(self) -> None:
         """Loading takes long (the verifier); tests share objects and begin with empty maps."""
         for name, of in self.object.maps.items():
-            if name in ARRAYS:
+            if "." in name or name == "decisions" or name in STORAGE_MAPS:
+                continue  # not a map of bpf/*_maps.h, or it cannot be listed
+            if of.type == _ARRAY:
                 keys = b"".join(_u32(i) for i in range(of.max_entries))
                 of.update_batch(keys, bytes(of.max_entries * of.value_size))
-            elif name in PER_CPU:
+            elif of.type == _PERCPU_ARRAY:
                 size = len(of.lookup(bytes(4)) or b"")
                 for number in range(of.max_entries):
                     of.update(_u32(number), bytes(size))
             elif name == "promotions":
                 self.promotions()
-            elif "." not in name and name != "decisions" and name not in STORAGE_MAPS:  # these cannot be listed
+            else:
                 for key, _ in list(of.items()):
                     of.delete(key)
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cluster sysdump``: what is left out of an object, a ConfigMap's texts and a log."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+from pyebpf_proxy.cluster import sysdump
+
+KEY = "-----BEGIN EC PRIVATE KEY-----\nHIDE1\nHIDE2\n-----END EC PRIVATE KEY-----\n"
+KUBECONFIG = """\
+# A comment.
+apiVersion: v1
+kind: Config
+users:
+- name: default
+  user:
+    token: HIDE3
+    password: 'HIDE4'
+    client-key-data: HIDE5
+    tokenFile: /var/run/secrets/kubernetes.io/serviceaccount/token
+    exec:
+      command: aws
+      env:
+      - name: AWS_SECRET_ACCESS_KEY
+        value: HIDE6
+      - {name: AWS_REGION, value: eu-west-1}
+    auth-provider:
+      config: {access-token: HIDE7, refresh-token: HIDE8, client-secret: HIDE9, id-token: HIDE10}
+"""
+
+
+def written(item: dict[str, Any]) -> str:
+    text = sysdump._text([item])
+    (read,) = yaml.safe_load(text)
+    assert read["metadata"]["name"] == "x"
+    return text
+
+
+def test_credentials_in_a_config_map() -> None:
+    data = {
+        "kubeconfig.conf": KUBECONFIG,
+        "inline.json": json.dumps({"users": [{"name": "json", "user": {"token": "HIDE11"}}]}),
+        "key.pem": KEY,
+        "not YAML": "{ \n  password: HIDE12\n",
+        "environment": "HTTPS_PROXY=http://user:HIDE13@proxy:3128",
+        "config.conf": "mode: nftables\n# kept\nclusterCIDR: 10.244.0.0/16\n",
+    }
+    text = written({"kind": "ConfigMap", "metadata": {"name": "x"}, "data": data})
+    assert "HIDE" not in text
+    for kept in ("tokenFile: /var/run/secrets/", "eu-west-1", "AWS_REGION", "name: json", "@proxy:3128"):
+        assert kept in text
+    # A text without credentials stays as it is, in lines.
+    assert "    config.conf: |\n      mode: nftables\n      # kept\n      clusterCIDR: 10.244.0.0/16\n" in text
+
+
+def test_credentials_in_a_pod() -> None:
+    container = {
+        "env": [
+            {"name": "DB_PASSWORD", "value": "HIDE1"},
+            {"name": "clientSecret", "value": "HIDE2"},
+            {"name": "HTTPS_PROXY", "value": "http://u:HIDE3@proxy:3128"},
+            {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        ],
+        "args": ["--header=Bearer eyJhbGciOiJS.eyJpc3MiOiJrHIDE.c2lnbmF0dXJl"],
+    }
+    volumes = [
+        {"projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}},
+        {"secret": {"secretName": "s"}},
+    ]
+    pod = {
+        "metadata": {
+            "name": "x",
+            "managedFields": ["HIDE"],
+            "annotations": {"note": "https://admin:HIDE4@example.org/"},
+        },
+        "spec": {"containers": [container], "volumes": volumes, "automountServiceAccountToken": False},
+    }
+    text = written(pod)
+    assert "HIDE" not in text
+    for kept in ("DB_PASSWORD", "spec.nodeName", "path: token", "secretName: s", "automountServiceAccountToken: false"):
+        assert kept in text
+    assert pod["spec"]["containers"][0]["env"][0]["value"] == "HIDE1", "the object itself is unchanged"  # type: ignore[index]
+
+
+def test_credentials_in_a_log() -> None:
+    log = f"info ready\nwarning refused url=https://u:HIDE1@10.0.0.1/ name=x\ntoken: HIDE2\n{KEY}info ends\n"
+    text = sysdump._text(log)
+    assert "HIDE" not in text
+    assert text.startswith("info ready\nwarning refused url=https://REDACTED@10.0.0.1/ name=x\n")
+    assert text.endswith("info ends\n")
