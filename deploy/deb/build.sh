@@ -27,8 +27,9 @@ sed -n 's/^\([^ #]*==[^ ]*\).*/\1/p' requirements.lock >"$work/constraints"
 "$python" deploy/image/locked.py requirements.lock --report "$work/report.json" >"$work/run.lock"
 "${pip[@]}" install --target "$library" --no-deps --require-hashes -r "$work/run.lock"
 "${pip[@]}" install --target "$library" --no-deps --no-index "$wheel"
-rm -rf "$library/bin"
-find "$library" -name RECORD -path '*.dist-info/*' -delete
+rm -rf "${library:?}/bin"
+# What pip notes of this installation, the path of the build among it.
+find "$library" -path '*.dist-info/*' \( -name RECORD -o -name direct_url.json \) -delete
 find "$library" -name __pycache__ -type d -prune -exec rm -rf {} +
 # Compiled files that are valid whatever times the unpacked files have.
 "$python" -m compileall -q -s "$root" --invalidation-mode unchecked-hash "$library"
@@ -45,9 +46,8 @@ gzip -9n <CHANGELOG.md >"$root/usr/share/doc/$name/changelog.gz"
 mkdir -p "$root/usr/share/doc/$name/examples"
 cp -r examples/* "$root/usr/share/doc/$name/examples/"
 mkdir -p "$root/usr/share/man/man1"
-for page in build/man/*.1; do
-    gzip -9n <"$page" >"$root/usr/share/man/man1/$(basename "$page").gz"
-done
+cp build/man/*.1 "$root/usr/share/man/man1/"
+gzip -9n "$root/usr/share/man/man1/"*.1
 complete() {
     mkdir -p "$root/$(dirname "$2")"
     .venv/bin/pyebpf-proxy completion "$1" >"$root/$2"

@@ -20,6 +20,7 @@ remove)
     # What the service has attached would stay, with no program left to remove it. What a DaemonSet's agent has
     # attached is not of this package: without the mark nothing is touched, nor while another agent holds the lock.
     if [ -d "$mark" ]; then
+        # shellcheck source=/dev/null
         [ ! -r /etc/default/pyebpf-proxy ] || . /etc/default/pyebpf-proxy
         # shellcheck disable=SC2086  # one word per option is meant
         /usr/sbin/pyebpf-proxy --config=/etc/pyebpf-proxy/config.yaml $OPTIONS --cleanup --keep-kube-proxy-rules ||
