@@ -45,7 +45,9 @@ TEST_TOOLS := $(patsubst tests/changes/%.c,build/tests/%,$(wildcard tests/change
 # $(call need,program,Debian package): one line with the missing program and the remedy.
 need = command -v $(1) >/dev/null || { echo "$(1) is missing: run make setup, or apt-get install $(2)" >&2; exit 1; }
 
-.PHONY: help setup objects build wheel demo inspect screenshots test test-faults test-model soak fuzz test-cluster test-kernels lab-test cluster-up cluster-down test-e2e parity record lint docs man pictures bench bench-check profile image-root sbom clean distclean
+.PHONY: help setup objects build wheel demo inspect screenshots lint docs man pictures clean distclean
+.PHONY: test test-cluster test-kernels test-e2e test-deb test-faults test-model soak fuzz lab-test parity record
+.PHONY: cluster-up cluster-down bench bench-check profile image-root sbom deb chart
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,6 +112,18 @@ wheel: setup ## build a wheel with the BPF objects, in dist/
 	@rm -rf build/lib build/bdist.* *.egg-info
 	@ls -1 dist/*.whl
 
+deb: wheel man ## build a Debian package of the agent with its libraries, a systemd unit, man pages and completion, in dist/ (docs/deploy.md)
+	@deploy/deb/build.sh
+
+test-deb: deb ## install, start, upgrade, remove and purge that package on a machine of its own (root, debootstrap, a Debian mirror)
+	@tools/setup.sh packages tests/deb/debian-packages.txt
+	@$(SUDO) $(PYTHON) -m pytest tests/deb $(ARGS)
+
+chart: setup ## make the Helm chart from deploy/, in build/chart, and package it in dist/ with Helm itself (Go)
+	@tests/cluster/build.sh helm
+	@$(PYTHON) tools/chart.py build/chart
+	@$${PYEBPF_PROXY_CACHE:-/var/cache/pyebpf-proxy}/go/helm package --destination dist build/chart/pyebpf-proxy
+
 demo: setup ## run a two-node cluster in network namespaces, send real requests, print a table of the results
 	@$(SUDO) .venv/bin/pyebpf-proxy lab demo
 
@@ -145,7 +159,7 @@ sbom: image-root ## list what the image contains, as CycloneDX: build/image/debi
 
 test-cluster: setup ## run tests against the real Kubernetes programs; builds them first (Go 1.26) if they are not cached
 	@tools/setup.sh packages tests/cluster/debian-packages.txt
-	@tests/cluster/build.sh
+	@tests/cluster/build.sh kube-proxy kube-apiserver helm
 	@tests/cluster/tools.sh
 	@$(SUDO) $(PYTHON) -m pytest tests/cluster $(PARALLEL) $(ARGS)
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pyebpf_proxy.cluster.errors import ClusterError
@@ -27,6 +27,8 @@ _PAUSE = 1.0
 _LATER = frozenset({0, 429, 500, 502, 503, 504})
 JSON, MERGE, APPLY = "application/json", "application/merge-patch+json", "application/apply-patch+yaml"
 MANAGER = "pyebpf-proxy-cluster"
+#: The protocol of commands in pods: output, errors and the exit status in channels.
+_CHANNELS = "v4.channel.k8s.io"
 
 
 class Kind(NamedTuple):
@@ -230,6 +232,34 @@ class Api:
                 return ""
             raise
 
+    # ---- commands in pods ----------------------------------------------------------------------------------------
+
+    def execute(self, pod: str, namespace: str, command: Sequence[str], seconds: float) -> tuple[int, str, str]:
+        """Run a command in a pod's only container: its exit status, what it printed, its errors. RefusedError."""
+        from kubernetes.stream import ws_client
+        from websocket import WebSocketBadStatusException, WebSocketException
+
+        stream: Any = ws_client
+        path = f"{PODS.path(namespace, pod)}/exec"
+        _, url, headers, *_ = self._client.param_serialize("GET", path, auth_settings=["BearerToken"])
+        query = [*(("command", word) for word in command), ("stdout", "true"), ("stderr", "true")]
+        # v4: every API server has it, and passes it to the kubelet as it is.
+        wanted = {name.lower(): value for name, value in headers.items()} | {"sec-websocket-protocol": _CHANNELS}
+        try:
+            place = stream.get_websocket_url(url, query)
+            client = stream.WSClient(self._client.configuration, place, wanted, False, binary=True)
+            client.run_forever(timeout=seconds)
+            if client.is_open():
+                client.close()
+                raise RefusedError(0, "NoAnswer", f"the command has not ended after {seconds:.0f} s")
+            said, errors = client.read_stdout(timeout=0), client.read_stderr(timeout=0)
+            ended = json.loads(client.read_channel(stream.ERROR_CHANNEL) or b"{}")
+        except WebSocketBadStatusException as error:
+            raise _refused(error.status_code, error.resp_body or b"") from None
+        except (OSError, WebSocketException, ValueError) as error:
+            raise RefusedError(0, "NoAnswer", _shortened(error)) from None
+        return _exit_status(ended), said.decode(errors="replace"), errors.decode(errors="replace")
+
     # ---- rights --------------------------------------------------------------------------------------------------
 
     def missing_rights(self, wanted: Iterable[tuple[str, str, str, str]]) -> list[str]:
@@ -267,6 +297,16 @@ def _unusable(kubeconfig: str, error: Exception) -> str:
     if isinstance(error, TypeError | KeyError | AttributeError):
         return f"{name} is not a kubeconfig"
     return f"{name}: {str(error).splitlines()[0].removeprefix('Invalid kube-config file. ').rstrip('.')}"
+
+
+def _exit_status(ended: Object) -> int:
+    """Of a command, as the status object at its end has it. RefusedError if it was not run."""
+    if ended.get("status") == "Success":
+        return 0
+    for cause in (ended.get("details") or {}).get("causes") or ():
+        if cause.get("reason") == "ExitCode":
+            return int(cause["message"])
+    raise RefusedError(0, ended.get("reason", "NoAnswer"), ended.get("message") or "the connection was closed")
 
 
 def _refused(status: int, body: bytes) -> RefusedError:

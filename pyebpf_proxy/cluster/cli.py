@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 COMMANDS = {
     "check": "whether this cluster is fit; nothing is changed",
     "status": "what runs on each node; exit status 1 if something is wrong",
+    "services": "the service ports of all nodes side by side; exit status 1 if nodes differ",
+    "explain": "what happens to a connection of a pod to a Service, by its node's agent; then where nodes differ",
     "install": "take nodes over from kube-proxy, one after the other, each verified; goes on where it was stopped",
     "upgrade": "replace the agents by those of another image, one after the other, each verified",
     "rollback": "give nodes back to kube-proxy; after the last one, remove all objects",
@@ -62,6 +64,15 @@ def parser() -> argparse.ArgumentParser:
         )
         if name in ("check", "install", "upgrade", "test"):
             each.add_argument("--image", default="", metavar="NAME", help="the agent's image, with its tag")
+        if name == "services":
+            each.add_argument(
+                "name", nargs="?", default="", metavar="NAME", help="[NAMESPACE/]NAME[:PORT], or a prefix"
+            )
+        if name == "explain":
+            each.add_argument("pod", metavar="POD", help="[NAMESPACE/]NAME; namespace default without it")
+            each.add_argument(
+                "service", metavar="SERVICE", help="[NAMESPACE/]NAME[:PORT]; the pod's namespace without one"
+            )
         if name == "sysdump":
             each.add_argument("--file", default="", metavar="FILE", help="default: pyebpf-proxy-sysdump-TIME.tar.gz")
         if name == "install":
@@ -165,6 +176,25 @@ def _status(api: Api, output: Output, options: argparse.Namespace) -> int:
     return NOT_RIGHT if status.show(view(api, options.nodes), output) else 0
 
 
+def _services(api: Api, output: Output, options: argparse.Namespace) -> int:
+    from pyebpf_proxy.cluster import ask, check, services
+    from pyebpf_proxy.cluster.model import view
+
+    check.rights(api, (*check.READ, *ask.RIGHTS, *services.RIGHTS))
+    compared = services.read(api, view(api, options.nodes), options.name, options.timeout)
+    services.show(compared, output)
+    return NOT_RIGHT if compared.is_bad else 0
+
+
+def _explain(api: Api, output: Output, options: argparse.Namespace) -> int:
+    from pyebpf_proxy.cluster import ask, check, explain, services
+    from pyebpf_proxy.cluster.model import view
+
+    check.rights(api, (*check.READ, *ask.RIGHTS, *services.RIGHTS, *explain.RIGHTS))
+    found = view(api, options.nodes)
+    return 0 if explain.run(api, output, found, options.pod, options.service, options.timeout) else NOT_RIGHT
+
+
 def _install(api: Api, output: Output, options: argparse.Namespace) -> int:
     from pyebpf_proxy.cluster.install import Command
 
@@ -203,6 +233,8 @@ def _sysdump(api: Api, output: Output, options: argparse.Namespace) -> int:
 _CALLS: dict[str, Callable[..., int]] = {
     "check": _check,
     "status": _status,
+    "services": _services,
+    "explain": _explain,
     "install": _install,
     "upgrade": _upgrade,
     "rollback": _rollback,

@@ -36,7 +36,7 @@ class Output:
 
     def __init__(self, as_json: bool, terminal: texts.Terminal | None = None) -> None:
         self.as_json = as_json
-        self._terminal = texts.terminal() if terminal is None else terminal
+        self.terminal = texts.terminal() if terminal is None else terminal
         self.document: dict[str, Any] = {}
         #: Exit status if the command itself is successful: 0, or that of a closed pipe.
         self.status = 0
@@ -65,7 +65,11 @@ class Output:
     def table(self, name: str, head: list[str], rows: list[list[str]], keys: list[str]) -> None:
         """Rows of text; with -o json objects with these keys."""
         self.document[name] = [dict(zip(keys, row, strict=True)) for row in rows]
-        for line in texts.table(self._terminal, head, rows):
+        self.lines(head, rows)
+
+    def lines(self, head: list[str], rows: list[list[str]]) -> None:
+        """Rows of text as a table; not part of the document."""
+        for line in texts.table(self.terminal, head, rows):
             self.say(line)
 
     def end(self) -> None:

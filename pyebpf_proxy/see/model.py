@@ -437,6 +437,53 @@ class Lost(Answer, kw_only=True, tag_field="kind", tag="Lost"):
     count: int
 
 
+class NodeDifference(Answer, kw_only=True):
+    """How one node differs from most others. ``expected``: by the object's topology hints, so that nothing is wrong."""
+
+    node: str
+    text: str
+    expected: bool = False
+
+
+class ClusterService(Answer, kw_only=True):
+    """A service port of one IP family, as most nodes have it. ``nodes``: those that have it."""
+
+    name: str
+    protocol: str
+    family: int
+    frontends: list[str]
+    endpoints: list[str]
+    nodes: list[str]
+    differences: list[NodeDifference] = []
+
+
+class NodeProblem(Answer, kw_only=True):
+    """A node whose agent gave no answer, and why."""
+
+    node: str
+    text: str
+
+
+class ClusterServices(Answer, kw_only=True, tag_field="kind", tag="ClusterServices"):
+    """``pyebpf-proxy cluster services``. ``nodes``: those that answered. ``problems``: those that did not."""
+
+    nodes: list[str]
+    services: list[ClusterService]
+    problems: list[NodeProblem] = []
+
+
+class ClusterExplanation(Answer, kw_only=True, tag_field="kind", tag="ClusterExplanation"):
+    """``pyebpf-proxy cluster explain``. ``explanations``: of the pod's node, for each family of the Service.
+    ``services``, ``problems``: the Service on all nodes, as in ClusterServices.
+    """
+
+    pod: str
+    node: str
+    explanations: list[Explanation]
+    services: list[ClusterService]
+    problems: list[NodeProblem] = []
+
+
 def encode(answer: msgspec.Struct) -> str:
     """The answer as JSON."""
     return printable_json(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -14,6 +15,7 @@ from pyebpf_proxy.servers.numbers import EXP15, NETPROG, Counter, Gauge, Histogr
 
 _ALPHA = "[ALPHA] "
 _FAMILY = ("ip_family",)
+_NETFILTER = Path("/proc/sys/net/netfilter")
 #: The reasons that count new flows by their path, by the value of the label ``path``.
 _PATHS = {"new_flow_fast": "fast", "new_flow_netfilter": "netfilter", "new_flow_socket": "socket"}
 #: Prefixes of the reasons why a new flow, or a packet, took the slow path.
@@ -187,6 +189,20 @@ def _read(datapath: DatapathNumbers, localhost_node_ports: bool) -> Iterable[Rea
         ("map",),
         lambda: [((name,), room) for name, (_, room) in datapath.maps().items()],
     )
+    yield _netfilter("pyebpf_proxy_conntrack_entries", "Entries of the node's conntrack table", "nf_conntrack_count")
+    yield _netfilter("pyebpf_proxy_conntrack_max_entries", "Capacity of that table, in entries", "nf_conntrack_max")
+
+
+def _netfilter(name: str, text: str, file: str) -> Read:
+    """One of netfilter's numbers, as of this scrape; no sample while conntrack is not loaded."""
+
+    def number() -> Iterable[tuple[Labels, float]]:
+        try:
+            return [((), int((_NETFILTER / file).read_text()))]
+        except (OSError, ValueError):
+            return []
+
+    return Read(GaugeMetricFamily, name, text, (), number)
 
 
 def _localhost_node_ports(last: Callable[[], Mapping[str, int]]) -> Read:

@@ -1,6 +1,6 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds the real programs of Kubernetes, and CoreDNS, from their Go modules, into a cache folder outside the repository.
+# Builds the real programs of Kubernetes, CoreDNS and Helm from their Go modules, into a cache folder outside the repository.
 # What is there already is left alone: kube-proxy and kube-apiserver take 10 to 40 minutes. Needs Go 1.26 or newer.
 #   PYEBPF_PROXY_CACHE   the folder; default /var/cache/pyebpf-proxy
 #   tests/cluster/build.sh               kube-proxy and kube-apiserver: what make test-cluster needs
@@ -45,6 +45,7 @@ for program; do
     agnhost|regression-issue-74839) build "k8s.io/kubernetes/test/images/$program" "$folder/$program" ;;
     e2e.test) build k8s.io/kubernetes/test/e2e "$folder/$program" "$here/kubernetes" go test -vet=off -c ;;
     ginkgo) build github.com/onsi/ginkgo/v2/ginkgo "$folder/$program" ;;
+    helm) build helm.sh/helm/v4/cmd/helm "$folder/$program" "$here/helm" ;;
     coredns) build . "$folder/$program" "$here/../e2e/coredns" ;;
     *) echo "$0: no program is called $program" >&2; exit 2 ;;
     esac

@@ -9,14 +9,17 @@ runs in the pods. What a proxy's pod stands for is a condition of it that no com
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.client
 import json
 import ssl
+import struct
 import subprocess
 import threading
 import time
 import traceback
+import urllib.parse
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -59,6 +62,8 @@ class SimulatedNodes:
         self._ended = threading.Event()
         self._since: dict[str, float] = {}
         self._logs: dict[str, str] = {}
+        #: What a command in a pod of this node does: its exit status, its output, its errors.
+        self.execute: Callable[[str, list[str]], tuple[int, bytes, bytes]] | None = None
         self._numbers = 0
         self._connections = threading.local()
         self._listener: ThreadingHTTPServer | None = None
@@ -288,16 +293,47 @@ class SimulatedNodes:
         command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
         command += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=kubelet"]
         subprocess.run(command, check=True, capture_output=True)
-        logs = self._logs
+        logs, nodes = self._logs, self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                _, what, _, pod, _ = self.path.partition("?")[0].split("/")
+                place, _, query = self.path.partition("?")
+                _, what, _, pod, _ = place.split("/")
+                if what == "exec":
+                    self._execute(pod, urllib.parse.parse_qs(query)["command"])
+                    return
                 body = logs.get(pod, "").encode()
                 self.send_response(200 if what == "containerLogs" and pod in logs else 404)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
+
+            def _execute(self, pod: str, command: list[str]) -> None:
+                """A command in a pod: a WebSocket with a channel for its output, its errors, and its end."""
+                key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+                self.send_response(101)
+                self.send_header("Upgrade", "websocket")
+                self.send_header("Connection", "Upgrade")
+                accepted = base64.b64encode(hashlib.sha1(key.encode()).digest()).decode()
+                self.send_header("Sec-WebSocket-Accept", accepted)
+                self.send_header("Sec-WebSocket-Protocol", self.headers["Sec-WebSocket-Protocol"])
+                self.end_headers()
+                assert nodes.execute is not None, "no test has said what a command does"
+                status, said, errors = nodes.execute(nodes._pods()[pod]["spec"]["nodeName"], command)
+                end: Object = {"status": "Success"}
+                if status:
+                    cause = {"reason": "ExitCode", "message": str(status)}
+                    end = {"status": "Failure", "reason": "NonZeroExitCode", "details": {"causes": [cause]}}
+                for channel, data in ((1, said), (2, errors), (3, json.dumps(end).encode())):
+                    for start in range(0, len(data), 4096):
+                        self._frame(0x82, bytes([channel]) + data[start : start + 4096])
+                self._frame(0x88, b"")
+                self.close_connection = True
+
+            def _frame(self, kind: int, data: bytes) -> None:
+                long = len(data) > 125
+                size = struct.pack(">BH", 126, len(data)) if long else struct.pack(">B", len(data))
+                self.wfile.write(bytes([kind]) + size + data)
 
             def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
                 pass

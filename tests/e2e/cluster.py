@@ -146,7 +146,7 @@ class Cluster:
                 "apiVersion": "kustomize.config.k8s.io/v1beta1",
                 "kind": "Kustomization",
                 "resources": [os.path.relpath(REPOSITORY / base, Path(folder).resolve())],
-                "images": [{"name": "pyebpf-proxy", "newName": name, "newTag": tag}],
+                "images": [{"name": "REGISTRY/pyebpf-proxy", "newName": name, "newTag": tag}],
             }
             Path(folder, "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
             yield Path(folder)

@@ -225,9 +225,17 @@ def test_an_overlay_of_ones_own_names_the_image(tmp_path: Path, folder: Path) ->
     relative = Path("/".join([".."] * (len(tmp_path.parts) - 1))) / str(folder).lstrip("/")
     name = "registry.example:5000/team/pyebpf-proxy"
     (tmp_path / "kustomization.yaml").write_text(
-        f"resources: [{relative}]\nimages:\n  - {{name: pyebpf-proxy, newName: {name}, newTag: 1.2.3}}\n"
+        f"resources: [{relative}]\nimages:\n  - {{name: REGISTRY/pyebpf-proxy, newName: {name}, newTag: 1.2.3}}\n"
     )
     assert container(one(build(tmp_path), "DaemonSet"))["image"] == f"{name}:1.2.3"
+
+
+@pytest.mark.parametrize("folder", OURS, ids=lambda folder: folder.name)
+def test_there_is_no_default_image(folder: Path) -> None:
+    """What nobody has named must not be pulled from a public registry: a runtime refuses names with capitals."""
+    name = container(one(build(folder), "DaemonSet"))["image"].rpartition(":")[0]
+    assert name == "REGISTRY/pyebpf-proxy"
+    assert name.lower() != name
 
 
 def test_cleaning_up_needs_one_capability_and_no_api() -> None:

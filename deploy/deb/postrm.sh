@@ -1,0 +1,12 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+set -e
+
+if [ -d /run/systemd/system ]; then
+    systemctl --system daemon-reload || true
+fi
+if [ "$1" = purge ]; then
+    # Configuration: the manifests, too.
+    rm -rf /etc/pyebpf-proxy
+    rm -f /etc/systemd/system/multi-user.target.wants/pyebpf-proxy.service
+fi

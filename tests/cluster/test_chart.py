@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Helm chart, rendered by Helm itself: the same objects as kustomize builds of deploy/, for each of its values."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pyebpf_proxy import __version__
+from tests.deployment import manifests
+from tests.deployment.manifests import DEPLOY, ROOT, Object
+
+pytestmark = pytest.mark.needs_kubectl
+
+HELM = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "go" / "helm"
+IMAGE = "registry.example/team/pyebpf-proxy"
+#: The blanks that the base has, too.
+BLANKS = {"clusterCIDR": "<10.244.0.0/16>", "controlPlaneEndpoint": "<control-plane-endpoint>:6443"}
+Render = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chart")
+    subprocess.run([ROOT / ".venv/bin/python", ROOT / "tools" / "chart.py", folder], check=True)
+    return folder / "pyebpf-proxy"
+
+
+@pytest.fixture
+def helm(tmp_path: Path) -> Render:
+    """The real Helm; what it prints. ``status``: with which it has to end."""
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+
+    def run(*arguments: str | Path, status: int = 0) -> str:
+        done = subprocess.run([HELM, *arguments], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+def rendered(helm: Render, chart: Path, values: dict[str, Any]) -> list[Object]:
+    file = chart.parent / "values.yaml"
+    file.write_text(yaml.safe_dump({"image": {"repository": IMAGE}} | values))
+    said = helm("template", "any-name", chart, "--namespace", "kube-system", "--values", file)
+    return [each for each in yaml.safe_load_all(said) if each]
+
+
+def kustomized(folder: Path, resource: str, components: list[str], tag: str = "") -> list[Object]:
+    """An overlay as docs/deploy.md describes it."""
+    up = Path("/".join([".."] * (len(folder.parts) - 1)))
+    image = {"name": "REGISTRY/pyebpf-proxy", "newName": IMAGE} | ({"newTag": tag} if tag else {})
+    kustomization = {
+        "resources": [str(up / str(DEPLOY / resource).lstrip("/"))],
+        "components": [str(up / str(DEPLOY / "components" / each).lstrip("/")) for each in components],
+        "images": [image],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return list(manifests.build(folder))
+
+
+def by_name(objects: list[Object]) -> dict[tuple[str, str], Object]:
+    found = {(each["kind"], each["metadata"]["name"]): each for each in objects}
+    assert len(found) == len(objects)
+    return found
+
+
+CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "default": (BLANKS, "base", []),
+    "kubeadm": ({"kubeProxyConfigMap": "kube-proxy"}, "overlays/kubeadm", []),
+    "cleanup": ({"cleanup": True}, "overlays/kubeadm-back/cleanup", []),
+    "conntrack-lookup": (BLANKS | {"conntrackLookup": True}, "base", ["conntrack-lookup"]),
+    "ipvs": (BLANKS | {"ipvs": True}, "base", ["ipvs"]),
+    "prometheus-operator": (BLANKS | {"prometheusOperator": True}, "base", ["prometheus-operator"]),
+    "all at once": (
+        {"kubeProxyConfigMap": "kube-proxy", "conntrackLookup": True, "ipvs": True, "prometheusOperator": True},
+        "overlays/kubeadm",
+        ["conntrack-lookup", "ipvs", "prometheus-operator"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_helm_renders_what_kustomize_builds(case: str, helm: Render, chart: Path, tmp_path: Path) -> None:
+    values, resource, components = CASES[case]
+    ours, theirs = by_name(rendered(helm, chart, values)), by_name(kustomized(tmp_path, resource, components))
+    assert ours.keys() == theirs.keys()
+    for name, item in ours.items():
+        assert item == theirs[name], name
+
+
+def test_every_overlay_and_component_is_a_case() -> None:
+    """A new folder of deploy/ is a new value of the chart."""
+    folders = {path.parent.relative_to(DEPLOY) for path in DEPLOY.rglob("kustomization.yaml")}
+    covered = {Path(resource) for _, resource, _ in CASES.values()}
+    covered |= {Path("components", each) for _, _, components in CASES.values() for each in components}
+    assert folders == covered
+
+
+def test_the_tag_and_the_namespace_are_the_callers(helm: Render, chart: Path) -> None:
+    file = chart.parent / "tag.yaml"
+    image = {"repository": IMAGE, "tag": "1.2.3", "pullPolicy": "Always"}
+    file.write_text(yaml.safe_dump({"image": image, "kubeProxyConfigMap": "kube-proxy", "prometheusOperator": True}))
+    said = helm("template", "any-name", chart, "--namespace", "elsewhere", "--values", file)
+    objects = [each for each in yaml.safe_load_all(said) if each]
+    namespaces = {each["kind"]: each["metadata"].get("namespace") for each in objects}
+    assert namespaces == {
+        **dict.fromkeys(("ServiceAccount", "DaemonSet", "PodMonitor", "PrometheusRule"), "elsewhere"),
+        **dict.fromkeys(("ClusterRole", "ClusterRoleBinding")),
+    }
+    container = manifests.container(manifests.one(tuple(objects), "DaemonSet"))
+    assert (container["image"], container["imagePullPolicy"]) == (f"{IMAGE}:1.2.3", "Always")
+    (subject,) = manifests.one(tuple(objects), "ClusterRoleBinding")["subjects"]
+    assert subject["namespace"] == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([], "image.repository: the image in your registry"),
+        (["image.repository=a/b"], "clusterCIDR: the pod network"),
+        (["image.repository=a/b", "clusterCIDR=10.0.0.0/8"], "controlPlaneEndpoint: HOST:PORT"),
+        (["image.repository=a/b", "clustercidr=10.0.0.0/8"], "clustercidr"),
+    ],
+)
+def test_what_is_missing_or_misspelt_is_named(values: list[str], said: str, helm: Render, chart: Path) -> None:
+    """Nothing is rendered with a default image, or for no cluster."""
+    options = [f"--set={each}" for each in values]
+    assert said in helm("template", "any-name", chart, *options, status=1)
+
+
+def test_the_package_has_the_version_of_the_project(helm: Render, chart: Path, tmp_path: Path) -> None:
+    assert "0 chart(s) failed" in helm("lint", "--strict", chart, "--set=image.repository=a/b,kubeProxyConfigMap=c")
+    helm("package", "--destination", tmp_path, chart)
+    with tarfile.open(tmp_path / f"pyebpf-proxy-{__version__}.tgz") as archive:
+        names = {name.removeprefix("pyebpf-proxy/") for name in archive.getnames()}
+        described = archive.extractfile("pyebpf-proxy/Chart.yaml")
+        assert described is not None
+        found = yaml.safe_load(described)
+    assert {"values.yaml", "values.schema.json", "templates/daemonset.yaml", "rules.yaml"} <= names
+    assert (found["version"], found["appVersion"]) == (__version__, __version__)

@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the Helm chart from deploy/: `make chart` calls it. Needs kubectl.
+
+tools/chart.py FOLDER   writes FOLDER/pyebpf-proxy
+
+The manifests of deploy/base become templates: where an overlay or a component changes them, a value does. A change of
+deploy/ that cannot be expressed here is an error, and tests/cluster/test_chart.py compares what Helm renders with what
+kustomize builds.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pyebpf_proxy import __version__
+
+DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
+NAME = "pyebpf-proxy"
+IMAGE = "REGISTRY/pyebpf-proxy"
+CHART = {
+    "apiVersion": "v2",
+    "name": NAME,
+    "version": __version__,
+    "appVersion": __version__,
+    "description": "eBPF replacement for Kubernetes' kube-proxy",
+    "type": "application",
+}
+_NAMED = (
+    'required "image.repository: the image in your registry (deploy/Dockerfile builds it)" .Values.image.repository'
+)
+_IMAGE = f'"{{{{ {_NAMED} }}}}:{{{{ .Values.image.tag | default .Chart.AppVersion }}}}"'
+_LABELS = """  labels:
+    app.kubernetes.io/name: pyebpf-proxy
+    app.kubernetes.io/version: {{ .Chart.AppVersion }}
+"""
+_NAMESPACE = "  namespace: {{ .Release.Namespace }}\n"
+#: Where a component's patch adds to: the last line of that list in deploy/base/daemonset.yaml, and its indentation.
+_LISTS = {
+    "/spec/template/spec/containers/0/volumeMounts/-": ("volumeMounts", 12),
+    "/spec/template/spec/volumes/-": ("volumes", 8),
+}
+
+
+class ChartError(Exception):
+    """Something in deploy/ that this cannot express; one line."""
+
+
+def replaced(text: str, old: str, new: str) -> str:
+    """The text with its one ``old`` replaced."""
+    if text.count(old) != 1:
+        raise ChartError(f"{old!r} is there {text.count(old)} times, not once")
+    return text.replace(old, new)
+
+
+def base(name: str, namespaced: bool = True) -> str:
+    """A manifest of the base with the namespace and the labels that the kustomization gives."""
+    text = (DEPLOY / "base" / f"{name}.yaml").read_text()
+    return _described(text, namespaced)
+
+
+def _described(text: str, namespaced: bool) -> str:
+    head = f"\nmetadata:\n  name: {NAME}\n"
+    return replaced(text, head, head + (_NAMESPACE if namespaced else "") + _LABELS)
+
+
+def rbac() -> str:
+    """The role and its binding, to the account of the release's namespace."""
+    documents = (DEPLOY / "base" / "rbac.yaml").read_text().split("---\n")
+    text = "---\n".join(_described(document, namespaced=False) for document in documents)
+    return replaced(text, "    namespace: kube-system\n", "    namespace: {{ .Release.Namespace }}\n")
+
+
+def config_map() -> str:
+    """The base's ConfigMap, its blanks filled in from values."""
+    text = base("configmap")
+    text = replaced(text, "<10.244.0.0/16>", '{{ required "clusterCIDR: the pod network" .Values.clusterCIDR }}')
+    endpoint = 'required "controlPlaneEndpoint: HOST:PORT of the API server" .Values.controlPlaneEndpoint'
+    text = replaced(text, "<control-plane-endpoint>:6443", f"{{{{ {endpoint} }}}}")
+    return f"{{{{- if not (or .Values.kubeProxyConfigMap .Values.cleanup) }}}}\n{text}{{{{- end }}}}\n"
+
+
+def daemon_set() -> str:
+    """The agent's, with what overlays and components change as values; or the one that cleans up."""
+    text = base("daemonset")
+    text = replaced(text, f"image: {IMAGE}\n", f"image: {_IMAGE}\n")
+    text = replaced(text, "imagePullPolicy: IfNotPresent", "imagePullPolicy: {{ .Values.image.pullPolicy }}")
+    patch = yaml.safe_load((DEPLOY / "overlays" / "kubeadm" / "daemonset.yaml").read_text())
+    changed = {"volumes": [{"name": "config", "configMap": {"name": "kube-proxy"}}]}
+    if patch["spec"] != {"template": {"spec": changed}}:
+        raise ChartError("overlays/kubeadm changes more than the name of the ConfigMap")
+    text = replaced(
+        text,
+        f"          configMap:\n            name: {NAME}\n",
+        f'          configMap:\n            name: {{{{ .Values.kubeProxyConfigMap | default "{NAME}" }}}}\n',
+    )
+    for name, value in (("conntrack-lookup", "conntrackLookup"), ("ipvs", "ipvs")):
+        for operation in component(name):
+            text = added(text, operation, value)
+    return f"{{{{- if .Values.cleanup }}}}\n{cleanup()}{{{{- else }}}}\n{text}{{{{- end }}}}\n"
+
+
+def component(name: str) -> list[dict[str, Any]]:
+    """The operations of a component's one patch."""
+    found = yaml.safe_load((DEPLOY / "components" / name / "kustomization.yaml").read_text())
+    (patch,) = found["patches"]
+    if found.keys() != {"apiVersion", "kind", "patches"} or patch["target"] != {"kind": "DaemonSet", "name": NAME}:
+        raise ChartError(f"components/{name} does more than patch the DaemonSet")
+    return list(yaml.safe_load(patch["patch"]))
+
+
+def added(text: str, operation: dict[str, Any], value: str) -> str:
+    """The DaemonSet with one more entry of a list, if that value is set."""
+    path, entry = operation["path"], operation["value"]
+    if path == "/spec/template/spec/containers/0/securityContext/capabilities/add/-":
+        return re.sub(r"( +add: \[[^]]*)\]", rf"\1{{{{ if .Values.{value} }}}}, {entry}{{{{ end }}}}]", text, count=1)
+    if operation["op"] != "add" or path not in _LISTS:
+        raise ChartError(f"{operation['op']} at {path} is not known here")
+    key, indent = _LISTS[path]
+    lines = text.splitlines(keepends=True)
+    first = lines.index(f"{' ' * (indent - 2)}{key}:\n")
+    # The list ends before the next line that is indented less.
+    end = next((i for i in range(first + 1, len(lines)) if len(lines[i]) - len(lines[i].lstrip()) < indent), len(lines))
+    block = textwrap.indent(yaml.safe_dump([entry], sort_keys=False), " " * indent)
+    lines.insert(end, f"{{{{- if .Values.{value} }}}}\n{block}{{{{- end }}}}\n")
+    return "".join(lines)
+
+
+def cleanup() -> str:
+    """The DaemonSet of the way back, as kustomize builds it."""
+    folder = DEPLOY / "overlays" / "kubeadm-back" / "cleanup"
+    command = ["kubectl", "kustomize", str(folder)]
+    built = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (found,) = (each for each in yaml.safe_load_all(built) if each["kind"] == "DaemonSet")
+    found["metadata"] = {"name": NAME}
+    text = yaml.safe_dump(found, sort_keys=False, width=1000)
+    text = replaced(text, f"image: {IMAGE}:{__version__}\n", f"image: {_IMAGE}\n")
+    text = replaced(text, "imagePullPolicy: IfNotPresent", "imagePullPolicy: {{ .Values.image.pullPolicy }}")
+    return _described(text, namespaced=True)
+
+
+def prometheus_operator() -> str:
+    """PodMonitor and PrometheusRule. Rules have braces of their own, so their file is inserted as it is."""
+    folder = DEPLOY / "components" / "prometheus-operator"
+    monitor, rule = ((folder / f"{name}.yaml").read_text() for name in ("podmonitor", "prometheusrule"))
+    rule = rule[: rule.index("spec:\n")] + 'spec:\n{{ .Files.Get "rules.yaml" | indent 2 }}'
+    namespace = "  namespace: kube-system\n"
+    text = "---\n".join(replaced(each, namespace, _NAMESPACE) for each in (monitor, rule))
+    return f"{{{{- if .Values.prometheusOperator }}}}\n{text}\n{{{{- end }}}}\n"
+
+
+def write(folder: Path) -> None:
+    """The chart, in a folder of its own."""
+    target = folder / NAME
+    shutil.rmtree(target, ignore_errors=True)
+    (target / "templates").mkdir(parents=True)
+    (target / "Chart.yaml").write_text(yaml.safe_dump(CHART, sort_keys=False))
+    for name in ("values.yaml", "values.schema.json"):
+        shutil.copy(DEPLOY / "chart" / name, target)
+    shutil.copy(DEPLOY / "chart" / "NOTES.txt", target / "templates")
+    shutil.copy(DEPLOY / "prometheus" / "pyebpf-proxy.rules.yaml", target / "rules.yaml")
+    templates = {
+        "serviceaccount": base("serviceaccount"),
+        "rbac": rbac(),
+        "configmap": config_map(),
+        "daemonset": daemon_set(),
+        "prometheus-operator": prometheus_operator(),
+    }
+    for name, text in templates.items():
+        (target / "templates" / f"{name}.yaml").write_text(text)
+
+
+def main(arguments: list[str]) -> int:
+    """The command line."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print(f"usage: {sys.argv[0]} FOLDER", file=sys.stderr)
+        return 2
+    try:
+        write(Path(arguments[0]))
+    except ChartError as error:
+        print(f"{sys.argv[0]}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
