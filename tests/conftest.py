@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import workers
+from tests import ROOT
+from tests.support import workers
 
-ROOT = Path(__file__).resolve().parent.parent
 BTF = Path("/sys/kernel/btf/vmlinux")
 CLONE_NEWNET = 0x40000000
 WORKERS = "pyebpf-proxy-workers"
@@ -84,7 +84,7 @@ NEEDS = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With ``-n``: what a controller or a worker does beside (``tests/workers.py``)."""
+    """With ``-n``: what a controller or a worker does beside (``tests/support/workers.py``)."""
     # Started in the background of a shell, programs ignore SIGINT, and so would those that tests send one to.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,11 +11,10 @@ from pyebpf_proxy.lab.addresses import SERVICE_CIDR, VIP_CIDR, Dual, cluster_ip,
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Object, Port, endpoint, endpoint_slice, node, service
 from pyebpf_proxy.lab.namespace import Namespace
-
-from .checker import GRACE, REMEMBERED, Entries, Record, Stall, Timeline, Violation, check, check_transfers
-from .courses import BASE, NODE, PODS, STEADY, TARGETS, Step
-from .model import Endpoint, State, allowed
-from .traffic import LongConnections, NewConnections, Server, address_of
+from tests.changes.checker import GRACE, REMEMBERED, Entries, Record, Stall, Timeline, Violation, check, check_transfers
+from tests.changes.courses import BASE, NODE, PODS, STEADY, TARGETS, Step
+from tests.changes.model import Endpoint, State, allowed
+from tests.changes.traffic import LongConnections, NewConnections, Server, address_of
 
 #: New connections a second, on a machine that makes three times as many without any service.
 RATE = 2000

@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from tests.cluster import reference
-from tests.cluster.apiserver import ApiServer
 from tests.flows import recordings
 from tests.flows.flow import Flow, Seen
 from tests.flows.kube_proxy import KubeProxy
 from tests.flows.scenarios import MODES, all_scenarios
 from tests.flows.world import LONG, World, new_world
+from tests.support import reference
+from tests.support.apiserver import ApiServer
 
 
 def ask_all(

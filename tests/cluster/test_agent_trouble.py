@@ -13,11 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from pyebpf_proxy.lab.addresses import cluster_ip
+from tests.cluster.test_deploy_agent import Account
+from tests.cluster.world import BEGINNINGS, ENDS, HOSTS, World, expired
 from tests.deployment.node import wait_ready
-
-from .proxy import Mode
-from .test_deploy_agent import Account
-from .world import BEGINNINGS, ENDS, HOSTS, World, expired
+from tests.support.spoiling_proxy import Mode
 
 OUTAGE_SECONDS = float(os.environ.get("OUTAGE_SECONDS", "8"))
 ROLE = "/apis/rbac.authorization.k8s.io/v1/clusterroles/pyebpf-proxy"

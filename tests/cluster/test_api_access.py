@@ -13,10 +13,9 @@ import yaml
 
 from pyebpf_proxy.kube.api.access import in_cluster
 from pyebpf_proxy.kube.api.connect import find
-from tests.unit.scripted_api import Following
-
-from .apiserver import ADMIN_TOKEN, ApiServer, Object, running
-from .test_api_source import ACCOUNT, RULES, TIMING, node
+from tests.cluster.test_api_source import ACCOUNT, RULES, TIMING, node
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer, Object, running
+from tests.support.scripted_api import Following
 
 server = pytest.fixture(scope="module")(running)
 

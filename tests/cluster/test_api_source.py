@@ -13,9 +13,8 @@ import pytest
 
 from pyebpf_proxy.kube.api.connect import find
 from pyebpf_proxy.kube.api.timing import Timing
-from tests.unit.scripted_api import Following
-
-from .apiserver import ApiServer, Object, running
+from tests.support.apiserver import ApiServer, Object, running
+from tests.support.scripted_api import Following
 
 ACCOUNT = "pyebpf-proxy"
 RULES: list[Object] = [

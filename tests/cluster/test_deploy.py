@@ -14,9 +14,8 @@ import yaml
 
 from tests.deployment import manifests
 from tests.deployment.manifests import DEPLOY, ROOT
-
-from . import kubeadm
-from .apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
+from tests.support import kubeadm
+from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,10 @@ from tests.deployment import manifests
 from tests.deployment.container import Container, die_with_parent
 from tests.deployment.manifests import DEPLOY, ROOT
 from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, use_folder, wait_ready
-
-from . import kubeadm
-from .apiserver import ADMIN_TOKEN, ApiServer, Object
-from .reference import cache
-from .relay import Relay
+from tests.support import kubeadm
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer, Object
+from tests.support.reference import cache
+from tests.support.relay import Relay
 
 DAEMON_SET = "/apis/apps/v1/namespaces/kube-system/daemonsets/pyebpf-proxy"
 PORTS = [Port("http", 80, 8080)]

@@ -12,7 +12,6 @@ import multiprocessing
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,15 +28,13 @@ from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace, die_with_parent
 from pyebpf_proxy.lab.servers import Ports
-from tests.cluster.apiserver import ADMIN_TOKEN, ApiServer
-from tests.cluster.reference import kube_proxy
-from tests.cluster.relay import Relay
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "netns"))
-from fast_lab import ON, World, asking
-from lab_tools import wait_until
-from new_flows import BOTH, NewFlows, entries, fast_ones, flowing
-from talk import PORT, Talk, serve
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.fast_lab import ON, World, asking
+from tests.support.lab_tools import wait_until
+from tests.support.new_flows import BOTH, NewFlows, entries, fast_ones, flowing
+from tests.support.reference import kube_proxy
+from tests.support.relay import Relay
+from tests.support.talk import PORT, Talk, serve
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

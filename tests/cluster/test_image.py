@@ -18,12 +18,12 @@ from pyebpf_proxy.lab.addresses import cluster_ip, vip
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from tests import ROOT
 from tests.deployment import manifests
 from tests.deployment.node import contained, image_of, pod_of, use_folder, wait_ready, with_manifests
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "image"
 
 

@@ -23,15 +23,14 @@ from pyebpf_proxy.lab.addresses import POD_CIDR, Dual, cluster_ip
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from tests.cluster.traffic import Traffic, Way
 from tests.deployment.container import Container
 from tests.deployment.manifests import DEPLOY, ROOT
 from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, wait_ready
-
-from . import kubeadm
-from .apiserver import ADMIN_TOKEN, ApiServer
-from .proxy import Proxy
-from .relay import Relay
-from .traffic import Traffic, Way
+from tests.support import kubeadm
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.relay import Relay
+from tests.support.spoiling_proxy import Proxy
 
 #: A name that the server's certificate has; the pod's hosts file says where it is.
 NAME = "kubernetes.default.svc"

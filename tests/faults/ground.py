@@ -18,9 +18,8 @@ from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Object, Port, node, service, slices
 from tests.changes.checker import Record, Stall
 from tests.changes.traffic import LongConnections, NewConnections, Server
-from tests.cluster.apiserver import ApiServer
-
-from .contenders import ByApi, ByManifests, Contender
+from tests.faults.contenders import ByApi, ByManifests, Contender
+from tests.support.apiserver import ApiServer
 
 #: New connections a second, and long ones, all together.
 RATE, LONG = 1000, 200

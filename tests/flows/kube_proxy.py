@@ -15,12 +15,12 @@ import yaml
 from pyebpf_proxy.lab.agent import SYNCED, _scrape
 from pyebpf_proxy.lab.manifests import Object
 from pyebpf_proxy.lab.namespace import LabError, die_with_parent
-from tests.cluster.apiserver import ADMIN_TOKEN, ApiServer
-from tests.cluster.reference import kube_proxy
-from tests.cluster.relay import Relay
 from tests.flows.objects import marker
 from tests.flows.scenarios import Scenario
 from tests.flows.world import World
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.reference import kube_proxy
+from tests.support.relay import Relay
 
 DEADLINE = 60.0
 #: What it cannot write in a network namespace that is not the machine's first.

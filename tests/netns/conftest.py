@@ -3,19 +3,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from pyebpf_proxy.lab.cluster import Lab
-
-# Helper modules of this folder (lab_tools, lab_services) are imported by name.
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fast_lab import FAR, Ask, World, asking, made
-from talk import Talk
+from tests.support.fast_lab import FAR, Ask, World, asking, made
+from tests.support.talk import Talk
 
 
 @pytest.fixture(params=(4, 6), ids=("ipv4", "ipv6"))

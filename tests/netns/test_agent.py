@@ -8,12 +8,12 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from lab_services import Kind, write_services
-from lab_tools import wait_until
 
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
+from tests.support.lab_services import Kind, write_services
+from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -7,14 +7,14 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
 
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import node as node_object
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

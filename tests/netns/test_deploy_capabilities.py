@@ -12,24 +12,22 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import node_client, outside_client, pod_client, reasons, served_by
 
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.deployment import apparmor, manifests
 from tests.deployment.node import contained, pod_of, wait_ready, with_manifests
 from tests.deployment.seccomp_filter import runtime_default
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import node_client, outside_client, pod_client, reasons, served_by
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 WEB = Kind("web", 1)
 DAEMON_SET = manifests.base_daemon_set()
 NEEDED = manifests.capabilities(DAEMON_SET)
-#: Metrics that a healthy agent without an API server does not expose; tests/unit/test_docs_runbook.py has them.
+#: Metrics that a healthy agent without an API server does not expose; tests/unit/docs/test_runbook.py has them.
 ONLY_IN_TROUBLE = {
     "pyebpf_proxy_api_connected",
     "pyebpf_proxy_fast_path_closed",

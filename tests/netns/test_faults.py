@@ -16,7 +16,7 @@ from tests.faults import faults, measure
 from tests.faults.faults import FAULTS
 from tests.faults.ground import MEANWHILE, Ground, wait_until
 from tests.faults.measure import Fault, Outcome
-from tests.faults.tables import CannotBeMadeError
+from tests.support.damage import CannotBeMadeError
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.alone]
 

@@ -7,11 +7,11 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from pyebpf_proxy import KUBERNETES_VERSION
+from tests import ROOT
 from tests.flows import recordings
 from tests.flows.differences import DIFFERENCES
 from tests.flows.flow import Flow
@@ -21,7 +21,7 @@ from tests.flows.world import World, new_world
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "differences.md"
+DOCUMENT = ROOT / "docs" / "differences.md"
 #: One destination in so many is asked on the ways after the first, and only where services are many, of every second
 #: scenario; the next way asks the others.
 SHARE = 1 if os.environ.get("FLOW_WHOLE") else 6

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kube_proxy_tools import DATA, load_kube_proxy, recorded, saved
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
 
 from pyebpf_proxy.datapath.migration import leftovers
 from pyebpf_proxy.lab.addresses import CLIENT_CIDR, vip
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
+from tests.support.kube_proxy_tools import DATA, load_kube_proxy, recorded, saved
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

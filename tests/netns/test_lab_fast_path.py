@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import FAR, LIBERAL, NEAR, ON, Ask, World, made
-from lab_tools import wait_until
-from see_tools import answer
-from talk import PORT, Talk
 
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.fast_lab import FAR, LIBERAL, NEAR, ON, Ask, World, made
+from tests.support.lab_tools import wait_until
+from tests.support.see_tools import answer
+from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import FAR, NEAR, Ask, World
-from lab_tools import wait_until
-from new_flows import BOTH, Arrivals, NewFlows, entries, fast_ones, flowing
 
 from pyebpf_proxy.lab.addresses import POD_CIDR
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.fast_lab import FAR, NEAR, Ask, World
+from tests.support.lab_tools import wait_until
+from tests.support.new_flows import BOTH, Arrivals, NewFlows, entries, fast_ones, flowing
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from fast_lab import World, made
-from lab_tools import wait_until
-from tcp_ends import End, converse
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
+from tests.netns.tcp_ends import End, converse
+from tests.support.fast_lab import World, made
+from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

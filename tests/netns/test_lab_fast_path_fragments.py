@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import pytest
-from fast_lab import World
-from lab_tools import wait_until
 
 from pyebpf_proxy.lab.addresses import Dual, cluster_ip
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.servers import Ports
+from tests.support.fast_lab import World
+from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from fast_lab import NEAR, Ask, World, made
-from lab_tools import full_conntrack, wait_until
-from new_flows import BOTH, NewFlows, ask_once, entries, fast_ones, flowing
-from talk import Talk
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
+from tests.support.fast_lab import NEAR, Ask, World, made
+from tests.support.lab_tools import full_conntrack, wait_until
+from tests.support.new_flows import BOTH, NewFlows, ask_once, entries, fast_ones, flowing
+from tests.support.talk import Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

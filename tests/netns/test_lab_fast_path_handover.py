@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import ON, World, asking
-from lab_tools import wait_until
-from new_flows import BOTH, NewFlows, entries, fast_ones, flowing
-from talk import PORT, Talk
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.fast_lab import ON, World, asking
+from tests.support.lab_tools import wait_until
+from tests.support.new_flows import BOTH, NewFlows, entries, fast_ones, flowing
+from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

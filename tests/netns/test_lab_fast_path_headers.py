@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from fast_lab import NEAR, World
-from lab_tools import Capture, wait_until
-from new_flows import entries
 from scapy.layers.inet import ICMP, IP
 from scapy.layers.inet6 import ICMPv6TimeExceeded, IPv6
 from scapy.layers.l2 import Ether
-from talk import PORT
-from tcp_ends import End
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.netns.tcp_ends import End
+from tests.support.fast_lab import NEAR, World
+from tests.support.lab_tools import Capture, wait_until
+from tests.support.new_flows import entries
+from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fast_lab import NEAR, Ask, World, at_once
-from lab_tools import wait_until
-from talk import Talk
 
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_PEER
+from tests.support.fast_lab import NEAR, Ask, World, at_once
+from tests.support.lab_tools import wait_until
+from tests.support.talk import Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

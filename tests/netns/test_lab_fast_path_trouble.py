@@ -8,14 +8,14 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import FAR, Ask, World, at_once
-from lab_tools import Capture, full_conntrack, wait_until
-from talk import PORT, Talk, serve
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Node, Pod
 from pyebpf_proxy.lab.manifests import Object, Port, service, slices
 from pyebpf_proxy.lab.namespace import LabError
+from tests.support.fast_lab import FAR, Ask, World, at_once
+from tests.support.lab_tools import Capture, full_conntrack, wait_until
+from tests.support.talk import PORT, Talk, serve
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

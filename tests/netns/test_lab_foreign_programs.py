@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fast_lab import FAR, NEAR, ON, Ask, World, made
-from foreign_programs import ENDS, GOES_ON, Foreign, attached, chain, compiled
-from lab_tools import Capture, wait_until
-from new_flows import BOTH, NewFlows, fast_ones, flowing
-from see_tools import answer, see
-from talk import PORT, Talk
 
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.netns.foreign_programs import ENDS, GOES_ON, Foreign, attached, chain, compiled
+from tests.support.fast_lab import FAR, NEAR, ON, Ask, World, made
+from tests.support.lab_tools import Capture, wait_until
+from tests.support.new_flows import BOTH, NewFlows, fast_ones, flowing
+from tests.support.see_tools import answer, see
+from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

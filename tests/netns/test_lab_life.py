@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import has_program, moved, reasons, wait_until
 
 from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.namespace import Namespace, Task
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import has_program, moved, reasons, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

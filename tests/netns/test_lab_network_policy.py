@@ -10,17 +10,17 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import NEAR, Ask, World, slowness
-from lab_tools import wait_until
-from new_flows import BOTH, Arrivals, NewFlows, ask_once, entries, fast_ones, flowing
-from policies import KINDS, policy
 from scapy.layers.inet import IP, TCP, UDP
 from scapy.layers.inet6 import IPv6
-from talk import PORT
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
+from tests.netns.policies import KINDS, policy
+from tests.support.fast_lab import NEAR, Ask, World, slowness
+from tests.support.lab_tools import wait_until
+from tests.support.new_flows import BOTH, Arrivals, NewFlows, ask_once, entries, fast_ones, flowing
+from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons, wait_until
 from scapy.layers.inet import ICMP, IP, TCP, UDP
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet
@@ -22,6 +20,8 @@ from pyebpf_proxy.datapath.preflight import effective_capabilities
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import moved, reasons, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -10,10 +10,6 @@ from ipaddress import ip_address
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
-from see_tools import answer
-from test_lab_life import ECHO, Transfers
 
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
@@ -22,6 +18,10 @@ from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.servers import Ports, start_servers
 from pyebpf_proxy.services.addresses import format_address_port
+from tests.netns.test_lab_life import ECHO, Transfers
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
+from tests.support.see_tools import answer
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
 
 from pyebpf_proxy.lab import manifests
 from pyebpf_proxy.lab.cluster import Lab, Node
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import FAR, NEAR, World, made
-from talk import PORT
 
 from pyebpf_proxy.lab.cluster import Lab
+from tests.support.fast_lab import FAR, NEAR, World, made
+from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -8,10 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fast_lab import ON, World, made
-from lab_tools import wait_until
-from talk import PORT
-from xdp_lab import NODE_PORT, XDP, as_nics, counted, offloads, receive, restart, shown, talking
 
 import pyebpf_proxy
 from pyebpf_proxy.datapath.loader import _libbpf
@@ -21,6 +17,10 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.client import REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, service, slices
+from tests.netns.xdp_lab import NODE_PORT, XDP, as_nics, counted, offloads, receive, restart, shown, talking
+from tests.support.fast_lab import ON, World, made
+from tests.support.lab_tools import wait_until
+from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import World, at_once, made
-from lab_tools import Capture, wait_until
-from talk import Talk
-from xdp_lab import NODE_PORT, as_nics, counted, talking
 
 from pyebpf_proxy.lab.cluster import Lab, Node
+from tests.netns.xdp_lab import NODE_PORT, as_nics, counted, talking
+from tests.support.fast_lab import World, at_once, made
+from tests.support.lab_tools import Capture, wait_until
+from tests.support.talk import Talk
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

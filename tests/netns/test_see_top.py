@@ -20,15 +20,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
-from see_tools import answer, error, see
 
 from pyebpf_proxy.lab.addresses import cluster_ip, vip
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import Outcome, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.see import model
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
+from tests.support.see_tools import answer, error, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -13,10 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
-from test_agent_ends import run_init_only
-from test_see_top import watching
 
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.kernel_objects import program_info
@@ -24,6 +20,10 @@ from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.node.links import LOOK_SECONDS
 from pyebpf_proxy.datapath.node.mounts import tcx_directory
 from pyebpf_proxy.lab.cluster import Lab, Node
+from tests.netns.test_agent_ends import run_init_only
+from tests.netns.test_see_top import watching
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -7,12 +7,11 @@ import contextlib
 import json
 from collections.abc import Iterator
 
-from fast_lab import ON, World
-from lab_tools import wait_until
-from talk import PORT, Talk
-
 from pyebpf_proxy.lab.cluster import Node
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.fast_lab import ON, World
+from tests.support.lab_tools import wait_until
+from tests.support.talk import PORT, Talk
 
 XDP = {**ON, "xdpDevices": ["eth0"]}
 NODE_PORT = 30007

@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from service_maps import SIZES, wipe
-from world import World
-
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.datapath.maps.writer import Writer
+from tests.packet.program_node import World
+from tests.packet.service_maps import SIZES, wipe
 
 
 @pytest.fixture(scope="module", params=[4, 6], ids=["IPv4", "IPv6"])

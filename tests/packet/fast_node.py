@@ -23,10 +23,10 @@ from scapy.layers.inet import IP, TCP, UDP
 from scapy.layers.inet6 import IPv6
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
-from test_maps_libbpf import build
-from world import GO_ON, NODE_MAC, PROTOCOLS, World
 
 from pyebpf_proxy.datapath.loader.libbpf import Object, RunResult, SkBuff
+from tests.packet.program_node import GO_ON, NODE_MAC, PROTOCOLS, World
+from tests.packet.test_maps_libbpf import build
 
 REDIRECT = 7
 CLIENT_MAC = "02:00:00:00:0c:01"

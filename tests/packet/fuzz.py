@@ -4,7 +4,7 @@
 In rounds: random Services and permits, then packets that share the tables of the round. A packet must be left as it is,
 handed to netfilter for an endpoint that the rules allow, refused, or sent as exactly the packet that its flow asks for.
 
-    python tests/packet/fuzz.py 1000000 7        so many packets, from this seed on; as root
+    python -m tests.packet.fuzz 1000000 7        so many packets, from this seed on; as root
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from fuzz_packets import NODE, Pools, make
-from fuzz_reference import SCTP, TCP, Ends, Parsed, Rules, Service, Verdict, parse, wrong_rewrite
-from world import (
+from pyebpf_proxy.datapath.loader.libbpf import Program
+from tests.packet.fuzz_packets import NODE, Pools, make
+from tests.packet.fuzz_reference import SCTP, TCP, Ends, Parsed, Rules, Service, Verdict, parse, wrong_rewrite
+from tests.packet.program_node import (
     ADDRESSES,
     GO_ON,
     PRIORITY_BACKEND,
@@ -44,8 +41,6 @@ from world import (
     XDP_TX,
     World,
 )
-
-from pyebpf_proxy.datapath.loader.libbpf import Program
 
 REDIRECT = 7
 PACKETS_A_ROUND = 2000

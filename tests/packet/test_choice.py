@@ -8,7 +8,8 @@ import time
 from collections import Counter
 
 import pytest
-from world import World, _u32
+
+from tests.packet.program_node import World, _u32
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

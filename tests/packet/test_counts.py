@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from scapy.layers.inet import TCP
 from scapy.packet import Raw
-from test_flows import insert_entry
-from world import World
 
 from pyebpf_proxy.datapath.loader.libbpf import Object, SkBuff
 from pyebpf_proxy.datapath.loader.programs import Settings
+from tests.packet.program_node import World
+from tests.packet.test_flows import insert_entry
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

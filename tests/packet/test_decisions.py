@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from world import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, PRIORITY_REJECT, SHOT, World
+
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, PRIORITY_REJECT, SHOT, World
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from world import GO_ON, PRIORITY_BACKEND, PRIORITY_MIDSTREAM, World
+
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PRIORITY_MIDSTREAM, World
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from fuzz import SETTINGS, fuzz
-from world import World
+
+from tests.packet.fuzz import SETTINGS, fuzz
+from tests.packet.program_node import World
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fast_world import (
+from scapy.layers.l2 import Dot1Q, Ether
+from scapy.packet import Packet
+
+from tests.packet.fast_node import (
     FAR,
     NODE_MAC,
     REDIRECT,
@@ -23,10 +26,8 @@ from fast_world import (
     taken,
     wipe_reasons,
 )
-from scapy.layers.l2 import Dot1Q, Ether
-from scapy.packet import Packet
-from test_young_flows import options
-from world import GO_ON, World
+from tests.packet.program_node import GO_ON, World
+from tests.packet.test_young_flows import options
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 CONFIRM = 3

@@ -7,7 +7,8 @@ import pytest
 from scapy.layers.inet import ICMP, IP, TCP, UDP
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
-from world import GO_ON, SHOT, World
+
+from tests.packet.program_node import GO_ON, SHOT, World
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

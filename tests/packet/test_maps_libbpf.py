@@ -16,10 +16,10 @@ from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.datapath.loader import _libbpf, _map
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object, SkBuff
 from pyebpf_proxy.datapath.loader.programs import Settings, load
+from tests import ROOT
 
 pytestmark = pytest.mark.needs_bpf
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = {"service_configs": 300, "counters": 40, "slots": 1000}
 
 

@@ -14,7 +14,8 @@ from scapy.layers.inet6 import (
 )
 from scapy.layers.l2 import ARP, Dot1Q, Ether
 from scapy.packet import Packet, Raw
-from world import GO_ON, NODE_MAC, World
+
+from tests.packet.program_node import GO_ON, NODE_MAC, World
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fast_world import (
+
+from tests.packet.fast_node import (
     NEW,
     REDIRECT,
     SECOND,
@@ -23,7 +24,7 @@ from fast_world import (
     write_permits,
     write_record,
 )
-from world import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, World
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, World
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

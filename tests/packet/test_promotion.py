@@ -14,8 +14,6 @@ from pathlib import Path
 from struct import Struct
 
 import pytest
-from fast_world import tag_of
-from world import _libc, enter_namespace
 
 from pyebpf_proxy.datapath.connections import create, promotion
 from pyebpf_proxy.datapath.connections.create import ABANDONED_SECONDS, Entry, Outcome
@@ -25,6 +23,8 @@ from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.see import flows, young
 from pyebpf_proxy.services.model import Protocol
+from tests.packet.fast_node import tag_of
+from tests.packet.program_node import _libc, enter_namespace
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fast_world import REDIRECT, Flow, count_of_young, device, fast_node, one_cpu, undisturbed, wipe_reasons
-from test_young_ends import close
-from test_young_flows import young
-from world import World
+
+from tests.packet.fast_node import REDIRECT, Flow, count_of_young, device, fast_node, one_cpu, undisturbed, wipe_reasons
+from tests.packet.program_node import World
+from tests.packet.test_young_ends import close
+from tests.packet.test_young_flows import young
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

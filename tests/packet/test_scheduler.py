@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from ipaddress import ip_address
 
 import pytest
-from world import World
 
 from pyebpf_proxy.datapath.loader.programs import SCHEDULERS
+from tests.packet.program_node import World
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

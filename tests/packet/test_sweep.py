@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fast_world import (
+
+from tests.packet.fast_node import (
     REDIRECT,
     Flow,
     count_of_young,
@@ -22,9 +23,9 @@ from fast_world import (
     undisturbed,
     wipe_reasons,
 )
-from test_kernel_flows import CONFIRM, learned
-from test_young_flows import WAYS, young
-from world import GO_ON, World
+from tests.packet.program_node import GO_ON, World
+from tests.packet.test_kernel_flows import CONFIRM, learned
+from tests.packet.test_young_flows import WAYS, young
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 QUOTA = 8

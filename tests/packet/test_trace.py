@@ -8,13 +8,13 @@ from ipaddress import ip_address
 from typing import Any
 
 import pytest
-from world import World
 
 from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.datapath.loader.rings import Rings
 from pyebpf_proxy.trace import events
 from pyebpf_proxy.trace.events import Event
 from pyebpf_proxy.trace.session import Word
+from tests.packet.program_node import World
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

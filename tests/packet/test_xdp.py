@@ -14,9 +14,9 @@ from scapy.layers.inet import IP, TCP, UDP, IPOption_NOP
 from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt, IPv6ExtHdrFragment
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
-from world import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, XDP_DROP, XDP_PASS, World
 
 from pyebpf_proxy.datapath.loader.libbpf import SkBuff
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, XDP_DROP, XDP_PASS, World
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fast_world import FAR, REDIRECT, SECOND, Flow, device, fast_node, now, one_cpu, records, wipe_reasons
 from scapy.layers.inet import TCP, UDP
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet
-from test_kernel_flows import learned
-from test_young_flows import young
-from world import GO_ON, SHOT, XDP_PASS, XDP_REDIRECT, XDP_TX, World
 
 from pyebpf_proxy.datapath.loader.libbpf import RunResult
+from tests.packet.fast_node import FAR, REDIRECT, SECOND, Flow, device, fast_node, now, one_cpu, records, wipe_reasons
+from tests.packet.program_node import GO_ON, SHOT, XDP_PASS, XDP_REDIRECT, XDP_TX, World
+from tests.packet.test_kernel_flows import learned
+from tests.packet.test_young_flows import young
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fast_world import REDIRECT, Flow, count_of_young, fast_node, one_cpu
-from test_young_flows import young
-from world import GO_ON, PRIORITY_BACKEND, World
+
+from tests.packet.fast_node import REDIRECT, Flow, count_of_young, fast_node, one_cpu
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, World
+from tests.packet.test_young_flows import young
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

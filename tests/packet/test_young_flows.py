@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fast_world import (
+from scapy.layers.inet import IP, UDP, IPOption_NOP
+from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt, IPv6ExtHdrFragment
+from scapy.layers.l2 import Dot1Q, Ether
+from scapy.packet import Packet, Raw
+
+from pyebpf_proxy.datapath.loader.libbpf import SkBuff
+from tests.packet.fast_node import (
     FAR,
     NODE_MAC,
     REDIRECT,
@@ -20,13 +26,7 @@ from fast_world import (
     wipe_reasons,
     write_permits,
 )
-from scapy.layers.inet import IP, UDP, IPOption_NOP
-from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt, IPv6ExtHdrFragment
-from scapy.layers.l2 import Dot1Q, Ether
-from scapy.packet import Packet, Raw
-from world import GO_ON, PRIORITY_BACKEND, SHOT, SIZES, World
-
-from pyebpf_proxy.datapath.loader.libbpf import SkBuff
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, SHOT, SIZES, World
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

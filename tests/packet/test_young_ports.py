@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fast_world import (
+from scapy.packet import Packet
+
+from pyebpf_proxy.datapath.loader.libbpf import RunResult
+from tests.packet.fast_node import (
     CLIENT_MAC,
     FAR,
     NODE_MAC,
@@ -19,12 +22,9 @@ from fast_world import (
     taken,
     write_permits,
 )
-from scapy.packet import Packet
-from test_young_ends import close
-from test_young_flows import options, young
-from world import GO_ON, SHOT, World
-
-from pyebpf_proxy.datapath.loader.libbpf import RunResult
+from tests.packet.program_node import GO_ON, SHOT, World
+from tests.packet.test_young_ends import close
+from tests.packet.test_young_flows import options, young
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -25,9 +25,8 @@ from typing import Any
 
 import yaml
 
-from tests.ports import free_port
-
-from .reference import cache
+from tests.support.ports import free_port
+from tests.support.reference import cache
 
 ADMIN_TOKEN = "the-tests-own-administrator"
 SERVICE_RANGES = "10.96.0.0/16,fd00:10:96::/112"

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lab_tools import reasons, wait_until
-from talk import PORT, Talk, serve
-
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.lab_tools import reasons, wait_until
+from tests.support.talk import PORT, Talk, serve
 
 LIBERAL = "net.netfilter.nf_conntrack_tcp_be_liberal"
 ON = {"fastPathEntries": 4096}

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +22,10 @@ from pyebpf_proxy.lab.addresses import CLIENT, SERVICE_CIDR
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
 from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.scenario import Client
-from tests.faults import tables
-from tests.faults.tables import CannotBeMadeError
-from tests.faults.tables import has_program as has_program
-from tests.faults.tables import take_program_off as take_program_off
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import damage as tables
+from tests.support.damage import CannotBeMadeError
+from tests.support.damage import has_program as has_program
+from tests.support.damage import take_program_off as take_program_off
 
 
 @functools.cache

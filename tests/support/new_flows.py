@@ -13,12 +13,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from fast_lab import World
-from lab_tools import wait_until
-from talk import PORT
-
 from pyebpf_proxy.lab.cluster import Pod
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.fast_lab import World
+from tests.support.lab_tools import wait_until
+from tests.support.talk import PORT
 
 BOTH = ("tcp", "udp")
 #: Ports of each, none of which a socket gets by itself: a datagram from one that was used belongs to an older flow.

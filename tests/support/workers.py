@@ -64,7 +64,7 @@ class Controller:
     @pytest.hookimpl
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
         # A run without workers does without xdist, too.
-        from tests.scheduler import Modules
+        from tests.support.scheduler import Modules
 
         return Modules(config, log)
 

@@ -17,10 +17,8 @@ from pyebpf_proxy.cli import main
 from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.see import COMMANDS
 from pyebpf_proxy.see.reasons import MEANINGS, SLOW
-
-from .tool_module import tool
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+from tests.unit.tool_module import tool
 
 
 def test_every_command_is_known_to_the_front_door() -> None:

@@ -12,9 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons, wait_until
-from talk import PORT, Talk, serve
 
 from pyebpf_proxy.lab.addresses import CLIENT
 from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
@@ -22,6 +19,9 @@ from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.kernels.suites import THREE_CAPABILITIES
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.talk import PORT, Talk, serve
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from see_tools import answer
 
 from pyebpf_proxy.lab.cluster import Lab
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.see_tools import answer
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
 

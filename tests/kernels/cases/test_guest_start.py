@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons
 
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from tests.kernels.suites import THREE_CAPABILITIES
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import moved, reasons
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -25,8 +25,7 @@ from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.follower import Follower
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.plan import NodeConfig, plan
-
-from .conftest import Shell
+from tests.netns.attach.conftest import Shell
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
 

@@ -8,7 +8,7 @@ not coincide with a packet of the flow. Packets of one direction are handled one
 Functions, states and fields have the names of bpf/*.h, where a docstring names
 them; the test looks them up there, and the order of their accesses, too.
 
-    python tests/unit/life_cycle.py        everything at once: more than a million states
+    python -m tests.unit.bpf.life_cycle        everything at once: more than a million states
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 #: CLOCK_MONOTONIC, and CLOCK_BOOTTIME, which goes on while the machine sleeps: nobody can set either.
 NOT_TO_BE_SET = {"bpf_ktime_get_ns", "bpf_ktime_get_coarse_ns", "bpf_ktime_get_boot_ns"}
 

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+from tests import ROOT
+from tests.unit.bpf import life_cycle
 
-import life_cycle
-
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = Path(life_cycle.__file__)
 #: What is left out, for a search of some seconds, and how many states there are at least. life_cycle.py, started by
 #: itself, leaves out nothing and takes a minute.

@@ -6,15 +6,14 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pyebpf_proxy.cluster import objects
 from pyebpf_proxy.cluster.model import pod_of
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 OURS = {"key": objects.PARKED, "operator": "DoesNotExist"}
 THEIRS = {"key": "kubernetes.io/arch", "operator": "In", "values": ["amd64"]}
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from pyebpf_proxy import KUBERNETES_VERSION
+from tests import ROOT
 from tests.parity import ours, recordings
 from tests.parity.answer import Answer
 from tests.parity.case import Case
 from tests.parity.differences import DIFFERENCES, difference
 
 RELEASE, RECORDED = recordings.read()
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "differences.md"
+DOCUMENT = ROOT / "docs" / "differences.md"
 
 
 def shown(case: Case, theirs: Answer, answer: Answer) -> str:

@@ -24,8 +24,8 @@ from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.datapath_model import API_VERSION, KIND, DatapathConfiguration, Maps, without_effect
 from pyebpf_proxy.config.effective import Effective, effective
 from pyebpf_proxy.config.loader import ConfigError
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 HEADER = f"apiVersion: {API_VERSION}\nkind: {KIND}\n"
 
 

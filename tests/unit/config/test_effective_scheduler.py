@@ -14,8 +14,7 @@ from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.effective import Scheduler, effective
 from pyebpf_proxy.config.loader import ConfigError
 from pyebpf_proxy.datapath.loader.programs import SCHEDULERS
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
 
 
 def scheduler(*arguments: str) -> Scheduler | None:

@@ -6,15 +6,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from pyebpf_proxy.cluster.cli import parser as cluster_parser
 from pyebpf_proxy.commands import COMMANDS, command_parser
 from pyebpf_proxy.config.flags import parse
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("runbook.md", "troubleshooting.md", "migrating-from-kube-proxy.md", "deploy.md", "cluster.md")
 #: A line of a block, after its prompt, or a piece of inline code.
 WRITTEN = re.compile(r"^(?:# )?(pyebpf-proxy .*)$|`(pyebpf-proxy [^`]*)`|-- (pyebpf-proxy .*)$", re.MULTILINE)

@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from pyebpf_proxy.config.datapath_model import DatapathConfiguration, Maps
 from pyebpf_proxy.config.decode import fields_of
 from pyebpf_proxy.config.flag_table import FLAGS
 from pyebpf_proxy.config.model import KubeProxyConfiguration
 from pyebpf_proxy.config.writer import document
+from tests import ROOT
 from tests.parity import recordings
-
-from .tool_module import tool
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.unit.tool_module import tool
 
 
 def test_the_page_is_what_the_models_say() -> None:

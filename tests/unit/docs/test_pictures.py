@@ -9,9 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from .tool_module import tool
+from tests import ROOT
+from tests.unit.tool_module import tool
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = ROOT / "docs"
 SOURCES = sorted((DOCS / "pictures").glob("*.dot"))
 PICTURES = tool("pictures")
 COLOUR = re.compile(r'"(#[0-9a-fA-F]+)"')

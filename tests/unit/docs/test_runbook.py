@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,8 +11,8 @@ import yaml
 from pyebpf_proxy.servers.client_metrics import ClientMetrics
 from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
 from pyebpf_proxy.servers.numbers import text
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = "docs/runbook.md"
 SECTION = re.compile(r"^### (\w+)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 

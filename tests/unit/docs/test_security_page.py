@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 PAGE = (ROOT / "docs" / "security.md").read_text()
 
 

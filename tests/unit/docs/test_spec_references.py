@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_repository import ROOT, own_files, relative
+from tests.unit.repository.test_repository import ROOT, own_files, relative
 
 SPEC = ROOT / "docs" / "spec"
 PAGES = sorted(page.stem for page in SPEC.glob("*.md"))
@@ -25,7 +25,7 @@ NAMED = re.compile(rf"\b(?:spec/({'|'.join(PAGES)})|(service-semantics))\b")
 # Where a line ends within a reference, the next one begins with the sign of a comment.
 COMMENT = re.compile(r"\n[ \t]*(?:#:?|\*|//)?[ \t]*")
 #: This file's own examples do not resolve.
-EXCEPT = {"tests/unit/test_spec_references.py"}
+EXCEPT = {"tests/unit/docs/test_spec_references.py"}
 
 
 def headings(page: str) -> set[str]:

@@ -15,7 +15,7 @@ import pytest
 from pyebpf_proxy.kube import manifests
 from pyebpf_proxy.kube.manifests import ManifestSource
 from pyebpf_proxy.kube.source import Batch
-from tests.unit.manifest_watcher import Watcher, run, text
+from tests.unit.kube.manifest_watcher import Watcher, run, text
 
 
 def test_first_batch_is_complete(tmp_path: Path) -> None:

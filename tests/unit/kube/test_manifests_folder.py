@@ -16,7 +16,7 @@ from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.kube import manifests
 from pyebpf_proxy.kube.manifests import ManifestSource
 from pyebpf_proxy.kube.source import Batch
-from tests.unit.manifest_watcher import Watcher, run, text
+from tests.unit.kube.manifest_watcher import Watcher, run, text
 
 
 def swap(directory: Path, revision: str, files: dict[str, str]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 IDENTIFIERS = (
     "table_in_force",
@@ -41,10 +41,10 @@ BANNED = re.compile(r"(?<!\w)(?:" + "|".join(IDENTIFIERS) + r")(?!\w)|" + "|".jo
 EXEMPT = {
     "docs/glossary.md",
     "CHANGELOG.md",
-    "tests/unit/test_glossary.py",
+    "tests/unit/repository/test_glossary.py",
     "bpf/LICENSE.BSD-2-Clause",
     "pyebpf_proxy/config/datapath_config.py",
-    "tests/unit/test_datapath_config.py",
+    "tests/unit/config/test_datapath_config.py",
     "pyebpf_proxy/datapath/netfilter/host_rules.py",
 }
 MAP = re.compile(r'^\} (\w+) SEC\("\.maps"\)', re.MULTILINE)

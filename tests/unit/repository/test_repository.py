@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import shutil
 import subprocess
 import tomllib
@@ -13,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+from tests.changes import mutants as agent_mutants
+from tests.packet import mutants as packet_mutants
+
 GENERATED = {".git", ".venv", "build", "dist", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 # A name of a package host in the tree ties every build to it; mirrors are the machine's own configuration.
 # Written with classes of one letter, so that this file does not name them either.
@@ -232,12 +234,10 @@ def test_every_function_that_the_packet_page_names_exists() -> None:
 
 def test_every_mutant_changes_something() -> None:
     """They are run by hand: one that no longer fits would be found missing too late."""
-    mutants = runpy.run_path(str(ROOT / "tests" / "packet" / "mutants.py"))["MUTANTS"]
     sources = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[ch]")}
-    assert [name for name, (file, old, _) in mutants.items() if old not in sources[file]] == []
-    of_agent = runpy.run_path(str(ROOT / "tests" / "changes" / "mutants.py"))["MUTANTS"]
-    texts = {each.file: (ROOT / "pyebpf_proxy" / each.file).read_text() for each in of_agent.values()}
-    assert [name for name, each in of_agent.items() if each.there not in texts[each.file]] == []
+    assert [name for name, (file, old, _) in packet_mutants.MUTANTS.items() if old not in sources[file]] == []
+    texts = {each.file: (ROOT / "pyebpf_proxy" / each.file).read_text() for each in agent_mutants.MUTANTS.values()}
+    assert [name for name, each in agent_mutants.MUTANTS.items() if each.there not in texts[each.file]] == []
 
 
 def test_every_row_of_the_packet_page_names_who_decides() -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.see import COMMANDS
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PORTS = ("default/web:dns", "default/web:http")
 #: What is typed, and what is offered. Bash takes : for the end of a word, so there names have no ports.
 CASES = [

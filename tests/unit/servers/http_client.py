@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pyebpf_proxy.servers.http import Handler, Pool
 from pyebpf_proxy.servers.server import Server
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 
 class Answer(NamedTuple):

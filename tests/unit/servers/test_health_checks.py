@@ -17,8 +17,8 @@ from pyebpf_proxy.servers.health_checks import HealthCheckPorts, listen_addresse
 from pyebpf_proxy.servers.server import Server
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
 from pyebpf_proxy.services.model import IPFamily
-from tests.ports import free_port
-from tests.unit.http_client import answers, get, until
+from tests.support.ports import free_port
+from tests.unit.servers.http_client import answers, get, until
 
 V4, V6 = IPFamily.IPV4, IPFamily.IPV6
 S4, S6 = HealthCheckName("ns", "s", V4), HealthCheckName("ns", "s", V6)

@@ -16,8 +16,8 @@ from pyebpf_proxy.servers import connection as connections
 from pyebpf_proxy.servers import server as room
 from pyebpf_proxy.servers.http import Pool, Request, Response
 from pyebpf_proxy.servers.server import BindError, Server, listening_socket
-from tests.ports import free_port
-from tests.unit.http_client import answers, get, raw, serving, until
+from tests.support.ports import free_port
+from tests.unit.servers.http_client import answers, get, raw, serving, until
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 

@@ -13,7 +13,7 @@ import pytest
 
 from pyebpf_proxy.servers import http as bounds
 from pyebpf_proxy.servers.http import Pool, Request, Response, Source, Sources, address_key, is_own
-from tests.unit.http_client import get, serving, until
+from tests.unit.servers.http_client import get, serving, until
 
 
 def echo(request: Request) -> Response:

@@ -26,8 +26,8 @@ from pyebpf_proxy.servers.local import Local
 from pyebpf_proxy.servers.metrics import DatapathNumbers
 from pyebpf_proxy.servers.serving import Servers
 from pyebpf_proxy.services.planner import Planner, PlanSettings
-from tests.ports import free_port
-from tests.unit.http_client import answers, get, until
+from tests.support.ports import free_port
+from tests.unit.servers.http_client import answers, get, until
 
 
 class Events(list[tuple[object, ...]]):

@@ -17,8 +17,17 @@ from pyebpf_proxy.services import endpoints
 from pyebpf_proxy.services.addresses import format_address, format_address_port
 from pyebpf_proxy.services.model import Endpoint, IPFamily, Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.planner import Planner, PlanSettings
-
-from .planned import NODE, cluster, endpoint_slice, frontends, gone, name_of, node, service, service_cidr
+from tests.unit.services.planned import (
+    NODE,
+    cluster,
+    endpoint_slice,
+    frontends,
+    gone,
+    name_of,
+    node,
+    service,
+    service_cidr,
+)
 
 
 @pytest.fixture

@@ -10,8 +10,17 @@ from pyebpf_proxy.kube.objects import Node
 from pyebpf_proxy.kube.source import Change
 from pyebpf_proxy.services.losses import LINES, REFUSED, Loss
 from pyebpf_proxy.services.planner import Planner, PlanSettings
-
-from .planned import NODE, cluster, endpoint_slice, frontends, gone, name_of, node, service, service_cidr
+from tests.unit.services.planned import (
+    NODE,
+    cluster,
+    endpoint_slice,
+    frontends,
+    gone,
+    name_of,
+    node,
+    service,
+    service_cidr,
+)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 """Objects in, plan out: golden/NAME.yaml is what a person would write, golden/NAME.plan what is to be programmed.
 
 A rule that changes shows as a difference in a .plan file, which is read like any other change and, if it is meant,
-written with ``GOLDEN=write pytest tests/unit/test_services_golden.py``.
+written with ``GOLDEN=write pytest tests/unit/services/test_planner_golden.py``.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from pyebpf_proxy.services.frontends import MOST_EXTERNAL, MOST_PORTS, MOST_RANG
 from pyebpf_proxy.services.losses import OVER_LIMIT
 from pyebpf_proxy.services.model import FrontendKind
 from pyebpf_proxy.services.planner import Planner, PlanSettings
-
-from .planned import NODE, cluster, endpoint_slice, frontends, name_of, service
+from tests.unit.services.planned import NODE, cluster, endpoint_slice, frontends, name_of, service
 
 
 @pytest.fixture

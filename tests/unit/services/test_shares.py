@@ -16,8 +16,7 @@ from pyebpf_proxy.services.losses import OVER_LIMIT
 from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.planner import Planner, PlanSettings
 from pyebpf_proxy.services.shares import Limits
-
-from .planned import NODE, endpoint_slice, gone, service
+from tests.unit.services.planned import NODE, endpoint_slice, gone, service
 
 SMALL = Limits(ports=14, frontends=(28, 28), ranges=(7, 7), endpoints=(14, 14))
 VIP = {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}}

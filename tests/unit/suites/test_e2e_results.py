@@ -10,10 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import ROOT
 from tests.e2e import page, results, specs
 from tests.e2e.results import Spec
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def report(*specs: dict[str, object]) -> str:

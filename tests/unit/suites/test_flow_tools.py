@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.flows import sctp
 from tests.flows.differences import difference
 from tests.flows.flow import DROPPED, Flow, Seen
@@ -139,7 +140,7 @@ def test_an_answer_is_read_only_by_whom_it_is_for(family: int) -> None:
 
 def test_every_rule_names_flows_that_exist_and_every_scenario_shows_a_rule() -> None:
     """The table of docs/parity.md, by sections of spec/service-semantics."""
-    text = (Path(__file__).resolve().parents[2] / "docs" / "parity.md").read_text()
+    text = (ROOT / "docs" / "parity.md").read_text()
     rows = re.findall(r"^\| (§.+) \| (`.+`) \|$", text.partition("\n## Which flows show which rule\n")[2], re.MULTILINE)
     names: dict[str, set[str]] = {}
     for mode in MODES:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.kernels import __main__ as runner
 from tests.kernels import debian, guest, inside, report
 from tests.kernels.cpio import Archive
@@ -23,7 +24,6 @@ from tests.kernels.image import Kernel
 from tests.kernels.problem import KernelsError
 from tests.kernels.suites import Suite
 
-ROOT = Path(__file__).resolve().parents[2]
 KERNEL = Kernel("6.1", "6.1.0-1-cloud-amd64", Path("vmlinuz"), Path("modules.cpio"))
 
 

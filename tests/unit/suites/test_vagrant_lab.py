@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.vagrant.__main__ import _NEEDED, choose_driver
 from tests.vagrant.course import ENOUGH, asked, changed, edit, loaded, next_tree, summary
 from tests.vagrant.nodes import judge_console
 from tests.vagrant.problem import VagrantError
 
-ROOT = Path(__file__).resolve().parents[2]
 VAGRANT = ROOT / "vagrant"
 
 

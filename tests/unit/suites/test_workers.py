@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 CONFTEST = "from tests.conftest import pytest_configure, pytest_terminal_summary\n"
 INI = "[pytest]\nmarkers = alone: nobody else meanwhile\naddopts = --import-mode=importlib\n"
 COMMON = """

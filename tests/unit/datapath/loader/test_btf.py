@@ -24,8 +24,9 @@ from pyebpf_proxy.datapath.node import plan, xdp
 from pyebpf_proxy.see import drops
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePortName
 from pyebpf_proxy.trace import filters
+from tests import ROOT
 
-BPF = Path(__file__).parents[2] / "bpf"
+BPF = ROOT / "bpf"
 
 
 @pytest.fixture(scope="module")

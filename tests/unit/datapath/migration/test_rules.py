@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from ipaddress import ip_address
-from pathlib import Path
 
 import pytest
 
 from pyebpf_proxy.config.addresses import parse_cidr
 from pyebpf_proxy.datapath.migration.ipvs import SETS, VirtualServer, excluded, to_remove
 from pyebpf_proxy.datapath.migration.rules import is_ours_to_remove, plan
+from tests import ROOT
 
-RECORDED = Path(__file__).parents[1] / "netns" / "kube_proxy"
+RECORDED = ROOT / "tests" / "support" / "kube_proxy"
 BUILT_IN = ":PREROUTING ACCEPT [0:0]\n:POSTROUTING ACCEPT [0:0]\n"
 
 

@@ -29,8 +29,9 @@ from pyebpf_proxy.datapath.netlink.messages import (
 )
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.rtnetlink import NetlinkError, Rtnetlink
+from tests import ROOT
 
-PACKAGE = Path(__file__).parents[2] / "pyebpf_proxy"
+PACKAGE = ROOT / "pyebpf_proxy"
 SOURCE = Path(uapi.__file__).read_text()
 PROGRAM = """
 import sys

@@ -8,7 +8,6 @@ import json
 import struct
 import zlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +19,9 @@ from pyebpf_proxy.datapath.rulesets.expressions import expressions
 from pyebpf_proxy.datapath.rulesets.judge import judge
 from pyebpf_proxy.datapath.rulesets.model import Chain, Kind, Mark, Part, Rule, Rulesets, Table
 from pyebpf_proxy.datapath.rulesets.watch import Commits
+from tests import ROOT
 
-RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "recordings" / "rulesets.json").read_text())
+RECORDED: dict[str, Any] = json.loads((ROOT / "tests" / "unit" / "recordings" / "rulesets.json").read_text())
 
 
 def messages(texts: list[str]) -> list[bytes]:

@@ -27,8 +27,7 @@ from pyebpf_proxy.kube.api.environment import proxy_for
 from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.trouble import TroubleError
-
-from .scripted_api import QUICK, ScriptedApi
+from tests.support.scripted_api import QUICK, ScriptedApi
 
 CONTEXT = "current-context: a\ncontexts: [{name: a, context: {cluster: c, user: u}}]\n"
 SERVER = "clusters: [{name: c, cluster: {server: 'https://192.0.2.1:6443'}}]\n"

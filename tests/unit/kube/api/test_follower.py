@@ -15,8 +15,7 @@ from pyebpf_proxy.kube.api.follower import PART
 from pyebpf_proxy.kube.api.source import MOST_WAITING
 from pyebpf_proxy.servers.client_metrics import ClientMetrics
 from pyebpf_proxy.servers.numbers import Gauge
-
-from .scripted_api import QUICK, Exchange, Following, ScriptedApi, following, node, service, wait_until
+from tests.support.scripted_api import QUICK, Exchange, Following, ScriptedApi, following, node, service, wait_until
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from pyebpf_proxy.kube.api.limiter import Limiter
 from pyebpf_proxy.kube.api.observer import Silent
 from pyebpf_proxy.kube.api.recorder import EventRecorder
 from pyebpf_proxy.kube.events import About
-
-from .scripted_api import QUICK, Exchange, ScriptedApi, wait_until
+from tests.support.scripted_api import QUICK, Exchange, ScriptedApi, wait_until
 
 NODE = About("Node", "", "node1")
 
