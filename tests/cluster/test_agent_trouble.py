@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from pyebpf_proxy.lab.addresses import cluster_ip
-from tests.cluster.test_deploy_agent import Account
+from tests.cluster.account import Account
 from tests.cluster.world import BEGINNINGS, ENDS, HOSTS, World, expired
 from tests.deployment.node import wait_ready
 from tests.support.spoiling_proxy import Mode

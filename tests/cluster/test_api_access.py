@@ -13,7 +13,7 @@ import yaml
 
 from pyebpf_proxy.kube.api.access import in_cluster
 from pyebpf_proxy.kube.api.connect import find
-from tests.cluster.test_api_source import ACCOUNT, RULES, TIMING, node
+from tests.cluster.api_source import ACCOUNT, RULES, TIMING, node
 from tests.support.apiserver import ADMIN_TOKEN, ApiServer, Object, running
 from tests.support.scripted_api import Following
 

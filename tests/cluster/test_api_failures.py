@@ -15,7 +15,7 @@ import pytest
 
 from pyebpf_proxy.kube.api.connect import find
 from pyebpf_proxy.kube.api.observer import Silent
-from tests.cluster.test_api_source import ACCOUNT, RULES, TIMING, kubeconfig, node, server, service, slice_of
+from tests.cluster.api_source import ACCOUNT, RULES, TIMING, kubeconfig, node, server, service, slice_of
 from tests.support.apiserver import ApiServer
 from tests.support.scripted_api import Following
 from tests.support.spoiling_proxy import Mode, Proxy

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import ssl
 import subprocess
 import sys
 import time
@@ -26,12 +24,13 @@ from pyebpf_proxy.lab.addresses import POD_CIDR, cluster_ip
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from tests.cluster.account import Account
 from tests.deployment import manifests
 from tests.deployment.container import Container, die_with_parent
 from tests.deployment.manifests import DEPLOY, ROOT
 from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, use_folder, wait_ready
 from tests.support import kubeadm
-from tests.support.apiserver import ADMIN_TOKEN, ApiServer, Object
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer
 from tests.support.reference import cache
 from tests.support.relay import Relay
 
@@ -222,25 +221,6 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
 
 
 # ---- exactly these rights ----------------------------------------------------------------------------------------
-
-
-class Account:
-    """Requests with a token of the pod's ServiceAccount."""
-
-    def __init__(self, server: ApiServer) -> None:
-        self._url = server.url
-        self._token = server.token("pyebpf-proxy")
-        self._context = ssl.create_default_context(cafile=str(server.ca))
-
-    def status(self, method: str, path: str, body: Object | None = None, content: str = "application/json") -> int:
-        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": content}
-        data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(self._url + path, data, headers, method=method)
-        try:
-            with urllib.request.urlopen(request, context=self._context, timeout=30) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
 
 
 @pytest.fixture(scope="module")

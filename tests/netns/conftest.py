@@ -9,19 +9,10 @@ import pytest
 
 from pyebpf_proxy.lab.cluster import Lab
 from tests.support.fast_lab import FAR, Ask, World, asking, made
+from tests.support.fixtures import bpffs, family, protocol
 from tests.support.talk import Talk
 
-
-@pytest.fixture(params=(4, 6), ids=("ipv4", "ipv6"))
-def family(request: pytest.FixtureRequest) -> int:
-    value: int = request.param
-    return value
-
-
-@pytest.fixture(params=("tcp", "udp"))
-def protocol(request: pytest.FixtureRequest) -> str:
-    value: str = request.param
-    return value
+__all__ = ["bpffs", "family", "protocol"]
 
 
 @pytest.fixture

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from pyebpf_proxy.lab.addresses import Dual
-from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import node as node_object
+from tests.netns.init_only import run_init_only
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import wait_until
 
@@ -132,15 +131,3 @@ def test_init_only_is_refused_as_a_start_would_be(lab: Lab) -> None:
     assert ran.returncode == 1
     assert "kube-proxy configuration is incorrect" in ran.stderr.splitlines()[-1]
     assert "pyebpf-proxy" not in node.namespace.run("nft", "list", "tables")
-
-
-def run_init_only(node: Node, *arguments: str) -> subprocess.CompletedProcess[str]:
-    name, folders = node.agent.node_name, (node.agent.manifests, node.agent.directory)
-    program = [*command(), "--init-only", f"--hostname-override={name}", f"--manifests={folders[0]}", *arguments]
-    return subprocess.run(
-        ["ip", "netns", "exec", node.namespace.name, *program, f"--directory={folders[1]}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )

@@ -158,9 +158,9 @@ def _is_young(scene: Scene, own_port: int) -> bool:
 
 
 def _has_ended(own_port: int) -> bool:
-    from tests.netns.tcp_ends import _connections
+    from tests.netns.tcp_ends import connections
 
-    return not any(each.getsockname()[1] == own_port for each in _connections.values())
+    return not any(each.getsockname()[1] == own_port for each in connections.values())
 
 
 @pytest.mark.parametrize("what", ["RA", "FA", "S"])

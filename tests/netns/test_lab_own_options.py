@@ -18,7 +18,7 @@ from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.servers import Ports, start_servers
 from pyebpf_proxy.services.addresses import format_address_port
-from tests.netns.test_lab_life import ECHO, Transfers
+from tests.netns.transfers import ECHO, Transfers
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import wait_until
 from tests.support.see_tools import answer

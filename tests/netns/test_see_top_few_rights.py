@@ -20,8 +20,8 @@ from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.node.links import LOOK_SECONDS
 from pyebpf_proxy.datapath.node.mounts import tcx_directory
 from pyebpf_proxy.lab.cluster import Lab, Node
-from tests.netns.test_agent_ends import run_init_only
-from tests.netns.test_see_top import watching
+from tests.netns.init_only import run_init_only
+from tests.netns.top_tools import watching
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import wait_until
 

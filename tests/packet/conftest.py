@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,9 @@ from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.datapath.maps.writer import Writer
 from tests.packet.program_node import World
 from tests.packet.service_maps import SIZES, wipe
+from tests.support.fixtures import bpffs
+
+__all__ = ["bpffs"]
 
 
 @pytest.fixture(scope="module", params=[4, 6], ids=["IPv4", "IPv6"])
@@ -61,15 +62,3 @@ def loaded(kernel: Loaded) -> Iterator[Loaded]:
 @pytest.fixture
 def writer(loaded: Loaded) -> Writer:
     return Writer(loaded)
-
-
-@pytest.fixture
-def bpffs(tmp_path: Path) -> Iterator[Path]:
-    """A bpffs of the test's own."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    path = tmp_path / "bpf"
-    path.mkdir()
-    if libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, None):
-        raise OSError(ctypes.get_errno(), "mount bpffs")
-    yield path
-    libc.umount2(os.fsencode(path), 2)

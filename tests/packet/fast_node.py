@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scapy.layers.inet import IP, TCP, UDP
-from scapy.layers.inet6 import IPv6
+from scapy.layers.inet import IP, TCP, UDP, IPOption_NOP
+from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
 
 from pyebpf_proxy.datapath.loader.libbpf import Object, RunResult, SkBuff
+from tests.packet.compiled import build
 from tests.packet.program_node import GO_ON, NODE_MAC, PROTOCOLS, World
-from tests.packet.test_maps_libbpf import build
 
 REDIRECT = 7
 CLIENT_MAC = "02:00:00:00:0c:01"
@@ -375,3 +375,64 @@ def promote(world: World, key: bytes) -> int:
 
 def end(world: World, key: bytes) -> int:
     return world.object.programs["end_flow"].test_run(bytes(14) + key).retval
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "own address": {},
+    "masqueraded": {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "snat_port": 50000},
+    "a NodePort, endpoint here": {
+        "client": "client",
+        "frontend": "node",
+        "port": 30080,
+        "masquerade": "pod_gateway",
+        "snat_port": 50000,
+        "entrance": "nic",
+        "exit": "pods",
+    },
+    "hairpin": {"client": "remote", "masquerade": "pod_gateway", "exit": "pods", "snat_port": 50000},
+}
+
+
+def young(world: World, protocol: str = "tcp", **ends: Any) -> Flow:
+    flow = Flow(world, protocol, **ends)
+    flow.permit()
+    flow.open_young()
+    return flow
+
+
+def options(flow: Flow, **more: Any) -> Packet:
+    frame = flow.frame(**more)
+    if flow.world.family == 4:
+        frame[IP].options = [IPOption_NOP()] * 4
+        return frame
+    below = frame[IPv6].payload
+    frame[IPv6].remove_payload()
+    return frame / IPv6ExtHdrDestOpt() / below
+
+
+CONFIRM = 3
+
+
+def learned(world: World, protocol: str = "tcp", **ends: Any) -> Flow:
+    """Known, and confirmed both ways."""
+    flow = Flow(world, protocol, **ends)
+    flow.through(reply=True)
+    if not flow.entries():
+        flow.through(reply=True)
+    assert flow.entries() == [False, True], world.reasons()
+    for _ in range(10):
+        flow.through()
+        # A machine that stands still for 20 ms makes the record too old.
+        if flow.link()["mtu"]:
+            break
+    for reply in (False, True):
+        flow.write(reply, confirmed_until=now() + 3600 * SECOND)
+    wipe_reasons(world)
+    return flow
+
+
+def close(flow: Flow) -> None:
+    """FIN both ways, in sequence."""
+    flow.answer()
+    for reply, flags, seq, ack in ((False, "FA", 101, 501), (True, "FA", 501, 102), (False, "A", 102, 502)):
+        assert flow.run(reply, flow.frame(reply, flags=flags, size=0, seq=seq, ack=ack)).retval == REDIRECT

@@ -111,18 +111,18 @@ ARRAYS = {
 ARRAYS |= {"affinity_counts"}
 PER_CPU = {"counters", "last_refused", "recent_refusals", "flow_drafts", "tracing", "handovers", "dry_results"}
 PER_CPU |= {"recent_flows", "recent_next"}
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 #: The system call's number, and that of its command (include/uapi/linux/bpf.h).
 _BPF = 280 if platform.machine() == "aarch64" else 321
 _LOOKUP_AND_DELETE = 21
 
 
-def _u32(number: int) -> bytes:
+def u32(number: int) -> bytes:
     return number.to_bytes(4, sys.byteorder)
 
 
 def enter_namespace(fd: int) -> None:
-    if _libc.setns(fd, 0x40000000):
+    if libc.setns(fd, 0x40000000):
         raise OSError(ctypes.get_errno(), "setns")
 
 
@@ -147,7 +147,7 @@ class World:
     def __post_init__(self) -> None:
         self._index = 0 if self.family == 4 else 1
         self._home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        if _libc.unshare(0x40000000):
+        if libc.unshare(0x40000000):
             raise OSError(ctypes.get_errno(), "unshare")
         self._make_devices()
         self._loaded: dict[bytes, Object] = {}
@@ -214,7 +214,7 @@ class World:
             self.say_of_fast_path()
             for device in self.devices.values():
                 self.object.maps["devices"].update(
-                    _u32(device), self.object.btf.struct("node_device").pack(redirect=1, mtu=1500)
+                    u32(device), self.object.btf.struct("node_device").pack(redirect=1, mtu=1500)
                 )
         return self.object
 
@@ -248,18 +248,18 @@ class World:
             **changes,
         }
         value = self.object.btf.struct("xdp_device").pack(**values)
-        self.object.maps["xdp_devices"].update(_u32(self.devices[name]), value)
+        self.object.maps["xdp_devices"].update(u32(self.devices[name]), value)
 
     def _wipe(self) -> None:
         """Loading takes long (the verifier); tests share objects and begin with empty maps."""
         for name, of in self.object.maps.items():
             if name in ARRAYS:
-                keys = b"".join(_u32(i) for i in range(of.max_entries))
+                keys = b"".join(u32(i) for i in range(of.max_entries))
                 of.update_batch(keys, bytes(of.max_entries * of.value_size))
             elif name in PER_CPU:
                 size = len(of.lookup(bytes(4)) or b"")
                 for number in range(of.max_entries):
-                    of.update(_u32(number), bytes(size))
+                    of.update(u32(number), bytes(size))
             elif name == "promotions":
                 self.promotions()
             elif "." not in name and name != "decisions" and name not in STORAGE_MAPS:  # these cannot be listed
@@ -339,20 +339,20 @@ class World:
                 service=service,
                 local=int(name == "local"),
             )
-            maps[f"backends{self.family}"].update(_u32(self._next_id), backend)
+            maps[f"backends{self.family}"].update(u32(self._next_id), backend)
             for of in (0, service):
                 self.endpoint(name, of, target_port, protocol)
             self._next_id += 1
         first = self._next_slot
         # In the order of their addresses, as the writer has them.
         for name in [*sorted(cluster, key=self.packed), *sorted(local or [], key=self.packed)]:
-            maps["slots"].update(_u32(self._next_slot), _u32(self.backend_ids[name, service]) + bytes(4))
+            maps["slots"].update(u32(self._next_slot), u32(self.backend_ids[name, service]) + bytes(4))
             self._next_slot += 1
         table_id = self._next_id
         self._next_id += 1
         values = {"any_endpoints": int(bool(cluster or local)), "source_ranges": int(bool(ranges)), **table}
         maps["service_configs"].update(
-            _u32(table_id),
+            u32(table_id),
             btf.struct("service_config").pack(
                 service=service,
                 first_slot=first,
@@ -367,10 +367,10 @@ class World:
                 prefix_length=32 + network.prefixlen, table=table_id, address=network.network_address.packed
             )
             maps[f"source_ranges{self.family}"].update(key, b"\1\0\0\0")
-        maps["services"].update(_u32(service), _u32(table_id) + bytes(4))
+        maps["services"].update(u32(service), u32(table_id) + bytes(4))
         hints = maps["node_port_hints"]
-        word = int.from_bytes(hints.lookup(_u32(node_port // 64)) or b"", sys.byteorder) | 1 << node_port % 64
-        hints.update(_u32(node_port // 64), word.to_bytes(8, sys.byteorder))
+        word = int.from_bytes(hints.lookup(u32(node_port // 64)) or b"", sys.byteorder) | 1 << node_port % 64
+        hints.update(u32(node_port // 64), word.to_bytes(8, sys.byteorder))
         for name, kind in KINDS.items():
             address = bytes(4 if self.family == 4 else 16) if name == "node_port" else self.packed(name)
             key = btf.struct(f"frontend{self.family}_key").pack(
@@ -433,7 +433,7 @@ class World:
         of, found = self.object.maps["promotions"], []
         value = ctypes.create_string_buffer(of.value_size)
         attributes = struct.pack("=IIQQQ", of.fd, 0, 0, ctypes.addressof(value), 0)
-        while not _libc.syscall(_BPF, _LOOKUP_AND_DELETE, attributes, len(attributes)):
+        while not libc.syscall(_BPF, _LOOKUP_AND_DELETE, attributes, len(attributes)):
             found.append(value.raw)
         assert ctypes.get_errno() == errno.ENOENT
         return found
@@ -444,7 +444,7 @@ class World:
         found: Counter[str] = Counter()
         for reason, number in reasons(self.object.btf.enum).items():
             name = reason.upper()
-            values = self.object.maps["counters"].lookup_cpus(_u32(number))
+            values = self.object.maps["counters"].lookup_cpus(u32(number))
             total = sum(int.from_bytes(v, "little") for v in values or [])
             if total and name not in self._unasked:
                 found[name] = total
@@ -465,3 +465,29 @@ class World:
 
     def forget_flows(self) -> None:
         subprocess.run(["conntrack", "-F"], capture_output=True, check=True)
+
+
+def insert_entry(
+    world: World, protocol: str, source: str, destination: str, sport: int, dport: int, *extra: str, target: str = ""
+) -> None:
+    """An entry that somebody else made; with `target`, translated to that endpoint's port 8080."""
+    command = [
+        "conntrack",
+        "-I",
+        "-p",
+        protocol,
+        "-t",
+        "60",
+        "-s",
+        world.address(source),
+        "-d",
+        world.address(destination),
+    ]
+    command += ["--sport", str(sport), "--dport", str(dport)]
+    if target:
+        end = world.address(target)
+        command += ["-g", f"{end}:8080" if world.family == 4 else f"[{end}]:8080"]
+    else:
+        command += ["-r", world.address(destination), "-q", world.address(source)]
+        command += ["--reply-port-src", str(dport), "--reply-port-dst", str(sport)]
+    subprocess.run([*command, *extra], check=True, capture_output=True)

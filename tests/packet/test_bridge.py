@@ -9,8 +9,7 @@ from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
 
-from tests.packet.program_node import GO_ON, World
-from tests.packet.test_flows import insert_entry
+from tests.packet.program_node import GO_ON, World, insert_entry
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 BRIDGE_MAC = "02:00:00:00:00:be"

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from tests.packet.program_node import World, _u32
+from tests.packet.program_node import World, u32
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -111,9 +111,7 @@ def test_d15_clients_of_one_service_throw_out_none_of_another(world: World, sche
     assert [come(world, 81, number) for number in range(20)] == others, "they still have their endpoints"
     first = [come(world, 80, number) for number in range(32)]
     assert [come(world, 80, number) for number in range(32)] == first, "so have the first of the flooded service"
-    counts = [
-        int.from_bytes(world.object.maps["affinity_counts"].lookup(_u32(n)) or b"", sys.byteorder) for n in (1, 2)
-    ]
+    counts = [int.from_bytes(world.object.maps["affinity_counts"].lookup(u32(n)) or b"", sys.byteorder) for n in (1, 2)]
     assert counts == [32, 20], "clients that are known are not counted again"
 
 

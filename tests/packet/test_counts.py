@@ -16,8 +16,7 @@ from scapy.packet import Raw
 
 from pyebpf_proxy.datapath.loader.libbpf import Object, SkBuff
 from pyebpf_proxy.datapath.loader.programs import Settings
-from tests.packet.program_node import World
-from tests.packet.test_flows import insert_entry
+from tests.packet.program_node import World, insert_entry
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -3,39 +3,11 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
-from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PRIORITY_MIDSTREAM, World
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PRIORITY_MIDSTREAM, World, insert_entry
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
-
-
-def insert_entry(
-    world: World, protocol: str, source: str, destination: str, sport: int, dport: int, *extra: str, target: str = ""
-) -> None:
-    """An entry that somebody else made; with `target`, translated to that endpoint's port 8080."""
-    command = [
-        "conntrack",
-        "-I",
-        "-p",
-        protocol,
-        "-t",
-        "60",
-        "-s",
-        world.address(source),
-        "-d",
-        world.address(destination),
-    ]
-    command += ["--sport", str(sport), "--dport", str(dport)]
-    if target:
-        end = world.address(target)
-        command += ["-g", f"{end}:8080" if world.family == 4 else f"[{end}]:8080"]
-    else:
-        command += ["-r", world.address(destination), "-q", world.address(source)]
-        command += ["--reply-port-src", str(dport), "--reply-port-dst", str(sport)]
-    subprocess.run([*command, *extra], check=True, capture_output=True)
 
 
 def tag(world: World, source: str = "pod", protocol: str = "tcp", flags: str = "S") -> int:

@@ -11,6 +11,7 @@ from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet
 
 from tests.packet.fast_node import (
+    CONFIRM,
     FAR,
     NODE_MAC,
     REDIRECT,
@@ -19,42 +20,23 @@ from tests.packet.fast_node import (
     device,
     drop_records,
     fast_node,
+    learned,
     now,
     one_cpu,
+    options,
     permits,
     records,
     taken,
-    wipe_reasons,
 )
 from tests.packet.program_node import GO_ON, World
-from tests.packet.test_young_flows import options
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
-CONFIRM = 3
 
 
 @pytest.fixture
 def fast(node: World) -> Iterator[World]:
     with one_cpu():
         yield fast_node(node)
-
-
-def learned(world: World, protocol: str = "tcp", **ends: Any) -> Flow:
-    """Known, and confirmed both ways."""
-    flow = Flow(world, protocol, **ends)
-    flow.through(reply=True)
-    if not flow.entries():
-        flow.through(reply=True)
-    assert flow.entries() == [False, True], world.reasons()
-    for _ in range(10):
-        flow.through()
-        # A machine that stands still for 20 ms makes the record too old.
-        if flow.link()["mtu"]:
-            break
-    for reply in (False, True):
-        flow.write(reply, confirmed_until=now() + 3600 * SECOND)
-    wipe_reasons(world)
-    return flow
 
 
 MASQUERADED = {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "snat_port": 50000}

@@ -24,7 +24,7 @@ from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.see import flows, young
 from pyebpf_proxy.services.model import Protocol
 from tests.packet.fast_node import tag_of
-from tests.packet.program_node import _libc, enter_namespace
+from tests.packet.program_node import enter_namespace, libc
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -47,7 +47,7 @@ def loaded(bpf_objects: Path) -> Iterator[Loaded]:
 def namespace() -> Iterator[None]:
     """An empty connection table."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    assert _libc.unshare(0x40000000) == 0
+    assert libc.unshare(0x40000000) == 0
     yield
     enter_namespace(home)
     os.close(home)

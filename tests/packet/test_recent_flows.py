@@ -7,10 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.packet.fast_node import REDIRECT, Flow, count_of_young, device, fast_node, one_cpu, undisturbed, wipe_reasons
+from tests.packet.fast_node import (
+    REDIRECT,
+    Flow,
+    close,
+    count_of_young,
+    device,
+    fast_node,
+    one_cpu,
+    undisturbed,
+    wipe_reasons,
+    young,
+)
 from tests.packet.program_node import World
-from tests.packet.test_young_ends import close
-from tests.packet.test_young_flows import young
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

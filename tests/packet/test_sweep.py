@@ -10,22 +10,24 @@ from collections.abc import Iterator
 import pytest
 
 from tests.packet.fast_node import (
+    CONFIRM,
     REDIRECT,
+    WAYS,
     Flow,
     count_of_young,
     device,
     end,
     fast_node,
+    learned,
     one_cpu,
     promote,
     sweep,
     tag_of,
     undisturbed,
     wipe_reasons,
+    young,
 )
 from tests.packet.program_node import GO_ON, World
-from tests.packet.test_kernel_flows import CONFIRM, learned
-from tests.packet.test_young_flows import WAYS, young
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 QUOTA = 8

@@ -12,10 +12,21 @@ from scapy.layers.l2 import Ether
 from scapy.packet import Packet
 
 from pyebpf_proxy.datapath.loader.libbpf import RunResult
-from tests.packet.fast_node import FAR, REDIRECT, SECOND, Flow, device, fast_node, now, one_cpu, records, wipe_reasons
+from tests.packet.fast_node import (
+    FAR,
+    REDIRECT,
+    SECOND,
+    Flow,
+    device,
+    fast_node,
+    learned,
+    now,
+    one_cpu,
+    records,
+    wipe_reasons,
+    young,
+)
 from tests.packet.program_node import GO_ON, SHOT, XDP_PASS, XDP_REDIRECT, XDP_TX, World
-from tests.packet.test_kernel_flows import learned
-from tests.packet.test_young_flows import young
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

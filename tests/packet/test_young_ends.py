@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.packet.fast_node import REDIRECT, Flow, count_of_young, fast_node, one_cpu
+from tests.packet.fast_node import REDIRECT, Flow, close, count_of_young, fast_node, one_cpu, young
 from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, World
-from tests.packet.test_young_flows import young
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -73,13 +72,6 @@ def test_a_syn_of_the_endpoint_after_the_end_is_counted_for_the_client(fast: Wor
     assert (found.retval, found.data) == (GO_ON, bytes(frame))
     assert (flow.entries(), other.entries()) == ([], [False, True])
     assert (count_of_young(fast, "pods"), count_of_young(fast, "nic")) == (1, 0)
-
-
-def close(flow: Flow) -> None:
-    """FIN both ways, in sequence."""
-    flow.answer()
-    for reply, flags, seq, ack in ((False, "FA", 101, 501), (True, "FA", 501, 102), (False, "A", 102, 502)):
-        assert flow.run(reply, flow.frame(reply, flags=flags, size=0, seq=seq, ack=ack)).retval == REDIRECT
 
 
 def test_a_connection_that_both_have_closed_makes_room_for_the_next(fast: World) -> None:

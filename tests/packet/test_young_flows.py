@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from scapy.layers.inet import IP, UDP, IPOption_NOP
-from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt, IPv6ExtHdrFragment
+from scapy.layers.inet import IP, UDP
+from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
 
@@ -18,13 +18,16 @@ from tests.packet.fast_node import (
     NODE_MAC,
     REDIRECT,
     SNAT_PORTS,
+    WAYS,
     Flow,
     count_of_young,
     fast_node,
     one_cpu,
+    options,
     records,
     wipe_reasons,
     write_permits,
+    young,
 )
 from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, SHOT, SIZES, World
 
@@ -35,29 +38,6 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 def fast(node: World) -> Iterator[World]:
     with one_cpu():
         yield fast_node(node)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "own address": {},
-    "masqueraded": {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "snat_port": 50000},
-    "a NodePort, endpoint here": {
-        "client": "client",
-        "frontend": "node",
-        "port": 30080,
-        "masquerade": "pod_gateway",
-        "snat_port": 50000,
-        "entrance": "nic",
-        "exit": "pods",
-    },
-    "hairpin": {"client": "remote", "masquerade": "pod_gateway", "exit": "pods", "snat_port": 50000},
-}
-
-
-def young(world: World, protocol: str = "tcp", **ends: Any) -> Flow:
-    flow = Flow(world, protocol, **ends)
-    flow.permit()
-    flow.open_young()
-    return flow
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
@@ -215,16 +195,6 @@ def test_the_table_is_full(fast: World) -> None:
     assert reasons["SLOW_TABLE_FULL"] == SIZES["flows"] - made
     assert Flow(fast, sport=sport).entries() == [], "nothing is left of what had no room"
     assert count_of_young(fast, "pods") == made
-
-
-def options(flow: Flow, **more: Any) -> Packet:
-    frame = flow.frame(**more)
-    if flow.world.family == 4:
-        frame[IP].options = [IPOption_NOP()] * 4
-        return frame
-    below = frame[IPv6].payload
-    frame[IPv6].remove_payload()
-    return frame / IPv6ExtHdrDestOpt() / below
 
 
 def tagged(flow: Flow, **more: Any) -> Packet:

@@ -15,16 +15,17 @@ from tests.packet.fast_node import (
     NODE_MAC,
     REDIRECT,
     Flow,
+    close,
     count_of_young,
     drop_records,
     fast_node,
     one_cpu,
+    options,
     taken,
     write_permits,
+    young,
 )
 from tests.packet.program_node import GO_ON, SHOT, World
-from tests.packet.test_young_ends import close
-from tests.packet.test_young_flows import options, young
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.netns.conftest import family, protocol
+from tests.support.fixtures import family, protocol
 
 __all__ = ["family", "needs_module", "protocol"]
 

@@ -22,8 +22,8 @@ from pyebpf_proxy.datapath.node import tc
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.mounts import tcx_directory
 from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_NONE, REDIRECT_PEER, NodeConfig
-from tests.netns.attach.conftest import Shell
-from tests.netns.attach.test_attach_links import carried, follow
+from tests.netns.attach.devices import carried, follow
+from tests.netns.attach.router import Shell
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
 

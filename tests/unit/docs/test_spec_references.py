@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.repository.test_repository import ROOT, own_files, relative
+from tests import ROOT
+from tests.unit.repository.files import own_files, relative
 
 SPEC = ROOT / "docs" / "spec"
 PAGES = sorted(page.stem for page in SPEC.glob("*.md"))

@@ -15,8 +15,8 @@ import pytest
 from tests import ROOT
 from tests.changes import mutants as agent_mutants
 from tests.packet import mutants as packet_mutants
+from tests.unit.repository.files import own_files, relative
 
-GENERATED = {".git", ".venv", "build", "dist", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 # A name of a package host in the tree ties every build to it; mirrors are the machine's own configuration.
 # Written with classes of one letter, so that this file does not name them either.
 PACKAGE_HOST = re.compile(
@@ -29,21 +29,6 @@ HEADING = "## The decision table as it is implemented"
 NAMED = re.compile(r"`(\w+)\(\)`")
 DEFINED_IN_C = re.compile(r"^(?:[a-z_]\w*[ \t*]+)+(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
 DEFINED_IN_PYTHON = re.compile(r"^ *(?:async )?def (\w+)\(", re.MULTILINE)
-
-
-def own_files(*suffixes: str) -> list[Path]:
-    """Files people write, by suffix (all for none); generated folders left out."""
-    return sorted(
-        path
-        for path in ROOT.rglob("*")
-        if path.is_file()
-        and not GENERATED.intersection(path.relative_to(ROOT).parts)
-        and (not suffixes or path.suffix in suffixes)
-    )
-
-
-def relative(path: Path) -> str:
-    return str(path.relative_to(ROOT))
 
 
 def test_every_source_file_names_its_licence() -> None:
