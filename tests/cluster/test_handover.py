@@ -29,7 +29,7 @@ from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace, die_with_parent
 from pyebpf_proxy.lab.servers import Ports
 from tests.support.apiserver import ADMIN_TOKEN, ApiServer
-from tests.support.fast_lab import ON, World, asking
+from tests.support.fast_lab import ON, FastWorld, asking
 from tests.support.lab_tools import wait_until
 from tests.support.new_flows import BOTH, NewFlows, entries, fast_ones, flowing
 from tests.support.reference import kube_proxy
@@ -60,7 +60,7 @@ def server() -> Iterator[ApiServer]:
 class Place:
     """A node with two endpoints and a client, and the real kube-proxy when it is wanted."""
 
-    world: World
+    world: FastWorld
     mode: str
     folder: Path
     server: ApiServer
@@ -144,7 +144,7 @@ def place(request: pytest.FixtureRequest, server: ApiServer, tmp_path: Path) -> 
         lab.write("nodes.yaml", [known])
         lab.write("two.yaml", objects)
         with Relay(only.namespace.path, server.port):
-            made = Place(World(lab, client, near, far), request.param, tmp_path, server)
+            made = Place(FastWorld(lab, client, near, far), request.param, tmp_path, server)
             try:
                 yield made
             finally:
@@ -225,7 +225,7 @@ class Traffic:
 
 
 @contextlib.contextmanager
-def traffic(world: World) -> Iterator[Traffic]:
+def traffic(world: FastWorld) -> Iterator[Traffic]:
     """Of a pod through the ClusterIP, and from outside through the NodePort."""
     pod, outside = world.client.namespace, world.lab.client
     places = [(pod, ADDRESS, PORT), (outside, world.node.address, 30007)]

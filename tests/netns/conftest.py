@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pyebpf_proxy.lab.cluster import Lab
-from tests.support.fast_lab import FAR, Ask, World, asking, made
+from tests.support.fast_lab import FAR, Ask, FastWorld, asking, made
 from tests.support.fixtures import bpffs, family, protocol
 from tests.support.talk import Talk
 
@@ -23,7 +23,7 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="module")
-def fast_world() -> Iterator[World]:
+def fast_world() -> Iterator[FastWorld]:
     """The module's lab with the fast path on."""
     with Lab() as lab:
         yield made(lab)
@@ -37,7 +37,7 @@ def ask() -> Iterator[Ask]:
 
 
 @pytest.fixture
-def far(fast_world: World, ask: Ask) -> Talk:
+def far(fast_world: FastWorld, ask: Ask) -> Talk:
     """A connection of the pod with the other node's pod, by the cache."""
     talk = ask(fast_world.client.namespace, FAR.v4)
     fast_world.fast(talk)

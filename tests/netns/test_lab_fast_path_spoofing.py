@@ -18,7 +18,7 @@ from pyebpf_proxy.lab.cluster import Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.netns.tcp_ends import End, converse
-from tests.support.fast_lab import Ask, World
+from tests.support.fast_lab import Ask, FastWorld
 from tests.support.lab_tools import Capture, wait_until
 from tests.support.new_flows import BOTH, NewFlows, entries, fast_ones, flowing
 from tests.support.talk import PORT
@@ -34,7 +34,7 @@ _own_ports = itertools.count(22_000)
 class Scene:
     """``attacker``: a pod of the same node. ``outside``: a host between the outside client and the node."""
 
-    world: World
+    world: FastWorld
     attacker: Pod
 
     @property
@@ -60,7 +60,7 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(fast_world: World) -> Scene:
+def scene(fast_world: FastWorld) -> Scene:
     near = fast_world.near
     End(near.namespace).listen(OWN_PORT)
     ports = [Port("tcp", OWN_PORT, OWN_PORT, "TCP", NODE_PORT)]

@@ -10,7 +10,7 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.datapath.maps.writer import Writer
-from tests.packet.program_node import World
+from tests.packet.program_node import ProgramNode
 from tests.packet.service_maps import SIZES, wipe
 from tests.support.fixtures import bpffs
 
@@ -18,14 +18,14 @@ __all__ = ["bpffs"]
 
 
 @pytest.fixture(scope="module", params=[4, 6], ids=["IPv4", "IPv6"])
-def node(request: pytest.FixtureRequest) -> Iterator[World]:
-    world = World(request.param)
+def node(request: pytest.FixtureRequest) -> Iterator[ProgramNode]:
+    world = ProgramNode(request.param)
     yield world
     world.close()
 
 
 @pytest.fixture
-def world(node: World) -> World:
+def world(node: ProgramNode) -> ProgramNode:
     """The slow path alone, a detector by CIDR."""
     node.forget_flows()
     node.settings = {}
@@ -34,7 +34,7 @@ def world(node: World) -> World:
 
 
 @pytest.fixture(params=["tc", "xdp"])
-def hooks(request: pytest.FixtureRequest, node: World) -> World:
+def hooks(request: pytest.FixtureRequest, node: ProgramNode) -> ProgramNode:
     """tc alone, and XDP before tc: for what must not depend on the hook."""
     node.forget_flows()
     node.settings = {"xdp": 1} if request.param == "xdp" else {}

@@ -26,7 +26,7 @@ from scapy.packet import Packet, Raw
 
 from pyebpf_proxy.datapath.loader.libbpf import Object, RunResult, SkBuff
 from tests.packet.compiled import build
-from tests.packet.program_node import GO_ON, NODE_MAC, PROTOCOLS, World
+from tests.packet.program_node import GO_ON, NODE_MAC, PROTOCOLS, ProgramNode
 
 REDIRECT = 7
 CLIENT_MAC = "02:00:00:00:0c:01"
@@ -98,12 +98,12 @@ def undisturbed() -> Iterator[None]:
         os.sched_setscheduler(0, *before)
 
 
-def device(world: World, name: str, **changes: Any) -> None:
+def device(world: ProgramNode, name: str, **changes: Any) -> None:
     value = world.object.btf.struct("node_device").pack(**{"redirect": 1, "mtu": 1500, **changes})
     world.object.maps["devices"].update(world.devices[name].to_bytes(4, "little"), value)
 
 
-def fast_node(world: World, **settings: Any) -> World:
+def fast_node(world: ProgramNode, **settings: Any) -> ProgramNode:
     """As the agent would leave it: devices known, itself alive; a service of each protocol, and no flow yet."""
     world.forget_flows()
     world.settings = {}
@@ -121,7 +121,7 @@ def fast_node(world: World, **settings: Any) -> World:
 class Flow:
     """A connection of a pod with ``cluster_ip``, whose endpoint is ``remote`` unless told otherwise."""
 
-    world: World
+    world: ProgramNode
     protocol: str = "tcp"
     client: str = "pod"
     frontend: str = "cluster_ip"
@@ -307,14 +307,14 @@ class Flow:
 # ---- maps ------------------------------------------------------------------------------------------
 
 
-def wipe_reasons(world: World) -> None:
+def wipe_reasons(world: ProgramNode) -> None:
     reasons = world.object.maps["counters"]
     for number in range(reasons.max_entries):
         key = number.to_bytes(4, "little")
         reasons.update(key, b"".join(bytes(len(v)) for v in reasons.lookup_cpus(key) or []))
 
 
-def records(world: World) -> list[dict[str, Any]]:
+def records(world: ProgramNode) -> list[dict[str, Any]]:
     """What ingress has handed over, and nobody has looked at."""
     of, layout = world.object.maps["handovers"], world.object.btf.struct("handover")
     found = []
@@ -323,14 +323,14 @@ def records(world: World) -> list[dict[str, Any]]:
     return [record for record in found if record["number"]]
 
 
-def taken(world: World) -> dict[str, Any]:
+def taken(world: ProgramNode) -> dict[str, Any]:
     """The one record; {}: there is none."""
     found = records(world)
     assert len(found) <= 1
     return found[0] if found else {}
 
 
-def write_record(world: World, which: int, **fields: Any) -> None:
+def write_record(world: ProgramNode, which: int, **fields: Any) -> None:
     of, layout = world.object.maps["handovers"], world.object.btf.struct("handover")
     key = (which % of.max_entries).to_bytes(4, "little")
     values = []
@@ -340,40 +340,40 @@ def write_record(world: World, which: int, **fields: Any) -> None:
     of.update(key, b"".join(values))
 
 
-def drop_records(world: World) -> None:
+def drop_records(world: ProgramNode) -> None:
     for record in records(world):
         write_record(world, record["number"], number=0)
 
 
-def permits(world: World) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def permits(world: ProgramNode) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     btf = world.object.btf
     items = list(world.object.maps["permits"].items())
     return [(dict(btf.struct("permit_key").unpack(k)), dict(btf.struct("permit").unpack(v))) for k, v in items]
 
 
-def write_permits(world: World, **fields: Any) -> None:
+def write_permits(world: ProgramNode, **fields: Any) -> None:
     layout = world.object.btf.struct("permit")
     for key, value in list(world.object.maps["permits"].items()):
         world.object.maps["permits"].update(key, layout.pack(**{**layout.unpack(value), **fields}))
 
 
-def count_of_young(world: World, name: str) -> int:
+def count_of_young(world: ProgramNode, name: str) -> int:
     value = world.object.maps["young_counts"].lookup(world.devices[name].to_bytes(4, "little"))
     return int.from_bytes(value or b"", "little")
 
 
-def sweep(world: World) -> dict[str, int]:
+def sweep(world: ProgramNode) -> dict[str, int]:
     """As the agent runs it; what it found."""
     world.object.programs["sweep_flows"].test_run(bytes(64))
     value = world.object.maps["sweep_results"].lookup(bytes(4)) or b""
     return dict(world.object.btf.struct("sweep_result").unpack(value))  # type: ignore[arg-type]
 
 
-def promote(world: World, key: bytes) -> int:
+def promote(world: ProgramNode, key: bytes) -> int:
     return world.object.programs["promote_flow"].test_run(bytes(14) + key).retval
 
 
-def end(world: World, key: bytes) -> int:
+def end(world: ProgramNode, key: bytes) -> int:
     return world.object.programs["end_flow"].test_run(bytes(14) + key).retval
 
 
@@ -393,7 +393,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def young(world: World, protocol: str = "tcp", **ends: Any) -> Flow:
+def young(world: ProgramNode, protocol: str = "tcp", **ends: Any) -> Flow:
     flow = Flow(world, protocol, **ends)
     flow.permit()
     flow.open_young()
@@ -413,7 +413,7 @@ def options(flow: Flow, **more: Any) -> Packet:
 CONFIRM = 3
 
 
-def learned(world: World, protocol: str = "tcp", **ends: Any) -> Flow:
+def learned(world: ProgramNode, protocol: str = "tcp", **ends: Any) -> Flow:
     """Known, and confirmed both ways."""
     flow = Flow(world, protocol, **ends)
     flow.through(reply=True)

@@ -138,7 +138,7 @@ class Flow:
 
 
 @dataclass
-class World:
+class ProgramNode:
     """One namespace, one family at a time, one loaded object."""
 
     family: int
@@ -468,7 +468,14 @@ class World:
 
 
 def insert_entry(
-    world: World, protocol: str, source: str, destination: str, sport: int, dport: int, *extra: str, target: str = ""
+    world: ProgramNode,
+    protocol: str,
+    source: str,
+    destination: str,
+    sport: int,
+    dport: int,
+    *extra: str,
+    target: str = "",
 ) -> None:
     """An entry that somebody else made; with `target`, translated to that endpoint's port 8080."""
     command = [

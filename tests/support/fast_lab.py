@@ -7,15 +7,15 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from pyebpf_proxy.lab.addresses import cluster_ip
-from pyebpf_proxy.lab.cluster import Lab, Node, Pod
+from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.support.lab_tools import reasons, wait_until
 from tests.support.talk import PORT, Talk, serve
+from tests.support.world import World
 
 LIBERAL = "net.netfilter.nf_conntrack_tcp_be_liberal"
 ON = {"fastPathEntries": 4096}
@@ -24,18 +24,12 @@ FAR, NEAR = cluster_ip(7), cluster_ip(8)
 Ask = Callable[..., Talk]
 
 
-@dataclass
-class World:
+class FastWorld(World):
     """Two nodes; ``client`` is a pod of the first, as ``near``; ``far`` is one of the second."""
 
-    lab: Lab
-    client: Pod
-    near: Pod
-    far: Pod
-
-    @property
-    def node(self) -> Node:
-        return self.lab.nodes[0]
+    def __init__(self, lab: Lab, client: Pod, near: Pod, far: Pod) -> None:
+        super().__init__(lab)
+        self.client, self.near, self.far = client, near, far
 
     def count(self, name: str) -> int:
         return reasons(self.node)[name]
@@ -47,9 +41,9 @@ class World:
         wait_until(lambda: self.count("flow_hit") > before + 10, "packets sent by the cache", 60.0)
 
 
-def made(lab: Lab, own: dict[str, Any] = ON) -> World:
+def made(lab: Lab, own: dict[str, Any] = ON) -> FastWorld:
     first, second = lab.nodes
-    world = World(
+    world = FastWorld(
         lab,
         lab.add_pod("client-pod", first, serve=False),
         lab.add_pod("near", first, serve=False),

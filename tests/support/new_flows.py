@@ -15,7 +15,7 @@ from typing import Any
 
 from pyebpf_proxy.lab.cluster import Pod
 from pyebpf_proxy.lab.namespace import Namespace
-from tests.support.fast_lab import World
+from tests.support.fast_lab import FastWorld
 from tests.support.lab_tools import wait_until
 from tests.support.talk import PORT
 
@@ -107,7 +107,7 @@ def flowing(*flows: NewFlows) -> Iterator[None]:
             each.end()
 
 
-def fast_ones(world: World, *flows: NewFlows) -> None:
+def fast_ones(world: FastWorld, *flows: NewFlows) -> None:
     """Each of them is answered, and new flows are opened by the flow table."""
     for each in flows:
         each.wait_answered()
@@ -140,7 +140,7 @@ class Arrivals:
         return int(next(each["counter"]["packets"] for each in listed["nftables"] if "counter" in each))
 
 
-def entries(world: World) -> list[dict[str, Any]]:
+def entries(world: FastWorld) -> list[dict[str, Any]]:
     """All of the flow table: ports of the key, and what tests ask of the value."""
     text = world.node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(world.node.agent.pin("flows")))
     found = []

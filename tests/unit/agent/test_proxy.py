@@ -149,7 +149,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-class World:
+class RecordedAgent:
     def __init__(self) -> None:
         self.datapath = Recorder()
         self.metrics = Counter()
@@ -179,82 +179,82 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def agent() -> RecordedAgent:
+    return RecordedAgent()
 
 
-def test_nothing_is_programmed_before_everything_has_been_listed(world: World) -> None:
+def test_nothing_is_programmed_before_everything_has_been_listed(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([change("a")], complete=False))
         await asyncio.sleep(0.05)
-        assert world.datapath.calls == []
-        assert world.metrics.asked == 0
+        assert agent.datapath.calls == []
+        assert agent.metrics.asked == 0
         deliver(Batch([change("b")], complete=True))
-        await until(lambda: bool(world.datapath.calls))
+        await until(lambda: bool(agent.datapath.calls))
 
-    world.run(play, settings())
-    assert world.datapath.calls[0] == ("start", ["a", "b"])
-    assert world.datapath.order == ["b", "a"], "the order of the planner, not that of the lists"
-    assert world.metrics.changes == world.metrics.planned_ports == 2
-    assert world.metrics.complete == [False, True]
-    assert world.metrics.syncs == [True]
+    agent.run(play, settings())
+    assert agent.datapath.calls[0] == ("start", ["a", "b"])
+    assert agent.datapath.order == ["b", "a"], "the order of the planner, not that of the lists"
+    assert agent.metrics.changes == agent.metrics.planned_ports == 2
+    assert agent.metrics.complete == [False, True]
+    assert agent.metrics.syncs == [True]
 
 
-def test_an_empty_folder_is_a_complete_list_too(world: World) -> None:
+def test_an_empty_folder_is_a_complete_list_too(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))
-        await until(lambda: bool(world.datapath.calls))
+        await until(lambda: bool(agent.datapath.calls))
 
-    world.run(play, settings())
-    assert world.datapath.calls[0] == ("start", [])
+    agent.run(play, settings())
+    assert agent.datapath.calls[0] == ("start", [])
 
 
-def test_changes_inside_the_minimum_period_are_one_sync(world: World) -> None:
+def test_changes_inside_the_minimum_period_are_one_sync(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([change("a")], complete=True))
-        await until(lambda: bool(world.datapath.calls))
+        await until(lambda: bool(agent.datapath.calls))
         for letter in "bcd":
             deliver(Batch([change(letter)], complete=True))
             await asyncio.sleep(0)
         deliver(Batch([change("b", gone=True)], complete=True))
-        await until(lambda: bool(world.applied()))
+        await until(lambda: bool(agent.applied()))
 
     # Long beside what a busy machine may take from one to the other.
-    world.run(play, settings(minimum="400ms", retry="5000ms"))
-    assert world.applied() == [["-b", "c", "d"]]
+    agent.run(play, settings(minimum="400ms", retry="5000ms"))
+    assert agent.applied() == [["-b", "c", "d"]]
 
 
-def test_after_a_failed_sync_everything_is_compared_again(world: World) -> None:
+def test_after_a_failed_sync_everything_is_compared_again(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([change("a")], complete=True))
-        await until(lambda: bool(world.datapath.calls))
-        world.datapath.failures = 2
+        await until(lambda: bool(agent.datapath.calls))
+        agent.datapath.failures = 2
         deliver(Batch([change("b")], complete=True))
-        await until(lambda: bool(world.applied()))
+        await until(lambda: bool(agent.applied()))
         deliver(Batch([change("c")], complete=True))
-        await until(lambda: len(world.applied()) == 2)
+        await until(lambda: len(agent.applied()) == 2)
 
-    world.run(play, settings(retry="20ms"))
-    calls = [call for call in world.datapath.calls if call[0].startswith("apply")]
+    agent.run(play, settings(retry="20ms"))
+    calls = [call for call in agent.datapath.calls if call[0].startswith("apply")]
     assert calls == [("apply all", ["a", "b"]), ("apply", ["c"])]
-    assert world.metrics.syncs == [True, False, False, True, True]
-    assert world.metrics.full == [True, False, True, True, False]
+    assert agent.metrics.syncs == [True, False, False, True, True]
+    assert agent.metrics.full == [True, False, True, True, False]
 
 
-def test_what_fails_at_the_start_ends_the_agent_with_the_reason(world: World) -> None:
-    world.datapath.fail_start = True
+def test_what_fails_at_the_start_ends_the_agent_with_the_reason(agent: RecordedAgent) -> None:
+    agent.datapath.fail_start = True
 
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))
         await asyncio.sleep(5)
 
     with pytest.raises(FatalError, match="no bpffs; mount one"):
-        world.run(play, settings())
+        agent.run(play, settings())
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_cycles_are_not_searched_for_while_everything_is_made(
-    world: World, monkeypatch: pytest.MonkeyPatch, fails: bool
+    agent: RecordedAgent, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     searched: list[tuple[str, bool]] = []
 
@@ -268,117 +268,117 @@ def test_cycles_are_not_searched_for_while_everything_is_made(
         monkeypatch.setattr(owner, method, note)
 
     noting(Names, "update")
-    noting(world.datapath, "start")
-    noting(world.datapath, "apply")
+    noting(agent.datapath, "start")
+    noting(agent.datapath, "apply")
     noting(gc, "freeze")
-    world.datapath.fail_start = fails
+    agent.datapath.fail_start = fails
 
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([change("a")], complete=True))
-        await until(lambda: bool(world.datapath.calls))
+        await until(lambda: bool(agent.datapath.calls))
         deliver(Batch([change("b")], complete=True))
-        await until(lambda: bool(world.applied()))
+        await until(lambda: bool(agent.applied()))
 
     assert gc.isenabled()
     with pytest.raises(FatalError) if fails else nullcontext():
-        world.run(play, settings())
+        agent.run(play, settings())
     assert gc.isenabled()
     first = [("update", False), ("start", False)]
     later = [("freeze", False), ("update", True), ("apply", True)]
     assert searched == first + ([] if fails else later)
 
 
-def test_other_nodes_reach_the_data_plane_before_the_changes_that_came_with_them(world: World) -> None:
+def test_other_nodes_reach_the_data_plane_before_the_changes_that_came_with_them(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))
-        await until(lambda: bool(world.datapath.calls))
-        world.facts = NodeFacts(node_addresses=frozenset([b"\n\0\0\1"]))
+        await until(lambda: bool(agent.datapath.calls))
+        agent.facts = NodeFacts(node_addresses=frozenset([b"\n\0\0\1"]))
         deliver(Batch([change("a")], complete=True))
-        await until(lambda: bool(world.applied()))
+        await until(lambda: bool(agent.applied()))
 
-    world.run(play, settings())
-    calls = [call for call, _ in world.datapath.calls if call != "collect"]
+    agent.run(play, settings())
+    calls = [call for call, _ in agent.datapath.calls if call != "collect"]
     assert calls == ["start", "node", "apply"]
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_node_whose_addresses_are_not_known_is_said(world: World, known: bool, caplog) -> None:
+def test_a_node_whose_addresses_are_not_known_is_said(agent: RecordedAgent, known: bool, caplog) -> None:
     if known:
-        world.facts = NodeFacts(node_ips={IPFamily.IPV4: b"\n\0\0\1"})
+        agent.facts = NodeFacts(node_ips={IPFamily.IPV4: b"\n\0\0\1"})
 
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))
-        await until(lambda: bool(world.datapath.calls))
+        await until(lambda: bool(agent.datapath.calls))
 
-    world.run(play, settings())
+    agent.run(play, settings())
     assert ("no address of this Node is known" in caplog.text) is not known
 
 
-def test_removals_wait_until_nothing_happens(world: World) -> None:
+def test_removals_wait_until_nothing_happens(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))
-        await until(lambda: ("collect", []) in world.datapath.calls)
+        await until(lambda: ("collect", []) in agent.datapath.calls)
 
-    world.run(play, settings())
-    assert [call for call, _ in world.datapath.calls] == ["start", "collect"]
+    agent.run(play, settings())
+    assert [call for call, _ in agent.datapath.calls] == ["start", "collect"]
 
 
-def test_a_problem_is_told_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    world.datapath.problems = ["ns/a: map frontends4 is full"]
+def test_a_problem_is_told_once(agent: RecordedAgent, caplog: pytest.LogCaptureFixture) -> None:
+    agent.datapath.problems = ["ns/a: map frontends4 is full"]
 
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))
-        await until(lambda: bool(world.datapath.calls))
+        await until(lambda: bool(agent.datapath.calls))
         deliver(Batch([change("b")], complete=True))
-        await until(lambda: len(world.applied()) == 1)
-        world.datapath.problems = []
+        await until(lambda: len(agent.applied()) == 1)
+        agent.datapath.problems = []
         deliver(Batch([change("c")], complete=True))
-        await until(lambda: len(world.applied()) == 2)
-        world.datapath.problems = ["ns/a: map frontends4 is full"]
+        await until(lambda: len(agent.applied()) == 2)
+        agent.datapath.problems = ["ns/a: map frontends4 is full"]
         deliver(Batch([change("d")], complete=True))
-        await until(lambda: len(world.applied()) == 3)
+        await until(lambda: len(agent.applied()) == 3)
 
-    world.run(play, settings())
+    agent.run(play, settings())
     told = [record for record in caplog.records if "is full" in record.getMessage()]
     assert len(told) == 2
 
 
 def test_what_the_planner_says_is_logged_and_an_event_where_it_has_a_reason(
-    world: World, caplog: pytest.LogCaptureFixture
+    agent: RecordedAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     lost, refused = Said("ns", "a", "a lost 10.0.0.1"), Said("ns", "b", "b may not", "AddressRefused")
-    world.planner.said = ([lost, refused], [Said("ns", "c", "c is a Node's")])
-    world.planner.lost = 22
+    agent.planner.said = ([lost, refused], [Said("ns", "c", "c is a Node's")])
+    agent.planner.lost = 22
 
     async def play(deliver: Callable[[Batch], None]) -> None:
         deliver(Batch([], complete=True))
-        await until(lambda: bool(world.datapath.calls))
+        await until(lambda: bool(agent.datapath.calls))
         deliver(Batch([change("b")], complete=True))
-        await until(lambda: len(world.applied()) == 1)
+        await until(lambda: len(agent.applied()) == 1)
 
-    world.run(play, settings())
+    agent.run(play, settings())
     told = [(record.levelname, record.getMessage()) for record in caplog.records if record.getMessage()[1] == " "]
     assert told == [("ERROR", "a lost 10.0.0.1"), ("ERROR", "b may not"), ("INFO", "c is a Node's")]
     about = About("Service", "ns", "b")
-    assert world.events == [(about, "Warning", "AddressRefused", "Serve", "b may not")]
-    assert world.metrics.problems == [22, 22]
+    assert agent.events == [(about, "Warning", "AddressRefused", "Serve", "b may not")]
+    assert agent.metrics.problems == [22, 22]
 
 
-def test_what_others_change_is_mended_every_sync_period(world: World) -> None:
+def test_what_others_change_is_mended_every_sync_period(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         await asyncio.sleep(0.05)
-        assert world.datapath.calls == []
+        assert agent.datapath.calls == []
         deliver(Batch([], complete=True))
-        await until(lambda: world.datapath.calls.count(("refresh", [])) == 2)
+        await until(lambda: agent.datapath.calls.count(("refresh", [])) == 2)
 
-    world.run(play, settings(retry="20ms"))
-    assert world.datapath.calls[0][0] == "start"
+    agent.run(play, settings(retry="20ms"))
+    assert agent.datapath.calls[0][0] == "start"
 
 
-def test_a_source_that_breaks_ends_the_agent(world: World) -> None:
+def test_a_source_that_breaks_ends_the_agent(agent: RecordedAgent) -> None:
     async def play(deliver: Callable[[Batch], None]) -> None:
         raise FatalError("the folder is gone")
 
     with pytest.raises(FatalError, match="the folder is gone"):
-        world.run(play, settings())
+        agent.run(play, settings())

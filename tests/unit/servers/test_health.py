@@ -65,7 +65,7 @@ def test_health(what: str, happened: list[tuple[str, float]], when: float, healt
     assert report.healthy == all(healthy.values())
 
 
-class World:
+class ServedPages:
     def __init__(self) -> None:
         self.health = Health(TIMEOUT)
         self.eligible = True
@@ -85,62 +85,62 @@ class World:
 
 
 def test_the_bytes_of_a_good_answer() -> None:
-    world = World()
-    world.health.updated(V4, at(1))
-    world.health.updated(V6, at(2.5))
-    world.now = 10
+    served = ServedPages()
+    served.health.updated(V4, at(1))
+    served.health.updated(V6, at(2.5))
+    served.now = 10
     status = (
         f'"healthy":true,"status":{{"IPv4":{{"lastUpdated":"{text(1)}","healthy":true}},'
         f'"IPv6":{{"lastUpdated":"{text(2.5)}","healthy":true}}}}}}'
     )
     times = f'{{"lastUpdated":"{text(10)}","currentTime":"{text(10)}",'
-    assert world.ask("/healthz") == (200, f'{times}"nodeEligible":true,{status}')
-    assert world.ask("/livez") == (200, times + status)
-    assert world.counted == [("/healthz", 200), ("/livez", 200)]
+    assert served.ask("/healthz") == (200, f'{times}"nodeEligible":true,{status}')
+    assert served.ask("/livez") == (200, times + status)
+    assert served.counted == [("/healthz", 200), ("/livez", 200)]
 
 
 def test_the_bytes_before_the_first_sync() -> None:
-    world = World()
+    served = ServedPages()
     times = f'{{"lastUpdated":"{text(0)}","currentTime":"{text(0)}",'
-    assert world.ask("/livez") == (200, times + '"healthy":true}')
-    world.eligible = False
+    assert served.ask("/livez") == (200, times + '"healthy":true}')
+    served.eligible = False
     never = f'{{"lastUpdated":"0001-01-01T00:00:00Z","currentTime":"{text(0)}",'
-    assert world.ask("/healthz") == (503, never + '"nodeEligible":false,"healthy":true}')
+    assert served.ask("/healthz") == (503, never + '"nodeEligible":false,"healthy":true}')
 
 
 def test_a_node_that_goes_concerns_healthz_only() -> None:
-    world = World()
-    world.health.updated(V4, at(1))
-    world.now = 5
-    world.eligible = False
-    status, body = world.ask("/healthz")
+    served = ServedPages()
+    served.health.updated(V4, at(1))
+    served.now = 5
+    served.eligible = False
+    status, body = served.ask("/healthz")
     answer = json.loads(body)
     assert (status, answer["healthy"], answer["nodeEligible"]) == (503, True, False)
     assert answer["lastUpdated"] == text(1)
-    assert world.ask("/livez")[0] == 200
-    assert world.counted == [("/healthz", 503), ("/livez", 200)]
+    assert served.ask("/livez")[0] == 200
+    assert served.counted == [("/healthz", 503), ("/livez", 200)]
 
 
 def test_a_late_sync_concerns_both() -> None:
-    world = World()
-    world.health.updated(V4, at(1))
-    world.health.updated(V6, at(3))
-    world.health.queued(V4, at(4))
-    world.now = 64
+    served = ServedPages()
+    served.health.updated(V4, at(1))
+    served.health.updated(V6, at(3))
+    served.health.queued(V4, at(4))
+    served.now = 64
     for path in ("/healthz", "/livez"):
-        status, body = world.ask(path)
+        status, body = served.ask(path)
         answer = json.loads(body)
         assert (status, answer["healthy"], answer["lastUpdated"]) == (503, False, text(3))
         assert {family: its["healthy"] for family, its in answer["status"].items()} == {"IPv4": False, "IPv6": True}
-    assert world.counted == [("/healthz", 503), ("/livez", 503)]
+    assert served.counted == [("/healthz", 503), ("/livez", 503)]
 
 
 def test_there_is_nothing_else() -> None:
-    world = World()
+    served = ServedPages()
     for path in ("/", "/healthz/", "/readyz", "/metrics"):
-        answer = world.pages(Request("GET", path))
+        answer = served.pages(Request("GET", path))
         assert (answer.status, answer.body) == (404, b"404 page not found\n")
-    assert world.counted == []
+    assert served.counted == []
 
 
 def taint(key: str) -> NodeSpec:

@@ -33,7 +33,7 @@ BODY = """{
 }"""
 
 
-class World:
+class HealthCheckNode:
     def __init__(self) -> None:
         self.server = Server()
         self.server.start()
@@ -50,15 +50,15 @@ class World:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.server.stop()
+def checks() -> Iterator[HealthCheckNode]:
+    checks = HealthCheckNode()
+    yield checks
+    checks.server.stop()
 
 
-def test_the_answer(world: World) -> None:
+def test_the_answer(checks: HealthCheckNode) -> None:
     port = free_port()
-    world.ports.sync({S4: HealthCheck(port, 2)})
+    checks.ports.sync({S4: HealthCheck(port, 2)})
     until(lambda: answers(port))
     answer = get(port, "/any", "POST", body=b"x")
     assert (answer.status, answer.body.decode()) == (200, BODY % (2, "true"))
@@ -69,36 +69,36 @@ def test_the_answer(world: World) -> None:
         "X-Load-Balancing-Endpoint-Weight": "2",
         "Content-Length": str(len(answer.body)),
     }
-    world.ports.sync({S4: HealthCheck(port, 0)})
+    checks.ports.sync({S4: HealthCheck(port, 0)})
     until(lambda: get(port).status == 503)
     assert get(port).body.decode() == BODY % (0, "true")
-    world.ports.sync({S4: HealthCheck(port, 1)})
+    checks.ports.sync({S4: HealthCheck(port, 1)})
     until(lambda: get(port).status == 200)
     # A proxy that doesn't keep up says so here too.
-    world.health.updated(V6, Moment(0, 0))
-    world.health.queued(V6, Moment(0, 0))
-    world.now = 60
+    checks.health.updated(V6, Moment(0, 0))
+    checks.health.queued(V6, Moment(0, 0))
+    checks.now = 60
     answer = get(port)
     assert (answer.status, answer.body.decode()) == (503, BODY % (1, "false"))
 
 
-def test_ports_follow_their_services(world: World) -> None:
+def test_ports_follow_their_services(checks: HealthCheckNode) -> None:
     one, two = free_port(), free_port()
-    world.ports.sync({S4: HealthCheck(one, 1), S6: HealthCheck(one, 1)})
+    checks.ports.sync({S4: HealthCheck(one, 1), S6: HealthCheck(one, 1)})
     until(lambda: answers(one) and answers(one, "::1"))
     with socket.create_connection(("127.0.0.1", one), timeout=20) as held:
-        world.ports.sync({S4: HealthCheck(two, 1)})
+        checks.ports.sync({S4: HealthCheck(two, 1)})
         until(lambda: answers(two) and not answers(one) and not answers(one, "::1"))
         with pytest.raises(ConnectionResetError):  # what was connected is cut off
             while held.recv(1):
                 pass
             raise ConnectionResetError
-    world.ports.sync({})
+    checks.ports.sync({})
     until(lambda: not answers(two))
     # A port may go from one Service to another in one sync.
-    world.ports.sync({S4: HealthCheck(two, 1)})
+    checks.ports.sync({S4: HealthCheck(two, 1)})
     until(lambda: answers(two))
-    world.ports.sync({T4: HealthCheck(two, 5)})
+    checks.ports.sync({T4: HealthCheck(two, 5)})
 
     def served() -> str:
         try:
@@ -107,44 +107,46 @@ def test_ports_follow_their_services(world: World) -> None:
             return ""  # just then one was closed and the other opened
 
     until(lambda: served() == "t")
-    assert world.events == []
+    assert checks.events == []
 
 
-def test_all_addresses_or_none_and_again_at_the_next_sync(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_addresses_or_none_and_again_at_the_next_sync(
+    checks: HealthCheckNode, caplog: pytest.LogCaptureFixture
+) -> None:
     port = free_port()
     wanted = {S4: HealthCheck(port, 1)}
-    world.addresses = {V4: ("127.0.0.1", "127.0.0.2"), V6: ()}
+    checks.addresses = {V4: ("127.0.0.1", "127.0.0.2"), V6: ()}
     with socket.socket() as other:
         other.bind(("127.0.0.2", port))
         other.listen()
-        world.ports.sync(wanted)
-        until(lambda: world.events)
+        checks.ports.sync(wanted)
+        until(lambda: checks.events)
         assert not answers(port)
         note = (
             f'node node failed to start healthcheck "ns/s" on port {port}:'
             f" listen tcp4 127.0.0.2:{port}: bind: address already in use"
         )
         about = About("Service", "ns", "s")
-        assert world.events == [(about, "Warning", "FailedToStartServiceHealthcheck", "Listen", note)]
-        world.ports.sync(wanted)
+        assert checks.events == [(about, "Warning", "FailedToStartServiceHealthcheck", "Listen", note)]
+        checks.ports.sync(wanted)
 
     def again() -> bool:
-        world.ports.sync(wanted)
+        checks.ports.sync(wanted)
         return answers(port) and answers(port, "127.0.0.2")
 
     until(again)
-    assert len(world.events) == 1
+    assert len(checks.events) == 1
     assert caplog.text.count("health check node port cannot be served") == 1
 
 
-def test_one_that_cannot_be_had_costs_the_others_nothing(world: World) -> None:
+def test_one_that_cannot_be_had_costs_the_others_nothing(checks: HealthCheckNode) -> None:
     port = free_port()
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        world.ports.sync({T4: HealthCheck(other.getsockname()[1], 1), S4: HealthCheck(port, 1)})
+        checks.ports.sync({T4: HealthCheck(other.getsockname()[1], 1), S4: HealthCheck(port, 1)})
         until(lambda: answers(port))
-        until(lambda: world.events)
+        until(lambda: checks.events)
 
 
 LOCAL = [ipaddress.ip_address(text) for text in ("127.0.0.1", "::1", "10.0.0.5", "192.168.1.1", "10.0.0.6", "fd00::5")]

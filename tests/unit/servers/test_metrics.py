@@ -51,7 +51,7 @@ K = "kubeproxy_"
 SYNC = f"{K}sync_proxy_rules_"
 
 
-class World:
+class ObservedAgent:
     """Observer and planner as the agent has them, and a clock that stands."""
 
     def __init__(self) -> None:
@@ -93,8 +93,8 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def agent() -> ObservedAgent:
+    return ObservedAgent()
 
 
 def service(name: str = "s", gone: bool = False, **spec: str) -> Change:
@@ -136,19 +136,19 @@ def endpoints(
     return Change("EndpointSlice", "ns", name, None if gone else made)
 
 
-def test_syncs(world: World) -> None:
-    before = world.page()
+def test_syncs(agent: ObservedAgent) -> None:
+    before = agent.page()
     for family in ("IPv4", "IPv6"):
         assert before[f"{SYNC}last_timestamp_seconds", family] == 0
         assert before[f"{SYNC}last_queued_timestamp_seconds", family] == 0
-    world.seconds = 5
-    world.change(service())
-    world.seconds = 6
-    world.sync(full=True)
-    world.seconds = 7
-    world.change(service(session_affinity="ClientIP"))
-    world.sync(ok=False)
-    page = world.page()
+    agent.seconds = 5
+    agent.change(service())
+    agent.seconds = 6
+    agent.sync(full=True)
+    agent.seconds = 7
+    agent.change(service(session_affinity="ClientIP"))
+    agent.sync(ok=False)
+    page = agent.page()
     for family in ("IPv4", "IPv6"):
         assert page[f"{SYNC}last_timestamp_seconds", family] == START / 1e9 + 6
         assert page[f"{SYNC}last_queued_timestamp_seconds", family] == START / 1e9 + 7
@@ -159,39 +159,39 @@ def test_syncs(world: World) -> None:
         assert page[f"{K}sync_partial_proxy_rules_duration_seconds_count", family] == 1
     assert page["pyebpf_proxy_failed_syncs_total",] == 1
     assert page["pyebpf_proxy_synced_service_ports_total",] == 2
-    assert world.applied == 1
-    assert all(its.healthy for its in world.health.report(world.now()).families.values())
+    assert agent.applied == 1
+    assert all(its.healthy for its in agent.health.report(agent.now()).families.values())
 
 
-def test_service_changes(world: World) -> None:
+def test_service_changes(agent: ObservedAgent) -> None:
     total, pending = f"{SYNC}service_changes_total", f"{SYNC}service_changes_pending"
-    world.change(service("a"), service("b"))
-    assert (world[total], world[pending]) == (4, 2)  # both families count
-    world.change(service("b", gone=True))  # undone before a sync saw it
-    assert (world[total], world[pending]) == (6, 1)
-    world.sync()
-    assert world[pending] == 0
-    world.change(service("a", session_affinity="ClientIP"))
-    assert world[pending] == 1
-    world.change(service("a"))
-    assert (world[total], world[pending]) == (10, 0)
+    agent.change(service("a"), service("b"))
+    assert (agent[total], agent[pending]) == (4, 2)  # both families count
+    agent.change(service("b", gone=True))  # undone before a sync saw it
+    assert (agent[total], agent[pending]) == (6, 1)
+    agent.sync()
+    assert agent[pending] == 0
+    agent.change(service("a", session_affinity="ClientIP"))
+    assert agent[pending] == 1
+    agent.change(service("a"))
+    assert (agent[total], agent[pending]) == (10, 0)
 
 
-def test_endpoint_changes(world: World) -> None:
+def test_endpoint_changes(agent: ObservedAgent) -> None:
     total, pending = f"{SYNC}endpoint_changes_total", f"{SYNC}endpoint_changes_pending"
-    world.change(endpoints("here"), endpoints("there", name="s-2"), endpoints(name="f", kind="FQDN"))
-    assert (world[total], world[pending]) == (2, 2)  # only those of a family, by that one
-    world.sync()
-    assert (world[total], world[pending]) == (2, 0)
-    world.change(endpoints(gone=True), endpoints(name="f", kind="FQDN", gone=True))
-    assert (world[total], world[pending]) == (3, 1)
+    agent.change(endpoints("here"), endpoints("there", name="s-2"), endpoints(name="f", kind="FQDN"))
+    assert (agent[total], agent[pending]) == (2, 2)  # only those of a family, by that one
+    agent.sync()
+    assert (agent[total], agent[pending]) == (2, 0)
+    agent.change(endpoints(gone=True), endpoints(name="f", kind="FQDN", gone=True))
+    assert (agent[total], agent[pending]) == (3, 1)
 
 
-def test_network_programming(world: World) -> None:
+def test_network_programming(agent: ObservedAgent) -> None:
     count, total = f"{K}network_programming_duration_seconds_count", f"{K}network_programming_duration_seconds_sum"
-    assert world[count, "IPv4"] is None  # nothing before the first observation, as kube-proxy's
-    world.seconds = 10
-    world.change(
+    assert agent[count, "IPv4"] is None  # nothing before the first observation, as kube-proxy's
+    agent.seconds = 10
+    agent.change(
         endpoints("here", trigger="2026-11-21T05:38:25Z"),  # 5 s after the start
         endpoints("here", name="s-2", of="t", trigger="2026-11-21T05:38:29.5+00:00"),
         endpoints("here", name="old", of="u", trigger="2026-11-21T05:38:19Z"),  # before it
@@ -200,19 +200,19 @@ def test_network_programming(world: World) -> None:
         endpoints("here", name="none", of="u"),
         endpoints("here", name="gone", of="v", trigger="2026-11-21T05:38:25Z"),
     )
-    world.change(endpoints(name="gone", of="v", gone=True))
-    world.sync(ok=False)
-    assert world[count, "IPv4"] is None
-    world.seconds = 11
-    world.change()
-    world.sync()
-    assert (world[count, "IPv4"], world[total, "IPv4"]) == (2, 7.5)
-    assert world[f"{K}network_programming_duration_seconds_bucket", "IPv4", "1"] == 0
-    assert world[f"{K}network_programming_duration_seconds_bucket", "IPv4", "2"] == 1
-    world.change()
-    world.sync()
-    assert world[count, "IPv4"] == 2  # each once
-    assert world[count, "IPv6"] is None
+    agent.change(endpoints(name="gone", of="v", gone=True))
+    agent.sync(ok=False)
+    assert agent[count, "IPv4"] is None
+    agent.seconds = 11
+    agent.change()
+    agent.sync()
+    assert (agent[count, "IPv4"], agent[total, "IPv4"]) == (2, 7.5)
+    assert agent[f"{K}network_programming_duration_seconds_bucket", "IPv4", "1"] == 0
+    assert agent[f"{K}network_programming_duration_seconds_bucket", "IPv4", "2"] == 1
+    agent.change()
+    agent.sync()
+    assert agent[count, "IPv4"] == 2  # each once
+    assert agent[count, "IPv6"] is None
 
 
 def test_buckets() -> None:
@@ -238,26 +238,26 @@ EXTERNAL = {"external_traffic_policy": "Local", "type": "NodePort"}
     ],
 )
 def test_no_local_endpoints(
-    world: World, policies: dict[str, str], nodes: list[str], ready: bool, internal: int, external: int
+    agent: ObservedAgent, policies: dict[str, str], nodes: list[str], ready: bool, internal: int, external: int
 ) -> None:
     name = f"{SYNC}no_local_endpoints_total"
     made = service(**{key: value for key, value in policies.items() if key != "type"})
     spec = made.object.spec  # type: ignore[union-attr]
     if "type" in policies:
         spec.type, spec.ports = "NodePort", (ServicePort(name="p", protocol="TCP", port=80, node_port=30080),)  # type: ignore[union-attr]
-    world.change(made, endpoints(*nodes, ready=ready))
-    world.sync()
-    assert (world[name, "IPv4", "internal"], world[name, "IPv4", "external"]) == (internal, external)
-    assert (world[name, "IPv6", "internal"], world[name, "IPv6", "external"]) == (0, 0)
-    world.change(service(gone=True))
-    world.sync()
-    assert (world[name, "IPv4", "internal"], world[name, "IPv4", "external"]) == (0, 0)
+    agent.change(made, endpoints(*nodes, ready=ready))
+    agent.sync()
+    assert (agent[name, "IPv4", "internal"], agent[name, "IPv4", "external"]) == (internal, external)
+    assert (agent[name, "IPv6", "internal"], agent[name, "IPv6", "external"]) == (0, 0)
+    agent.change(service(gone=True))
+    agent.sync()
+    assert (agent[name, "IPv4", "internal"], agent[name, "IPv4", "external"]) == (0, 0)
 
 
-def test_our_own(world: World) -> None:
-    world.change(service(), endpoints("here"), Change("Node", "", "here", Node()))
-    world.sync(problems=1)
-    page = world.page()
+def test_our_own(agent: ObservedAgent) -> None:
+    agent.change(service(), endpoints("here"), Change("Node", "", "here", Node()))
+    agent.sync(problems=1)
+    page = agent.page()
     assert page["pyebpf_proxy_reasons_total", "slow_quota"] == 1
     assert page["pyebpf_proxy_reasons_total", "reject_no_endpoints"] == 0
     assert page["pyebpf_proxy_flows_total", "fast"] == 7
@@ -267,13 +267,13 @@ def test_our_own(world: World) -> None:
     assert page["pyebpf_proxy_service_port_problems",] == 1
     assert page["pyebpf_proxy_source_complete",] == 1
     assert [page["pyebpf_proxy_objects", kind] for kind in ("Service", "EndpointSlice", "Node")] == [1, 1, 1]
-    assert world.observer.node_eligible()
-    world.change(Change("Node", "", "here", None), Change("Node", "", "there", Node()))
-    assert not world.observer.node_eligible()
+    assert agent.observer.node_eligible()
+    agent.change(Change("Node", "", "here", None), Change("Node", "", "there", Node()))
+    assert not agent.observer.node_eligible()
 
 
-def test_the_fast_path(world: World) -> None:
-    page = world.page()
+def test_the_fast_path(agent: ObservedAgent) -> None:
+    page = agent.page()
     assert (page["pyebpf_proxy_slow_path_total", "slow_quota"], page["pyebpf_proxy_slow_path_total", "stack_hops"]) == (
         1,
         3,
@@ -302,29 +302,29 @@ def test_counters_of_every_kubernetes_program_have_their_names_in_their_headers(
     assert b"# TYPE disabled_metrics counter\n" in text(registry, "application/openmetrics-text")[1]
 
 
-def test_the_reconciler(world: World) -> None:
-    world.observer.reconciled(IPFamily.IPV4, 0.003, 2)
-    world.observer.reconciled(IPFamily.IPV4, 0.001, 0)
+def test_the_reconciler(agent: ObservedAgent) -> None:
+    agent.observer.reconciled(IPFamily.IPV4, 0.003, 2)
+    agent.observer.reconciled(IPFamily.IPV4, 0.001, 0)
     name = f"{K}conntrack_reconciler_"
-    assert world[f"{name}deleted_entries_total", "IPv4"] == 2
-    assert world[f"{name}sync_duration_seconds_count", "IPv4"] == 2
-    assert world[f"{name}deleted_entries_total", "IPv6"] is None
+    assert agent[f"{name}deleted_entries_total", "IPv4"] == 2
+    assert agent[f"{name}sync_duration_seconds_count", "IPv4"] == 2
+    assert agent[f"{name}deleted_entries_total", "IPv6"] is None
 
 
-def test_answers_of_the_health_server(world: World) -> None:
+def test_answers_of_the_health_server(agent: ObservedAgent) -> None:
     for path, code in (("/healthz", 200), ("/healthz", 503), ("/healthz", 200), ("/livez", 503)):
-        world.metrics.count(path, code)
-    assert (world[f"{K}proxy_healthz_total", "200"], world[f"{K}proxy_healthz_total", "503"]) == (2, 1)
-    assert (world[f"{K}proxy_livez_total", "200"], world[f"{K}proxy_livez_total", "503"]) == (None, 1)
+        agent.metrics.count(path, code)
+    assert (agent[f"{K}proxy_healthz_total", "200"], agent[f"{K}proxy_healthz_total", "503"]) == (2, 1)
+    assert (agent[f"{K}proxy_livez_total", "200"], agent[f"{K}proxy_livez_total", "503"]) == (None, 1)
 
 
-def test_both_formats_say_the_same(world: World) -> None:
-    world.seconds = 10
-    world.change(service(), endpoints("here", trigger="2026-11-21T05:38:25Z"))
-    world.sync()
-    kind, plain = text(world.metrics.registry, "*/*")
+def test_both_formats_say_the_same(agent: ObservedAgent) -> None:
+    agent.seconds = 10
+    agent.change(service(), endpoints("here", trigger="2026-11-21T05:38:25Z"))
+    agent.sync()
+    kind, plain = text(agent.metrics.registry, "*/*")
     assert kind == "text/plain; version=0.0.4; charset=utf-8; escaping=underscores"
-    kind, open_ = text(world.metrics.registry, "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.1")
+    kind, open_ = text(agent.metrics.registry, "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.1")
     assert kind.startswith("application/openmetrics-text; version=1.0.0")
     assert b"# HELP kubeproxy_sync_proxy_rules_duration_seconds [ALPHA] SyncProxyRules latency in seconds\n" in plain
     assert b'_bucket{ip_family="IPv4",le="1"}' in plain
@@ -339,17 +339,17 @@ def test_both_formats_say_the_same(world: World) -> None:
     assert samples(read_text(plain.decode())) == samples(read_openmetrics(open_.decode()))
 
 
-def test_a_scrape_costs_little_however_many_services_there_are(world: World) -> None:
+def test_a_scrape_costs_little_however_many_services_there_are(agent: ObservedAgent) -> None:
     """Processor time of the thread, which is also how long the interpreter is taken from the one that programs."""
     for number in range(10_000):
         made = service(f"s{number}", internal_traffic_policy="Local")
-        world.change(made, endpoints("there", name=f"s{number}-1", of=f"s{number}", trigger="2026-11-21T05:38:25Z"))
-    world.seconds = 10
-    world.sync()
-    assert world[f"{SYNC}no_local_endpoints_total", "IPv4", "internal"] == 10_000
+        agent.change(made, endpoints("there", name=f"s{number}-1", of=f"s{number}", trigger="2026-11-21T05:38:25Z"))
+    agent.seconds = 10
+    agent.sync()
+    assert agent[f"{SYNC}no_local_endpoints_total", "IPv4", "internal"] == 10_000
     costs = []
     for _ in range(5):
         before = time.thread_time()
-        text(world.metrics.registry, "")
+        text(agent.metrics.registry, "")
         costs.append(time.thread_time() - before)
     assert min(costs) < 0.02, costs
