@@ -46,7 +46,7 @@ def data(path: Path) -> str:
 def gets_in(kubeconfig: Path) -> None:
     with Following(find(str(kubeconfig), ""), TIMING) as source:
         source.until(lambda: source.complete and "kubernetes" in source.names("Service"))
-        assert source.said("error") == []
+        assert source.errors() == []
 
 
 @pytest.mark.parametrize("how", ["certificate files", "certificate data", "token", "exec token", "exec certificate"])
@@ -92,8 +92,8 @@ def test_a_name_that_is_not_in_the_certificate(server: ApiServer, folder: Path) 
     config["clusters"][0]["cluster"]["tls-server-name"] = "somebody.else"
     path.write_text(yaml.safe_dump(config))
     with Following(find(str(path), ""), TIMING) as source:
-        source.until(lambda: source.said("error"))
-        assert "tls-server-name of the kubeconfig names what it is to hold" in source.said("error")[0]
+        source.until(lambda: source.errors())
+        assert "tls-server-name of the kubeconfig names what it is to hold" in source.errors()[0]
         assert not source.complete
 
 
@@ -101,4 +101,4 @@ def test_a_pod_of_the_cluster(server: ApiServer, folder: Path) -> None:
     environment = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.port)}
     with Following(in_cluster(environment, folder), TIMING) as source:
         source.until(lambda: source.complete)
-        assert source.said("error") == []
+        assert source.errors() == []

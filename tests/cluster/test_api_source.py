@@ -26,7 +26,7 @@ def test_objects_are_delivered_as_they_come_change_and_go(server: ApiServer, kub
         server.delete(service("web"))
         server.delete(slice_of("web"))
         source.until(lambda: source.names("Service") == {"kubernetes"} and not source.names("EndpointSlice"))
-        assert source.said("error") == []
+        assert source.errors() == []
 
 
 def test_the_selectors_choose(server: ApiServer, kubeconfig: Path) -> None:

@@ -31,6 +31,7 @@ from tests.deployment.manifests import DEPLOY, ROOT
 from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, use_folder, wait_ready
 from tests.support import kubeadm
 from tests.support.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.logs import Log, Message
 from tests.support.reference import cache
 from tests.support.relay import Relay
 
@@ -216,7 +217,7 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
         container = stack.enter_context(contained(only, removing, environment=path))
         container.start()
         assert container.wait_ended() == 0, container.log()
-        assert "removed what kube-proxy left behind: " in container.log()
+        Log(container).some(f"{Message.KUBE_PROXY_REMOVED}: ")
         assert not any(rules().values())
 
 

@@ -31,6 +31,7 @@ from pyebpf_proxy.lab.servers import Ports
 from tests.support.apiserver import ADMIN_TOKEN, ApiServer
 from tests.support.fast_lab import ON, FastWorld, asking
 from tests.support.lab_tools import wait_until
+from tests.support.logs import Log, Message
 from tests.support.new_flows import BOTH, NewFlows, entries, fast_ones, flowing
 from tests.support.reference import kube_proxy
 from tests.support.relay import Relay
@@ -250,7 +251,7 @@ def test_from_kube_proxy_to_the_agent(place: Place) -> None:
         place.stop_kube_proxy()
         flows.goes_on()
         place.start_agent()
-        wait_until(lambda: "removed what kube-proxy left behind" in agent.log(), "the agent serves alone")
+        Log(agent).wait(Message.KUBE_PROXY_REMOVED)
         flows.goes_on()
         fast_ones(world, *flows.short)
         flows.goes_on()

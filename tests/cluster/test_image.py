@@ -21,6 +21,7 @@ from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from tests import ROOT
 from tests.deployment import manifests
 from tests.deployment.node import contained, image_of, pod_of, use_folder, wait_ready, with_manifests
+from tests.support.logs import Log, Message
 
 pytestmark = pytest.mark.slow
 
@@ -52,8 +53,8 @@ def test_it_starts_with_what_the_daemon_set_gives_it_and_serves(small: Lab) -> N
     with contained(only, specification, None, root, entry_point, environment) as container:
         container.start()
         wait_ready(only, container)
-        assert f"version={__version__}" in container.log()
-        assert "flows take the fast path" in container.log()
+        Log(container).some(f"version={__version__}")
+        Log(container).some(Message.FAST_PATH_ON)
         for family in (4, 6):
             outcome = small.client.call(ask, vip(1).of(family), 80)
             assert outcome.kind == ANSWERED, outcome

@@ -29,6 +29,7 @@ from tests.deployment.manifests import DEPLOY, ROOT
 from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, wait_ready
 from tests.support import kubeadm
 from tests.support.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.logs import Message
 from tests.support.relay import Relay
 from tests.support.spoiling_proxy import Proxy
 from tests.support.world import TOOLBOX, World
@@ -43,8 +44,8 @@ CONNECTED = re.compile(r'^pyebpf_proxy_api_connected\{resource="(\w+)"\} (\S+)$'
 LAST_EVENT = re.compile(r'^pyebpf_proxy_api_last_event_timestamp_seconds\{resource="(\w+)"\} (\S+)$', re.MULTILINE)
 ACCOUNT = "pyebpf-proxy"
 #: What is said of an outage when it begins, and when it is over.
-BEGINNINGS = ("the API server fails", "a resource cannot be watched")
-ENDS = ("the API server is reachable again", "the resource can be watched again")
+BEGINNINGS = (Message.API_SERVER_FAILS, Message.RESOURCE_FAILS)
+ENDS = (Message.API_SERVER_BACK, Message.RESOURCE_BACK)
 LONG = 90.0
 
 

@@ -19,6 +19,7 @@ from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from tests.support.fast_lab import NEAR, Ask, FastWorld, made
 from tests.support.lab_tools import full_conntrack, wait_until
+from tests.support.logs import Log, Message
 from tests.support.new_flows import BOTH, NewFlows, ask_once, entries, fast_ones, flowing
 from tests.support.talk import Talk
 
@@ -230,7 +231,7 @@ def new_flows(world: FastWorld) -> list[NewFlows]:
 def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> None:
     """Their promotion is tried until there is room: nothing is lost meanwhile."""
     world, agent = small.world, small.world.node.agent
-    so_far = len(agent.log())
+    log = Log(agent).from_now()
     with full_conntrack(world.node.namespace, room=2000) as top_up:
         flows = new_flows(world)
         with flowing(*flows):
@@ -251,7 +252,7 @@ def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> No
 
         def refused() -> bool:
             top_up()
-            return "conntrack takes no more flows" in agent.log()[so_far:]
+            return bool(log.lines(Message.CONNTRACK_FULL))
 
         def check_time() -> None:
             if time.monotonic() > began + 25:
@@ -270,7 +271,7 @@ def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> No
         assert gone_on, "there was room for all of them"
     wait_until(lambda: not young_ports(world) & ports, "all are promoted")
     wait_until(lambda: assured(world) >= ports, "conntrack has them")
-    wait_until(lambda: "conntrack takes flows again" in agent.log()[so_far:], "the agent says so")
+    log.wait(Message.CONNTRACK_TAKES_AGAIN)
     for talk in talks:
         goes_by_the_table(world, talk)
 

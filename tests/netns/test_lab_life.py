@@ -19,6 +19,7 @@ from pyebpf_proxy.lab.load import Load, failed
 from tests.netns.transfers import ECHO, Transfers
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import has_program, moved, reasons, wait_until
+from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -250,7 +251,7 @@ def test_what_was_renamed_while_the_agent_was_dead_is_served_all_the_time(living
         vip, cluster_ip = (kind.target(name, node).address for name in ("LoadBalancer", "ClusterIP"))
         loads.append(Load(living.client, vip.v4, 80, timeout=0.9, pause=0.002))
         loads.append(Load(living.pods["toolbox"].namespace, cluster_ip.v6, 80, timeout=0.9, pause=0.002))
-    said = len(node.agent.log())
+    log = Log(node.agent).from_now()
     try:
         wait_until(lambda: all(load.made >= 20 for load in loads), "requests before")
         node.agent.kill()
@@ -267,7 +268,7 @@ def test_what_was_renamed_while_the_agent_was_dead_is_served_all_the_time(living
         for name in ("renamed", "replaced", "successor"):
             (living.manifests / f"{name}.yaml").unlink(missing_ok=True)
     assert {name: failed(some) for name, some in samples.items()} == {name: [] for name in samples}
-    assert "is already used by" not in node.agent.log()[said:]
+    log.none(Message.USED_BY_SERVICE)
 
 
 def test_two_services_of_the_same_endpoints_without_an_agent(living: Lab, family: int) -> None:

@@ -20,6 +20,7 @@ from pyebpf_proxy.lab.manifests import Port, service, slices
 from tests.netns.xdp_lab import NODE_PORT, XDP, as_nics, counted, offloads, receive, restart, shown, talking
 from tests.support.fast_lab import ON, FastWorld, made
 from tests.support.lab_tools import wait_until
+from tests.support.logs import Log, Message
 from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
@@ -46,10 +47,6 @@ def program_id(node: Node) -> int:
 def new_flows(world: FastWorld) -> int:
     """Whichever path they took."""
     return world.count("new_flow_fast") + world.count("new_flow_netfilter")
-
-
-def said(node: Node, text: str) -> bool:
-    return text in node.agent.log()
 
 
 # ---- packets ---------------------------------------------------------------------------------------------------
@@ -191,7 +188,7 @@ def test_somebody_elses_program_is_never_replaced(outside: FastWorld) -> None:
     with foreign(outside) as theirs:
         restart(outside, XDP)
         assert program_id(node) == theirs
-        assert said(node, "no XDP on eth0: it already has another XDP program, which stays")
+        Log(node.agent).some(f"{Message.XDP_NOT_ON}eth0: it already has another XDP program, which stays")
         with talking(outside.lab.client, node.address.v4, "tcp", NODE_PORT) as talk:
             talk.wait()
         node.agent.stop()
@@ -216,7 +213,7 @@ def test_ours_is_not_replaced_by_somebody_else(outside: FastWorld) -> None:
 def test_devices_that_come_and_go(outside: FastWorld) -> None:
     node = outside.node
     restart(outside, {**XDP, "xdpDevices": ["eth0", "late0"]})
-    assert said(node, "no XDP on late0: there is no such device yet")
+    Log(node.agent).some(f"{Message.XDP_NOT_ON}late0: there is no such device yet")
     for _ in range(2):
         node.namespace.ip("link add late0 type veth peer name late1")
         wait_until(lambda: shown(node, "late0"), "XDP on the new device")
@@ -231,8 +228,8 @@ def test_devices_that_it_cannot_be_on(outside: FastWorld) -> None:
     )
     try:
         restart(outside, {**XDP, "xdpDevices": ["eth0", "port7", "br7"]})
-        assert said(node, "no XDP on port7: it is a port of br7")
-        assert said(node, "no XDP on br7: it does not have the tc program")
+        Log(node.agent).some(f"{Message.XDP_NOT_ON}port7: it is a port of br7")
+        Log(node.agent).some(f"{Message.XDP_NOT_ON}br7: it does not have the tc program")
         assert shown(node)
     finally:
         node.namespace.ip("link del port7", "link del br7")
@@ -251,4 +248,4 @@ def test_whether_tags_are_taken_off_is_asked_of_the_device(outside: FastWorld) -
 def test_auto_is_no_veth(outside: FastWorld) -> None:
     restart(outside, {**XDP, "xdpDevices": "auto"})
     wait_until(lambda: not shown(outside.node), "the kernel takes it off")
-    assert said(outside.node, "XDP is on no device")
+    Log(outside.node.agent).some(Message.XDP_NOWHERE)

@@ -24,6 +24,7 @@ from tests.netns.init_only import run_init_only
 from tests.netns.top_tools import watching
 from tests.support.lab_services import Kind, write_nodes, write_services
 from tests.support.lab_tools import wait_until
+from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -117,7 +118,7 @@ def test_the_agent_leaves_the_meters_before_its_programs(node: Node, foreign: in
             assert chains(node) == {index: with_meters(names) for index, names in chain.items()}
             assert redirects(node, bpf_objects) == redirect
             time.sleep(0.3)
-    assert "attaching it again" not in node.agent.log()
+    Log(node.agent).none(Message.ATTACHING_AGAIN)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -25,6 +25,7 @@ from pyebpf_proxy.see import flows, young
 from pyebpf_proxy.services.model import Protocol
 from tests.packet.fast_node import tag_of
 from tests.packet.program_node import enter_namespace, libc
+from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -377,8 +378,7 @@ def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixtur
             node.promoter.pass_now()
         assert node.is_young(key)
         assert node.promoter.statistics.failed == {Outcome.FULL: 3}
-        said = [record.getMessage() for record in caplog.records]
-        assert said == ["conntrack takes no more flows, they stay in the fast path for a while"]
+        assert Log(caplog).only().text.startswith(Message.CONNTRACK_FULL)
         # Not for ever: no rule that is added meanwhile would see it.
         node.young(1001)
         node.promoter.pass_now()
@@ -389,7 +389,7 @@ def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixtur
         node.promoter.pass_now()
         assert list(node.loaded.maps["flows"].items()) == []
         assert node.promoter.statistics.ended == 2
-        assert caplog.records[-1].getMessage() == "flows that conntrack did not accept were ended"
+        assert Log(caplog).last().text.startswith(Message.FLOWS_ENDED)
         assert node.promoter._waiting == {}
         key = node.young(1002)
         node.promoter.pass_now()
@@ -401,7 +401,7 @@ def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixtur
         )
         node.promoter.pass_now()
     assert not node.is_young(key)
-    assert caplog.records[-1].getMessage() == "conntrack takes flows again"
+    assert Log(caplog).last().text.startswith(Message.CONNTRACK_TAKES_AGAIN)
     subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
 
 

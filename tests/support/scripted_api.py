@@ -26,6 +26,7 @@ from pyebpf_proxy.kube.api.observer import Observer, Silent
 from pyebpf_proxy.kube.api.source import ApiSource
 from pyebpf_proxy.kube.api.timing import Timing
 from pyebpf_proxy.kube.source import Batch, Change
+from tests.support.logs import Log
 
 DEADLINE = 60.0
 #: Short enough for tests, long enough for a busy machine.
@@ -251,8 +252,13 @@ class Following:
     def names(self, kind: str) -> set[str]:
         return {name for each, name in self.objects if each == kind}
 
-    def said(self, text: str) -> list[str]:
-        return [line for line in list(self.lines) if text in line]
+    def said(self, *parts: str) -> list[str]:
+        """Lines of the log with all of these parts."""
+        return [str(line) for line in Log(self.lines).lines(*parts)]
+
+    def errors(self) -> list[str]:
+        """Warnings and errors of the log."""
+        return [str(line) for line in Log(self.lines).lines() if line.level in ("warning", "error")]
 
     def until(self, condition: Callable[[], object], seconds: float = DEADLINE) -> None:
         wait_until(condition, seconds, lambda: "\n".join(map(str, [*self.lines, *self.changes[-20:]])))

@@ -12,6 +12,7 @@ from pyebpf_proxy.agent.node_life import NodeLife
 from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.kube.objects import Node, NodeAddress, NodeSpec, NodeStatus, ObjectMeta
 from pyebpf_proxy.kube.source import Change
+from tests.support.logs import Log, Message
 
 
 def node(name: str = "here", ips: tuple[str, ...] = ("192.0.2.1",), cidrs: tuple[str, ...] = ()) -> Change:
@@ -144,9 +145,8 @@ def test_other_addresses_are_told_once_and_followed(caplog: pytest.LogCaptureFix
         life.take([node(ips=("192.0.2.2", "2001:db8::2"), cidrs=CIDR)])
 
     assert end_of(life, play) == ""
-    assert caplog.text.count("NodeIPs changed for the node") == 1
-    fields = [vars(record)["fields"] for record in caplog.records if "NodeIPs" in record.getMessage()]
-    assert fields == [{"node": "here", "now": "192.0.2.2 2001:db8::2", "at_start": "192.0.2.1"}]
+    line = Log(caplog).only(Message.NODE_IPS_CHANGED)
+    assert line.text.endswith(" node=here now=192.0.2.2 2001:db8::2 at_start=192.0.2.1")
 
 
 def test_a_node_that_is_deleted_keeps_what_it_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -160,7 +160,7 @@ def test_a_node_that_is_deleted_keeps_what_it_said(caplog: pytest.LogCaptureFixt
         assert life.take([node(cidrs=CIDR)]) == [node(cidrs=CIDR)]
 
     assert end_of(life, play) == ""
-    assert "Node is being deleted" in caplog.text
+    Log(caplog).only(Message.NODE_DELETED)
 
 
 def test_before_the_start_a_node_may_come_and_go() -> None:

@@ -22,6 +22,7 @@ from pyebpf_proxy.kube.source import Batch, Change
 from pyebpf_proxy.services.losses import Said
 from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.node_facts import NodeFacts
+from tests.support.logs import Log, Message
 
 
 def name(text: str) -> ServicePortName:
@@ -302,7 +303,9 @@ def test_other_nodes_reach_the_data_plane_before_the_changes_that_came_with_them
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_node_whose_addresses_are_not_known_is_said(agent: RecordedAgent, known: bool, caplog) -> None:
+def test_a_node_whose_addresses_are_not_known_is_said(
+    agent: RecordedAgent, known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     if known:
         agent.facts = NodeFacts(node_ips={IPFamily.IPV4: b"\n\0\0\1"})
 
@@ -311,7 +314,7 @@ def test_a_node_whose_addresses_are_not_known_is_said(agent: RecordedAgent, know
         await until(lambda: bool(agent.datapath.calls))
 
     agent.run(play, settings())
-    assert ("no address of this Node is known" in caplog.text) is not known
+    assert bool(Log(caplog).lines(Message.NO_ADDRESS_OF_NODE)) is not known
 
 
 def test_removals_wait_until_nothing_happens(agent: RecordedAgent) -> None:
@@ -339,8 +342,7 @@ def test_a_problem_is_told_once(agent: RecordedAgent, caplog: pytest.LogCaptureF
         await until(lambda: len(agent.applied()) == 3)
 
     agent.run(play, settings())
-    told = [record for record in caplog.records if "is full" in record.getMessage()]
-    assert len(told) == 2
+    assert len(Log(caplog).lines("ns/a: map frontends4 is full")) == 2
 
 
 def test_what_the_planner_says_is_logged_and_an_event_where_it_has_a_reason(
@@ -358,8 +360,8 @@ def test_what_the_planner_says_is_logged_and_an_event_where_it_has_a_reason(
         await until(lambda: len(agent.applied()) == 1)
 
     agent.run(play, settings())
-    told = [(record.levelname, record.getMessage()) for record in caplog.records if record.getMessage()[1] == " "]
-    assert told == [("ERROR", "a lost 10.0.0.1"), ("ERROR", "b may not"), ("INFO", "c is a Node's")]
+    told = [tuple(line) for line in Log(caplog).lines() if line.text[1] == " "]
+    assert told == [("error", "a lost 10.0.0.1"), ("error", "b may not"), ("info", "c is a Node's")]
     about = About("Service", "ns", "b")
     assert agent.events == [(about, "Warning", "AddressRefused", "Serve", "b may not")]
     assert agent.metrics.problems == [22, 22]

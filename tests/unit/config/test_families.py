@@ -13,6 +13,7 @@ from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.config.families import Stated, node_port_cidrs, node_ports, wrong_families
 from pyebpf_proxy.services.model import IPFamily
 from pyebpf_proxy.services.node_facts import NodeFacts
+from tests.support.logs import Log, Message
 
 UNSET = (
     "nodePortAddresses is unset; NodePort connections will be accepted on all local IPs."
@@ -194,7 +195,7 @@ def test_a_primary_family_that_the_kernel_has_not(tmp_path: Path) -> None:
 def test_warnings_are_said_and_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     facts = NodeFacts(node_ips=V4, node_cidrs={IPFamily.IPV6: ip_network("fd00::/64")})
     node_checks.check(Stated(), facts, kernel(tmp_path, "there"))
-    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
-    said = [str(vars(record)["fields"]["error"]) for record in warnings]
-    assert said == [UNSET, "cluster is IPv4-primary but node.spec.podCIDRs contains only IPv6 addresses"]
-    assert {record.getMessage() for record in warnings} == {"Kube-proxy configuration may be incomplete or incorrect"}
+    said = [UNSET, "cluster is IPv4-primary but node.spec.podCIDRs contains only IPv6 addresses"]
+    assert [line.text for line in Log(caplog).lines(level="warning")] == [
+        f"{Message.CONFIGURATION_INCOMPLETE} error={error}" for error in said
+    ]

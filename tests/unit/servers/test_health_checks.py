@@ -17,6 +17,7 @@ from pyebpf_proxy.servers.health_checks import HealthCheckPorts, listen_addresse
 from pyebpf_proxy.servers.server import Server
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName
 from pyebpf_proxy.services.model import IPFamily
+from tests.support.logs import Log, Message
 from tests.support.ports import free_port
 from tests.unit.servers.http_client import answers, get, until
 
@@ -136,7 +137,7 @@ def test_all_addresses_or_none_and_again_at_the_next_sync(
 
     until(again)
     assert len(checks.events) == 1
-    assert caplog.text.count("health check node port cannot be served") == 1
+    Log(caplog).only(Message.HEALTH_CHECK_PORT_FAILS)
 
 
 def test_one_that_cannot_be_had_costs_the_others_nothing(checks: HealthCheckNode) -> None:

@@ -26,6 +26,7 @@ from pyebpf_proxy.servers.local import Local
 from pyebpf_proxy.servers.metrics import DatapathNumbers
 from pyebpf_proxy.servers.serving import Servers
 from pyebpf_proxy.services.planner import Planner, PlanSettings
+from tests.support.logs import Log
 from tests.support.ports import free_port
 from tests.unit.servers.http_client import answers, get, until
 
@@ -139,7 +140,7 @@ def test_soft_failure_is_said_and_tried_again(
                 events, f"--healthz-bind-address=127.0.0.1:{port}", f"--metrics-bind-address=[::1]:{free_port()}"
             )
             servers.start()
-            until(lambda: "health address cannot be bound" in caplog.text)
+            Log(caplog).wait("health address cannot be bound")
         until(lambda: answers(port))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):

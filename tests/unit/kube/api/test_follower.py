@@ -15,6 +15,7 @@ from pyebpf_proxy.kube.api.follower import PART
 from pyebpf_proxy.kube.api.source import MOST_WAITING
 from pyebpf_proxy.servers.client_metrics import ClientMetrics
 from pyebpf_proxy.servers.numbers import Gauge
+from tests.support.logs import Message
 from tests.support.scripted_api import QUICK, Exchange, Following, ScriptedApi, following, node, service, wait_until
 
 
@@ -111,7 +112,7 @@ def test_an_older_server_is_asked_for_pages_and_then_watched_from_there(api: Scr
     with following(api) as source:
         source.until(lambda: source.complete and source.names("Service") == {"a", "b"})
         source.until(lambda: len(api.asked("services")) == 4)
-        assert source.said("error") == []
+        assert source.errors() == []
     _, first, second, watch = (exchange.query for exchange in api.asked("services"))
     assert (first["limit"], first["resourceVersion"], first.get("continue")) == ("500", "0", None)
     assert (second["limit"], second.get("resourceVersion"), second["continue"]) == ("500", None, "next")
@@ -161,7 +162,7 @@ def test_expired_history_means_listing_again_and_the_difference(api: ScriptedApi
             ("c", False),
             ("a", True),
         ]
-        assert source.said("error") == []
+        assert source.errors() == []
     assert [exchange.query.get("resourceVersion") for exchange in api.asked("services")] == [None, "5", None]
 
 
@@ -175,7 +176,7 @@ def test_a_watch_that_ends_in_order_goes_on_where_it_was(api: ScriptedApi) -> No
     api.script("services", first)
     with following(api) as source:
         source.until(lambda: len(api.asked("services")) == 2)
-        assert source.said("error") == []
+        assert source.errors() == []
     assert api.asked("services")[1].query["resourceVersion"] == "42"
 
 
@@ -188,7 +189,7 @@ def test_a_watch_that_breaks_is_resumed_without_a_word(api: ScriptedApi) -> None
     with following(api) as source:
         source.until(lambda: len(api.asked("services")) == 2)
         assert api.asked("services")[1].query["resourceVersion"] == "5"
-        assert source.said("fails") == []
+        assert source.errors() == []
 
 
 def test_a_server_that_restarts_and_has_no_history_is_no_trouble(api: ScriptedApi) -> None:
@@ -205,7 +206,7 @@ def test_a_server_that_restarts_and_has_no_history_is_no_trouble(api: ScriptedAp
     api.script("services", first, lambda exchange: exchange.status(410, "too old resource version"), again)
     with following(api) as source:
         source.until(lambda: source.names("Service") == {"b"})
-        assert source.said("error") == []
+        assert source.errors() == []
 
 
 GARBAGE = {
@@ -238,9 +239,9 @@ def test_garbage_is_told_once_and_costs_nothing(api: ScriptedApi, what: str) -> 
     api.script("services", first, broken, broken, broken, right)
     with following(api) as source:
         source.until(lambda: source.names("Service") == {"a", "b", "c"})
-        source.until(lambda: source.said("again"))
-        assert len(source.said("error")) == 1, source.lines
-        assert "services" in source.said("error")[0]
+        source.until(lambda: source.said(Message.RESOURCE_BACK))
+        assert len(source.errors()) == 1, source.lines
+        assert "services" in source.errors()[0]
         assert sum(change.name == "b" for change in source.changes) == 1
 
 
@@ -358,7 +359,7 @@ def test_a_bad_object_is_named_once_and_costs_no_other_anything(api: ScriptedApi
     with following(api, observer=metrics) as source:
         source.until(lambda: source.complete)
         assert source.names("Service") == {"a", "z"}
-        (line,) = source.said("error")
+        (line,) = source.errors()
         assert f"Service default/bad: {message}" in line
         assert bad_objects(metrics) == {"Service": (1, 0), "EndpointSlice": (0, 0), "Node": (0, 0)}
 
@@ -377,7 +378,7 @@ def test_an_object_that_goes_bad_keeps_its_last_good_state(api: ScriptedApi) -> 
         source.until(lambda: source.names("Service") and source.objects["Service", "a"].spec.cluster_ip == "10.96.0.9")
         source.until(lambda: bad_objects(metrics).get("Service") == (0, 0))
         assert [change.object is None for change in source.changes if change.kind == "Service"] == [False, False]
-        (line,) = source.said("error")
+        (line,) = source.errors()
         assert "its last good state stays" in line
 
 
