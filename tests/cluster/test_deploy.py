@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import ROOT
 from tests.deployment import manifests
-from tests.deployment.manifests import DEPLOY, ROOT
+from tests.deployment.manifests import DEPLOY
 from tests.support import kubeadm
 from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
 

@@ -24,10 +24,11 @@ from pyebpf_proxy.lab.addresses import POD_CIDR, cluster_ip
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from tests import ROOT
 from tests.cluster.account import Account
 from tests.deployment import manifests
 from tests.deployment.container import Container, die_with_parent
-from tests.deployment.manifests import DEPLOY, ROOT
+from tests.deployment.manifests import DEPLOY
 from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, use_folder, wait_ready
 from tests.support import kubeadm
 from tests.support.apiserver import ADMIN_TOKEN, ApiServer

@@ -23,9 +23,10 @@ from pyebpf_proxy.lab.addresses import POD_CIDR, Dual, cluster_ip
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from tests import ROOT
 from tests.cluster.traffic import Traffic, Way
 from tests.deployment.container import Container
-from tests.deployment.manifests import DEPLOY, ROOT
+from tests.deployment.manifests import DEPLOY
 from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, wait_ready
 from tests.support import kubeadm
 from tests.support.apiserver import ADMIN_TOKEN, ApiServer

@@ -17,8 +17,9 @@ from pyebpf_proxy import __version__
 from pyebpf_proxy.common.kube_proxy_health import DEFAULT, VARIABLE
 from pyebpf_proxy.config.complete import complete
 from pyebpf_proxy.config.flags import parse
+from tests import ROOT
 from tests.deployment import apparmor, manifests
-from tests.deployment.manifests import DEPLOY, ROOT, Object, build, container, one
+from tests.deployment.manifests import DEPLOY, Object, build, container, one
 
 pytestmark = pytest.mark.needs_kubectl
 
