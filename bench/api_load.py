@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.apiserver import ADMIN_TOKEN, ApiServer
-from tests.cluster.reference import cache, kube_proxy
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.reference import cache, kube_proxy
 
 from . import workload
 from .measure import say

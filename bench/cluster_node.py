@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from pyebpf_proxy.lab.namespace import Namespace, batch, set_network_namespace
-from tests.cluster.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer
 
 from . import workload
 from .api_load import ADDRESS

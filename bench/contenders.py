@@ -29,8 +29,8 @@ from pyebpf_proxy.lab import addresses, manifests
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import LabError, Namespace
-from tests.cluster.apiserver import ADMIN_TOKEN, ApiServer
-from tests.cluster.relay import Relay
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.relay import Relay
 
 from . import api_load, workload
 from .measure import TOOLS, say

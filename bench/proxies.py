@@ -15,7 +15,7 @@ import yaml
 
 from pyebpf_proxy.lab.agent import SYNCED, _scrape, command
 from pyebpf_proxy.lab.namespace import Namespace, die_with_parent
-from tests.cluster.reference import kube_proxy
+from tests.support.reference import kube_proxy
 
 OURS, NFTABLES, IPTABLES = "ours", "nftables", "iptables"
 WORDS = {OURS: "pyebpf-proxy", NFTABLES: "kube-proxy, nftables", IPTABLES: "kube-proxy, iptables"}

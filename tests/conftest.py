@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import workers
+from tests import ROOT
+from tests.support import workers
 
-ROOT = Path(__file__).resolve().parent.parent
 BTF = Path("/sys/kernel/btf/vmlinux")
 CLONE_NEWNET = 0x40000000
 WORKERS = "pyebpf-proxy-workers"
@@ -73,6 +73,17 @@ def _no_fish() -> str | None:
     return None if shutil.which("fish") else "fish is missing: make setup, or apt-get install fish"
 
 
+CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy"))
+
+
+def _no_helm() -> str | None:
+    return None if (CACHE / "go/helm").exists() else "helm is missing: tests/cluster/build.sh helm builds it (Go)"
+
+
+def _no_prometheus() -> str | None:
+    return None if (CACHE / "bin/prometheus").exists() else "prometheus is missing: tests/cluster/tools.sh fetches it"
+
+
 NEEDS = {
     "needs_root": _not_root,
     "needs_netns": _no_netns,
@@ -80,11 +91,13 @@ NEEDS = {
     "needs_kubectl": _no_kubectl,
     "needs_zsh": _no_zsh,
     "needs_fish": _no_fish,
+    "needs_helm": _no_helm,
+    "needs_prometheus": _no_prometheus,
 }
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With ``-n``: what a controller or a worker does beside (``tests/workers.py``)."""
+    """With ``-n``: what a controller or a worker does beside (``tests/support/workers.py``)."""
     # Started in the background of a shell, programs ignore SIGINT, and so would those that tests send one to.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -120,7 +120,10 @@ def _run(options: argparse.Namespace) -> int:
     try:
         import kubernetes  # noqa: F401
     except ImportError:
-        return fail("the package kubernetes is missing: install pyebpf-proxy with its extra cluster (docs/cluster.md)", NO_ANSWER)
+        return fail(
+            "the package kubernetes is missing: install pyebpf-proxy with its extra cluster (docs/cluster.md)",
+            NO_ANSWER,
+        )
     from pyebpf_proxy.cluster.api import Api, RefusedError
     from pyebpf_proxy.cluster.output import Output
 

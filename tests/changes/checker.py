@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from .model import NOBODYS, REFUSED, SILENT, UNREACHABLE, Allowed, Target
+from tests.changes.model import NOBODYS, REFUSED, SILENT, UNREACHABLE, Allowed, Target
 
 #: Seconds that a change may need after the agent has told that it is programmed.
 GRACE = 0.05

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .model import Addresses, Endpoint, State, Target
+from tests.changes.model import Addresses, Endpoint, State, Target
 
 NODE = "node1"
 PODS = {"web-1": "node1", "web-2": "node2", "web-3": "node1", "web-4": "node2"}

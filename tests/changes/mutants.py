@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 WRITER, PLANNED = "datapath/maps/writer.py", "services/endpoints.py"
 
 

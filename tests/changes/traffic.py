@@ -13,11 +13,11 @@ from typing import IO, cast
 
 from pyebpf_proxy.lab.addresses import cluster_ip, node_address, vip
 from pyebpf_proxy.lab.namespace import Namespace, die_with_parent
+from tests import ROOT
+from tests.changes.checker import ANSWERED, BROKEN, Record, Stall
+from tests.changes.model import REFUSED, SILENT, UNREACHABLE, Target
 
-from .checker import ANSWERED, BROKEN, Record, Stall
-from .model import REFUSED, SILENT, UNREACHABLE, Target
-
-TOOL = Path(__file__).resolve().parents[2] / "build" / "tests" / "traffic"
+TOOL = ROOT / "build" / "tests" / "traffic"
 #: Milliseconds until a connection that nobody answers is given up.
 TIMEOUT = 4000
 #: Seconds to wait for a process to say or do something, on any machine.

@@ -10,12 +10,11 @@ from typing import NamedTuple
 from pyebpf_proxy.lab.addresses import SERVICE_CIDR, VIP_CIDR, Dual, cluster_ip, vip
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Object, Port, endpoint, endpoint_slice, node, service
-from pyebpf_proxy.lab.namespace import Namespace
-
-from .checker import GRACE, REMEMBERED, Entries, Record, Stall, Timeline, Violation, check, check_transfers
-from .courses import BASE, NODE, PODS, STEADY, TARGETS, Step
-from .model import Endpoint, State, allowed
-from .traffic import LongConnections, NewConnections, Server, address_of
+from tests.changes.checker import GRACE, REMEMBERED, Entries, Record, Stall, Timeline, Violation, check, check_transfers
+from tests.changes.courses import BASE, NODE, PODS, STEADY, TARGETS, Step
+from tests.changes.model import Endpoint, State, allowed
+from tests.changes.traffic import LongConnections, NewConnections, Server, address_of
+from tests.support.world import TOOLBOX, World
 
 #: New connections a second, on a machine that makes three times as many without any service.
 RATE = 2000
@@ -57,12 +56,15 @@ class Outcome(NamedTuple):
         )
 
 
-class World:
-    """One lab for many courses. ``lab`` is an empty one with two nodes."""
+class ChangesWorld(World):
+    """One lab for many courses. ``lab`` is an empty one with two nodes.
 
-    def __init__(self, lab: Lab) -> None:
-        self.lab = lab
-        self.node = lab.nodes[0]
+    ``fast``: the fast path is on whatever rules other programs have.
+    """
+
+    def __init__(self, lab: Lab, fast: bool = False) -> None:
+        super().__init__(lab)
+        self._fast = fast
         self._servers: dict[str, Server] = {}
         self._rate = RATE
         self.plain = 0.0
@@ -73,26 +75,24 @@ class World:
 
     # ---- making it ----------------------------------------------------------
 
-    def build(self, fast: bool = False) -> None:
-        """Pods with their servers, the objects, the agent; then what the machine makes of connections without it.
-
-        ``fast``: the fast path is on whatever rules other programs have.
-        """
+    def build(self) -> None:
+        """Pods with their servers, the objects, the agent; then what the machine makes of connections without it."""
         lab = self.lab
         for pod, name in PODS.items():
             lab.add_pod(pod, lab.node(name), serve=False)
             self._serve(pod)
-        lab.add_pod("toolbox", self.node, serve=False)
+        lab.add_pod(TOOLBOX, self.node, serve=False)
         self._refuse_what_is_nobodys()
         self._allow_icmp()
         lab.write("steady.yaml", _objects("steady", STEADY, lab))
         self._write(BASE)
-        self.node.agent.start(own={"fastPath": True} if fast else None)
+        self.node.agent.start(own={"fastPath": True} if self._fast else None)
         self.node.agent.wait_synced()
         self.plain = self._plain_rate()
 
     def close(self) -> None:
-        """End the processes. The rest goes with the lab."""
+        """End the processes, which change from course to course. The rest goes with the lab."""
+        super().close()
         for process in (*self.long, *self._servers.values()):
             process.kill()
 
@@ -119,10 +119,6 @@ class World:
             # Older kernels have one limit for the machine, which is not ours to change.
             self._rate = ICMP_RATE
 
-    def _namespace(self, source: str) -> Namespace:
-        pod = self.lab.pods["toolbox"].namespace
-        return {"external": self.lab.client, "pod": pod, "node": self.node.namespace}[source]
-
     def _write(self, state: State) -> float:
         """One file for all that may change, so that it changes at once; when, in ``time.time``."""
         nodes = [
@@ -136,7 +132,7 @@ class World:
         target = f"{self.lab.pods['web-2'].address.v4},{PORTS[0]}"
         begun = time.monotonic()
         loads = [
-            NewConnections(self._namespace(source), self.lab.folder / f"plain-{source}", [target], 0)
+            NewConnections(self.namespace(source), self.lab.folder / f"plain-{source}", [target], 0)
             for source in SOURCES
         ]
         while (made := sum(load.made for load in loads)) < 1500:
@@ -206,7 +202,7 @@ def _endpoint(each: Endpoint, address: Dual, family: int) -> Object:
 
 
 class _Run:
-    def __init__(self, world: World, rate: float) -> None:
+    def __init__(self, world: ChangesWorld, rate: float) -> None:
         self.world = world
         self.timeline = Timeline()
         self.changes: list[float] = []
@@ -224,14 +220,14 @@ class _Run:
     def _load(self, source: str, rate: float) -> NewConnections:
         asked = [address_of(target) for target in TARGETS if target.source == source]
         folder = self.world.lab.folder
-        return NewConnections(self.world._namespace(source), folder / f"new-{source}", asked, rate)
+        return NewConnections(self.world.namespace(source), folder / f"new-{source}", asked, rate)
 
     def _begin_long(self, source: str) -> LongConnections:
         served = [t for t in TARGETS if t.source == source and allowed(BASE, t, NODE).names and t.service == "shop"]
         count = LONG // len(SOURCES) + (LONG % len(SOURCES) if source == SOURCES[0] else 0)
         folder = self.world.lab.folder
         asked = [address_of(target) for target in served]
-        return LongConnections(self.world._namespace(source), folder / f"long-{source}", asked, count, LONG_PERIOD)
+        return LongConnections(self.world.namespace(source), folder / f"long-{source}", asked, count, LONG_PERIOD)
 
     def _note(self, name: str, asked: float, programmed: float, state: State) -> None:
         by_service = {"shop": state, "steady": STEADY}

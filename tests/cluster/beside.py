@@ -22,9 +22,8 @@ import yaml
 
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.namespace import Namespace, die_with_parent, set_network_namespace
-
-from .apiserver import ADMIN_TOKEN, ApiServer, Object
-from .reference import kube_proxy
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer, Object
+from tests.support.reference import kube_proxy
 
 NODE = "node1"
 NODE_IP = "192.0.2.10"

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pyebpf_proxy.cli import main
-
-from . import kubeadm
-from .apiserver import ADMIN_TOKEN, ApiServer, Object
-from .simulated_nodes import SETS, SYSTEM, Recorder, SimulatedNodes
+from tests.cluster.simulated_nodes import SETS, SYSTEM, Recorder, SimulatedNodes
+from tests.support import kubeadm
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer, Object
 
 NAMES = ["n1", "n2", "n3"]
 IMAGE, NEWER = "registry.example/pyebpf-proxy:1", "registry.example/pyebpf-proxy:2"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from .apiserver import ApiServer
-from .commands import watched
-from .simulated_nodes import SimulatedNodes
+from tests.cluster.commands import watched
+from tests.cluster.simulated_nodes import SimulatedNodes
+from tests.support.apiserver import ApiServer
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import sys
 
-from tests.cluster import reference
 from tests.parity import recordings
+from tests.support import reference
 
 
 def main() -> int:

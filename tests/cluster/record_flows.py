@@ -9,17 +9,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from tests.cluster import reference
-from tests.cluster.apiserver import ApiServer
 from tests.flows import recordings
 from tests.flows.flow import Flow, Seen
 from tests.flows.kube_proxy import KubeProxy
 from tests.flows.scenarios import MODES, all_scenarios
-from tests.flows.world import LONG, World, new_world
+from tests.flows.world import LONG, FlowWorld, new_world
+from tests.support import reference
+from tests.support.apiserver import ApiServer
 
 
 def ask_all(
-    mode: str, world: World, proxy: KubeProxy, names: list[str]
+    mode: str, world: FlowWorld, proxy: KubeProxy, names: list[str]
 ) -> Iterator[tuple[str, list[tuple[Flow, Seen]]]]:
     """Every scenario of a mode, with what came of its flows. ``names``: if any, what others came to before."""
     _, before = recordings.read(mode) if names else ("", {})

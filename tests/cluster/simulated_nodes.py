@@ -25,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from .apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
+from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
 
 SYSTEM = "/api/v1/namespaces/kube-system/pods"
 SETS = "/apis/apps/v1/namespaces/kube-system/daemonsets"

@@ -13,23 +13,22 @@ from collections.abc import Iterator
 import pytest
 
 from pyebpf_proxy.lab.addresses import cluster_ip
+from tests.cluster.account import Account
+from tests.cluster.world import BEGINNINGS, ENDS, HOSTS, OutageWorld, expired
 from tests.deployment.node import wait_ready
-
-from .proxy import Mode
-from .test_deploy_agent import Account
-from .world import BEGINNINGS, ENDS, HOSTS, World, expired
+from tests.support.spoiling_proxy import Mode
 
 OUTAGE_SECONDS = float(os.environ.get("OUTAGE_SECONDS", "8"))
 ROLE = "/apis/rbac.authorization.k8s.io/v1/clusterroles/pyebpf-proxy"
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with World(tmp_path_factory.mktemp("world")) as world:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OutageWorld]:
+    with OutageWorld(tmp_path_factory.mktemp("world")) as world:
         yield world
 
 
-def test_started_before_its_api_server(world: World) -> None:
+def test_started_before_its_api_server(world: OutageWorld) -> None:
     """It waits, says so once, and starts by itself."""
     lines = world.first_log.splitlines()
     begun = [line for line in lines if any(words in line for words in BEGINNINGS)]
@@ -40,7 +39,7 @@ def test_started_before_its_api_server(world: World) -> None:
     assert [line for line in lines if " error " in line] == begun
 
 
-def test_killed_for_a_while(world: World) -> None:
+def test_killed_for_a_while(world: OutageWorld) -> None:
     name, old = world.appear()
     world.wait(lambda: world.serves(old), "a Service of before")
     with world.outage() as outage:
@@ -56,7 +55,7 @@ def test_killed_for_a_while(world: World) -> None:
         world.wait(lambda: world.serves(fresh) and world.refuses(old), "what has changed meanwhile")
 
 
-def test_frozen(world: World) -> None:
+def test_frozen(world: OutageWorld) -> None:
     with world.outage() as outage:
         world.server.freeze()
         try:
@@ -79,7 +78,7 @@ SPOILT: list[tuple[Mode, str, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("mode", "words", "resources"), SPOILT, ids=[each[0] for each in SPOILT])
-def test_spoilt_answers(world: World, mode: Mode, words: str, resources: tuple[str, ...]) -> None:
+def test_spoilt_answers(world: OutageWorld, mode: Mode, words: str, resources: tuple[str, ...]) -> None:
     name, old = world.appear()
     world.wait(lambda: world.serves(old), "a Service of before")
     with world.outage(*resources) as outage:
@@ -96,7 +95,7 @@ def test_spoilt_answers(world: World, mode: Mode, words: str, resources: tuple[s
         world.wait(lambda: world.serves(fresh) and world.refuses(old), "what has changed meanwhile")
 
 
-def test_history_is_compacted(world: World) -> None:
+def test_history_is_compacted(world: OutageWorld) -> None:
     """All that it has is from before: the new server refuses to go on from there (410)."""
     name, old = world.appear()
     world.wait(lambda: world.serves(old), "a Service of before")
@@ -120,7 +119,7 @@ def test_history_is_compacted(world: World) -> None:
     assert world.traffic.failures() == []
 
 
-def test_restarted_with_other_objects(world: World) -> None:
+def test_restarted_with_other_objects(world: OutageWorld) -> None:
     """Another cluster under the same address: its Services are taken, the former one's go."""
     _, old = world.appear()
     world.wait(lambda: world.serves(old), "a Service of before")
@@ -137,7 +136,7 @@ def test_restarted_with_other_objects(world: World) -> None:
     assert world.serves(cluster_ip(11))
 
 
-def test_the_token_expires_and_is_rotated(world: World) -> None:
+def test_the_token_expires_and_is_rotated(world: OutageWorld) -> None:
     with world.outage() as outage:
         world.rotate(expired(world.server))
         world.relay.cut()
@@ -149,7 +148,7 @@ def test_the_token_expires_and_is_rotated(world: World) -> None:
         world.wait(lambda: world.serves(fresh), "what came meanwhile")
 
 
-def test_the_right_to_one_resource_is_taken_away(world: World) -> None:
+def test_the_right_to_one_resource_is_taken_away(world: OutageWorld) -> None:
     """The others are followed on, and it is followed again when the right is back."""
     role = world.server.request("GET", ROLE)
     account = Account(world.server)
@@ -167,7 +166,7 @@ def test_the_right_to_one_resource_is_taken_away(world: World) -> None:
         world.wait(lambda: world.serves(fresh), "its endpoints")
 
 
-def test_its_name_cannot_be_resolved(world: World) -> None:
+def test_its_name_cannot_be_resolved(world: OutageWorld) -> None:
     with world.outage() as outage:
         world.hosts.write_text("127.0.0.1 localhost\n")
         world.relay.cut()
@@ -179,7 +178,7 @@ def test_its_name_cannot_be_resolved(world: World) -> None:
         world.wait(lambda: world.serves(fresh), "what came meanwhile")
 
 
-def test_the_agent_is_killed_while_the_api_server_is_away(world: World) -> None:
+def test_the_agent_is_killed_while_the_api_server_is_away(world: OutageWorld) -> None:
     """What the former run has programmed stays, for as long as nobody says what there is now."""
     name, old = world.appear()
     world.wait(lambda: world.serves(old), "a Service of before")

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 FOLDER = ROOT / "deploy" / "prometheus"
 RULES = FOLDER / "pyebpf-proxy.rules.yaml"
 TESTS = FOLDER / "pyebpf-proxy.rules_test.yaml"

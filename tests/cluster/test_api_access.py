@@ -13,10 +13,9 @@ import yaml
 
 from pyebpf_proxy.kube.api.access import in_cluster
 from pyebpf_proxy.kube.api.connect import find
-from tests.unit.scripted_api import Following
-
-from .apiserver import ADMIN_TOKEN, ApiServer, Object, running
-from .test_api_source import ACCOUNT, RULES, TIMING, node
+from tests.cluster.api_source import ACCOUNT, RULES, TIMING, node
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer, Object, running
+from tests.support.scripted_api import Following
 
 server = pytest.fixture(scope="module")(running)
 
@@ -47,7 +46,7 @@ def data(path: Path) -> str:
 def gets_in(kubeconfig: Path) -> None:
     with Following(find(str(kubeconfig), ""), TIMING) as source:
         source.until(lambda: source.complete and "kubernetes" in source.names("Service"))
-        assert source.said("error") == []
+        assert source.errors() == []
 
 
 @pytest.mark.parametrize("how", ["certificate files", "certificate data", "token", "exec token", "exec certificate"])
@@ -93,8 +92,8 @@ def test_a_name_that_is_not_in_the_certificate(server: ApiServer, folder: Path) 
     config["clusters"][0]["cluster"]["tls-server-name"] = "somebody.else"
     path.write_text(yaml.safe_dump(config))
     with Following(find(str(path), ""), TIMING) as source:
-        source.until(lambda: source.said("error"))
-        assert "tls-server-name of the kubeconfig names what it is to hold" in source.said("error")[0]
+        source.until(lambda: source.errors())
+        assert "tls-server-name of the kubeconfig names what it is to hold" in source.errors()[0]
         assert not source.complete
 
 
@@ -102,4 +101,4 @@ def test_a_pod_of_the_cluster(server: ApiServer, folder: Path) -> None:
     environment = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.port)}
     with Following(in_cluster(environment, folder), TIMING) as source:
         source.until(lambda: source.complete)
-        assert source.said("error") == []
+        assert source.errors() == []

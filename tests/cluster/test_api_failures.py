@@ -15,11 +15,11 @@ import pytest
 
 from pyebpf_proxy.kube.api.connect import find
 from pyebpf_proxy.kube.api.observer import Silent
-from tests.unit.scripted_api import Following
-
-from .apiserver import ApiServer
-from .proxy import Mode, Proxy
-from .test_api_source import ACCOUNT, RULES, TIMING, kubeconfig, node, server, service, slice_of
+from tests.cluster.api_source import ACCOUNT, RULES, TIMING, kubeconfig, node, server, service, slice_of
+from tests.support.apiserver import ApiServer
+from tests.support.logs import Message
+from tests.support.scripted_api import Following
+from tests.support.spoiling_proxy import Mode, Proxy
 
 __all__ = ["kubeconfig", "server"]
 
@@ -80,7 +80,7 @@ def still_there(source: Following) -> None:
 
 def one_line(source: Following, *words: str) -> None:
     """One line about the failure, with these words, and one that it is over."""
-    failures = [line for line in source.said("error") if "fail" in line or "follow" in line]
+    failures = [line for line in source.errors() if "fail" in line or "follow" in line]
     assert len(failures) == 1, source.lines
     failed = failures[0]
     for word in words:
@@ -131,8 +131,8 @@ def test_spoilt_answers(server: ApiServer, proxy: Proxy, through: Path, mode: Mo
             assert set(told.values()) == {1}, source.lines
         elif mode == "mute":
             # To cut the connections is a failure of its own, which may be seen first.
-            assert words in source.said("error")[-1]
-            assert len(source.said("error")) <= 2
+            assert words in source.errors()[-1]
+            assert len(source.errors()) <= 2
         else:
             one_line(source, words)
 
@@ -151,13 +151,13 @@ def test_frozen_for_a_while(server: ApiServer, kubeconfig: Path) -> None:
                 with pytest.raises(TimeoutError):
                     asking.recv(1)
             still_there(source)
-            assert not source.said("error")
+            assert not source.errors()
             assert numbers.all_connected
         finally:
             server.thaw()
         server.create(service("api"))
         source.until(lambda: "api" in source.names("Service"), LONG)
-        assert source.said("error") == []
+        assert source.errors() == []
 
 
 @pytest.mark.usefixtures("objects")
@@ -205,7 +205,7 @@ def test_history_is_compacted_while_we_are_away(server: ApiServer, proxy: Proxy,
         source.until(lambda: source.complete and numbers.all_connected)
         before = numbers.lists["services"]
         server.kill()
-        source.until(lambda: source.said("error"), LONG)
+        source.until(lambda: source.errors(), LONG)
         server.start()
         server.delete(slice_of("web"))
         server.create(service("api"))
@@ -250,7 +250,7 @@ def test_permission_for_one_resource_is_taken_away(server: ApiServer, proxy: Pro
         still_there(source)
         server.account(ACCOUNT, RULES)
         source.until(lambda: numbers.all_connected, LONG)
-        source.until(lambda: source.said("can be watched again"), LONG)
+        source.until(lambda: source.said(Message.RESOURCE_BACK), LONG)
         (line,) = source.said("is forbidden")
         assert 'grant list and watch on endpointslices (apiGroup "discovery.k8s.io") by RBAC' in line
 
@@ -262,7 +262,7 @@ def test_names_cannot_be_resolved(server: ApiServer, proxy: Proxy, kubeconfig: P
     source, _ = following(path)
     with source:
         source.until(lambda: source.said("cannot be resolved"), LONG)
-        (line,) = source.said("error")
+        (line,) = source.errors()
         assert f"the name {name} cannot be resolved" in line
         assert "check DNS" in line
         assert not source.complete
@@ -278,14 +278,14 @@ def test_unknown_authority_and_wrong_name(server: ApiServer, kubeconfig: Path, t
     source, _ = following(kubeconfig)
     with source:
         source.until(lambda: source.said("certificate-authority of the kubeconfig must be that of this cluster"))
-        assert len(source.said("error")) == 1
+        assert len(source.errors()) == 1
     # The server is reached, its certificate's authority is right, and the name in it is another.
     assert text.count("    server: ") == 1
     kubeconfig.write_text(text.replace("    server: ", "    tls-server-name: other.example\n    server: "))
     source, numbers = following(kubeconfig)
     with source:
         source.until(lambda: source.said("tls-server-name of the kubeconfig names what it is to hold"))
-        (line,) = source.said("error")
+        (line,) = source.errors()
         assert "is not accepted" in line
         assert "other.example" in line
         assert not any(numbers.is_connected.values())

@@ -4,76 +4,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import pytest
+from tests.cluster.api_source import following, kubeconfig, node, server, service, slice_of
+from tests.support.apiserver import ApiServer
 
-from pyebpf_proxy.kube.api.connect import find
-from pyebpf_proxy.kube.api.timing import Timing
-from tests.unit.scripted_api import Following
-
-from .apiserver import ApiServer, Object, running
-
-ACCOUNT = "pyebpf-proxy"
-RULES: list[Object] = [
-    {"apiGroups": [""], "resources": ["services", "nodes"], "verbs": ["list", "watch"]},
-    {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
-]
-#: As the agent's, but for waits that would only make the tests long.
-TIMING = replace(Timing(), backoff=(0.1, 1.0), forbidden=0.5, settle=1.0, node=5.0, look=0.2)
-
-server = pytest.fixture(scope="module")(running)
-
-
-@pytest.fixture
-def kubeconfig(server: ApiServer, tmp_path: Path) -> Iterator[Path]:
-    """Of the account, with a token in a file. Objects of the test's own are gone afterwards."""
-    server.account(ACCOUNT, RULES)
-    (tmp_path / "token").write_text(server.token(ACCOUNT))
-    server.apply(node())
-    yield server.kubeconfig(tmp_path / "kubeconfig", {"tokenFile": "token"})
-    for item in (service("web"), service("api"), slice_of("web")):
-        try:
-            server.delete(item)
-        except Exception:  # most tests have not made all of them
-            continue
-
-
-def following(kubeconfig: Path, timing: Timing = TIMING) -> Following:
-    return Following(find(str(kubeconfig), ""), timing)
-
-
-def node() -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "Node",
-        "metadata": {"name": "node1"},
-        "status": {"addresses": [{"type": "InternalIP", "address": "192.0.2.1"}]},
-    }
-
-
-def service(name: str, **spec: Any) -> Object:
-    ports = [{"name": "http", "port": 80, "protocol": "TCP"}]
-    metadata = {"name": name, "namespace": "default"}
-    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": ports, **spec}}
-
-
-def slice_of(name: str, *addresses: str, labels: dict[str, str] | None = None) -> Object:
-    return {
-        "apiVersion": "discovery.k8s.io/v1",
-        "kind": "EndpointSlice",
-        "metadata": {
-            "name": f"{name}-1",
-            "namespace": "default",
-            "labels": {"kubernetes.io/service-name": name, **(labels or {})},
-        },
-        "addressType": "IPv4",
-        "ports": [{"name": "http", "port": 8080, "protocol": "TCP"}],
-        "endpoints": [{"addresses": [address]} for address in addresses or ("10.244.0.1",)],
-    }
+__all__ = ["kubeconfig", "server"]
 
 
 def test_objects_are_delivered_as_they_come_change_and_go(server: ApiServer, kubeconfig: Path) -> None:
@@ -90,7 +26,7 @@ def test_objects_are_delivered_as_they_come_change_and_go(server: ApiServer, kub
         server.delete(service("web"))
         server.delete(slice_of("web"))
         source.until(lambda: source.names("Service") == {"kubernetes"} and not source.names("EndpointSlice"))
-        assert source.said("error") == []
+        assert source.errors() == []
 
 
 def test_the_selectors_choose(server: ApiServer, kubeconfig: Path) -> None:

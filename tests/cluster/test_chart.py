@@ -14,10 +14,11 @@ import pytest
 import yaml
 
 from pyebpf_proxy import __version__
+from tests import ROOT
 from tests.deployment import manifests
-from tests.deployment.manifests import DEPLOY, ROOT, Object
+from tests.deployment.manifests import DEPLOY, Object
 
-pytestmark = pytest.mark.needs_kubectl
+pytestmark = [pytest.mark.needs_kubectl, pytest.mark.needs_helm]
 
 HELM = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "go" / "helm"
 IMAGE = "registry.example/team/pyebpf-proxy"

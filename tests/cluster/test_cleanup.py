@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +16,8 @@ import pytest
 
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.namespace import Namespace
-from tests.cluster import reference
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "netns"))
-from kube_proxy_tools import DATA, FOREIGN, FOREIGN_LATER, load_kube_proxy, restore, saved
+from tests.support import reference
+from tests.support.kube_proxy_tools import DATA, FOREIGN, FOREIGN_LATER, load_kube_proxy, restore, saved
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
 

@@ -21,10 +21,9 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
-
-from .apiserver import ADMIN_TOKEN, ApiServer, Object
-from .commands import IMAGE, made, run
-from .simulated_nodes import SimulatedNodes
+from tests.cluster.commands import IMAGE, made, run
+from tests.cluster.simulated_nodes import SimulatedNodes
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer, Object
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from .apiserver import ApiError, ApiServer
-from .commands import IMAGE, NAMES, daemon_set, now, proxies, run, started, taken
-from .simulated_nodes import SETS, SYSTEM, SimulatedNodes
+from tests.cluster.commands import IMAGE, NAMES, daemon_set, now, proxies, run, started, taken
+from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
+from tests.support.apiserver import ApiError, ApiServer
 
 
 @pytest.fixture(scope="module")

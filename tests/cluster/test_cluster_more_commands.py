@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
-from .commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, made, run
-from .simulated_nodes import SETS, SYSTEM, SimulatedNodes
+from tests.cluster.commands import CONFIG_MAP, IMAGE, NAMES, NEWER, daemon_set, made, run
+from tests.cluster.simulated_nodes import SETS, SYSTEM, SimulatedNodes
+from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
 
 
 @pytest.fixture(scope="module")

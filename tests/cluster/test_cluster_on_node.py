@@ -18,9 +18,8 @@ from pyebpf_proxy.lab.addresses import Dual, cluster_ip
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
-
-from .apiserver import ApiServer, running
-from .beside import NODE, NODE_IP, Side
+from tests.cluster.beside import NODE, NODE_IP, Side
+from tests.support.apiserver import ApiServer, running
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
 PORTS = [Port("http", 80, 8080)]

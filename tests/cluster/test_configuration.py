@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy import KUBERNETES_VERSION
-from tests.cluster import reference
 from tests.parity import ours, recordings
 from tests.parity.differences import difference
 from tests.parity.generated import generate
+from tests.support import reference
 
 #: Set these to see a failure again, or to look longer.
 SEED = int(os.environ.get("PARITY_SEED", secrets.randbelow(1_000_000)))

@@ -24,7 +24,10 @@ from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace, die_with_parent
 from tests.deployment.manifests import DEPLOY
 
-pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns, pytest.mark.slow]
+pytestmark = [
+    *(pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns),
+    *(pytest.mark.needs_prometheus, pytest.mark.slow),
+]
 
 PROMETHEUS = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "bin" / "prometheus"
 PORTS = [Port("http", 80, 8080)]

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import ROOT
 from tests.deployment import manifests
-from tests.deployment.manifests import DEPLOY, ROOT
-
-from . import kubeadm
-from .apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
+from tests.deployment.manifests import DEPLOY
+from tests.support import kubeadm
+from tests.support.apiserver import ADMIN_TOKEN, ApiError, ApiServer, Object
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import ssl
 import subprocess
 import sys
 import time
@@ -26,15 +24,17 @@ from pyebpf_proxy.lab.addresses import POD_CIDR, cluster_ip
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from tests import ROOT
+from tests.cluster.account import Account
 from tests.deployment import manifests
 from tests.deployment.container import Container, die_with_parent
-from tests.deployment.manifests import DEPLOY, ROOT
+from tests.deployment.manifests import DEPLOY
 from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, use_folder, wait_ready
-
-from . import kubeadm
-from .apiserver import ADMIN_TOKEN, ApiServer, Object
-from .reference import cache
-from .relay import Relay
+from tests.support import kubeadm
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.logs import Log, Message
+from tests.support.reference import cache
+from tests.support.relay import Relay
 
 DAEMON_SET = "/apis/apps/v1/namespaces/kube-system/daemonsets/pyebpf-proxy"
 PORTS = [Port("http", 80, 8080)]
@@ -218,30 +218,11 @@ def test_on_the_way_back_the_real_kube_proxy_carries_on(server: ApiServer, small
         container = stack.enter_context(contained(only, removing, environment=path))
         container.start()
         assert container.wait_ended() == 0, container.log()
-        assert "removed what kube-proxy left behind: " in container.log()
+        Log(container).some(f"{Message.KUBE_PROXY_REMOVED}: ")
         assert not any(rules().values())
 
 
 # ---- exactly these rights ----------------------------------------------------------------------------------------
-
-
-class Account:
-    """Requests with a token of the pod's ServiceAccount."""
-
-    def __init__(self, server: ApiServer) -> None:
-        self._url = server.url
-        self._token = server.token("pyebpf-proxy")
-        self._context = ssl.create_default_context(cafile=str(server.ca))
-
-    def status(self, method: str, path: str, body: Object | None = None, content: str = "application/json") -> int:
-        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": content}
-        data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(self._url + path, data, headers, method=method)
-        try:
-            with urllib.request.urlopen(request, context=self._context, timeout=30) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
 
 
 @pytest.fixture(scope="module")

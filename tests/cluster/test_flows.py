@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.apiserver import ApiServer
 from tests.flows.generated import scenarios
 from tests.flows.objects import PODS, End, Svc
 from tests.flows.reduce import as_code, reduce
 from tests.flows.scenarios import MODES, Scenario
 from tests.flows.side_by_side import SideBySide
 from tests.flows.world import new_world
+from tests.support.apiserver import ApiServer
 
 #: Set these to see a failure again, or to look longer (make parity). An object set is one step of a seed, in one mode.
 SEED = int(os.environ.get("FLOW_SEED", secrets.randbelow(1_000_000)))

@@ -12,7 +12,6 @@ import multiprocessing
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,15 +28,14 @@ from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace, die_with_parent
 from pyebpf_proxy.lab.servers import Ports
-from tests.cluster.apiserver import ADMIN_TOKEN, ApiServer
-from tests.cluster.reference import kube_proxy
-from tests.cluster.relay import Relay
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "netns"))
-from fast_lab import ON, World, asking
-from lab_tools import wait_until
-from new_flows import BOTH, NewFlows, entries, fast_ones, flowing
-from talk import PORT, Talk, serve
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.fast_lab import ON, FastWorld, asking
+from tests.support.lab_tools import wait_until
+from tests.support.logs import Log, Message
+from tests.support.new_flows import BOTH, NewFlows, entries, fast_ones, flowing
+from tests.support.reference import kube_proxy
+from tests.support.relay import Relay
+from tests.support.talk import PORT, Talk, serve
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -63,7 +61,7 @@ def server() -> Iterator[ApiServer]:
 class Place:
     """A node with two endpoints and a client, and the real kube-proxy when it is wanted."""
 
-    world: World
+    world: FastWorld
     mode: str
     folder: Path
     server: ApiServer
@@ -147,7 +145,7 @@ def place(request: pytest.FixtureRequest, server: ApiServer, tmp_path: Path) -> 
         lab.write("nodes.yaml", [known])
         lab.write("two.yaml", objects)
         with Relay(only.namespace.path, server.port):
-            made = Place(World(lab, client, near, far), request.param, tmp_path, server)
+            made = Place(FastWorld(lab, client, near, far), request.param, tmp_path, server)
             try:
                 yield made
             finally:
@@ -228,7 +226,7 @@ class Traffic:
 
 
 @contextlib.contextmanager
-def traffic(world: World) -> Iterator[Traffic]:
+def traffic(world: FastWorld) -> Iterator[Traffic]:
     """Of a pod through the ClusterIP, and from outside through the NodePort."""
     pod, outside = world.client.namespace, world.lab.client
     places = [(pod, ADDRESS, PORT), (outside, world.node.address, 30007)]
@@ -253,7 +251,7 @@ def test_from_kube_proxy_to_the_agent(place: Place) -> None:
         place.stop_kube_proxy()
         flows.goes_on()
         place.start_agent()
-        wait_until(lambda: "removed what kube-proxy left behind" in agent.log(), "the agent serves alone")
+        Log(agent).wait(Message.KUBE_PROXY_REMOVED)
         flows.goes_on()
         fast_ones(world, *flows.short)
         flows.goes_on()

@@ -18,12 +18,13 @@ from pyebpf_proxy.lab.addresses import cluster_ip, vip
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from tests import ROOT
 from tests.deployment import manifests
 from tests.deployment.node import contained, image_of, pod_of, use_folder, wait_ready, with_manifests
+from tests.support.logs import Log, Message
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "image"
 
 
@@ -52,8 +53,8 @@ def test_it_starts_with_what_the_daemon_set_gives_it_and_serves(small: Lab) -> N
     with contained(only, specification, None, root, entry_point, environment) as container:
         container.start()
         wait_ready(only, container)
-        assert f"version={__version__}" in container.log()
-        assert "flows take the fast path" in container.log()
+        Log(container).some(f"version={__version__}")
+        Log(container).some(Message.FAST_PATH_ON)
         for family in (4, 6):
             outcome = small.client.call(ask, vip(1).of(family), 80)
             assert outcome.kind == ANSWERED, outcome
@@ -95,7 +96,7 @@ def test_the_errand_of_the_way_back_cleans_up(small: Lab) -> None:
     with contained(only, specification, None, root, entry_point, environment) as container:
         container.start()
         container.wait_for(lambda: (clean / "done").exists(), "the file that its readiness probe asks for")
-        assert " clean " in container.log()
+        Log(container).some(" clean ")
     assert "pyebpf-proxy" not in only.namespace.run("nft", "list", "tables")
     # The folder itself is mounted into the pod, which therefore cannot remove it.
     assert not list((only.agent.directory / "bpf").glob("pyebpf-proxy/*"))

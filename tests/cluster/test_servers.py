@@ -16,8 +16,8 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from .apiserver import ApiServer, Object, running
-from .beside import NODE, NODE_IP, Answer, Side, both
+from tests.cluster.beside import NODE, NODE_IP, Answer, Side, both
+from tests.support.apiserver import ApiServer, Object, running
 
 HEALTH_CHECK = 31500
 #: Metrics of kube-proxy that are not here, by the beginnings of their names: what they count does not exist here.

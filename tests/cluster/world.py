@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,17 @@ from pyebpf_proxy.lab.addresses import POD_CIDR, Dual, cluster_ip
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from tests import ROOT
+from tests.cluster.traffic import Traffic, Way
 from tests.deployment.container import Container
-from tests.deployment.manifests import DEPLOY, ROOT
+from tests.deployment.manifests import DEPLOY
 from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of, wait_ready
-
-from . import kubeadm
-from .apiserver import ADMIN_TOKEN, ApiServer
-from .proxy import Proxy
-from .relay import Relay
-from .traffic import Traffic, Way
+from tests.support import kubeadm
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.logs import Message
+from tests.support.relay import Relay
+from tests.support.spoiling_proxy import Proxy
+from tests.support.world import TOOLBOX, World
 
 #: A name that the server's certificate has; the pod's hosts file says where it is.
 NAME = "kubernetes.default.svc"
@@ -43,47 +45,42 @@ CONNECTED = re.compile(r'^pyebpf_proxy_api_connected\{resource="(\w+)"\} (\S+)$'
 LAST_EVENT = re.compile(r'^pyebpf_proxy_api_last_event_timestamp_seconds\{resource="(\w+)"\} (\S+)$', re.MULTILINE)
 ACCOUNT = "pyebpf-proxy"
 #: What is said of an outage when it begins, and when it is over.
-BEGINNINGS = ("the API server fails", "a resource cannot be watched")
-ENDS = ("the API server is reachable again", "the resource can be watched again")
+BEGINNINGS = (Message.API_SERVER_FAILS, Message.RESOURCE_FAILS)
+ENDS = (Message.API_SERVER_BACK, Message.RESOURCE_BACK)
 LONG = 90.0
 
 
-class World:
-    """``with World(folder) as world``: the agent has started before its API server, has its traffic, and is ready."""
+class OutageWorld(World):
+    """An agent that has started before its API server, has its traffic, and is ready."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(Lab(nodes=1))
         self._folder = folder
-        self._stack = ExitStack()
         self.hosts = folder / "hosts"
         self._account = folder / "account"
         self._number = 20
 
-    def __enter__(self) -> World:
-        with ExitStack() as stack:
-            self.server = stack.enter_context(ApiServer(("--allow-privileged",)))
-            self.lab = lab = stack.enter_context(Lab(nodes=1))
-            (self.node,) = lab.nodes
-            self.pods = [lab.add_pod(f"web-{number}", self.node) for number in (1, 2)]
-            self.asking = lab.add_pod("toolbox", self.node, serve=False)
-            self.proxy = stack.enter_context(Proxy(self.server.port, self.server.folder))
-            self.relay = stack.enter_context(Relay(self.node.namespace.path, self.server.port))
-            self.install()
-            self.container = stack.enter_context(self._container())
-            self.relay.refuse()
-            self.container.start()
-            self.wait(lambda: self.said(*BEGINNINGS), "it says that there is no API server")
-            self.first_connected = self.connected()
-            self.relay.listen()
-            wait_ready(self.node, self.container)
-            self.wait(lambda: self.said(*ENDS), "it says that it is over")
-            self.first_log = self.container.log()
-            self.traffic = stack.enter_context(Traffic(self._folder, self._places()))
-            self.wait(lambda: self.traffic.rounds > 3, "traffic goes")
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def build(self) -> None:
+        """The agent starts before its API server."""
+        enter = self.at_end.enter_context
+        self.server = enter(ApiServer(("--allow-privileged",)))
+        enter(self.lab)
+        self.pods = [self.lab.add_pod(f"web-{number}", self.node) for number in (1, 2)]
+        self.lab.add_pod(TOOLBOX, self.node, serve=False)
+        self.proxy = enter(Proxy(self.server.port, self.server.folder))
+        self.relay = enter(Relay(self.node.namespace.path, self.server.port))
+        self.install()
+        self.container = enter(self._container())
+        self.relay.refuse()
+        self.container.start()
+        self.wait(lambda: self.said(*BEGINNINGS), "it says that there is no API server")
+        self.first_connected = self.connected()
+        self.relay.listen()
+        wait_ready(self.node, self.container)
+        self.wait(lambda: self.said(*ENDS), "it says that it is over")
+        self.first_log = self.container.log()
+        self.traffic = enter(Traffic(self._folder, self._places()))
+        self.wait(lambda: self.traffic.rounds > 3, "traffic goes")
 
     # ---- the API server's side -----------------------------------------------------------------------------------
 
@@ -146,7 +143,8 @@ class World:
         """From outside through the NodePorts, from a pod and from the node itself through the ClusterIPs."""
         inside = [Way(address, 80, 7) for address in cluster_ip(11)]
         outside = [Way(address, 30080, 30007) for address in self.node.address]
-        return [(self.lab.client, outside), (self.asking.namespace, inside), (self.node.namespace, inside)]
+        ways = (("external", outside), ("pod", inside), ("node", inside))
+        return [(self.namespace(source), way) for source, way in ways]
 
     def answers(self, address: Dual) -> set[str]:
         """What asking a Service comes to, in either family."""
@@ -229,7 +227,7 @@ class World:
 class Outage:
     """What the agent shows from the beginning of something on."""
 
-    def __init__(self, world: World, resources: tuple[str, ...]) -> None:
+    def __init__(self, world: OutageWorld, resources: tuple[str, ...]) -> None:
         self._world = world
         self._resources = resources or ("",)
         self._begin = len(world.container.log())

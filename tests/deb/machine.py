@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Self
 
 from pyebpf_proxy.lab.namespace import die_with_parent
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Services of a machine that would change this one, or that nothing here needs.
 _MASKED = (
     "systemd-sysctl",

@@ -25,10 +25,9 @@ from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.servers import Ports
-from tests.netns.talk import PORT as LONG
-from tests.netns.talk import Talk, serve
-
-from .machine import ROOT, Machine, make_root
+from tests.deb.machine import ROOT, Machine, make_root
+from tests.support.talk import PORT as LONG
+from tests.support.talk import Talk, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

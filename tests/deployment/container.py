@@ -34,8 +34,8 @@ from types import TracebackType
 from typing import Any, Self
 
 if __name__ != "__main__":  # in the container nothing of this package is to be found
-    from . import apparmor
-    from .seccomp_filter import runtime_default
+    from tests.deployment import apparmor
+    from tests.deployment.seccomp_filter import runtime_default
 
 #: include/uapi/linux/capability.h, as far as manifests here name them.
 CAPABILITIES = {

@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 DEPLOY = ROOT / "deploy"
 
 Object = dict[str, Any]

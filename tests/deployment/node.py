@@ -15,9 +15,8 @@ import yaml
 
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.cluster import Node
-
-from .container import Container
-from .manifests import Object
+from tests.deployment.container import Container
+from tests.deployment.manifests import Object
 
 ACCOUNT_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
 

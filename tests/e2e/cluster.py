@@ -18,12 +18,12 @@ from typing import Any
 
 import yaml
 
-from tests.cluster import kubeadm
 from tests.e2e import control_plane, images, pki, programs
 from tests.e2e.layout import CONTROL, KUBE_PROXY_IMAGE, NODES, OUR_IMAGE, PREFIX, REPOSITORY, WORK, Network, node_name
 from tests.e2e.node import CGROUPS, Node, run
 from tests.e2e.problem import E2EError
 from tests.e2e.processes import State, kill_all, started, wait_for
+from tests.support import kubeadm
 
 PROXIES = ("kube-proxy", "ours")
 _HERE = Path(__file__).parent

@@ -7,7 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
+REPOSITORY = ROOT
 CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy"))
 #: Built programs; unpacked packages and images; the cluster itself, which `cluster-down` removes.
 PROGRAMS = CACHE / "go"

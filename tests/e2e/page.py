@@ -59,7 +59,7 @@ on cgroup v1.
 
 _REVIEW = """## What a reviewer must check
 
-* Nothing of this runs in `make test`, except the unit tests of its helpers (`tests/unit/test_e2e_results.py`).
+* Nothing of this runs in `make test`, except the unit tests of its helpers (`tests/unit/suites/test_e2e_results.py`).
 * A spec is left out only for a reason in the table above. A spec that fails for a known reason is named in `KNOWN`, and
   the page shows it.
 * What is made on the machine has a name of `tests/e2e/layout.py`, or vanishes with a namespace.

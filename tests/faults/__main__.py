@@ -13,14 +13,13 @@ import traceback
 from bench import api_load
 from bench.measure import machine, say, speed
 from bench.proxies import OURS
-from tests.cluster.apiserver import ApiServer
-
-from .contenders import KUBE_PROXY
-from .faults import FAULTS
-from .ground import Ground
-from .measure import Fault, Outcome, problems, run
-from .page import Entry, read, write
-from .tables import CannotBeMadeError
+from tests.faults.contenders import KUBE_PROXY
+from tests.faults.faults import FAULTS
+from tests.faults.ground import Ground
+from tests.faults.measure import Fault, Outcome, problems, run
+from tests.faults.page import Entry, read, write
+from tests.support.apiserver import ApiServer
+from tests.support.damage import CannotBeMadeError
 
 
 def measured(fault: Fault, name: str, scale: float) -> Outcome | str:

@@ -14,8 +14,8 @@ from bench.proxies import NFTABLES, OURS, Proxy
 from pyebpf_proxy.lab import addresses
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Object
-from tests.cluster.apiserver import ADMIN_TOKEN, ApiServer
-from tests.cluster.relay import Relay
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.relay import Relay
 
 KUBE_PROXY = "kube-proxy"
 _KLOG = re.compile(r"^[EWF]\d{4} ")

@@ -19,13 +19,12 @@ from bench.api_load import Connection
 from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.manifests import endpoint_slice
 from pyebpf_proxy.lab.namespace import LabError
-from tests.cluster.proxy import Proxy as Spoiler
-
-from .contenders import ByApi
-from .floods import datagrams, flooding, syns
-from .ground import NODE_PORT, NOWHERE, TARGET_PORT, VICTIM, VICTIM_NODE_PORT, Ground, answers, wait_until
-from .measure import Fault
-from .tables import CannotBeMadeError, enter, full_conntrack, has_program, take_program_off
+from tests.faults.contenders import ByApi
+from tests.faults.floods import datagrams, flooding, syns
+from tests.faults.ground import NODE_PORT, NOWHERE, TARGET_PORT, VICTIM, VICTIM_NODE_PORT, Ground, answers, wait_until
+from tests.faults.measure import Fault
+from tests.support.damage import CannotBeMadeError, enter, full_conntrack, has_program, take_program_off
+from tests.support.spoiling_proxy import Proxy as Spoiler
 
 _FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 #: Changes a second of churn.

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from bench.proxies import OURS
@@ -18,9 +17,9 @@ from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Object, Port, node, service, slices
 from tests.changes.checker import Record, Stall
 from tests.changes.traffic import LongConnections, NewConnections, Server
-from tests.cluster.apiserver import ApiServer
-
-from .contenders import ByApi, ByManifests, Contender
+from tests.faults.contenders import ByApi, ByManifests, Contender
+from tests.support.apiserver import ApiServer
+from tests.support.world import TOOLBOX, World
 
 #: New connections a second, and long ones, all together.
 RATE, LONG = 1000, 200
@@ -35,7 +34,7 @@ SOURCES = ("external", "pod", "node")
 PATIENCE = 60.0
 
 
-class Ground:
+class Ground(World):
     """``with Ground(...)``. ``beside``: the name of a proxy that follows ``api``; none: the agent reads manifests."""
 
     def __init__(
@@ -45,27 +44,16 @@ class Ground:
         own: dict[str, Any] | None = None,
         environment: tuple[str, ...] = (),
     ) -> None:
+        super().__init__(Lab(nodes=1, own_bpffs=False))
         self.name = name
         self.api = api
         self._own, self._environment = own, environment
-        self._stack = ExitStack()
         self.news: list[NewConnections] = []
         self.long: list[LongConnections] = []
 
-    def __enter__(self) -> Ground:
-        try:
-            self._build()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def _build(self) -> None:
-        self.lab = self._stack.enter_context(Lab(nodes=1, own_bpffs=False))
-        self.node = self.lab.nodes[0]
+    def build(self) -> None:
+        """One node, its proxy, and two Services: one that has the traffic, one that faults change."""
+        self.at_end.enter_context(self.lab)
         state = self.node.agent.directory
         state.mkdir(parents=True)
         # The run folder has a small file system of its own.
@@ -73,14 +61,14 @@ class Ground:
         self.node.agent.mount_bpffs()
         for name in ("web-1", "web-2", "victim"):
             pod = self.lab.add_pod(name, self.node, serve=False)
-            self._stack.callback(Server(pod.namespace, name, TARGET_PORT).kill)
-        self.toolbox = self.lab.add_pod("toolbox", self.node, serve=False)
+            self.at_end.callback(Server(pod.namespace, name, TARGET_PORT).kill)
+        self.toolbox = self.lab.add_pod(TOOLBOX, self.node, serve=False)
         self.lab.core.ip(f"route add blackhole {NOWHERE}")
         self.proxy: Contender
         if self.api is None:
             self.proxy = ByManifests(self.lab, self._own, self._environment)
         else:
-            self.proxy = ByApi(self.name, self.lab, self.api, self._stack)
+            self.proxy = ByApi(self.name, self.lab, self.api, self.at_end)
         self.proxy.apply("node", [node("node1", self.node.address, self.node.pod_cidr)])
         self.proxy.apply("shop", self.service("shop", SHOP, "web-1", "web-2", node_port=NODE_PORT))
         self.proxy.apply("victim", self.service("victim", VICTIM, "victim", node_port=VICTIM_NODE_PORT))
@@ -103,18 +91,17 @@ class Ground:
             "pod": [f"{ours.v4},80", f"{ours.v6},80"],
             "node": [f"{ours.v4},80", f"{ours.v6},80"],
         }
-        spaces = {"external": self.lab.client, "pod": self.toolbox.namespace, "node": self.node.namespace}
         shares = [LONG // 3 + (LONG % 3 if source == "external" else 0) for source in SOURCES]
         for source, count in zip(SOURCES, shares, strict=True):
             file = self.lab.folder / f"long-{source}"
-            self.long.append(LongConnections(spaces[source], file, asked[source], count, _LONG_PERIOD))
-            self._stack.callback(self.long[-1].kill)
+            self.long.append(LongConnections(self.namespace(source), file, asked[source], count, _LONG_PERIOD))
+            self.at_end.callback(self.long[-1].kill)
         for each in self.long:
             each.wait_rounds(1)
         for source in SOURCES:
             file = self.lab.folder / f"new-{source}"
-            self.news.append(NewConnections(spaces[source], file, asked[source], rate / len(SOURCES)))
-            self._stack.callback(self.news[-1].kill)
+            self.news.append(NewConnections(self.namespace(source), file, asked[source], rate / len(SOURCES)))
+            self.at_end.callback(self.news[-1].kill)
 
     def more(self, count: int) -> None:
         """Wait until each load has made so many more connections, whatever came of them."""

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tests.changes.checker import ANSWERED, Record
-
-from .ground import AFTERWARDS, MEANWHILE, RATE, Ground, wait_until
+from tests.faults.ground import AFTERWARDS, MEANWHILE, RATE, Ground, wait_until
 
 #: Others keep so much of their rate; right again so soon after the end of a fault of the node, or of the API server.
 LEAST_RATE, SOON, SOON_API = 90.0, 1.0, 30.0

@@ -8,14 +8,13 @@ from typing import Any
 
 import msgspec
 
+from tests import ROOT
+from tests.faults.faults import FAULTS
+from tests.faults.ground import LONG, RATE
+from tests.faults.measure import LEAST_RATE, NEVER, SOON, SOON_API, Outcome, counters, problems
 from tests.soak.samples import Soak, growth
 from tests.soak.samples import problems as soak_problems
 
-from .faults import FAULTS
-from .ground import LONG, RATE
-from .measure import LEAST_RATE, NEVER, SOON, SOON_API, Outcome, counters, problems
-
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results.json")
 SOAK = ROOT / "tests" / "soak" / "results.json"
 PAGE = ROOT / "docs" / "reliability.md"

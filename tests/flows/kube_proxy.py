@@ -15,12 +15,12 @@ import yaml
 from pyebpf_proxy.lab.agent import SYNCED, _scrape
 from pyebpf_proxy.lab.manifests import Object
 from pyebpf_proxy.lab.namespace import LabError, die_with_parent
-from tests.cluster.apiserver import ADMIN_TOKEN, ApiServer
-from tests.cluster.reference import kube_proxy
-from tests.cluster.relay import Relay
 from tests.flows.objects import marker
 from tests.flows.scenarios import Scenario
-from tests.flows.world import World
+from tests.flows.world import FlowWorld
+from tests.support.apiserver import ADMIN_TOKEN, ApiServer
+from tests.support.reference import kube_proxy
+from tests.support.relay import Relay
 
 DEADLINE = 60.0
 #: What it cannot write in a network namespace that is not the machine's first.
@@ -31,7 +31,7 @@ _TOOLS = ("iptables", "iptables-save", "iptables-restore", "ip6tables", "ip6tabl
 class KubeProxy:
     """One at a time on a world's node. Objects are those of the API server, kept equal to what ``write`` was given."""
 
-    def __init__(self, world: World, server: ApiServer) -> None:
+    def __init__(self, world: FlowWorld, server: ApiServer) -> None:
         self._world = world
         self._server = server
         self._namespace = world.node.namespace

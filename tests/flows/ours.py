@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.flows.objects import marker, service_cidr
 from tests.flows.scenarios import Scenario
-from tests.flows.world import World
+from tests.flows.world import FlowWorld
 
 #: Ways of ours to the same end: fields of the DatapathConfiguration.
 WAYS: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ WAYS: dict[str, dict[str, Any]] = {
 class Ours:
     """Same interface as ``KubeProxy``, as far as a scenario needs it. ``way``: one of ``WAYS``."""
 
-    def __init__(self, world: World, way: str) -> None:
+    def __init__(self, world: FlowWorld, way: str) -> None:
         self._world = world
         self._own = WAYS[way]
         self._step = 0

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from tests.cluster.apiserver import ApiError, ApiServer
 from tests.flows.differences import difference
 from tests.flows.flow import Flow
 from tests.flows.kube_proxy import KubeProxy
 from tests.flows.ours import Ours
 from tests.flows.scenarios import Scenario
-from tests.flows.world import BRIEF, LONG, LOOKS, World, briefly, unlisted, with_evidence
+from tests.flows.world import BRIEF, LONG, LOOKS, FlowWorld, briefly, unlisted, with_evidence
+from tests.support.apiserver import ApiError, ApiServer
 
 
 class SideBySide:
@@ -21,7 +21,7 @@ class SideBySide:
     ``way``: which of ``WAYS`` ours goes.
     """
 
-    def __init__(self, theirs: World, ours: World, server: ApiServer, way: str) -> None:
+    def __init__(self, theirs: FlowWorld, ours: FlowWorld, server: ApiServer, way: str) -> None:
         self._worlds = theirs, ours
         self._theirs = KubeProxy(theirs, server)
         self._ours = Ours(ours, way)

@@ -19,13 +19,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pyebpf_proxy.lab.addresses import SERVICE_CIDR, VIP_CIDR
-from pyebpf_proxy.lab.cluster import Lab, Node, Pod
-from pyebpf_proxy.lab.namespace import Namespace, Task
+from pyebpf_proxy.lab.cluster import Lab, Pod
+from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.servers import Ports, start_servers
 from tests.flows import sctp
 from tests.flows.ask import PATIENCE, Raw, ask_flows
 from tests.flows.differences import difference
 from tests.flows.flow import DROPPED, UNTOUCHED, Flow, Seen
+from tests.support.world import TOOLBOX, World
 
 LISTEN = Ports(http=(8080, 8081), echo=(), udp=(5353, 5354))
 SCTP = (3868, 3869)
@@ -40,31 +41,20 @@ LOOKS = (PATIENCE, LONG)
 
 
 @contextlib.contextmanager
-def new_world() -> Iterator[World]:
+def new_world() -> Iterator[FlowWorld]:
     """A world in a lab of its own; gone with the block. No proxy runs yet."""
-    with Lab() as lab:
-        world = World(lab)
-        try:
-            world.build()
-            yield world
-        finally:
-            world.close()
+    with Lab() as lab, FlowWorld(lab) as world:
+        yield world
 
 
-class World:
+class FlowWorld(World):
     """The lab with what the flows need in it: see ``new_world``."""
 
     def __init__(self, lab: Lab) -> None:
-        self.lab = lab
-        self._servers: list[Task[None]] = []
+        super().__init__(lab)
         self._given: list[str] = []
         #: Requests that were made, and those of them that were lost, though their flow was answered in the end.
         self.asked = self.lost = 0
-
-    def close(self) -> None:
-        """End the servers that are not the lab's."""
-        for server in self._servers:
-            server.stop()
 
     def build(self) -> None:
         """Pods, the sink, and routes through node1."""
@@ -72,7 +62,7 @@ class World:
         for name, node in (("local-1", first), ("local-2", first), ("remote-1", second), ("remote-2", second)):
             pod = self.lab.add_pod(name, node, LISTEN)
             self._serve_sctp(pod.namespace, name)
-        self.lab.add_pod("toolbox", first, serve=False)
+        self.lab.add_pod(TOOLBOX, first, serve=False)
         first.serve(LISTEN)
         self._serve_sctp(first.namespace, f"host-{first.name}")
         self._add_sink()
@@ -89,7 +79,7 @@ class World:
             )
 
     def _serve_sctp(self, namespace: Namespace, pod: str) -> None:
-        self._servers.append(sctp.start_server(namespace, {"pod": pod, "node": ""}, SCTP))
+        self.at_end.callback(sctp.start_server(namespace, {"pod": pod, "node": ""}, SCTP).stop)
 
     def _add_sink(self) -> None:
         """Behind core; packets that a node sends out again go there, whatever their destination."""
@@ -120,24 +110,15 @@ class World:
             for network in networks:
                 lab.core.run("ip", option, "rule", "add", "iif", "lan0", "to", network, "lookup", "100")
         sink.run("nft", "-f", "-", stdin=_EVERY_PORT)
-        self._servers.append(start_servers(sink, {"pod": UNTOUCHED, "node": ""}, LISTEN))
+        self.at_end.callback(start_servers(sink, {"pod": UNTOUCHED, "node": ""}, LISTEN).stop)
         self._serve_sctp(sink, UNTOUCHED)
-
-    @property
-    def node(self) -> Node:
-        """The node with the proxy."""
-        return self.lab.nodes[0]
 
     def pod(self, name: str) -> Pod:
         return self.lab.pods[name]
 
     def namespace(self, source: str) -> Namespace:
-        """Where a client of that name is."""
-        if source == "client":
-            return self.lab.client
-        if source == self.node.name:
-            return self.node.namespace
-        return self.lab.pods[source].namespace
+        """Where a client of that name is; the recordings call the external one "client"."""
+        return super().namespace("external" if source == "client" else source)
 
     def give(self, addresses: Sequence[str]) -> None:
         """Make these the node's own, on its loopback, instead of those given before."""

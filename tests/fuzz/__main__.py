@@ -13,7 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 PLACE = ROOT / "build" / "fuzz"
 #: Most bytes of one input.
 LONGEST = 4096
@@ -28,8 +29,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.inside:
         return _search(arguments.targets[0], arguments.seconds)
-    from .seeds import SEEDS
-    from .targets import TARGETS
+    from tests.fuzz.seeds import SEEDS
+    from tests.fuzz.targets import TARGETS
 
     unknown = set(arguments.targets) - TARGETS.keys()
     if unknown:
@@ -62,7 +63,7 @@ def _search(name: str, seconds: int) -> int:
     import atheris
 
     with atheris.instrument_imports(include=["pyebpf_proxy", "h11", "yaml"]):
-        from .targets import TARGETS
+        from tests.fuzz.targets import TARGETS
     logging.disable()
     flags = [f"-max_total_time={seconds}", f"-max_len={LONGEST}", "-timeout=10", "-rss_limit_mb=1024"]
     flags += [f"-artifact_prefix={PLACE}/{name}-", "-print_final_stats=1"]

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the search begins: valid inputs, from the repository's own examples and recordings where it has them.
 
-What a search has found and was mended belongs here, too: ``tests/unit/test_fuzz_seeds.py`` runs every seed.
+What a search has found and was mended belongs here, too: ``tests/unit/suites/test_fuzz_seeds.py`` runs every seed.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from pathlib import Path
 
 from pyebpf_proxy.lab.addresses import cluster_ip, node_address, pod_address, pod_cidr, vip
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 _PORTS = [Port("p", 80, 8080, "TCP", 30080), Port("d", 53, 5353, "UDP")]
 _SERVICE = service("web", _PORTS, cluster_ip(1), vip=vip(1), sessionAffinity="ClientIP")
 _OBJECTS = [

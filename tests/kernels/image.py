@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+from tests import ROOT
 from tests.kernels.cpio import Archive
 from tests.kernels.debian import Apt, codename, mirrors
 from tests.kernels.problem import KernelsError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = ROOT
 CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "kernels"
 #: SideBySide Debian's essential packages.
 PACKAGES = (

@@ -22,7 +22,11 @@ class Suite:
 
 
 _CASES = "tests/kernels/cases"
-_UNIT = ("test_datapath_btf.py", "test_preflight_modules.py", "test_cli_missing.py::test_the_kernel_has_no_btf")
+_UNIT = (
+    "datapath/loader/test_btf.py",
+    "datapath/test_preflight_modules.py",
+    "test_cli_missing.py::test_the_kernel_has_no_btf",
+)
 # test_maps_libbpf.py calls the compiler, which guests have not. Counts: also by the meter of `top`.
 _PACKET = ("connections", "flows", "bridge", "trace", "counts", "young_flows", "kernel_flows", "permits", "sweep")
 _PACKET_QUICK = (

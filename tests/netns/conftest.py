@@ -3,31 +3,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from pyebpf_proxy.lab.cluster import Lab
+from tests.support.fast_lab import FAR, Ask, FastWorld, asking, made
+from tests.support.fixtures import bpffs, family, protocol
+from tests.support.talk import Talk
 
-# Helper modules of this folder (lab_tools, lab_services) are imported by name.
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fast_lab import FAR, Ask, World, asking, made
-from talk import Talk
-
-
-@pytest.fixture(params=(4, 6), ids=("ipv4", "ipv6"))
-def family(request: pytest.FixtureRequest) -> int:
-    value: int = request.param
-    return value
-
-
-@pytest.fixture(params=("tcp", "udp"))
-def protocol(request: pytest.FixtureRequest) -> str:
-    value: str = request.param
-    return value
+__all__ = ["bpffs", "family", "protocol"]
 
 
 @pytest.fixture
@@ -38,7 +23,7 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="module")
-def fast_world() -> Iterator[World]:
+def fast_world() -> Iterator[FastWorld]:
     """The module's lab with the fast path on."""
     with Lab() as lab:
         yield made(lab)
@@ -52,7 +37,7 @@ def ask() -> Iterator[Ask]:
 
 
 @pytest.fixture
-def far(fast_world: World, ask: Ask) -> Talk:
+def far(fast_world: FastWorld, ask: Ask) -> Talk:
     """A connection of the pod with the other node's pod, by the cache."""
     talk = ask(fast_world.client.namespace, FAR.v4)
     fast_world.fast(talk)

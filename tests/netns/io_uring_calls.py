@@ -9,9 +9,8 @@ import os
 import socket
 import struct
 
-from socket_calls import DEADLINE, REQUEST, Place, looks_connected, opened, read_http, sockaddr
-
 from pyebpf_proxy.lab.client import Answer
+from tests.netns.socket_calls import DEADLINE, REQUEST, Place, looks_connected, opened, read_http, sockaddr
 
 # The same number on every architecture.
 _SETUP, _ENTER = 425, 426

@@ -21,7 +21,7 @@ _PATIENCE = 20.0
 
 # Of the namespace's own process, which every call runs in.
 _listeners: dict[int, socket.socket] = {}
-_connections: dict[str, socket.socket] = {}
+connections: dict[str, socket.socket] = {}
 
 
 @dataclass(frozen=True)
@@ -119,37 +119,37 @@ def _resume(name: str, address: str, port: int, own_port: int) -> None:
 def _keep(name: str, made: socket.socket) -> None:
     made.settimeout(_PATIENCE)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _connections[name] = made
+    connections[name] = made
 
 
 def _say(name: str, data: bytes) -> None:
-    _connections[name].sendall(data)
+    connections[name].sendall(data)
 
 
 def _hear(name: str, size: int) -> bytes:
     data = b""
-    while len(data) < size and (more := _connections[name].recv(size - len(data))):
+    while len(data) < size and (more := connections[name].recv(size - len(data))):
         data += more
     return data
 
 
 def _reset(name: str) -> None:
-    it = _connections.pop(name)
+    it = connections.pop(name)
     it.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     it.close()
 
 
 def _finish(name: str) -> None:
-    with contextlib.closing(_connections.pop(name)) as it:
+    with contextlib.closing(connections.pop(name)) as it:
         it.shutdown(socket.SHUT_WR)
 
 
 def _option(name: str, level: int, option: int, value: int | bytes) -> None:
-    _connections[name].setsockopt(level, option, value)
+    connections[name].setsockopt(level, option, value)
 
 
 def _move(name: str, sent: int, received: int) -> None:
-    old = _connections[name]
+    old = connections[name]
     tcp = socket.IPPROTO_TCP
     # An acknowledgement that comes while there is no socket would be answered with RST.
     while fcntl.ioctl(old, termios.TIOCOUTQ, bytes(4)) != bytes(4):
@@ -176,4 +176,4 @@ def _move(name: str, sent: int, received: int) -> None:
 
 
 def _go_on(name: str) -> None:
-    _connections[name].setsockopt(socket.IPPROTO_TCP, _REPAIR, 0)
+    connections[name].setsockopt(socket.IPPROTO_TCP, _REPAIR, 0)

@@ -8,12 +8,13 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from lab_services import Kind, write_services
-from lab_tools import wait_until
 
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
+from tests.support.lab_services import Kind, write_services
+from tests.support.lab_tools import wait_until
+from tests.support.logs import Log
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -72,7 +73,7 @@ def test_a_signal_ends_it_with_status_0(started: Lab, number: signal.Signals) ->
     agent = started.nodes[0].agent
     agent.signal(number)
     assert agent.wait_ended() == 0
-    assert f"signal={number.name}" in agent.log()
+    Log(agent).some(f"signal={number.name}")
 
 
 def test_another_masquerade_bit_after_a_restart(small: Lab) -> None:

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
 
 from pyebpf_proxy.lab.addresses import Dual
-from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ask
-from pyebpf_proxy.lab.cluster import Lab, Node
+from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import node as node_object
+from tests.netns.init_only import run_init_only
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -25,10 +24,6 @@ WEB = Kind("web", 1)
 def lab() -> Iterator[Lab]:
     with Lab(nodes=1) as lab:
         yield lab
-
-
-def wait_said(node: Node, text: str) -> None:
-    wait_until(lambda: text in node.agent.log(), f"{text} in the log:\n{node.agent.log()}")
 
 
 def test_a_changed_configuration_file_ends_the_agent_and_nothing_else(lab: Lab) -> None:
@@ -44,8 +39,9 @@ def test_a_changed_configuration_file_ends_the_agent_and_nothing_else(lab: Lab) 
     with file.open("a") as opened:
         opened.write("# changed\n")
     assert node.agent.wait_ended() == 1
-    last = node.agent.log().splitlines()[-1]
-    assert " error Error running ProxyServer error=\"content of the proxy server's configuration file was" in last
+    last = Log(node.agent).last()
+    assert last.level == "error"
+    assert last.text.startswith(f"{Message.RUN_ERROR} error=\"content of the proxy server's configuration file was")
     target = WEB.target("ClusterIP", node)
     for family in (4, 6):
         assert pod.namespace.call(ask, target.address.of(family), 80).answer is not None
@@ -57,13 +53,13 @@ def test_a_changed_configuration_file_ends_the_agent_and_nothing_else(lab: Lab) 
 def test_node_cidr_waits_for_pod_cidrs_and_ends_when_they_change(lab: Lab) -> None:
     node = lab.nodes[0]
     node.agent.start({"detectLocalMode": "NodeCIDR"})
-    wait_said(node, "waiting for the podCIDRs of this Node")
-    assert "ready" not in node.agent.log()
+    Log(node.agent).wait(Message.POD_CIDRS_AWAITED)
+    Log(node.agent).none("ready")
     write_nodes(lab)
     node.agent.wait_synced()
     lab.write("nodes.yaml", [node_object(node.name, node.address, Dual("10.99.0.0/24", "fd00:99::/64"))])
     assert node.agent.wait_ended() == 1
-    assert 'PodCIDRs changed for the node \\"' in node.agent.log()
+    Log(node.agent).some(Message.POD_CIDRS_CHANGED)
 
 
 def test_a_deleted_node_is_told_and_keeps_its_addresses(lab: Lab) -> None:
@@ -71,9 +67,9 @@ def test_a_deleted_node_is_told_and_keeps_its_addresses(lab: Lab) -> None:
     write_nodes(lab)
     node.agent.start({"nodePortAddresses": ["primary"], "detectLocalMode": "NodeCIDR"})
     node.agent.wait_synced()
-    assert "nodePortAddresses is unset" not in node.agent.log()
+    Log(node.agent).none(Message.NODE_PORT_ADDRESSES_UNSET)
     (node.agent.manifests / "nodes.yaml").unlink()
-    wait_said(node, "Node is being deleted")
+    Log(node.agent).wait(Message.NODE_DELETED)
     assert node.agent.stop() == 0
 
 
@@ -83,8 +79,8 @@ def test_a_node_with_one_family_and_pods_of_the_other_does_not_start(lab: Lab) -
     node.namespace.sysctl({"net.ipv6.conf.all.disable_ipv6": 1})
     node.agent.start({"clusterCIDR": "fd00:10::/48"})
     assert node.agent.wait_ended() == 1
-    said = "kube-proxy configuration is incorrect: cluster is IPv4-only but clusterCIDRs contains only IPv6 addresses"
-    assert said in node.agent.log()
+    said = f"{Message.CONFIGURATION_INCORRECT}: cluster is IPv4-only but clusterCIDRs contains only IPv6 addresses"
+    Log(node.agent).some(said)
     assert not (node.agent.directory / "bpf" / "pyebpf-proxy").exists()
 
 
@@ -118,7 +114,7 @@ def test_after_init_only_a_start_needs_few_rights(lab: Lab) -> None:
     enter = ("nsenter", f"--net=/run/netns/{node.namespace.name}")
     node.agent.start(enter=(*enter, "setpriv", f"--bounding-set={few}", f"--inh-caps={few}"))
     node.agent.wait_synced()
-    assert " error " not in node.agent.log()
+    Log(node.agent).none(level="error")
     target = WEB.target("ClusterIP", node)
     for family in (4, 6):
         assert pod.namespace.call(ask, target.address.of(family), 80).answer is not None
@@ -132,15 +128,3 @@ def test_init_only_is_refused_as_a_start_would_be(lab: Lab) -> None:
     assert ran.returncode == 1
     assert "kube-proxy configuration is incorrect" in ran.stderr.splitlines()[-1]
     assert "pyebpf-proxy" not in node.namespace.run("nft", "list", "tables")
-
-
-def run_init_only(node: Node, *arguments: str) -> subprocess.CompletedProcess[str]:
-    name, folders = node.agent.node_name, (node.agent.manifests, node.agent.directory)
-    program = [*command(), "--init-only", f"--hostname-override={name}", f"--manifests={folders[0]}", *arguments]
-    return subprocess.run(
-        ["ip", "netns", "exec", node.namespace.name, *program, f"--directory={folders[1]}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )

@@ -15,7 +15,7 @@ import pytest
 
 from pyebpf_proxy.lab.cluster import Lab
 from tests.changes.courses import courses
-from tests.changes.world import World
+from tests.changes.world import ChangesWorld
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.alone]
 
@@ -24,18 +24,13 @@ COURSES = courses(int(os.environ.get("CHANGES_SEED", "1")), int(os.environ.get("
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with Lab() as lab:
-        made = World(lab)
-        try:
-            made.build(fast=bool(os.environ.get("CHANGES_FAST")))
-            yield made
-        finally:
-            made.close()
+def world() -> Iterator[ChangesWorld]:
+    with Lab() as lab, ChangesWorld(lab, fast=bool(os.environ.get("CHANGES_FAST"))) as made:
+        yield made
 
 
 @pytest.mark.parametrize("course", COURSES)
-def test_no_connection_notices_a_change(world: World, course: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_connection_notices_a_change(world: ChangesWorld, course: str, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(max(1, ROUNDS)):
         outcome = world.run(COURSES[course])
         with capsys.disabled():

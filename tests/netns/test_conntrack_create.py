@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from itertools import count
 
 import pytest
-import tcp_ends
-from router import CLIENT, ENDPOINT, FRONTEND, MASQUERADE_SHIFT, PORT, ROUTER, TARGET, Router, entry
-from tcp_ends import End, converse
 
 from pyebpf_proxy.datapath.connections.create import Entry, Outcome, TcpState
 from pyebpf_proxy.services.model import Protocol
+from tests.netns import tcp_ends
+from tests.netns.router import CLIENT, ENDPOINT, FRONTEND, MASQUERADE_SHIFT, PORT, ROUTER, TARGET, Router, entry
+from tests.netns.tcp_ends import End, converse
 
 pytestmark = pytest.mark.needs_netns
 

@@ -12,25 +12,24 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import node_client, outside_client, pod_client, reasons, served_by
 
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.see import doctor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.deployment import apparmor, manifests
 from tests.deployment.node import contained, pod_of, wait_ready, with_manifests
 from tests.deployment.seccomp_filter import runtime_default
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import node_client, outside_client, pod_client, reasons, served_by
+from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 WEB = Kind("web", 1)
 DAEMON_SET = manifests.base_daemon_set()
 NEEDED = manifests.capabilities(DAEMON_SET)
-#: Metrics that a healthy agent without an API server does not expose; tests/unit/test_docs_runbook.py has them.
+#: Metrics that a healthy agent without an API server does not expose; tests/unit/docs/test_runbook.py has them.
 ONLY_IN_TROUBLE = {
     "pyebpf_proxy_api_connected",
     "pyebpf_proxy_fast_path_closed",
@@ -59,9 +58,9 @@ def test_with_what_the_manifest_gives_it_serves(small: Lab, family: int, protoco
     with contained(small.nodes[0], pod(small)) as container:
         container.start()
         wait_ready(small.nodes[0], container)
-        warnings = [line for line in container.log().splitlines() if " warning " in line]
-        told = ("nodePortAddresses is unset", "oomScoreAdj cannot be set", "one value for the whole machine")
-        assert all(any(text in line for text in told) for line in warnings), warnings
+        warnings = Log(container).lines(level="warning")
+        told = (Message.NODE_PORT_ADDRESSES_UNSET, Message.OOM_SCORE_FAILS, Message.ONE_VALUE_FOR_ALL)
+        assert all(any(part in line.text for part in told) for line in warnings), warnings
         before = reasons(node)
         for who in (pod_client(small.pods["asking"]), node_client(node), outside_client(small)):
             target = WEB.target("NodePort" if who.kind == "external" else "ClusterIP", node)
@@ -121,13 +120,13 @@ def test_the_nodes_settings_are_written(small: Lab) -> None:
         container.start()
         wait_ready(small.nodes[0], container)
         assert node.namespace.run("cat", f"/proc/sys/{name}") == "77\n"
-        assert f"setting={name} value=77" in container.log()
+        Log(container).some(f"setting={name} value=77")
     with contained(small.nodes[0], pod(small, without="netfilter")) as container:
         configuration = node.agent.configuration({"conntrack": {"udpStreamTimeout": "78s"}})
         (node.agent.folder / "config" / "config.conf").write_text(yaml.safe_dump(configuration))
         container.start()
         assert container.wait_ended() == 1
-        assert "Read-only file system; set it beforehand" in container.log().splitlines()[-1]
+        assert "Read-only file system; set it beforehand" in Log(container).last().text
 
 
 @pytest.mark.parametrize("name", NEEDED)
@@ -135,7 +134,7 @@ def test_each_capability_is_needed(small: Lab, name: str) -> None:
     with contained(small.nodes[0], pod(small, [other for other in NEEDED if other != name])) as container:
         container.start()
         assert container.wait_ended() == 1
-        assert f"not allowed: CAP_{name} missing" in container.log().splitlines()[-1]
+        assert f"not allowed: CAP_{name} missing" in Log(container).last().text
 
 
 # The command, but for its own look at what it may do.
@@ -231,7 +230,7 @@ def test_t13_under_an_older_runtimes_profile_it_names_what_is_refused(small: Lab
     with contained(small.nodes[0], specification) as container:
         container.start()
         assert container.wait_ended() == 1
-        assert "Operation not permitted" in container.log().splitlines()[-1], container.log()
+        assert "Operation not permitted" in Log(container).last().text, container.log()
 
 
 def test_t13_the_apparmor_profile_is_in_force_and_the_agent_serves(small: Lab) -> None:
@@ -266,8 +265,7 @@ def test_without_the_nodes_bpffs_it_says_so(small: Lab) -> None:
     with contained(small.nodes[0], pod(small, without="pins")) as container:
         container.start()
         assert container.wait_ended() == 1
-        assert "no bpffs, and mounting one failed" in container.log()
-        assert "mount -t bpf bpf /sys/fs/bpf" in container.log()
+        Log(container).some(Message.NO_BPFFS, "mount -t bpf bpf /sys/fs/bpf")
 
 
 def test_without_the_nodes_cgroups_it_says_so(small: Lab) -> None:
@@ -275,7 +273,7 @@ def test_without_the_nodes_cgroups_it_says_so(small: Lab) -> None:
     with contained(small.nodes[0], pod(small, without="cgroup")) as container:
         container.start()
         wait_ready(small.nodes[0], container)
-        assert "is not the root of the cgroups: this node's own processes outside it are not served" in container.log()
+        Log(container).some(Message.CGROUP_IS_NO_ROOT)
 
 
 def test_s11_it_sees_and_writes_only_its_own_part_of_the_nodes_file_systems(small: Lab) -> None:

@@ -16,7 +16,8 @@ from tests.faults import faults, measure
 from tests.faults.faults import FAULTS
 from tests.faults.ground import MEANWHILE, Ground, wait_until
 from tests.faults.measure import Fault, Outcome
-from tests.faults.tables import CannotBeMadeError
+from tests.support.damage import CannotBeMadeError
+from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.alone]
 
@@ -69,7 +70,7 @@ def test_rules_that_are_flushed_are_back_at_once(ground: Ground) -> None:
     """By a notification, which is what the line says, and not at the next sync, up to half a minute later."""
 
     def said() -> int:
-        return sum("flushed the nftables table" in line for line in ground.proxy.complaints())
+        return len(Log(ground.proxy.complaints()).lines(Message.TABLE_RESTORED))
 
     before = said()
     with faults.rules_flushed(ground):
@@ -86,18 +87,12 @@ def test_the_fast_path_opens_again_when_there_are_descriptors_again(ground: Grou
         page = ground.proxy.metrics()
         return bool(re.search(r"^pyebpf_proxy_fast_path_closed\{.*\} 1", page, re.MULTILINE))
 
-    def said() -> int:
-        return log().count("iptables-legacy could not be read")
-
-    def log() -> str:
-        return ground.node.agent.log()
-
     wait_until(lambda: not closed(), "the fast path is open")
-    before = said()
+    log = Log(ground.node.agent).from_now()
     with faults.no_descriptors(ground):
         # Somebody's rule: the rules are read, which fails.
         ground.node.namespace.run("nft", "add", "table", "inet", "somebodys")
-        wait_until(lambda: said() > before, "the rules cannot be read")
+        log.wait("iptables-legacy could not be read")
     wait_until(lambda: not closed(), "the fast path is open again")
 
 

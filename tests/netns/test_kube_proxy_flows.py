@@ -7,21 +7,21 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from pyebpf_proxy import KUBERNETES_VERSION
+from tests import ROOT
 from tests.flows import recordings
 from tests.flows.differences import DIFFERENCES
 from tests.flows.flow import Flow
 from tests.flows.ours import WAYS, Ours
 from tests.flows.scenarios import MODES, Scenario, all_scenarios
-from tests.flows.world import World, new_world
+from tests.flows.world import FlowWorld, new_world
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "differences.md"
+DOCUMENT = ROOT / "docs" / "differences.md"
 #: One destination in so many is asked on the ways after the first, and only where services are many, of every second
 #: scenario; the next way asks the others.
 SHARE = 1 if os.environ.get("FLOW_WHOLE") else 6
@@ -40,7 +40,7 @@ _shown: set[str] = set()
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
+def world() -> Iterator[FlowWorld]:
     with new_world() as made:
         yield made
 
@@ -63,7 +63,7 @@ def is_asked(flow: Flow, way: str) -> bool:
     ("way", "mode", "scenario"), CASES, ids=[f"{way}, {mode}: {scenario.name}" for way, mode, scenario in CASES]
 )
 def test_flows_end_as_with_kube_proxy(
-    way: str, mode: str, scenario: Scenario, world: World, recorded: dict[str, dict[str, recordings.Answers]]
+    way: str, mode: str, scenario: Scenario, world: FlowWorld, recorded: dict[str, dict[str, recordings.Answers]]
 ) -> None:
     answers = recorded[mode][scenario.name]
     flows = list(scenario.flows())
@@ -79,7 +79,7 @@ def test_flows_end_as_with_kube_proxy(
     assert not wrong, f"{len(wrong)} of {len(flows)} flows:\n" + "\n".join(wrong[:40])
 
 
-def test_t2_silence_that_was_asked_again_is_counted(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_t2_silence_that_was_asked_again_is_counted(world: FlowWorld, capsys: pytest.CaptureFixture[str]) -> None:
     """A machine that is busy loses an answer now and then; a proxy that loses them would, too."""
     with capsys.disabled():
         print(f"\n  {world.asked} requests, {world.lost} of them lost and asked again")

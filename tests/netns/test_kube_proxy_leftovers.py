@@ -12,7 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from kube_proxy_tools import (
+
+from pyebpf_proxy.datapath.migration import iptables, ipvs, leftovers
+from pyebpf_proxy.datapath.node.sysctls import RECORD
+from pyebpf_proxy.datapath.report import Report
+from pyebpf_proxy.lab.agent import command
+from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.kube_proxy_tools import (
     DATA,
     FOREIGN,
     FOREIGN_LATER,
@@ -22,12 +28,6 @@ from kube_proxy_tools import (
     saved,
     without_kube_proxy,
 )
-
-from pyebpf_proxy.datapath.migration import iptables, ipvs, leftovers
-from pyebpf_proxy.datapath.node.sysctls import RECORD
-from pyebpf_proxy.datapath.report import Report
-from pyebpf_proxy.lab.agent import command
-from pyebpf_proxy.lab.namespace import Namespace
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
 

@@ -13,14 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kube_proxy_tools import DATA, load_kube_proxy, recorded, saved
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
 
 from pyebpf_proxy.datapath.migration import leftovers
 from pyebpf_proxy.lab.addresses import CLIENT_CIDR, vip
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
+from tests.support.kube_proxy_tools import DATA, load_kube_proxy, recorded, saved
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
+from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -91,15 +92,17 @@ def test_a_connection_made_through_kube_proxy_goes_on(node_lab: Lab, family: int
 
         node.agent.start(QUICK)
         node.agent.wait_synced()
-        wait_until(lambda: "removed what kube-proxy left behind" in node.agent.log(), "the leftovers are gone")
+        Log(node.agent).wait(Message.KUBE_PROXY_REMOVED)
         # Not before our programs carry the traffic.
-        assert node.agent.log().index("attached") < node.agent.log().index("removed what kube-proxy left behind")
+        lines = Log(node.agent).lines()
+        carried = next(number for number, line in enumerate(lines) if "attached" in line.text)
+        assert carried < lines.index(Log(node.agent).lines(Message.KUBE_PROXY_REMOVED)[0])
         assert node.namespace.call(leftovers.running) == set()
         if mode != "nftables":
             assert not [line for line in saved(node.namespace, kind, family) if "KUBE-S" in line]
         for number in range(5):
             assert client.call(exchange, f"by us {number}") == f"by us {number}"
-        assert "warning" not in "".join(line for line in node.agent.log().splitlines() if "kube-proxy" in line)
+        Log(node.agent).none("kube-proxy", level="warning")
     finally:
         server.stop()
         node.agent.stop()
@@ -117,11 +120,11 @@ def test_where_forward_drops_connections_go_on_and_new_ones_are_made(node_lab: L
         assert client.call(exchange, "by kube-proxy") == "by kube-proxy"
         node.agent.start(QUICK)
         node.agent.wait_synced()
-        wait_until(lambda: "removed what kube-proxy left behind" in node.agent.log(), "the leftovers are gone")
+        Log(node.agent).wait(Message.KUBE_PROXY_REMOVED)
         assert client.call(exchange, "by us") == "by us"
         client.call(connect, vip(10).of(family), 80)  # which ends the first, so that the server takes this one
         assert client.call(exchange, "a new one") == "a new one"
-        wait_until(lambda: "stays; --cleanup removes it" in node.agent.log(), "that the chain stays is told")
+        Log(node.agent).wait(Message.FORWARD_CHAIN_STAYS)
     finally:
         server.stop()
         node.agent.stop()
@@ -134,12 +137,12 @@ def test_a_kube_proxy_that_goes_on_is_told_once(node_lab: Lab) -> None:
     node.agent.start(QUICK)
     try:
         node.agent.wait_synced()
-        wait_until(lambda: "removed what kube-proxy left behind" in node.agent.log(), "the leftovers are gone")
+        Log(node.agent).wait(Message.KUBE_PROXY_REMOVED)
         load_kube_proxy(node.namespace, "nft", 4)
-        wait_until(lambda: "a kube-proxy in mode iptables runs alongside" in node.agent.log(), "the warning")
+        Log(node.agent).wait("mode iptables", Message.KUBE_PROXY_RUNS)
         node.namespace.run("nft", "-f", str(DATA / "nftables.nft"))
-        wait_until(lambda: "a kube-proxy in mode nftables runs alongside" in node.agent.log(), "the other warning")
-        assert node.agent.log().count("a kube-proxy in mode iptables runs alongside") == 1
+        Log(node.agent).wait("mode nftables", Message.KUBE_PROXY_RUNS)
+        Log(node.agent).only("mode iptables", Message.KUBE_PROXY_RUNS)
         # It is told, not fought.
         assert node.namespace.call(leftovers.running) == {"iptables", "nftables"}
         assert node_lab.client.call(ask, vip(10).v4, 80).kind == ANSWERED
@@ -154,11 +157,11 @@ def test_what_could_not_be_removed_is_no_kube_proxy_that_runs(node_lab: Lab) -> 
     node.agent.start(QUICK)
     try:
         node.agent.wait_synced()
-        wait_until(lambda: "not everything that kube-proxy left behind" in node.agent.log(), "the problem is told")
+        Log(node.agent).wait(Message.KUBE_PROXY_REST)
         assert node.namespace.call(leftovers.running) == {"iptables"}
         node.namespace.run("nft", "-f", str(DATA / "nftables.nft"))
-        wait_until(lambda: "a kube-proxy in mode nftables runs alongside" in node.agent.log(), "the warning")
-        assert "a kube-proxy in mode iptables runs alongside" not in node.agent.log()
+        Log(node.agent).wait("mode nftables", Message.KUBE_PROXY_RUNS)
+        Log(node.agent).none("mode iptables", Message.KUBE_PROXY_RUNS)
     finally:
         node.agent.stop()
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_services import Kind, write_nodes
 
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.node.cgroups import PROGRAMS
@@ -20,6 +19,7 @@ from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.rules import Destination
+from tests.support.lab_services import Kind, write_nodes
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

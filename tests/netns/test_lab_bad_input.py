@@ -11,8 +11,6 @@ from ipaddress import ip_address, ip_network
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
 
 from pyebpf_proxy.lab.addresses import CLIENT, Dual, cluster_ip, pod_cidr, vip
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, TIMED_OUT, ask, ask_many
@@ -21,6 +19,9 @@ from pyebpf_proxy.lab.manifests import Object, Port, endpoint, endpoint_slice, s
 from pyebpf_proxy.lab.namespace import Namespace
 from pyebpf_proxy.lab.scenario import DROPPED_AFTER
 from pyebpf_proxy.lab.servers import Ports
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
+from tests.support.logs import Log
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -95,7 +96,7 @@ def everybody(lab: Lab) -> list[Namespace]:
 
 def said(lab: Lab, *words: str) -> int:
     """Lines of the agent's log with all of these."""
-    return sum(all(word in line for word in words) for line in lab.nodes[0].agent.log().splitlines())
+    return len(Log(lab.nodes[0].agent).lines(*words))
 
 
 def metric(lab: Lab, name: str) -> float:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, node_client, outside_client, pod_client, reasons
 
 from pyebpf_proxy.lab.client import ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.rules import decide
 from pyebpf_proxy.lab.scenario import observe
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import moved, node_client, outside_client, pod_client, reasons
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
 
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.lab import leftovers
 from pyebpf_proxy.lab.client import ANSWERED, TIMED_OUT, UNREACHABLE, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

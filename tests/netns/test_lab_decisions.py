@@ -7,8 +7,14 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import (
+
+from pyebpf_proxy.lab.client import TIMED_OUT, ask, ask_many
+from pyebpf_proxy.lab.cluster import Lab
+from pyebpf_proxy.lab.namespace import Namespace
+from pyebpf_proxy.lab.rules import decide
+from pyebpf_proxy.lab.scenario import DROPPED_AFTER, Client, observe
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import (
     moved,
     node_client,
     outside_client,
@@ -16,12 +22,6 @@ from lab_tools import (
     reasons,
     route_cluster_ips,
 )
-
-from pyebpf_proxy.lab.client import TIMED_OUT, ask, ask_many
-from pyebpf_proxy.lab.cluster import Lab
-from pyebpf_proxy.lab.namespace import Namespace
-from pyebpf_proxy.lab.rules import decide
-from pyebpf_proxy.lab.scenario import DROPPED_AFTER, Client, observe
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -6,20 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import FAR, LIBERAL, NEAR, ON, Ask, World, made
-from lab_tools import wait_until
-from see_tools import answer
-from talk import PORT, Talk
 
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.fast_lab import FAR, LIBERAL, NEAR, ON, Ask, FastWorld, made
+from tests.support.lab_tools import wait_until
+from tests.support.see_tools import answer
+from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 
 @pytest.fixture(scope="module")
-def bridged() -> Iterator[World]:
+def bridged() -> Iterator[FastWorld]:
     with Lab(pod_network="bridge") as lab:
         yield made(lab)
 
@@ -28,25 +28,25 @@ def bridged() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("address", [FAR, NEAR], ids=["other node", "same node"])
-def test_pod_to_cluster_ip(fast_world: World, ask: Ask, address: Dual, family: int, protocol: str) -> None:
+def test_pod_to_cluster_ip(fast_world: FastWorld, ask: Ask, address: Dual, family: int, protocol: str) -> None:
     talk = ask(fast_world.client.namespace, address.of(family), protocol)
     fast_world.fast(talk)
     assert talk.peer == fast_world.client.address.of(family)
 
 
-def test_client_to_node_port(fast_world: World, ask: Ask, family: int, protocol: str) -> None:
+def test_client_to_node_port(fast_world: FastWorld, ask: Ask, family: int, protocol: str) -> None:
     talk = ask(fast_world.lab.client, fast_world.node.address.of(family), protocol, 30007)
     fast_world.fast(talk)
     assert talk.peer == fast_world.node.address.of(family), "masqueraded"
 
 
 @pytest.mark.parametrize("size", [1400, 40_000], ids=["whole packets", "a stream"])
-def test_much_in_one_question(fast_world: World, ask: Ask, size: int, family: int) -> None:
+def test_much_in_one_question(fast_world: FastWorld, ask: Ask, size: int, family: int) -> None:
     fast_world.fast(ask(fast_world.client.namespace, FAR.of(family), size=size))
 
 
 @pytest.mark.parametrize("address", [FAR, NEAR], ids=["other node", "same bridge"])
-def test_pods_on_a_bridge(bridged: World, ask: Ask, address: Dual, family: int, protocol: str) -> None:
+def test_pods_on_a_bridge(bridged: FastWorld, ask: Ask, address: Dual, family: int, protocol: str) -> None:
     talk = ask(bridged.client.namespace, address.of(family), protocol)
     if address is FAR:
         bridged.fast(talk)
@@ -54,7 +54,7 @@ def test_pods_on_a_bridge(bridged: World, ask: Ask, address: Dual, family: int, 
     assert talk.peer == bridged.client.address.of(family)
 
 
-def test_flows_says_what_the_cache_knows(fast_world: World, far: Talk) -> None:
+def test_flows_says_what_the_cache_knows(fast_world: FastWorld, far: Talk) -> None:
     port = FAR.v4 + f":{PORT}"
     assert port in {flow["destination"] for flow in answer(fast_world.node, "flows")["flows"] if flow["fastPath"]}
     far.wait()
@@ -63,7 +63,7 @@ def test_flows_says_what_the_cache_knows(fast_world: World, far: Talk) -> None:
 # ---- what closes it --------------------------------------------------------------------------------------------------
 
 
-def test_policy_routing_closes_it_and_opens_it_again(fast_world: World, far: Talk) -> None:
+def test_policy_routing_closes_it_and_opens_it_again(fast_world: FastWorld, far: Talk) -> None:
     before = fast_world.count("stack_policy_routed")
     fast_world.node.namespace.ip("rule add dport 7 lookup main")
     try:
@@ -74,7 +74,7 @@ def test_policy_routing_closes_it_and_opens_it_again(fast_world: World, far: Tal
     fast_world.fast(far)
 
 
-def test_a_rule_that_counts_closes_it_and_opens_it_again(fast_world: World, far: Talk) -> None:
+def test_a_rule_that_counts_closes_it_and_opens_it_again(fast_world: FastWorld, far: Talk) -> None:
     before = fast_world.count("stack_rules")
     node = fast_world.node.namespace
     hook = "type filter hook forward priority 0"
@@ -87,7 +87,7 @@ def test_a_rule_that_counts_closes_it_and_opens_it_again(fast_world: World, far:
     fast_world.fast(far)
 
 
-def test_ipsec_closes_it(fast_world: World, far: Talk) -> None:
+def test_ipsec_closes_it(fast_world: FastWorld, far: Talk) -> None:
     policy = "xfrm policy {} src 198.18.0.0/15 dst 198.18.0.0/15 dir fwd"
     try:
         fast_world.node.namespace.ip(policy.format("add"))
@@ -109,7 +109,7 @@ KEEP = """table ip keep { chain c { type nat hook prerouting priority 0;
  ip daddr 203.0.113.250 tcp dport 1 dnat to 203.0.113.251; }; }"""
 
 
-def test_the_agent_comes_and_goes(fast_world: World, far: Talk) -> None:
+def test_the_agent_comes_and_goes(fast_world: FastWorld, far: Talk) -> None:
     """One connection through it all; few starts, since each takes seconds."""
     agent, namespace = fast_world.node.agent, fast_world.node.namespace
 

@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import FAR, NEAR, Ask, World
-from lab_tools import wait_until
-from new_flows import BOTH, Arrivals, NewFlows, entries, fast_ones, flowing
 
 from pyebpf_proxy.lab.addresses import POD_CIDR
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.fast_lab import FAR, NEAR, Ask, FastWorld
+from tests.support.lab_tools import wait_until
+from tests.support.new_flows import BOTH, Arrivals, NewFlows, entries, fast_ones, flowing
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -29,7 +29,7 @@ def rules(node: Namespace, family: int, *lines: str) -> Iterator[None]:
             node.run("nft", f"delete table {word} {table}", check=False)
 
 
-def new_ones_are_fast(world: World, family: int) -> None:
+def new_ones_are_fast(world: FastWorld, family: int) -> None:
     for protocol in BOTH:
         for address in (NEAR, FAR):
             flows = NewFlows(world.client.namespace, address.of(family), protocol)
@@ -37,7 +37,7 @@ def new_ones_are_fast(world: World, family: int) -> None:
                 fast_ones(world, flows)
 
 
-def test_forward_drops_as_docker_leaves_it(fast_world: World, ask: Ask, family: int) -> None:
+def test_forward_drops_as_docker_leaves_it(fast_world: FastWorld, ask: Ask, family: int) -> None:
     """What is accepted is as fast as ever, what is not does not pass."""
     node = fast_world.node.namespace
     client, near = (pod.address.of(family) for pod in (fast_world.client, fast_world.near))
@@ -66,7 +66,7 @@ def test_forward_drops_as_docker_leaves_it(fast_world: World, ask: Ask, family: 
             fast_world.fast(talk)
 
 
-def test_flannels_masquerade_rules(fast_world: World, ask: Ask, family: int) -> None:
+def test_flannels_masquerade_rules(fast_world: FastWorld, ask: Ask, family: int) -> None:
     """Pods see each other's addresses; who comes from outside is masqueraded, as flannel says."""
     pods, own = POD_CIDR[family == 6], fast_world.node.pod_cidr.of(family)
     multicast = "224.0.0.0/4" if family == 4 else "ff00::/8"
@@ -100,7 +100,7 @@ def test_flannels_masquerade_rules(fast_world: World, ask: Ask, family: int) -> 
     ["-A PREROUTING -j CONNMARK --restore-mark", "-A PREROUTING -j CONNMARK --restore-mark --nfmask 0xff00"],
     ids=["all bits", "some bits"],
 )
-def test_marks_that_are_restored(fast_world: World, ask: Ask, family: int, line: str) -> None:
+def test_marks_that_are_restored(fast_world: FastWorld, ask: Ask, family: int, line: str) -> None:
     """The masquerade bit is not among those that somebody wipes out."""
     with rules(fast_world.node.namespace, family, "*mangle", line, "COMMIT"):
         for protocol in BOTH:
@@ -110,7 +110,7 @@ def test_marks_that_are_restored(fast_world: World, ask: Ask, family: int, line:
             fast_world.fast(talk)
 
 
-def test_zones_of_conntrack(fast_world: World, ask: Ask, family: int) -> None:
+def test_zones_of_conntrack(fast_world: FastWorld, ask: Ask, family: int) -> None:
     """Flows of this zone go on when they are old enough for conntrack, which has to find them in it."""
     with rules(fast_world.node.namespace, family, "*raw", "-A PREROUTING -j CT --zone 7", "COMMIT"):
         flows = [NewFlows(fast_world.client.namespace, NEAR.of(family), protocol) for protocol in BOTH]

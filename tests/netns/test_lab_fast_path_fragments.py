@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import pytest
-from fast_lab import World
-from lab_tools import wait_until
 
 from pyebpf_proxy.lab.addresses import Dual, cluster_ip
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.servers import Ports
+from tests.support.fast_lab import FastWorld
+from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -18,7 +18,7 @@ LARGE = {"same node": cluster_ip(25), "other node": cluster_ip(26)}
 
 
 @pytest.fixture(scope="module")
-def large(fast_world: World) -> World:
+def large(fast_world: FastWorld) -> FastWorld:
     ports = [Port("dns", 53, 5353, "UDP")]
     for number, (address, pod) in enumerate(zip(LARGE.values(), (fast_world.near, fast_world.far), strict=True)):
         pod.serve(Ports((), (), (5353,)))
@@ -30,7 +30,7 @@ def large(fast_world: World) -> World:
 
 @pytest.mark.parametrize("size", [4000, 8000])
 @pytest.mark.parametrize("address", LARGE.values(), ids=LARGE)
-def test_answers_in_fragments(large: World, family: int, address: Dual, size: int) -> None:
+def test_answers_in_fragments(large: FastWorld, family: int, address: Dual, size: int) -> None:
     """Small questions that begin young flows, each with an answer that no frame takes; then large questions, too."""
 
     def young() -> bool:

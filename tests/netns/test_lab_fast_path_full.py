@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from fast_lab import NEAR, Ask, World, made
-from lab_tools import full_conntrack, wait_until
-from new_flows import BOTH, NewFlows, ask_once, entries, fast_ones, flowing
-from talk import Talk
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
+from tests.support.fast_lab import NEAR, Ask, FastWorld, made
+from tests.support.lab_tools import full_conntrack, wait_until
+from tests.support.logs import Log, Message
+from tests.support.new_flows import BOTH, NewFlows, ask_once, entries, fast_ones, flowing
+from tests.support.talk import Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -36,7 +37,7 @@ QUESTION, SILENT = b"question", b"silent"
 class Small:
     """A world with a small flow table. ``hogs``: pods that open many flows to a Service that answers few of them."""
 
-    world: World
+    world: FastWorld
     hogs: list[Pod]
 
 
@@ -120,12 +121,12 @@ def flooding(pods: list[Pod], family: int) -> Iterator[list[Flood]]:
             flood.end()
 
 
-def packets(world: World, talk: Talk) -> int:
+def packets(world: FastWorld, talk: Talk) -> int:
     """Packets of this conversation's question that the table has sent; -1: it does not know the flow."""
     return next((e["packets"] for e in entries(world) if e["source_port"] == talk.own_port and not e["reply"]), -1)
 
 
-def goes_by_the_table(world: World, talk: Talk) -> None:
+def goes_by_the_table(world: FastWorld, talk: Talk) -> None:
     before = packets(world, talk)
     talk.wait(20)
     wait_until(lambda: packets(world, talk) > before + 10, "the table sends its packets")
@@ -204,7 +205,7 @@ def test_the_table_is_full(small: Small, ask: Ask, family: int) -> None:
 # ---- conntrack -----------------------------------------------------------------------------------------------
 
 
-def assured(world: World) -> set[int]:
+def assured(world: FastWorld) -> set[int]:
     """Ports of the client's whose flows conntrack has."""
     node, found = world.node.namespace, set()
     for family in FAMILIES:
@@ -214,23 +215,23 @@ def assured(world: World) -> set[int]:
     return found
 
 
-def young_ports(world: World) -> set[int]:
+def young_ports(world: FastWorld) -> set[int]:
     return {e["source_port"] for e in entries(world) if e["young"] and not e["reply"]}
 
 
-def begin(world: World, ask: Ask, count: int) -> list[Talk]:
+def begin(world: FastWorld, ask: Ask, count: int) -> list[Talk]:
     namespace = world.client.namespace
     return [ask(namespace, NEAR.of(family), protocol) for protocol in BOTH for family in FAMILIES for _ in range(count)]
 
 
-def new_flows(world: World) -> list[NewFlows]:
+def new_flows(world: FastWorld) -> list[NewFlows]:
     return [flows for family in FAMILIES for flows in new_flows_of(world.client, family)]
 
 
 def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> None:
     """Their promotion is tried until there is room: nothing is lost meanwhile."""
     world, agent = small.world, small.world.node.agent
-    so_far = len(agent.log())
+    log = Log(agent).from_now()
     with full_conntrack(world.node.namespace, room=2000) as top_up:
         flows = new_flows(world)
         with flowing(*flows):
@@ -251,7 +252,7 @@ def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> No
 
         def refused() -> bool:
             top_up()
-            return "conntrack takes no more flows" in agent.log()[so_far:]
+            return bool(log.lines(Message.CONNTRACK_FULL))
 
         def check_time() -> None:
             if time.monotonic() > began + 25:
@@ -270,7 +271,7 @@ def test_young_flows_go_on_while_conntrack_is_full(small: Small, ask: Ask) -> No
         assert gone_on, "there was room for all of them"
     wait_until(lambda: not young_ports(world) & ports, "all are promoted")
     wait_until(lambda: assured(world) >= ports, "conntrack has them")
-    wait_until(lambda: "conntrack takes flows again" in agent.log()[so_far:], "the agent says so")
+    log.wait(Message.CONNTRACK_TAKES_AGAIN)
     for talk in talks:
         goes_by_the_table(world, talk)
 

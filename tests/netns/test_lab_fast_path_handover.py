@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import ON, World, asking
-from lab_tools import wait_until
-from new_flows import BOTH, NewFlows, entries, fast_ones, flowing
-from talk import PORT, Talk
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.fast_lab import ON, FastWorld, asking
+from tests.support.lab_tools import wait_until
+from tests.support.new_flows import BOTH, NewFlows, entries, fast_ones, flowing
+from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -30,7 +30,7 @@ table ip6 keep { chain c { type nat hook prerouting priority 0
 
 
 @pytest.fixture(scope="module")
-def two(fast_world: World) -> World:
+def two(fast_world: FastWorld) -> FastWorld:
     """With a service of two endpoints: a flow that is moved meets a server that does not know it."""
     ports = [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
     endpoints = [(pod.address, pod.node.name) for pod in (fast_world.near, fast_world.far)]
@@ -42,7 +42,7 @@ def two(fast_world: World) -> World:
 
 
 @pytest.fixture
-def node(two: World) -> World:
+def node(two: FastWorld) -> FastWorld:
     """Its agent runs, with the fast path."""
     if two.node.agent.process is None:
         two.node.agent.start(own=ON)
@@ -51,7 +51,7 @@ def node(two: World) -> World:
 
 
 @contextlib.contextmanager
-def young_and_old(world: World, family: int) -> Iterator[list[Talk]]:
+def young_and_old(world: FastWorld, family: int) -> Iterator[list[Talk]]:
     """Conversations of every age: some are the kernel's, some began a moment ago, by the flow table."""
     with asking() as ask, contextlib.ExitStack() as stack:
         namespace, address = world.client.namespace, TWO.of(family)
@@ -77,7 +77,7 @@ def young_and_old(world: World, family: int) -> Iterator[list[Talk]]:
         }
 
 
-def assured(world: World, family: int) -> set[int]:
+def assured(world: FastWorld, family: int) -> set[int]:
     """Ports of the client's whose flows conntrack calls assured."""
     return {port for port, line in listed(world.node.namespace, world.client.address.of(family), family) if line}
 
@@ -88,18 +88,18 @@ def listed(namespace: Namespace, source: str, family: int) -> list[tuple[int, st
     return [(int(line.split("sport=")[1].split()[0]), line) for line in lines]
 
 
-def endpoints(world: World, family: int, talks: list[Talk]) -> dict[int, str]:
+def endpoints(world: FastWorld, family: int, talks: list[Talk]) -> dict[int, str]:
     """Who answers, by the client's port, as far as conntrack knows."""
     ports = {talk.own_port for talk in talks}
     found = listed(world.node.namespace, world.client.address.of(family), family)
     return {port: line.split("src=")[2].split()[0] for port, line in found if port in ports}
 
 
-def nothing_young(world: World) -> bool:
+def nothing_young(world: FastWorld) -> bool:
     return not any(e["young"] for e in entries(world))
 
 
-def test_cleanup(node: World, family: int) -> None:
+def test_cleanup(node: FastWorld, family: int) -> None:
     with young_and_old(node, family) as talks:
         node.node.agent.stop()
         node.node.agent.cleanup()
@@ -108,7 +108,7 @@ def test_cleanup(node: World, family: int) -> None:
         assert assured(node, family) >= {talk.own_port for talk in talks}
 
 
-def test_a_restart_without_the_fast_path(node: World, family: int) -> None:
+def test_a_restart_without_the_fast_path(node: FastWorld, family: int) -> None:
     with young_and_old(node, family) as talks:
         node.node.agent.stop()
         node.node.agent.start(own={"fastPath": False})
@@ -119,7 +119,7 @@ def test_a_restart_without_the_fast_path(node: World, family: int) -> None:
         node.node.agent.stop()
 
 
-def test_a_restart(node: World, family: int) -> None:
+def test_a_restart(node: FastWorld, family: int) -> None:
     with young_and_old(node, family) as talks:
         node.node.agent.stop()
         for talk in talks:
@@ -129,7 +129,7 @@ def test_a_restart(node: World, family: int) -> None:
         wait_until(lambda: assured(node, family) >= {talk.own_port for talk in talks}, "all are promoted")
 
 
-def test_the_agent_is_killed_and_comes_back(node: World, family: int) -> None:
+def test_the_agent_is_killed_and_comes_back(node: FastWorld, family: int) -> None:
     """New flows take the slow path after five seconds; those that are young stay so until there is an agent again."""
     with young_and_old(node, family) as talks:
         namespace, address = node.client.namespace, TWO.of(family)

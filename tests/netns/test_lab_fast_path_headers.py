@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from fast_lab import NEAR, World
-from lab_tools import Capture, wait_until
-from new_flows import entries
 from scapy.layers.inet import ICMP, IP
 from scapy.layers.inet6 import ICMPv6TimeExceeded, IPv6
 from scapy.layers.l2 import Ether
-from talk import PORT
-from tcp_ends import End
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.netns.tcp_ends import End
+from tests.support.fast_lab import NEAR, FastWorld
+from tests.support.lab_tools import Capture, wait_until
+from tests.support.new_flows import entries
+from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -110,7 +110,7 @@ def _end(own_port: int) -> None:
 
 
 @contextlib.contextmanager
-def flow_of(world: World, protocol: str, family: int, age: str) -> Iterator[Flow]:
+def flow_of(world: FastWorld, protocol: str, family: int, age: str) -> Iterator[Flow]:
     """From the client's pod to the one on the same node, of this age."""
     namespace, made = world.client.namespace, []
 
@@ -139,7 +139,7 @@ def flow_of(world: World, protocol: str, family: int, age: str) -> Iterator[Flow
             each.end()
 
 
-def is_young(world: World, flow: Flow) -> bool:
+def is_young(world: FastWorld, flow: Flow) -> bool:
     return any(e["young"] and e["source_port"] == flow.own_port for e in entries(world))
 
 
@@ -147,7 +147,7 @@ def is_young(world: World, flow: Flow) -> bool:
 
 
 @contextlib.contextmanager
-def nothing_stray(world: World, family: int) -> Iterator[None]:
+def nothing_stray(world: FastWorld, family: int) -> Iterator[None]:
     """No pod and no router meets a packet to the Service's address, the client none of the endpoint's own."""
     ip = "ip" if family == 4 else "ip6"
     inside, endpoint = f"{ip} daddr {NEAR.of(family)}", f"{ip} saddr {world.near.address.of(family)}"
@@ -194,7 +194,7 @@ def is_expired(frame: bytes, source: tuple[str, int], destination: tuple[str, in
 
 
 @pytest.mark.parametrize("age", AGES)
-def test_a_question_with_its_last_hop(fast_world: World, family: int, protocol: str, age: str) -> None:
+def test_a_question_with_its_last_hop(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
     """The client gets the kernel's ICMP error, about the address that it asked."""
     with nothing_stray(fast_world, family), flow_of(fast_world, protocol, family, age) as flow:
         client = fast_world.client.address.of(family), flow.own_port
@@ -215,7 +215,7 @@ def test_a_question_with_its_last_hop(fast_world: World, family: int, protocol: 
 
 
 @pytest.mark.parametrize("age", AGES)
-def test_an_answer_with_its_last_hop(fast_world: World, family: int, protocol: str, age: str) -> None:
+def test_an_answer_with_its_last_hop(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
     """The endpoint gets it, about the client, which sees no packet of the endpoint's own address."""
     near = fast_world.near.namespace
     usual = near.run("sysctl", "-n", DEFAULT_TTL[family]).strip()
@@ -243,7 +243,7 @@ def test_an_answer_with_its_last_hop(fast_world: World, family: int, protocol: s
 # ---- options -------------------------------------------------------------------------------------------------
 
 
-def test_a_flow_that_begins_with_options(fast_world: World, family: int, protocol: str) -> None:
+def test_a_flow_that_begins_with_options(fast_world: FastWorld, family: int, protocol: str) -> None:
     """Its pair has a permit. It takes the slow path all the same."""
     namespace = fast_world.client.namespace
     with nothing_stray(fast_world, family), flow_of(fast_world, protocol, family, "young"):
@@ -267,7 +267,7 @@ def _open_with_options(address: str, protocol: str, own_port: int, options: tupl
 
 
 @pytest.mark.parametrize("age", AGES)
-def test_questions_with_options(fast_world: World, family: int, protocol: str, age: str) -> None:
+def test_questions_with_options(fast_world: FastWorld, family: int, protocol: str, age: str) -> None:
     with nothing_stray(fast_world, family), flow_of(fast_world, protocol, family, age) as flow:
         before = fast_world.count("stack_options")
         flow.option(*OPTIONS[family])
@@ -278,7 +278,7 @@ def test_questions_with_options(fast_world: World, family: int, protocol: str, a
 
 
 @pytest.fixture(scope="module")
-def own(fast_world: World) -> World:
+def own(fast_world: FastWorld) -> FastWorld:
     """With a Service whose endpoint's end is the test's own."""
     ports, near = [Port("own", OWN_PORT, OWN_PORT)], fast_world.near
     End(near.namespace).listen(OWN_PORT)
@@ -288,7 +288,7 @@ def own(fast_world: World) -> World:
 
 
 @pytest.mark.parametrize("age", AGES)
-def test_answers_with_options(own: World, family: int, age: str) -> None:
+def test_answers_with_options(own: FastWorld, family: int, age: str) -> None:
     """Those of a young flow wait until the kernel has the flow."""
     client, server = End(own.client.namespace), End(own.near.namespace)
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fast_lab import NEAR, Ask, World, at_once
-from lab_tools import wait_until
-from talk import Talk
 
 from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_PEER
+from tests.support.fast_lab import NEAR, Ask, FastWorld, at_once
+from tests.support.lab_tools import wait_until
+from tests.support.talk import Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -34,7 +34,7 @@ char LICENSE[] __attribute__((section("license"), used)) = "GPL";
 class PodXdp:
     """The program on a pod's eth0, and how the node sends there."""
 
-    def __init__(self, world: World, program: Path, bpf_objects: Path) -> None:
+    def __init__(self, world: FastWorld, program: Path, bpf_objects: Path) -> None:
         self._pod = world.near.namespace
         self._program = program
         inside = json.loads(self._pod.run("ip", "-j", "link", "show", "eth0"))[0]
@@ -82,13 +82,15 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def xdp(fast_world: World, program: Path, bpf_objects: Path) -> Iterator[PodXdp]:
+def xdp(fast_world: FastWorld, program: Path, bpf_objects: Path) -> Iterator[PodXdp]:
     made = PodXdp(fast_world, program, bpf_objects)
     yield made
     made.close()
 
 
-def test_it_sees_what_the_fast_path_sends(fast_world: World, ask: Ask, xdp: PodXdp, family: int, protocol: str) -> None:
+def test_it_sees_what_the_fast_path_sends(
+    fast_world: FastWorld, ask: Ask, xdp: PodXdp, family: int, protocol: str
+) -> None:
     talk = ask(fast_world.client.namespace, NEAR.of(family), protocol)
     fast_world.fast(talk)
     xdp.wait(REDIRECT_PEER)
@@ -105,7 +107,7 @@ def test_it_sees_what_the_fast_path_sends(fast_world: World, ask: Ask, xdp: PodX
     fast_world.fast(talk)
 
 
-def test_generic_xdp_sees_it_wherever_packets_are_put(fast_world: World, ask: Ask, xdp: PodXdp) -> None:
+def test_generic_xdp_sees_it_wherever_packets_are_put(fast_world: FastWorld, ask: Ask, xdp: PodXdp) -> None:
     talk = ask(fast_world.client.namespace, NEAR.v4)
     fast_world.fast(talk)
     xdp.on("xdpgeneric")

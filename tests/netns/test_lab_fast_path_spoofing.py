@@ -9,19 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from fast_lab import Ask, World
-from lab_tools import Capture, wait_until
-from new_flows import BOTH, NewFlows, entries, fast_ones, flowing
 from scapy.layers.inet import IP, TCP, UDP
 from scapy.layers.inet6 import IPv6
 from scapy.layers.l2 import Ether
-from talk import PORT
-from tcp_ends import End, converse
 
 from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip
 from pyebpf_proxy.lab.cluster import Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.netns.tcp_ends import End, converse
+from tests.support.fast_lab import Ask, FastWorld
+from tests.support.lab_tools import Capture, wait_until
+from tests.support.new_flows import BOTH, NewFlows, entries, fast_ones, flowing
+from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -34,7 +34,7 @@ _own_ports = itertools.count(22_000)
 class Scene:
     """``attacker``: a pod of the same node. ``outside``: a host between the outside client and the node."""
 
-    world: World
+    world: FastWorld
     attacker: Pod
 
     @property
@@ -60,7 +60,7 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(fast_world: World) -> Scene:
+def scene(fast_world: FastWorld) -> Scene:
     near = fast_world.near
     End(near.namespace).listen(OWN_PORT)
     ports = [Port("tcp", OWN_PORT, OWN_PORT, "TCP", NODE_PORT)]
@@ -158,9 +158,9 @@ def _is_young(scene: Scene, own_port: int) -> bool:
 
 
 def _has_ended(own_port: int) -> bool:
-    from tcp_ends import _connections
+    from tests.netns.tcp_ends import connections
 
-    return not any(each.getsockname()[1] == own_port for each in _connections.values())
+    return not any(each.getsockname()[1] == own_port for each in connections.values())
 
 
 @pytest.mark.parametrize("what", ["RA", "FA", "S"])

@@ -8,14 +8,14 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import FAR, Ask, World, at_once
-from lab_tools import Capture, full_conntrack, wait_until
-from talk import PORT, Talk, serve
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Node, Pod
 from pyebpf_proxy.lab.manifests import Object, Port, service, slices
 from pyebpf_proxy.lab.namespace import LabError
+from tests.support.fast_lab import FAR, Ask, FastWorld, at_once
+from tests.support.lab_tools import Capture, full_conntrack, wait_until
+from tests.support.talk import PORT, Talk, serve
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -24,7 +24,7 @@ MOVED = cluster_ip(9)
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_the_neighbours_entry_is_gone(fast_world: World, ask: Ask, protocol: str) -> None:
+def test_the_neighbours_entry_is_gone(fast_world: FastWorld, ask: Ask, protocol: str) -> None:
     talk = ask(fast_world.client.namespace, FAR.v4, protocol)
     fast_world.fast(talk)
     with at_once(talk):
@@ -32,7 +32,7 @@ def test_the_neighbours_entry_is_gone(fast_world: World, ask: Ask, protocol: str
     fast_world.fast(talk)
 
 
-def test_the_neighbour_has_another_link_address(fast_world: World, far: Talk) -> None:
+def test_the_neighbour_has_another_link_address(fast_world: FastWorld, far: Talk) -> None:
     other = fast_world.lab.nodes[1]
     old = link_address(other)
     try:
@@ -50,11 +50,11 @@ def test_the_neighbour_has_another_link_address(fast_world: World, far: Talk) ->
     fast_world.fast(far)
 
 
-def tell(fast_world: World, other: Node, address: str) -> None:
+def tell(fast_world: FastWorld, other: Node, address: str) -> None:
     fast_world.node.namespace.ip(f"neigh replace {other.address.v4} lladdr {address} dev eth0 nud reachable")
 
 
-def test_the_mtu_is_lowered(fast_world: World, ask: Ask) -> None:
+def test_the_mtu_is_lowered(fast_world: FastWorld, ask: Ask) -> None:
     talk = ask(fast_world.client.namespace, FAR.v4, size=20_000)
     fast_world.fast(talk)
     other = fast_world.lab.nodes[1].namespace
@@ -72,7 +72,7 @@ def test_the_mtu_is_lowered(fast_world: World, ask: Ask) -> None:
 
 
 @contextlib.contextmanager
-def second_device(fast_world: World) -> Iterator[None]:
+def second_device(fast_world: FastWorld) -> Iterator[None]:
     lan = fast_world.node.namespace
     fast_world.lab.core.ip(
         f"link add second type veth peer name eth1 netns {lan.name}",
@@ -86,7 +86,7 @@ def second_device(fast_world: World) -> Iterator[None]:
         fast_world.lab.core.ip("link del second")
 
 
-def test_the_route_moves_to_another_device(fast_world: World, far: Talk) -> None:
+def test_the_route_moves_to_another_device(fast_world: FastWorld, far: Talk) -> None:
     other, lan = fast_world.lab.nodes[1], fast_world.node.namespace
     with second_device(fast_world):
         try:
@@ -107,7 +107,7 @@ def test_the_route_moves_to_another_device(fast_world: World, far: Talk) -> None
     fast_world.fast(far)
 
 
-def is_between(frame: bytes, fast_world: World) -> bool:
+def is_between(frame: bytes, fast_world: FastWorld) -> bool:
     """From the client to the far pod."""
     ends = b"".join(bytes(map(int, pod.address.v4.split("."))) for pod in (fast_world.client, fast_world.far))
     return frame[26:34] == ends
@@ -117,7 +117,7 @@ def moved(pod: Pod) -> list[Object]:
     return [service("moved", BOTH, MOVED), *slices("moved", BOTH, [(pod.address, pod.node.name)])]
 
 
-def test_a_device_is_deleted(fast_world: World, ask: Ask, far: Talk) -> None:
+def test_a_device_is_deleted(fast_world: FastWorld, ask: Ask, far: Talk) -> None:
     """The endpoint's. When the service has another one, datagrams go there; other flows notice nothing."""
     gone = fast_world.lab.add_pod(f"gone-{len(fast_world.lab.pods)}", fast_world.node, serve=False)
     serve(gone)
@@ -135,14 +135,14 @@ def test_a_device_is_deleted(fast_world: World, ask: Ask, far: Talk) -> None:
     assert not entries(fast_world, "udp", gone.address.v4), "the entry of the endpoint that is gone"
 
 
-def entries(fast_world: World, protocol: str, endpoint: str) -> list[str]:
+def entries(fast_world: FastWorld, protocol: str, endpoint: str) -> list[str]:
     """The kernel's entries of flows to the service that this endpoint answers."""
     text = fast_world.node.namespace.run("conntrack", "-L", "-p", protocol, "--reply-src", endpoint)
     return [line for line in text.splitlines() if MOVED.v4 in line]
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_conntracks_entry_is_deleted(fast_world: World, ask: Ask, protocol: str) -> None:
+def test_conntracks_entry_is_deleted(fast_world: FastWorld, ask: Ask, protocol: str) -> None:
     talk = ask(fast_world.client.namespace, FAR.v4, protocol)
     fast_world.fast(talk)
     before = fast_world.count("flow_changed")
@@ -160,7 +160,7 @@ def test_conntracks_entry_is_deleted(fast_world: World, ask: Ask, protocol: str)
         fast_world.fast(again)
 
 
-def test_a_bond_fails_over(fast_world: World, far: Talk) -> None:
+def test_a_bond_fails_over(fast_world: FastWorld, far: Talk) -> None:
     """The bond is the device of an entry; which port a packet leaves by is the bond's own choice."""
     node, core = fast_world.node.namespace, fast_world.lab.core
     try:
@@ -184,7 +184,7 @@ def test_a_bond_fails_over(fast_world: World, far: Talk) -> None:
         node.ip(f"route replace {other.pod_cidr.v4} via {other.address.v4}")
 
 
-def test_conntracks_table_is_full(fast_world: World, far: Talk) -> None:
+def test_conntracks_table_is_full(fast_world: FastWorld, far: Talk) -> None:
     """What is established goes on; flows of a pair without a permit are refused until there is room."""
     node = fast_world.node.namespace
     hits = fast_world.count("flow_hit")

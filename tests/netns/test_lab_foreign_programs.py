@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fast_lab import FAR, NEAR, ON, Ask, World, made
-from foreign_programs import ENDS, GOES_ON, Foreign, attached, chain, compiled
-from lab_tools import Capture, wait_until
-from new_flows import BOTH, NewFlows, fast_ones, flowing
-from see_tools import answer, see
-from talk import PORT, Talk
 
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.netns.foreign_programs import ENDS, GOES_ON, Foreign, attached, chain, compiled
+from tests.support.fast_lab import FAR, NEAR, ON, Ask, FastWorld, made
+from tests.support.lab_tools import Capture, wait_until
+from tests.support.new_flows import BOTH, NewFlows, fast_ones, flowing
+from tests.support.see_tools import answer, see
+from tests.support.talk import PORT, Talk
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -35,7 +35,7 @@ PEER, QUEUE, CLOSED = "peer", "device", "none"
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
+def world() -> Iterator[FastWorld]:
     if not tcx.available():
         pytest.skip("this kernel has no tcx: others have filters, behind ours (test_attach_others)")
     with Lab() as lab:
@@ -47,26 +47,26 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled(tmp_path_factory.mktemp("foreign"))
 
 
-def state(world: World, device: str) -> dict[str, Any]:
+def state(world: FastWorld, device: str) -> dict[str, Any]:
     """What ``status`` says about a device."""
     found: dict[str, Any] = next(e for e in answer(world.node, "status")["devices"] if e["name"] == device)
     return found
 
 
-def wait_for(world: World, device: str, redirect: str) -> str:
+def wait_for(world: FastWorld, device: str, redirect: str) -> str:
     """Until the fast path sends by this device in this way; what ``status`` says why."""
     wait_until(lambda: state(world, device)["redirect"] == redirect, f"{device}: {redirect}")
     return str(state(world, device)["limit"])
 
 
-def places(world: World, device: str) -> list[tuple[Namespace, Dual, int]]:
+def places(world: FastWorld, device: str) -> list[tuple[Namespace, Dual, int]]:
     """Who asks whom, at which port, so that the first packet comes in by this device."""
     if device == "eth0":
         return [(world.lab.client, world.node.address, 30007)]
     return [(world.client.namespace, NEAR, PORT), (world.client.namespace, FAR, PORT)]
 
 
-def new_flows(world: World, device: str) -> list[NewFlows]:
+def new_flows(world: FastWorld, device: str) -> list[NewFlows]:
     return [
         NewFlows(namespace, address.of(family), protocol, port, patience=5.0)
         for namespace, address, port in places(world, device)
@@ -75,7 +75,7 @@ def new_flows(world: World, device: str) -> list[NewFlows]:
     ]
 
 
-def conversations(world: World, ask: Ask, device: str) -> list[Talk]:
+def conversations(world: FastWorld, ask: Ask, device: str) -> list[Talk]:
     return [
         ask(namespace, address.of(family), protocol, port)
         for namespace, address, port in places(world, device)
@@ -106,7 +106,7 @@ def sees_every_question(program: Foreign, talks: list[Talk]) -> None:
 
 
 @contextlib.contextmanager
-def at_ingress(world: World, file: Path, program: str, device: str, when: str) -> Iterator[Foreign]:
+def at_ingress(world: FastWorld, file: Path, program: str, device: str, when: str) -> Iterator[Foreign]:
     """A program that is there before the agent, or comes later at the head or the tail."""
     node, agent = world.node.namespace, world.node.agent
     if when == "before the agent":
@@ -136,7 +136,7 @@ def at_ingress(world: World, file: Path, program: str, device: str, when: str) -
         ("eth0", "at the tail", GOES_ON),
     ],
 )
-def test_a_program_at_ingress(world: World, ask: Ask, foreign: Path, where: str, when: str, program: str) -> None:
+def test_a_program_at_ingress(world: FastWorld, ask: Ask, foreign: Path, where: str, when: str, program: str) -> None:
     """It is behind ours, and sees every packet that comes in by its device, however long a flow lives."""
     device = "eth0" if where == "eth0" else world.client.device
     other = world.client.device if device == "eth0" else "eth0"
@@ -165,7 +165,7 @@ def test_a_program_at_ingress(world: World, ask: Ask, foreign: Path, where: str,
 
 
 @pytest.mark.parametrize("program", [GOES_ON, ENDS])
-def test_a_program_at_the_egress_of_a_pods_device(world: World, ask: Ask, foreign: Path, program: str) -> None:
+def test_a_program_at_the_egress_of_a_pods_device(world: FastWorld, ask: Ask, foreign: Path, program: str) -> None:
     """It sees what is sent to the pod, also by the fast path: packets are not put straight into the pod."""
     node, device = world.node.namespace, world.near.device
     assert wait_for(world, device, PEER) == ""
@@ -190,7 +190,7 @@ def test_a_program_at_the_egress_of_a_pods_device(world: World, ask: Ask, foreig
     assert wait_for(world, device, PEER) == ""
 
 
-def test_a_filter_at_the_egress_of_a_pods_device(world: World, ask: Ask) -> None:
+def test_a_filter_at_the_egress_of_a_pods_device(world: FastWorld, ask: Ask) -> None:
     """As `tc filter add` makes it, in a clsact qdisc."""
     node, device = world.node.namespace, world.near.device
     assert wait_for(world, device, PEER) == ""

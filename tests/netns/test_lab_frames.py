@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import Capture, has_program, moved, reasons, wait_until
 from scapy.layers.inet import IP, UDP, fragment
 from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment, fragment6
 from scapy.layers.l2 import Dot1Q, Ether
@@ -27,6 +25,8 @@ from pyebpf_proxy.lab.client import ANSWERED, REFUSED, Outcome, ask
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.namespace import LabError, Namespace
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import Capture, has_program, moved, reasons, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

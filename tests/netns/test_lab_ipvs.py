@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
 
 from pyebpf_proxy.lab.client import ask, ask_many, family_of
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -4,31 +4,26 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import selectors
 import signal
 import socket
 import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import has_program, moved, reasons, wait_until
 
 from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.load import Load, failed
-from pyebpf_proxy.lab.manifests import Port
-from pyebpf_proxy.lab.namespace import Namespace, Task
+from tests.netns.transfers import ECHO, Transfers
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import has_program, moved, reasons, wait_until
+from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
 WEB = Kind("web", 10)
-ECHO = Kind("echo", 11)
-ECHO.ports = [Port("echo", 7, 7007, "TCP", 30011)]
 
 
 @pytest.fixture(scope="module")
@@ -102,69 +97,6 @@ def test_client_ports_are_used_again_at_once(living: Lab, who: str, ending: str,
 
 
 # ---- the agent ends and comes back --------------------------------------------------
-
-
-class Transfers:
-    """Connections that carry numbered data back and forth all the time; every byte is compared."""
-
-    def __init__(self, namespace: Namespace, address: str, port: int, count: int) -> None:
-        context = multiprocessing.get_context("fork")
-        self._stop = context.Event()
-        self._rounds = context.RawArray("L", count)
-        self._task: Task[str] = namespace.start(_transfer, self._stop, self._rounds, address, port, count)
-
-    def least(self) -> int:
-        """Rounds of the connection that is furthest behind."""
-        return min(self._rounds)
-
-    def done(self) -> bool:
-        return self._task.done()
-
-    def stop(self) -> str:
-        """End them; what went wrong, empty if nothing."""
-        self._stop.set()
-        return self._task.result(120)
-
-
-PACE = 0.05  # seconds between two rounds of a transfer: new connections need the machine more
-
-
-def _transfer(stop: Any, rounds: Any, address: str, port: int, count: int) -> str:
-    selector = selectors.DefaultSelector()
-    sockets, sent, got = [], [b""] * count, [bytearray() for _ in range(count)]
-    due = [0.0] * count
-    for index in range(count):
-        sockets.append(socket.create_connection((address, port), timeout=10))
-        sockets[index].settimeout(5)
-        selector.register(sockets[index], selectors.EVENT_READ, index)
-    while not stop.is_set():
-        now = time.monotonic()
-        for index, sock in enumerate(sockets):
-            if due[index] <= now and not sent[index]:
-                sent[index] = struct.pack("!Q", rounds[index] * 1000 + index) * 1024
-                try:
-                    sock.sendall(sent[index])
-                except OSError as error:
-                    return f"transfer {index}: {error}"
-                due[index] = now + 10
-            elif due[index] <= now:
-                return f"transfer {index}: nothing came back for 10 s"
-        for key, _ in selector.select(PACE):
-            index = key.data
-            try:
-                data = sockets[index].recv(65536)
-            except OSError as error:
-                return f"transfer {index}: {error}"
-            if not data:
-                return f"transfer {index}: ended by the other side"
-            got[index] += data
-            if len(got[index]) >= len(sent[index]):
-                if bytes(got[index]) != sent[index]:
-                    return f"transfer {index}: other bytes came back"
-                sent[index], got[index] = b"", bytearray()
-                rounds[index] += 1
-                due[index] = time.monotonic() + PACE
-    return ""
 
 
 class Traffic:
@@ -319,7 +251,7 @@ def test_what_was_renamed_while_the_agent_was_dead_is_served_all_the_time(living
         vip, cluster_ip = (kind.target(name, node).address for name in ("LoadBalancer", "ClusterIP"))
         loads.append(Load(living.client, vip.v4, 80, timeout=0.9, pause=0.002))
         loads.append(Load(living.pods["toolbox"].namespace, cluster_ip.v6, 80, timeout=0.9, pause=0.002))
-    said = len(node.agent.log())
+    log = Log(node.agent).from_now()
     try:
         wait_until(lambda: all(load.made >= 20 for load in loads), "requests before")
         node.agent.kill()
@@ -336,7 +268,7 @@ def test_what_was_renamed_while_the_agent_was_dead_is_served_all_the_time(living
         for name in ("renamed", "replaced", "successor"):
             (living.manifests / f"{name}.yaml").unlink(missing_ok=True)
     assert {name: failed(some) for name, some in samples.items()} == {name: [] for name in samples}
-    assert "is already used by" not in node.agent.log()[said:]
+    log.none(Message.USED_BY_SERVICE)
 
 
 def test_two_services_of_the_same_endpoints_without_an_agent(living: Lab, family: int) -> None:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import node_client, pod_client, wait_until
 
 from pyebpf_proxy.lab.addresses import Dual, cluster_ip
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, TIMED_OUT, UNREACHABLE, ask
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.scenario import Client
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import node_client, pod_client, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

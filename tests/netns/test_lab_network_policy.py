@@ -10,17 +10,17 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import NEAR, Ask, World, slowness
-from lab_tools import wait_until
-from new_flows import BOTH, Arrivals, NewFlows, ask_once, entries, fast_ones, flowing
-from policies import KINDS, policy
 from scapy.layers.inet import IP, TCP, UDP
 from scapy.layers.inet6 import IPv6
-from talk import PORT
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.cluster import Pod
 from pyebpf_proxy.lab.manifests import Port, service, slices
+from tests.netns.policies import KINDS, policy
+from tests.support.fast_lab import NEAR, Ask, FastWorld, slowness
+from tests.support.lab_tools import wait_until
+from tests.support.new_flows import BOTH, Arrivals, NewFlows, ask_once, entries, fast_ones, flowing
+from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -65,7 +65,7 @@ def colluding(pod: Pod, client: Pod, family: int, ports: dict[str, int]) -> Iter
 
 
 @pytest.mark.parametrize("hook", ["forward", "postrouting"])
-def test_nothing_passes_that_is_denied(fast_world: World, kind: str, family: int, hook: str) -> None:
+def test_nothing_passes_that_is_denied(fast_world: FastWorld, kind: str, family: int, hook: str) -> None:
     """Also while the endpoint sends to the client's ports, which nobody denies."""
     client, near = fast_world.client, fast_world.near
     ends = client.address.of(family), near.address.of(family)
@@ -87,7 +87,7 @@ def test_nothing_passes_that_is_denied(fast_world: World, kind: str, family: int
         assert int(arrivals) == 0
 
 
-def test_another_endpoint_of_the_service_gives_no_permit(fast_world: World, family: int) -> None:
+def test_another_endpoint_of_the_service_gives_no_permit(fast_world: FastWorld, family: int) -> None:
     client, near, far = fast_world.client, fast_world.near, fast_world.far
     ports = [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
     endpoints = [(pod.address, pod.node.name) for pod in (near, far)]
@@ -110,7 +110,7 @@ def test_another_endpoint_of_the_service_gives_no_permit(fast_world: World, fami
 # ---- a policy is added -------------------------------------------------------------------------------------
 
 
-def test_a_policy_that_is_added_counts_at_once(fast_world: World, ask: Ask, kind: str, family: int) -> None:
+def test_a_policy_that_is_added_counts_at_once(fast_world: FastWorld, ask: Ask, kind: str, family: int) -> None:
     """New flows are denied within a second; what is established goes on, as the rules say, however young."""
     client, near = fast_world.client, fast_world.near
     with policy(fast_world.node.namespace, kind, family) as rules:
@@ -136,13 +136,13 @@ def test_a_policy_that_is_added_counts_at_once(fast_world: World, ask: Ask, kind
             talk.wait(100)
 
 
-def _seen(world: World, family: int) -> str:
+def _seen(world: FastWorld, family: int) -> str:
     """For the message of a failure."""
     node = world.node.namespace
     return node.run("conntrack", "-L", "-f", f"ipv{family}") + node.run("nft", "list ruleset") + str(entries(world))
 
 
-def _known(world: World, family: int) -> bool:
+def _known(world: FastWorld, family: int) -> bool:
     """Conntrack has the flows of both protocols from the client's pod."""
     node, source = world.node.namespace, world.client.address.of(family)
     return all(
@@ -151,7 +151,7 @@ def _known(world: World, family: int) -> bool:
     )
 
 
-def test_a_policy_without_established_ends_flows(fast_world: World, ask: Ask, family: int) -> None:
+def test_a_policy_without_established_ends_flows(fast_world: FastWorld, ask: Ask, family: int) -> None:
     """As with kube-proxy: the rules see their packets, the kernel's flows within a second, young ones after three."""
     client, near = fast_world.client, fast_world.near
     with policy(fast_world.node.namespace, "nft set", family, established=False) as rules:
@@ -199,7 +199,7 @@ def send_segments(family: int, source: str, address: str, own_port: int, flags: 
 
 
 @pytest.mark.parametrize("what", ["udp", "tcp", "tcp that always ends"])
-def test_a_flow_without_answers_asks_netfilter_again(fast_world: World, family: int, what: str) -> None:
+def test_a_flow_without_answers_asks_netfilter_again(fast_world: FastWorld, family: int, what: str) -> None:
     """Two ends that collude could keep it young for ever, and a policy would never count."""
     client, near, node = fast_world.client, fast_world.near, fast_world.node.namespace
     own_port, source = next(_own_ports), client.address.of(family)

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons, wait_until
 from scapy.layers.inet import ICMP, IP, TCP, UDP
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet
@@ -22,6 +20,9 @@ from pyebpf_proxy.datapath.preflight import effective_capabilities
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -156,10 +157,9 @@ def test_the_machines_own_limit_is_not_set_from_here(node: Node) -> None:
     hashsize = Path("/sys/module/nf_conntrack/parameters/hashsize").read_text()
     node.agent.log_file.unlink(missing_ok=True)
     started(node, conntrack={"maxPerCore": 1, "min": before + 4096})
-    lines = [line for line in node.agent.log().splitlines() if "one value for the whole machine" in line]
-    assert len(lines) == 1
-    assert "setting=net/netfilter/nf_conntrack_max" in lines[0]
-    assert "field=conntrack.maxPerCore" in lines[0]
+    line = Log(node.agent).only(Message.ONE_VALUE_FOR_ALL)
+    assert "setting=net/netfilter/nf_conntrack_max" in line.text
+    assert "field=conntrack.maxPerCore" in line.text
     assert number(node, NETFILTER + "max") == before
     assert Path("/sys/module/nf_conntrack/parameters/hashsize").read_text() == hashsize
 
@@ -236,12 +236,12 @@ def test_a_first_start_that_fails_changes_nothing(node: Node) -> None:
         {"conntrack": {"tcpEstablishedTimeout": "100s", "udpTimeout": "41s", "udpStreamTimeout": "99999h"}}
     )
     assert node.agent.wait_ended(60) == 1
-    assert (
+    log = Log(node.agent)
+    log.some(
         "nf_conntrack_udp_timeout_stream cannot be set to 359996400 (conntrack.udpStreamTimeout): Invalid argument"
-        in (node.agent.log())
     )
-    assert "Traceback" not in node.agent.log()
-    assert "setting=net/netfilter/nf_conntrack_udp_timeout value=41 before=30" in node.agent.log()
+    log.none("Traceback")
+    log.some("setting=net/netfilter/nf_conntrack_udp_timeout value=41 before=30")
     assert every(node) == before
     assert not (node.agent.directory / "node-settings.json").exists()
 
@@ -257,10 +257,10 @@ def test_oom_score_adj(node: Node) -> None:
         if value < int(own) and not effective_capabilities() >> CAP_SYS_RESOURCE & 1:
             # Not even root may lower it here: said, and nothing else.
             assert found == own
-            assert 'oomScoreAdj cannot be set value=-999 error="Permission denied"' in node.agent.log()
+            Log(node.agent).some(f'{Message.OOM_SCORE_FAILS} value=-999 error="Permission denied"')
         else:
             assert found == str(value)
-            assert "oomScoreAdj" not in node.agent.log()
+            Log(node.agent).none("oomScoreAdj")
         node.agent.stop()
 
 

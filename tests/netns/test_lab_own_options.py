@@ -10,10 +10,6 @@ from ipaddress import ip_address
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
-from see_tools import answer
-from test_lab_life import ECHO, Transfers
 
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
@@ -22,6 +18,11 @@ from pyebpf_proxy.lab.load import Load, failed
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.servers import Ports, start_servers
 from pyebpf_proxy.services.addresses import format_address_port
+from tests.netns.transfers import ECHO, Transfers
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
+from tests.support.logs import Log, Message
+from tests.support.see_tools import answer
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -118,7 +119,7 @@ def test_other_map_sizes_while_connections_run(small: Lab, ending: str) -> None:
         samples = load.stop()
         assert samples
         assert not failed(samples)
-    assert "map=slots old=4096 new=524288" in agent.log()
+    Log(agent).some("map=slots old=4096 new=524288")
     assert not list(agent.directory.glob("bpf/**/maps-*"))
 
 
@@ -133,7 +134,7 @@ def test_sizes_that_are_too_small_end_the_start_and_what_is_served_goes_on(small
     agent.stop()
     agent.start(own={"maps": {"frontends4": 256}})
     assert agent.wait_ended() == 1
-    assert "map frontends4 cannot get the size 256: it has " in agent.log()
+    Log(agent).some(f"map frontends4{Message.MAP_TOO_SMALL}256: it has ")
     assert small.client.call(ask, WEB.target("LoadBalancer", node).address.of(family), 80).kind == ANSWERED
     (small.manifests / "many.yaml").unlink()
 
@@ -150,7 +151,7 @@ def test_without_socket_programs(small: Lab, family: int, protocol: str) -> None
     agent.stop()
     agent.start(own={"socketLB": "off"})
     agent.wait_synced()
-    assert "the socket programs of a former run are detached" in agent.log()
+    Log(agent).some(Message.SOCKET_PROGRAMS_DETACHED)
     assert not [*agent.directory.glob("bpf/**/links/*")]
     for kind in ("LoadBalancer", "NodePort"):
         other = WEB.target(kind, node)  # type: ignore[arg-type]

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_tools import has_program, wait_until
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, node, service
+from tests.support.lab_tools import has_program, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import learned_just_now, reasons, served_by, wait_until
 
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, TIMED_OUT, Outcome, ask, ask_many, family_of, read_answer
 from pyebpf_proxy.lab.cluster import Lab, Pod
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import learned_just_now, reasons, served_by, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

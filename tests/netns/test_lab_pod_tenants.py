@@ -11,11 +11,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import learned_just_now, reasons, served_by, wait_until
 
 from pyebpf_proxy.lab.client import ANSWERED, TIMED_OUT, ask, family_of, read_answer
 from pyebpf_proxy.lab.cluster import Lab, Node, Pod
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import learned_just_now, reasons, served_by, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons, wait_until
 
 from pyebpf_proxy.lab.addresses import CLIENT
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, RESET, TIMED_OUT, ask, ask_many
@@ -18,6 +16,8 @@ from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.load import Load, failed, first_answer, last_answer
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.scenario import DROPPED_AFTER
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import moved, reasons, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

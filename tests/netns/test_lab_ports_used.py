@@ -6,14 +6,14 @@ from __future__ import annotations
 import re
 
 import pytest
-from lab_tools import wait_until
 
 from pyebpf_proxy.lab.addresses import cluster_ip, vip
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
-from tests.faults.tables import enter
+from tests.support.damage import enter
+from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
 
 from pyebpf_proxy.lab import manifests
 from pyebpf_proxy.lab.cluster import Lab, Node
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
+from tests.support.logs import Log
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -114,7 +115,7 @@ def test_a_port_that_is_taken_is_served_when_it_is_free(lab: Lab) -> None:
     try:
         wait_until(lambda: f"0.0.0.0:{PORT}" in node.namespace.run("ss", "-ltn"), "another has the port")
         write_services(lab, WEB)
-        wait_until(lambda: "address already in use" in node.agent.log(), "it is said")
+        Log(node.agent).wait("address already in use")
         wait_until(lambda: ask(lab, node, 6)[0] == 503, "the other family is served")
     finally:
         taken.stop()

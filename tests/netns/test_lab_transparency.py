@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from io_uring_calls import io_uring_connect, supported
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import learned_just_now, reasons, served_by, wait_until
-from small_dns import serve
-from socket_calls import TCP, UDP, Call, tcp_mapped, udp_mapped
 
 from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, service, slices
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.netns.io_uring_calls import io_uring_connect, supported
+from tests.netns.small_dns import serve
+from tests.netns.socket_calls import TCP, UDP, Call, tcp_mapped, udp_mapped
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import learned_just_now, reasons, served_by, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

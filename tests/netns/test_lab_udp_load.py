@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import FAR, NEAR, World, made
-from talk import PORT
 
 from pyebpf_proxy.lab.cluster import Lab
+from tests.support.fast_lab import FAR, NEAR, FastWorld, made
+from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -21,13 +21,13 @@ AT_ONCE = 16
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
+def world() -> Iterator[FastWorld]:
     with Lab() as lab:
         yield made(lab, {})
 
 
 @pytest.mark.parametrize("who", ["pod", "pod, far", "outside"])
-def test_no_datagram_is_lost(world: World, who: str, family: int) -> None:
+def test_no_datagram_is_lost(world: FastWorld, who: str, family: int) -> None:
     if who == "outside":
         namespace, address, port = world.lab.client, world.node.address.of(family), 30007
     else:

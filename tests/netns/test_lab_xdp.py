@@ -8,10 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fast_lab import ON, World, made
-from lab_tools import wait_until
-from talk import PORT
-from xdp_lab import NODE_PORT, XDP, as_nics, counted, offloads, receive, restart, shown, talking
 
 import pyebpf_proxy
 from pyebpf_proxy.datapath.loader import _libbpf
@@ -21,6 +17,11 @@ from pyebpf_proxy.lab.addresses import cluster_ip
 from pyebpf_proxy.lab.client import REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, service, slices
+from tests.netns.xdp_lab import NODE_PORT, XDP, as_nics, counted, offloads, receive, restart, shown, talking
+from tests.support.fast_lab import ON, FastWorld, made
+from tests.support.lab_tools import wait_until
+from tests.support.logs import Log, Message
+from tests.support.talk import PORT
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -28,13 +29,13 @@ OBJECT = Path(pyebpf_proxy.__file__).parent / "bpf" / "xdp.bpf.o"
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[World]:
+def shared() -> Iterator[FastWorld]:
     with Lab() as lab:
         yield made(lab)
 
 
 @pytest.fixture
-def outside(shared: World) -> World:
+def outside(shared: FastWorld) -> FastWorld:
     return as_nics(shared)
 
 
@@ -43,19 +44,15 @@ def program_id(node: Node) -> int:
     return int(program["id"]) if isinstance(program, dict) and program else 0
 
 
-def new_flows(world: World) -> int:
+def new_flows(world: FastWorld) -> int:
     """Whichever path they took."""
     return world.count("new_flow_fast") + world.count("new_flow_netfilter")
-
-
-def said(node: Node, text: str) -> bool:
-    return text in node.agent.log()
 
 
 # ---- packets ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_forwarded_to_another_node_is_sent_back_by_xdp(outside: World, family: int, protocol: str) -> None:
+def test_what_is_forwarded_to_another_node_is_sent_back_by_xdp(outside: FastWorld, family: int, protocol: str) -> None:
     with talking(outside.lab.client, outside.node.address.of(family), protocol, NODE_PORT) as talk:
         counted(outside, "xdp_flow_hit")
         talk.wait()
@@ -63,14 +60,14 @@ def test_what_is_forwarded_to_another_node_is_sent_back_by_xdp(outside: World, f
 
 
 @pytest.mark.parametrize("size", [1400, 40_000], ids=["whole packets", "a stream"])
-def test_large_questions(outside: World, size: int) -> None:
+def test_large_questions(outside: FastWorld, size: int) -> None:
     """A direction with large segments is left to tc, for good."""
     with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT, size) as talk:
         counted(outside, "xdp_left_stream")
         talk.wait()
 
 
-def test_jumbo_frames(outside: World) -> None:
+def test_jumbo_frames(outside: FastWorld) -> None:
     """Of several buffers each, on a device with such an MTU."""
     path = [(outside.lab.client, "eth0"), (outside.lab.core, "client0"), (outside.lab.core, "lan0")]
     path += [(outside.lab.core, node.name) for node in outside.lab.nodes]
@@ -87,7 +84,7 @@ def test_jumbo_frames(outside: World) -> None:
             namespace.ip(f"link set {device} mtu 1500")
 
 
-def test_a_pod_that_takes_no_frames_is_reached_by_tc(outside: World) -> None:
+def test_a_pod_that_takes_no_frames_is_reached_by_tc(outside: FastWorld) -> None:
     """The peer in a pod has neither XDP nor GRO: what XDP would send there would be lost without a word."""
     web = outside.node.address.v4
     with talking(outside.client.namespace, web, "tcp", NODE_PORT) as talk:
@@ -97,14 +94,14 @@ def test_a_pod_that_takes_no_frames_is_reached_by_tc(outside: World) -> None:
         talk.wait()
 
 
-def test_checksums_that_senders_leave_to_devices_are_left_to_tc(outside: World, protocol: str) -> None:
+def test_checksums_that_senders_leave_to_devices_are_left_to_tc(outside: FastWorld, protocol: str) -> None:
     offloads(outside, "on")
     with talking(outside.lab.client, outside.node.address.v4, protocol, NODE_PORT) as talk:
         counted(outside, "xdp_left_checksum")
         talk.wait()
 
 
-def test_a_wire_whose_other_end_takes_no_frames_is_left_to_tc(outside: World) -> None:
+def test_a_wire_whose_other_end_takes_no_frames_is_left_to_tc(outside: FastWorld) -> None:
     """And is used from the moment when it does: nothing is lost on the way."""
     receive(outside, "off")
     with talking(outside.lab.client, outside.node.address.v4, "tcp", NODE_PORT) as talk:
@@ -115,7 +112,7 @@ def test_a_wire_whose_other_end_takes_no_frames_is_left_to_tc(outside: World) ->
         talk.wait()
 
 
-def test_new_flows_without_the_fast_path(outside: World, family: int, protocol: str) -> None:
+def test_new_flows_without_the_fast_path(outside: FastWorld, family: int, protocol: str) -> None:
     restart(outside, {"xdpDevices": ["eth0"]})
     before = new_flows(outside)
     with talking(outside.lab.client, outside.node.address.of(family), protocol, NODE_PORT) as talk:
@@ -124,7 +121,7 @@ def test_new_flows_without_the_fast_path(outside: World, family: int, protocol: 
     assert new_flows(outside) == before + 1, "counted once"
 
 
-def test_generic_mode(outside: World) -> None:
+def test_generic_mode(outside: FastWorld) -> None:
     """What is left to tc is served, though the kernel hands it packets without their link header there."""
     node = outside.node
     ports = [Port("tcp", PORT, PORT, "TCP", 30008)]
@@ -145,7 +142,7 @@ def test_generic_mode(outside: World) -> None:
 # ---- programs --------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_agent_leaves_it_working_and_the_next_one_puts_its_own_in_place(outside: World) -> None:
+def test_a_killed_agent_leaves_it_working_and_the_next_one_puts_its_own_in_place(outside: FastWorld) -> None:
     node = outside.node
     first = program_id(node)
     node.agent.kill()
@@ -157,20 +154,20 @@ def test_a_killed_agent_leaves_it_working_and_the_next_one_puts_its_own_in_place
     assert 'pyebpf_proxy_xdp_device{device="eth0",mode="native"} 1' in page
 
 
-def test_turned_off_it_is_taken_off(outside: World) -> None:
+def test_turned_off_it_is_taken_off(outside: FastWorld) -> None:
     restart(outside, {**ON, "xdpDevices": []})
     wait_until(lambda: not shown(outside.node), "the kernel takes it off")
     assert not list(outside.node.agent.directory.glob("bpf/**/xdp_devices"))
 
 
-def test_cleanup_takes_it_off(outside: World) -> None:
+def test_cleanup_takes_it_off(outside: FastWorld) -> None:
     outside.node.agent.stop()
     outside.node.agent.cleanup()
     wait_until(lambda: not shown(outside.node), "the kernel takes it off")
 
 
 @contextlib.contextmanager
-def foreign(world: World) -> Iterator[int]:
+def foreign(world: FastWorld) -> Iterator[int]:
     """Somebody else's program on eth0, by netlink as `ip link` does it; its id."""
     node = world.node
     path = node.agent.directory / "bpf" / "somebody"
@@ -185,13 +182,13 @@ def foreign(world: World) -> Iterator[int]:
         path.unlink()
 
 
-def test_somebody_elses_program_is_never_replaced(outside: World) -> None:
+def test_somebody_elses_program_is_never_replaced(outside: FastWorld) -> None:
     node = outside.node
     restart(outside, {**ON, "xdpDevices": []})
     with foreign(outside) as theirs:
         restart(outside, XDP)
         assert program_id(node) == theirs
-        assert said(node, "no XDP on eth0: it already has another XDP program, which stays")
+        Log(node.agent).some(f"{Message.XDP_NOT_ON}eth0: it already has another XDP program, which stays")
         with talking(outside.lab.client, node.address.v4, "tcp", NODE_PORT) as talk:
             talk.wait()
         node.agent.stop()
@@ -203,7 +200,7 @@ def test_somebody_elses_program_is_never_replaced(outside: World) -> None:
     wait_until(lambda: program_id(node), "ours, once there is room")
 
 
-def test_ours_is_not_replaced_by_somebody_else(outside: World) -> None:
+def test_ours_is_not_replaced_by_somebody_else(outside: FastWorld) -> None:
     ours = program_id(outside.node)
     with contextlib.suppress(Exception), foreign(outside):
         pass
@@ -213,10 +210,10 @@ def test_ours_is_not_replaced_by_somebody_else(outside: World) -> None:
 # ---- devices ---------------------------------------------------------------------------------------------------
 
 
-def test_devices_that_come_and_go(outside: World) -> None:
+def test_devices_that_come_and_go(outside: FastWorld) -> None:
     node = outside.node
     restart(outside, {**XDP, "xdpDevices": ["eth0", "late0"]})
-    assert said(node, "no XDP on late0: there is no such device yet")
+    Log(node.agent).some(f"{Message.XDP_NOT_ON}late0: there is no such device yet")
     for _ in range(2):
         node.namespace.ip("link add late0 type veth peer name late1")
         wait_until(lambda: shown(node, "late0"), "XDP on the new device")
@@ -224,21 +221,21 @@ def test_devices_that_come_and_go(outside: World) -> None:
     wait_until(lambda: len(list(node.agent.directory.glob("bpf/**/xdp/*-native"))) == 1, "its pin is gone")
 
 
-def test_devices_that_it_cannot_be_on(outside: World) -> None:
+def test_devices_that_it_cannot_be_on(outside: FastWorld) -> None:
     node = outside.node
     node.namespace.ip(
         "link add br7 type bridge", "link add port7 type veth peer name far7", "link set port7 master br7"
     )
     try:
         restart(outside, {**XDP, "xdpDevices": ["eth0", "port7", "br7"]})
-        assert said(node, "no XDP on port7: it is a port of br7")
-        assert said(node, "no XDP on br7: it does not have the tc program")
+        Log(node.agent).some(f"{Message.XDP_NOT_ON}port7: it is a port of br7")
+        Log(node.agent).some(f"{Message.XDP_NOT_ON}br7: it does not have the tc program")
         assert shown(node)
     finally:
         node.namespace.ip("link del port7", "link del br7")
 
 
-def test_whether_tags_are_taken_off_is_asked_of_the_device(outside: World) -> None:
+def test_whether_tags_are_taken_off_is_asked_of_the_device(outside: FastWorld) -> None:
     node = outside.node
     assert node.namespace.call(takes_tags_off, "eth0")
     node.namespace.run("ethtool", "-K", "eth0", "rxvlan", "off")
@@ -248,7 +245,7 @@ def test_whether_tags_are_taken_off_is_asked_of_the_device(outside: World) -> No
         node.namespace.run("ethtool", "-K", "eth0", "rxvlan", "on")
 
 
-def test_auto_is_no_veth(outside: World) -> None:
+def test_auto_is_no_veth(outside: FastWorld) -> None:
     restart(outside, {**XDP, "xdpDevices": "auto"})
     wait_until(lambda: not shown(outside.node), "the kernel takes it off")
-    assert said(outside.node, "XDP is on no device")
+    Log(outside.node.agent).some(Message.XDP_NOWHERE)

@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from fast_lab import World, at_once, made
-from lab_tools import Capture, wait_until
-from talk import Talk
-from xdp_lab import NODE_PORT, as_nics, counted, talking
 
 from pyebpf_proxy.lab.cluster import Lab, Node
+from tests.netns.xdp_lab import NODE_PORT, as_nics, counted, talking
+from tests.support.fast_lab import FastWorld, at_once, made
+from tests.support.lab_tools import Capture, wait_until
+from tests.support.talk import Talk
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -20,20 +20,20 @@ OTHER = "02:00:00:00:0e:02"
 
 
 @pytest.fixture(scope="module")
-def outside() -> Iterator[World]:
+def outside() -> Iterator[FastWorld]:
     with Lab() as lab:
         yield as_nics(made(lab))
 
 
 @pytest.fixture
-def far(outside: World, protocol: str) -> Iterator[Talk]:
+def far(outside: FastWorld, protocol: str) -> Iterator[Talk]:
     """The client outside with the other node's pod, sent back by XDP."""
     with talking(outside.lab.client, outside.node.address.v4, protocol, NODE_PORT) as talk:
         counted(outside, "xdp_flow_hit")
         yield talk
 
 
-def test_a_neighbour_has_another_link_address(outside: World, far: Talk) -> None:
+def test_a_neighbour_has_another_link_address(outside: FastWorld, far: Talk) -> None:
     other = outside.lab.nodes[1]
     old = other.namespace.run("cat", "/sys/class/net/eth0/address").strip()
 
@@ -56,13 +56,13 @@ def test_a_neighbour_has_another_link_address(outside: World, far: Talk) -> None
 
 
 @pytest.mark.parametrize("how", ["del {} dev eth0", "replace {} lladdr 02:00:00:00:0e:03 dev eth0 nud failed"])
-def test_a_neighbours_entry_is_gone(outside: World, far: Talk, how: str) -> None:
+def test_a_neighbours_entry_is_gone(outside: FastWorld, far: Talk, how: str) -> None:
     with at_once(far):
         outside.node.namespace.ip("neigh " + how.format(outside.lab.nodes[1].address.v4))
     counted(outside, "xdp_flow_hit")
 
 
-def test_the_cache_is_told(outside: World, far: Talk) -> None:
+def test_the_cache_is_told(outside: FastWorld, far: Talk) -> None:
     """At once, and not when the second is over that an entry is good for."""
     node = outside.node
     address = outside.lab.nodes[1].address.v4

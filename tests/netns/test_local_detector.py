@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
 
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab
+from tests.support.lab_services import Kind, write_nodes, write_services
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf, pytest.mark.needs_netns]
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from see_tools import error, see
 
 from pyebpf_proxy.datapath.loader.layout import LAYOUT_VERSION
 from pyebpf_proxy.lab.addresses import CLIENT, vip
@@ -20,6 +18,8 @@ from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.see import COMMANDS, model
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.see_tools import error, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -8,12 +8,12 @@ import json
 from collections.abc import Iterator, Mapping
 
 import pytest
-from lab_services import write_nodes
-from see_tools import answer, see
 
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.see import doctor, loading
+from tests.support.lab_services import write_nodes
+from tests.support.see_tools import answer, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons, wait_until
-from see_tools import answer, error, see
 
 from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.client import ask
@@ -20,6 +17,9 @@ from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.rules import Destination, decide, expect
 from pyebpf_proxy.see.explain import ask as explain
 from pyebpf_proxy.see.model import Explanation
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.see_tools import answer, error, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

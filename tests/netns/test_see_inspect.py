@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
 
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.lab.addresses import vip
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.inspect import examples, follow
+from tests import ROOT
+from tests.support.lab_services import Kind, write_nodes, write_services
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "maps.md").read_text()
 HEADERS = "".join(path.read_text() for path in sorted((ROOT / "bpf").glob("*maps.h")))
 # Room for the programs to work in, pinned nowhere, rings of events, or what the kernel does not list: a queue, and

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from see_tools import answer, error, see
 
 from pyebpf_proxy.lab.addresses import cluster_ip, vip
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import endpoint
 from pyebpf_proxy.see import model
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.see_tools import answer, error, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

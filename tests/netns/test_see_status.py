@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from lab_services import Kind, served_elsewhere
-from lab_tools import full_conntrack, take_program_off, wait_until
-from see_tools import NO_SYS_ADMIN, answer, error, see
 
 from pyebpf_proxy import __version__
 from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.see.agent import running_agent
+from tests.support.lab_services import Kind, served_elsewhere
+from tests.support.lab_tools import full_conntrack, take_program_off, wait_until
+from tests.support.see_tools import NO_SYS_ADMIN, answer, error, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -13,10 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import wait_until
-from test_agent_ends import run_init_only
-from test_see_top import watching
 
 from pyebpf_proxy.datapath.loader import tcx
 from pyebpf_proxy.datapath.loader.kernel_objects import program_info
@@ -24,6 +20,11 @@ from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.node.links import LOOK_SECONDS
 from pyebpf_proxy.datapath.node.mounts import tcx_directory
 from pyebpf_proxy.lab.cluster import Lab, Node
+from tests.netns.init_only import run_init_only
+from tests.netns.top_tools import watching
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import wait_until
+from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -117,7 +118,7 @@ def test_the_agent_leaves_the_meters_before_its_programs(node: Node, foreign: in
             assert chains(node) == {index: with_meters(names) for index, names in chain.items()}
             assert redirects(node, bpf_objects) == redirect
             time.sleep(0.3)
-    assert "attaching it again" not in node.agent.log()
+    Log(node.agent).none(Message.ATTACHING_AGAIN)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

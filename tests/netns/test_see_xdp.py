@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons, wait_until
-from see_tools import answer, see
 
 from pyebpf_proxy.lab.addresses import CLIENT, vip
 from pyebpf_proxy.lab.cluster import Lab, Node
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.see_tools import answer, see
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

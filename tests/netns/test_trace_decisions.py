@@ -11,15 +11,15 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from lab_services import Kind, served_elsewhere, write_services
-from lab_tools import wait_until
-from see_tools import error
-from trace_tools import Trace
 
 from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ask, ask_many
 from pyebpf_proxy.lab.cluster import Lab, Node
+from tests.netns.trace_tools import Trace
+from tests.support.lab_services import Kind, served_elsewhere, write_services
+from tests.support.lab_tools import wait_until
+from tests.support.see_tools import error
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

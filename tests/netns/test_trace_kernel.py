@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_services import Kind, served_elsewhere
-from lab_tools import wait_until
-from trace_tools import Trace
 
 from pyebpf_proxy.lab.addresses import CLIENT, cluster_ip, vip
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.trace.kernel import INTERPRETER, INTERPRETER_VARIABLE
+from tests.netns.trace_tools import Trace
+from tests.support.lab_services import Kind, served_elsewhere
+from tests.support.lab_tools import wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

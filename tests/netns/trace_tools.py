@@ -11,10 +11,9 @@ import threading
 from types import TracebackType
 from typing import Any, Self
 
-from lab_tools import wait_until
-
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.cluster import Node
+from tests.support.lab_tools import wait_until
 
 Line = dict[str, Any]
 

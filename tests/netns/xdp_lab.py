@@ -7,18 +7,17 @@ import contextlib
 import json
 from collections.abc import Iterator
 
-from fast_lab import ON, World
-from lab_tools import wait_until
-from talk import PORT, Talk
-
 from pyebpf_proxy.lab.cluster import Node
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.fast_lab import ON, FastWorld
+from tests.support.lab_tools import wait_until
+from tests.support.talk import PORT, Talk
 
 XDP = {**ON, "xdpDevices": ["eth0"]}
 NODE_PORT = 30007
 
 
-def as_nics(world: World) -> World:
+def as_nics(world: FastWorld) -> FastWorld:
     """As real NICs are: senders make their checksums, and the other end of the wire takes frames."""
     offloads(world, "off")
     receive(world, "on")
@@ -27,19 +26,19 @@ def as_nics(world: World) -> World:
     return world
 
 
-def restart(world: World, own: dict[str, object]) -> None:
+def restart(world: FastWorld, own: dict[str, object]) -> None:
     if world.node.agent.process is not None:
         world.node.agent.stop()
     world.node.agent.start(own=own)
     world.node.agent.wait_synced()
 
 
-def offloads(world: World, state: str) -> None:
+def offloads(world: FastWorld, state: str) -> None:
     for namespace in (world.lab.client, *(pod.namespace for pod in (world.client, world.near, world.far))):
         namespace.run("ethtool", "-K", "eth0", "tx", state)
 
 
-def receive(world: World, state: str) -> None:
+def receive(world: FastWorld, state: str) -> None:
     """Whether the wire's other end, in the core, takes frames of XDP: a veth does with GRO."""
     world.lab.core.run("ethtool", "-K", world.node.name, "gro", state)
 
@@ -61,6 +60,6 @@ def talking(namespace: Namespace, address: str, protocol: str, port: int = PORT,
         talk.end()
 
 
-def counted(world: World, name: str, more: int = 10) -> None:
+def counted(world: FastWorld, name: str, more: int = 10) -> None:
     before = world.count(name)
     wait_until(lambda: world.count(name) > before + more, name, 60.0)

@@ -3,32 +3,29 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from service_maps import SIZES, wipe
-from world import World
-
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.datapath.maps.writer import Writer
+from tests.packet.program_node import ProgramNode
+from tests.packet.service_maps import SIZES, wipe
+from tests.support.fixtures import bpffs
+
+__all__ = ["bpffs"]
 
 
 @pytest.fixture(scope="module", params=[4, 6], ids=["IPv4", "IPv6"])
-def node(request: pytest.FixtureRequest) -> Iterator[World]:
-    world = World(request.param)
+def node(request: pytest.FixtureRequest) -> Iterator[ProgramNode]:
+    world = ProgramNode(request.param)
     yield world
     world.close()
 
 
 @pytest.fixture
-def world(node: World) -> World:
+def world(node: ProgramNode) -> ProgramNode:
     """The slow path alone, a detector by CIDR."""
     node.forget_flows()
     node.settings = {}
@@ -37,7 +34,7 @@ def world(node: World) -> World:
 
 
 @pytest.fixture(params=["tc", "xdp"])
-def hooks(request: pytest.FixtureRequest, node: World) -> World:
+def hooks(request: pytest.FixtureRequest, node: ProgramNode) -> ProgramNode:
     """tc alone, and XDP before tc: for what must not depend on the hook."""
     node.forget_flows()
     node.settings = {"xdp": 1} if request.param == "xdp" else {}
@@ -65,15 +62,3 @@ def loaded(kernel: Loaded) -> Iterator[Loaded]:
 @pytest.fixture
 def writer(loaded: Loaded) -> Writer:
     return Writer(loaded)
-
-
-@pytest.fixture
-def bpffs(tmp_path: Path) -> Iterator[Path]:
-    """A bpffs of the test's own."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    path = tmp_path / "bpf"
-    path.mkdir()
-    if libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, None):
-        raise OSError(ctypes.get_errno(), "mount bpffs")
-    yield path
-    libc.umount2(os.fsencode(path), 2)

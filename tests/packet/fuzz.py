@@ -4,7 +4,7 @@
 In rounds: random Services and permits, then packets that share the tables of the round. A packet must be left as it is,
 handed to netfilter for an endpoint that the rules allow, refused, or sent as exactly the packet that its flow asks for.
 
-    python tests/packet/fuzz.py 1000000 7        so many packets, from this seed on; as root
+    python -m tests.packet.fuzz 1000000 7        so many packets, from this seed on; as root
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from fuzz_packets import NODE, Pools, make
-from fuzz_reference import SCTP, TCP, Ends, Parsed, Rules, Service, Verdict, parse, wrong_rewrite
-from world import (
+from pyebpf_proxy.datapath.loader.libbpf import Program
+from tests.packet.fuzz_packets import NODE, Pools, make
+from tests.packet.fuzz_reference import SCTP, TCP, Ends, Parsed, Rules, Service, Verdict, parse, wrong_rewrite
+from tests.packet.program_node import (
     ADDRESSES,
     GO_ON,
     PRIORITY_BACKEND,
@@ -42,10 +39,8 @@ from world import (
     XDP_PASS,
     XDP_REDIRECT,
     XDP_TX,
-    World,
+    ProgramNode,
 )
-
-from pyebpf_proxy.datapath.loader.libbpf import Program
 
 REDIRECT = 7
 PACKETS_A_ROUND = 2000
@@ -139,7 +134,7 @@ class Permit:
 class Round:
     """Tables, and what is known of the flows in them."""
 
-    world: World
+    world: ProgramNode
     name: str
     seed: int
     counts: Counter[str]
@@ -581,7 +576,7 @@ def _fragment(frame: bytes, kind: int) -> bytes | None:
     return None
 
 
-def runners(world: World, name: str) -> dict[str, Runner]:
+def runners(world: ProgramNode, name: str) -> dict[str, Runner]:
     """The programs as they are loaded for the round."""
     found = {
         each: Runner(world.object.programs[each]) for each in ("tc_ethernet", "tc_bridge_port", "tc_l3", "tc_egress")
@@ -593,7 +588,7 @@ def runners(world: World, name: str) -> dict[str, Runner]:
 
 
 def play(
-    world: World,
+    world: ProgramNode,
     name: str,
     seed: int,
     number: int,
@@ -630,7 +625,7 @@ def _device_of(made: Round, frame: bytes) -> str:
     return "nic" if live and live.reply else "pods"
 
 
-def shrunk(world: World, name: str, seed: int, last: int) -> list[int]:
+def shrunk(world: ProgramNode, name: str, seed: int, last: int) -> list[int]:
     """The packets of a round that its wrong one needs before it: halves, quarters and so on are left out in turn."""
     kept, size = _related(world, name, seed, last), 0
     if not _fails(world, name, seed, [*kept, last]):
@@ -649,7 +644,7 @@ def shrunk(world: World, name: str, seed: int, last: int) -> list[int]:
     return [*kept, last]
 
 
-def _related(world: World, name: str, seed: int, last: int) -> list[int]:
+def _related(world: ProgramNode, name: str, seed: int, last: int) -> list[int]:
     """The earlier packets from or to one of the places that the last one is from or to."""
     seen: list[set[tuple[bytes, int]]] = []
 
@@ -665,7 +660,7 @@ def _related(world: World, name: str, seed: int, last: int) -> list[int]:
     return [index for index, places in enumerate(seen[:last]) if places & seen[last]]
 
 
-def _fails(world: World, name: str, seed: int, only: list[int]) -> bool:
+def _fails(world: ProgramNode, name: str, seed: int, only: list[int]) -> bool:
     try:
         play(world, name, seed, only[-1] + 1, Counter(), only)
     except WrongPacketError:
@@ -673,7 +668,7 @@ def _fails(world: World, name: str, seed: int, only: list[int]) -> bool:
     return False
 
 
-def fuzz(world: World, number: int, seed: int, names: tuple[str, ...] = tuple(SETTINGS)) -> Counter[str]:
+def fuzz(world: ProgramNode, number: int, seed: int, names: tuple[str, ...] = tuple(SETTINGS)) -> Counter[str]:
     """So many packets, in rounds; WrongPacketError with the case, made small."""
     counts: Counter[str] = Counter()
     cpus = os.sched_getaffinity(0)
@@ -687,7 +682,7 @@ def fuzz(world: World, number: int, seed: int, names: tuple[str, ...] = tuple(SE
             except WrongPacketError as error:
                 last = int(str(error).split(", packet ")[1].split(",")[0])
                 needed = shrunk(world, name, seed + turn, last)
-                again = f"play(World({world.family}), {name!r}, {seed + turn}, {last + 1}, Counter(), {needed})"
+                again = f"play(ProgramNode({world.family}), {name!r}, {seed + turn}, {last + 1}, Counter(), {needed})"
                 raise WrongPacketError(f"{error}\nit needs {len(needed)} packets: {again}") from None
             counts[f"packets: {name}"] += size
     finally:
@@ -699,7 +694,7 @@ def main() -> None:
     number, seed = int(sys.argv[1]), int(sys.argv[2])
     for family in (4, 6):
         began = time.process_time()
-        world = World(family)
+        world = ProgramNode(family)
         try:
             print(f"IPv{family}, seed {seed}: {number // 2} packets", flush=True)
             for what, times in sorted(fuzz(world, number // 2, seed).items()):

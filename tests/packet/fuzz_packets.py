@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fuzz_reference import SCTP, TCP, UDP, Ends
+from tests.packet.fuzz_reference import SCTP, TCP, UDP, Ends
 
 NODE = bytes.fromhex("020000000002")
 PEER = bytes.fromhex("020000000001")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Breaks the data plane, one handling at a time, and shows which packet tests notice.
 
-    .venv/bin/python tests/packet/mutants.py [NAME…]
+    .venv/bin/python -m tests.packet.mutants [NAME…]
 
 Not part of `make test` (it compiles and runs the suite once per mutant). Exit status 1 if a mutant lives.
 """
@@ -16,11 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+from tests import ROOT
+from tests.packet.flow_mutants import FLOW_MUTANTS
 
-from flow_mutants import FLOW_MUTANTS
-
-ROOT = Path(__file__).resolve().parents[2]
 # name → (file, what is there, what stands there instead)
 MUTANTS: dict[str, tuple[str, str, str]] = {
     "entries for any TCP segment": ("parse.h", "== TCP_SYN;\n", ">= 0;\n"),

@@ -6,8 +6,6 @@ from __future__ import annotations
 from ipaddress import ip_address
 from typing import Any
 
-from service_maps import rows, word
-
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.maps import writer
 from pyebpf_proxy.datapath.maps.writer import Writer
@@ -21,6 +19,7 @@ from pyebpf_proxy.services.model import (
     ServicePortName,
     SourceRange,
 )
+from tests.packet.service_maps import rows, word
 
 CLUSTER_IP = FrontendKind.CLUSTER_IP
 

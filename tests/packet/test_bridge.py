@@ -8,15 +8,15 @@ from scapy.layers.inet import IP, UDP
 from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
-from test_flows import insert_entry
-from world import GO_ON, World
+
+from tests.packet.program_node import GO_ON, ProgramNode, insert_entry
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 BRIDGE_MAC = "02:00:00:00:00:be"
 
 
 @pytest.fixture
-def bridged(world: World) -> World:
+def bridged(world: ProgramNode) -> ProgramNode:
     """A service whose endpoint sits behind a bridge port, and a flow of a pod of the same bridge to it."""
     world.service(["local"])
     layout = world.object.btf.struct("node_device")
@@ -28,12 +28,12 @@ def bridged(world: World) -> World:
     return world
 
 
-def reply(world: World, flags: str = "SA", sport: int = 8080, dport: int = 40000) -> Packet:
+def reply(world: ProgramNode, flags: str = "SA", sport: int = 8080, dport: int = 40000) -> Packet:
     return world.tcp("local", "pod", dport, sport=sport, flags=flags)
 
 
 @pytest.mark.parametrize("flags", ["SA", "A", "PA", "FA", "R"])
-def test_a_reply_of_a_service_flow_is_lifted(bridged: World, flags: str) -> None:
+def test_a_reply_of_a_service_flow_is_lifted(bridged: ProgramNode, flags: str) -> None:
     frame = reply(bridged, flags)
     result = bridged.run("tc_bridge_port", frame, device="pods")
     assert result.retval == GO_ON
@@ -43,32 +43,32 @@ def test_a_reply_of_a_service_flow_is_lifted(bridged: World, flags: str) -> None
 
 
 @pytest.mark.parametrize(("sport", "dport"), [(8080, 40001), (8081, 40000)], ids=["no such flow", "no endpoint's port"])
-def test_other_traffic_of_the_endpoint_is_switched(bridged: World, sport: int, dport: int) -> None:
+def test_other_traffic_of_the_endpoint_is_switched(bridged: ProgramNode, sport: int, dport: int) -> None:
     frame = reply(bridged, sport=sport, dport=dport)
     result = bridged.run("tc_bridge_port", frame, device="pods")
     assert result.data == bytes(frame)
     assert not bridged.reasons()
 
 
-def test_a_direct_flow_to_the_endpoint_is_switched(bridged: World) -> None:
+def test_a_direct_flow_to_the_endpoint_is_switched(bridged: ProgramNode) -> None:
     insert_entry(bridged, "tcp", "pod", "local", 41000, 8080, "--state", "ESTABLISHED")
     frame = reply(bridged, dport=41000)
     assert bridged.run("tc_bridge_port", frame, device="pods").data == bytes(frame)
 
 
-def test_a_reply_that_is_for_the_bridge_already(bridged: World) -> None:
+def test_a_reply_that_is_for_the_bridge_already(bridged: ProgramNode) -> None:
     frame = reply(bridged)
     frame.dst = BRIDGE_MAC
     assert bridged.run("tc_bridge_port", frame, device="pods").data == bytes(frame)
     assert not bridged.reasons()
 
 
-def test_only_on_ports(bridged: World) -> None:
+def test_only_on_ports(bridged: ProgramNode) -> None:
     frame = reply(bridged)
     assert bridged.run("tc_ethernet", frame, device="pods").data == bytes(frame)
 
 
-def fragmented(world: World, ports: tuple[int, int], number: int = 7) -> tuple[Packet, Packet]:
+def fragmented(world: ProgramNode, ports: tuple[int, int], number: int = 7) -> tuple[Packet, Packet]:
     """A reply in two fragments: the first has the ports, the second has not."""
     whole = UDP(sport=ports[0], dport=ports[1]) / Raw(b"x" * 72)
     body = bytes(whole.build())
@@ -85,7 +85,7 @@ def fragmented(world: World, ports: tuple[int, int], number: int = 7) -> tuple[P
 
 
 @pytest.fixture
-def bridged_udp(world: World) -> World:
+def bridged_udp(world: ProgramNode) -> ProgramNode:
     world.service(["local"], protocol="udp")
     layout = world.object.btf.struct("node_device")
     world.object.maps["devices"].update(
@@ -96,7 +96,7 @@ def bridged_udp(world: World) -> World:
     return world
 
 
-def test_later_fragments_follow_the_first(bridged_udp: World) -> None:
+def test_later_fragments_follow_the_first(bridged_udp: ProgramNode) -> None:
     first, later = fragmented(bridged_udp, (8080, 40000))
     assert bridged_udp.run("tc_bridge_port", later, device="pods").data == bytes(later), "nothing is known of it yet"
     assert bridged_udp.run("tc_bridge_port", first, device="pods").data[:6].hex(":") == BRIDGE_MAC
@@ -105,6 +105,6 @@ def test_later_fragments_follow_the_first(bridged_udp: World) -> None:
     assert bridged_udp.run("tc_bridge_port", another, device="pods").data == bytes(another)
 
 
-def test_fragments_of_other_traffic_are_switched(bridged_udp: World) -> None:
+def test_fragments_of_other_traffic_are_switched(bridged_udp: ProgramNode) -> None:
     for frame in fragmented(bridged_udp, (8081, 40000)):
         assert bridged_udp.run("tc_bridge_port", frame, device="pods").data == bytes(frame)

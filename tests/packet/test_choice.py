@@ -8,7 +8,8 @@ import time
 from collections import Counter
 
 import pytest
-from world import World, _u32
+
+from tests.packet.program_node import ProgramNode, u32
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -16,14 +17,14 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 CLOCK_MONOTONIC_COARSE = 6
 
 
-def chosen(world: World, frame: object) -> str:
+def chosen(world: ProgramNode, frame: object) -> str:
     """Runs one first packet; the endpoint's name."""
     result = world.run("tc_ethernet", frame)  # type: ignore[arg-type]
     assert result.skb is not None
     return next(name for (name, _), number in world.backend_ids.items() if number == result.skb.priority & 0xFFFFFF)
 
 
-def test_the_choice_is_uniform(node: World) -> None:
+def test_the_choice_is_uniform(node: ProgramNode) -> None:
     """Chi-square over the tags: 3 endpoints, 3 000 packets."""
     node.load()
     node.service(["remote", "local", "outside"])
@@ -38,7 +39,7 @@ def test_the_choice_is_uniform(node: World) -> None:
     assert chi_square < 27.7, tags  # 2 degrees of freedom: one in a million
 
 
-def test_a_second_run_on_a_packet_leaves_what_the_first_one_chose(node: World) -> None:
+def test_a_second_run_on_a_packet_leaves_what_the_first_one_chose(node: ProgramNode) -> None:
     """While the agent moves the program to the head of the chain, it is on the device twice for a moment."""
     node.load()
     node.service(["remote", "local", "outside"])
@@ -55,7 +56,7 @@ def test_a_second_run_on_a_packet_leaves_what_the_first_one_chose(node: World) -
 ENDPOINTS = ["remote", "local", "outside"]
 
 
-def test_affinity_holds_for_every_address_of_the_service_port(world: World) -> None:
+def test_affinity_holds_for_every_address_of_the_service_port(world: ProgramNode) -> None:
     world.service(ENDPOINTS, affinity_seconds=100)
     tags = set()
     for name, port in [("cluster_ip", 80), ("vip", 80), ("external_ip", 80), ("node", 30080)] * 5:
@@ -65,7 +66,7 @@ def test_affinity_holds_for_every_address_of_the_service_port(world: World) -> N
     assert len(tags) == 1
 
 
-def test_affinity_is_by_client_and_by_service(world: World) -> None:
+def test_affinity_is_by_client_and_by_service(world: ProgramNode) -> None:
     world.service(ENDPOINTS, affinity_seconds=100)
     tags = set()
     for i in range(40):
@@ -78,14 +79,14 @@ def test_affinity_is_by_client_and_by_service(world: World) -> None:
     assert len(list(world.object.maps["affinities"].items())) == 40
 
 
-def clients(world: World, service: int) -> set[bytes]:
+def clients(world: ProgramNode, service: int) -> set[bytes]:
     """Those that are remembered for a service."""
     layout = world.object.btf.struct("affinity_key")
     keys = [layout.unpack(key) for key, _ in world.object.maps["affinities"].items()]
     return {bytes(key["client"]) for key in keys if key["service"] == service}
 
 
-def come(world: World, port: int, number: int) -> str:
+def come(world: ProgramNode, port: int, number: int) -> str:
     """A connection of one of many clients to the VIP; the endpoint's name."""
     frame = bytearray(bytes(world.tcp("client", "vip", port)))
     at = 14 + (14 if world.family == 4 else 22)
@@ -94,7 +95,7 @@ def come(world: World, port: int, number: int) -> str:
 
 
 @pytest.mark.parametrize("scheduler", [0, 1])
-def test_d15_clients_of_one_service_throw_out_none_of_another(world: World, scheduler: int) -> None:
+def test_d15_clients_of_one_service_throw_out_none_of_another(world: ProgramNode, scheduler: int) -> None:
     """Spoofed sources, as many as one cares to send; the map has 128 places."""
     world.load(scheduler=scheduler)
     world.service(ENDPOINTS, affinity_seconds=100)
@@ -110,13 +111,11 @@ def test_d15_clients_of_one_service_throw_out_none_of_another(world: World, sche
     assert [come(world, 81, number) for number in range(20)] == others, "they still have their endpoints"
     first = [come(world, 80, number) for number in range(32)]
     assert [come(world, 80, number) for number in range(32)] == first, "so have the first of the flooded service"
-    counts = [
-        int.from_bytes(world.object.maps["affinity_counts"].lookup(_u32(n)) or b"", sys.byteorder) for n in (1, 2)
-    ]
+    counts = [int.from_bytes(world.object.maps["affinity_counts"].lookup(u32(n)) or b"", sys.byteorder) for n in (1, 2)]
     assert counts == [32, 20], "clients that are known are not counted again"
 
 
-def test_affinity_ends_after_its_time_and_is_refreshed_by_new_connections(world: World) -> None:
+def test_affinity_ends_after_its_time_and_is_refreshed_by_new_connections(world: ProgramNode) -> None:
     world.service(ENDPOINTS[:2], affinity_seconds=60)
     first = chosen(world, world.tcp("pod", "cluster_ip", 80))
     affinities = world.object.maps["affinities"]
@@ -139,7 +138,7 @@ def test_affinity_ends_after_its_time_and_is_refreshed_by_new_connections(world:
     assert seen == set(ENDPOINTS[:2])
 
 
-def test_affinity_to_what_another_cpu_wrote_later(node: World) -> None:
+def test_affinity_to_what_another_cpu_wrote_later(node: ProgramNode) -> None:
     """Two connections of a client at once: the entry may be younger than the packet that finds it."""
     node.load()
     node.service(ENDPOINTS, affinity_seconds=60)
@@ -157,7 +156,7 @@ def test_affinity_to_what_another_cpu_wrote_later(node: World) -> None:
         assert again.priority == first.priority
 
 
-def test_affinity_only_counts_within_the_list_that_the_packet_is_entitled_to(world: World) -> None:
+def test_affinity_only_counts_within_the_list_that_the_packet_is_entitled_to(world: ProgramNode) -> None:
     """A pod's connection chose a remote endpoint; the same client as outsider must get a local one."""
     world.load(detector4=0, detector6=0)
     world.service(["remote"], ["local"], affinity_seconds=100, external_local=1)
@@ -170,7 +169,7 @@ def test_affinity_only_counts_within_the_list_that_the_packet_is_entitled_to(wor
     assert tags == [remote, local, local, remote]
 
 
-def test_affinity_to_an_endpoint_that_moved_within_its_list(world: World) -> None:
+def test_affinity_to_an_endpoint_that_moved_within_its_list(world: ProgramNode) -> None:
     """The remembered position is a hint; the list has changed since."""
     world.service(ENDPOINTS, affinity_seconds=100)
     first = world.run("tc_ethernet", world.tcp("client", "vip", 80)).skb

@@ -12,9 +12,6 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
-from service_maps import SIZES, wipe
-from service_plans import frontend, name_of, service, slot_backends
-from world import _libc, enter_namespace
 
 from pyebpf_proxy.datapath.connections import flows
 from pyebpf_proxy.datapath.connections.counts import Connections
@@ -23,6 +20,9 @@ from pyebpf_proxy.datapath.loader.programs import LEAST_CONNECTIONS, SCHEDULERS,
 from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.datapath.netlink import uapi
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol
+from tests.packet.program_node import enter_namespace, libc
+from tests.packet.service_maps import SIZES, wipe
+from tests.packet.service_plans import frontend, name_of, service, slot_backends
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -34,7 +34,7 @@ CLIENT6, VIP6, POD6 = ("2001:db8::9", "2001:db8:1::20", "fd00:10:244:2::5")
 def namespace() -> Iterator[None]:
     """An empty connection table."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    assert _libc.unshare(0x40000000) == 0
+    assert libc.unshare(0x40000000) == 0
     yield
     enter_namespace(home)
     os.close(home)

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from scapy.layers.inet import TCP
 from scapy.packet import Raw
-from test_flows import insert_entry
-from world import World
 
 from pyebpf_proxy.datapath.loader.libbpf import Object, SkBuff
 from pyebpf_proxy.datapath.loader.programs import Settings
+from tests.packet.program_node import ProgramNode, insert_entry
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -25,14 +24,14 @@ pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 ENDPOINTS = ["local", "remote", "outside"]
 
 
-def counts(world: World, slots: int) -> list[int]:
+def counts(world: ProgramNode, slots: int) -> list[int]:
     """New flows, by slot."""
     found = (world.object.maps["slots"].lookup(number.to_bytes(4, sys.byteorder)) for number in range(1, slots + 1))
     return [struct.unpack("=II", value or bytes(8))[1] for value in found]
 
 
 @pytest.mark.parametrize("affinity", [0, 100])
-def test_a_slot_counts_what_it_was_chosen_for(node: World, affinity: int) -> None:
+def test_a_slot_counts_what_it_was_chosen_for(node: ProgramNode, affinity: int) -> None:
     node.load()
     node.service(ENDPOINTS, affinity_seconds=affinity)
     frame = bytes(node.tcp("pod", "cluster_ip", 80))
@@ -44,14 +43,14 @@ def test_a_slot_counts_what_it_was_chosen_for(node: World, affinity: int) -> Non
     assert counts(node, 3) == [tags[node.backend_ids[name, 1]] for name in sorted(ENDPOINTS, key=node.packed)]
 
 
-def test_only_the_first_packet_is_counted(hooks: World) -> None:
+def test_only_the_first_packet_is_counted(hooks: ProgramNode) -> None:
     hooks.service(["remote"])
     for flags in ("S", "A", "PA", "FA"):
         hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80, flags=flags))
     assert counts(hooks, 1) == [1]
 
 
-def test_a_dry_run_counts_nothing(node: World) -> None:
+def test_a_dry_run_counts_nothing(node: ProgramNode) -> None:
     node.forget_flows()
     node.load(dry_run=1, xdp=0)
     node.service(["remote"])
@@ -60,7 +59,7 @@ def test_a_dry_run_counts_nothing(node: World) -> None:
     assert counts(node, 1) == [0]
 
 
-def test_refusals_are_counted_by_service_and_time(hooks: World) -> None:
+def test_refusals_are_counted_by_service_and_time(hooks: ProgramNode) -> None:
     hooks.service([], service=3)
     hooks.service([], service=4, local=[], node_port=30081, port=81)
     begun = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -82,7 +81,7 @@ def test_refusals_are_counted_by_service_and_time(hooks: World) -> None:
     assert total == 3
 
 
-def test_a_period_that_is_over_is_not_counted_on(world: World) -> None:
+def test_a_period_that_is_over_is_not_counted_on(world: ProgramNode) -> None:
     world.service([])
     reason = world.object.btf.enum("drop_reason")["REJECT_NO_ENDPOINTS"].to_bytes(4, sys.byteorder)
     lately = world.object.maps["recent_refusals"]
@@ -96,7 +95,7 @@ def test_a_period_that_is_over_is_not_counted_on(world: World) -> None:
 
 
 @pytest.fixture
-def meter(world: World, bpf_objects: Path) -> Iterator[Object]:
+def meter(world: ProgramNode, bpf_objects: Path) -> Iterator[Object]:
     path = bpf_objects / "meter.bpf.o"
     with Object.open(path) as unset:
         layout = unset.btf.struct("settings")
@@ -119,7 +118,7 @@ def metered(meter: Object) -> dict[tuple[int, int], tuple[int, int]]:
     return found
 
 
-def test_the_meter_counts_both_directions_for_the_endpoint(world: World, meter: Object) -> None:
+def test_the_meter_counts_both_directions_for_the_endpoint(world: ProgramNode, meter: Object) -> None:
     world.service(["remote"])
     look = meter.programs["meter_ethernet"]
     headers = 40 if world.family == 4 else 60
@@ -135,7 +134,7 @@ def test_the_meter_counts_both_directions_for_the_endpoint(world: World, meter: 
     assert metered(meter)[1, 8080] == (2, 2 * (headers + 20))
 
 
-def test_the_meter_counts_what_a_large_packet_will_be_cut_into(world: World, meter: Object) -> None:
+def test_the_meter_counts_what_a_large_packet_will_be_cut_into(world: ProgramNode, meter: Object) -> None:
     world.service(["remote"])
     headers = 40 if world.family == 4 else 60
     frame = world.frame("client", "cluster_ip", TCP(sport=40000, dport=80, flags="A"), Raw(b"x" * 3000))
@@ -144,7 +143,7 @@ def test_the_meter_counts_what_a_large_packet_will_be_cut_into(world: World, met
     assert metered(meter) == {(1, 0): (3, 3000 + 3 * headers)}
 
 
-def test_the_meter_leaves_out_what_is_no_services(world: World, meter: Object) -> None:
+def test_the_meter_leaves_out_what_is_no_services(world: ProgramNode, meter: Object) -> None:
     world.service(["remote"])
     context = SkBuff(ifindex=world.devices["nic"])
     for frame in (
@@ -156,7 +155,7 @@ def test_the_meter_leaves_out_what_is_no_services(world: World, meter: Object) -
     assert metered(meter) == {}
 
 
-def test_one_of_many_counts_for_all(world: World, meter: Object) -> None:
+def test_one_of_many_counts_for_all(world: ProgramNode, meter: Object) -> None:
     """4 096 packets, one in 16 looked at: 256 are expected, 192 to 320 with all but one in ten thousand draws."""
     world.service(["remote"])
     meter.maps["meter_one_in"].mmap().cast("Q")[0] = 16

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from world import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, PRIORITY_REJECT, SHOT, World
+
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, PRIORITY_REJECT, SHOT, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -257,7 +258,7 @@ ROWS = [
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_row(hooks: World, row: Row, protocol: str) -> None:
+def test_row(hooks: ProgramNode, row: Row, protocol: str) -> None:
     world = hooks
     if row.settings:
         world.load(**row.settings)

@@ -3,41 +3,14 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
-from world import GO_ON, PRIORITY_BACKEND, PRIORITY_MIDSTREAM, World
+
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PRIORITY_MIDSTREAM, ProgramNode, insert_entry
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 
-def insert_entry(
-    world: World, protocol: str, source: str, destination: str, sport: int, dport: int, *extra: str, target: str = ""
-) -> None:
-    """An entry that somebody else made; with `target`, translated to that endpoint's port 8080."""
-    command = [
-        "conntrack",
-        "-I",
-        "-p",
-        protocol,
-        "-t",
-        "60",
-        "-s",
-        world.address(source),
-        "-d",
-        world.address(destination),
-    ]
-    command += ["--sport", str(sport), "--dport", str(dport)]
-    if target:
-        end = world.address(target)
-        command += ["-g", f"{end}:8080" if world.family == 4 else f"[{end}]:8080"]
-    else:
-        command += ["-r", world.address(destination), "-q", world.address(source)]
-        command += ["--reply-port-src", str(dport), "--reply-port-dst", str(sport)]
-    subprocess.run([*command, *extra], check=True, capture_output=True)
-
-
-def tag(world: World, source: str = "pod", protocol: str = "tcp", flags: str = "S") -> int:
+def tag(world: ProgramNode, source: str = "pod", protocol: str = "tcp", flags: str = "S") -> int:
     """What our nft table finds in the priority of a packet to the service's address."""
     made = (
         world.udp(source, "cluster_ip", 80) if protocol == "udp" else world.tcp(source, "cluster_ip", 80, flags=flags)
@@ -48,12 +21,12 @@ def tag(world: World, source: str = "pod", protocol: str = "tcp", flags: str = "
     return result.skb.priority
 
 
-def chosen(world: World, name: str) -> int:
+def chosen(world: ProgramNode, name: str) -> int:
     return PRIORITY_BACKEND | world.backend_ids[name, 1]
 
 
 @pytest.mark.parametrize("state", ["TIME_WAIT", "CLOSE"])
-def test_a_client_that_reuses_the_port_of_an_ended_flow(hooks: World, state: str) -> None:
+def test_a_client_that_reuses_the_port_of_an_ended_flow(hooks: ProgramNode, state: str) -> None:
     """The kernel replaces its entry with this SYN."""
     hooks.service(["local"])
     insert_entry(hooks, "tcp", "pod", "cluster_ip", 40000, 80, "--state", state, target="remote")
@@ -61,7 +34,7 @@ def test_a_client_that_reuses_the_port_of_an_ended_flow(hooks: World, state: str
 
 
 @pytest.mark.parametrize("state", ["SYN_SENT", "SYN_RECV", "ESTABLISHED", "FIN_WAIT", "CLOSE_WAIT", "LAST_ACK"])
-def test_a_syn_of_a_living_flow_changes_nothing(world: World, state: str) -> None:
+def test_a_syn_of_a_living_flow_changes_nothing(world: ProgramNode, state: str) -> None:
     """A retransmission, above all; the endpoint chosen first stays, even if it left the list meanwhile."""
     world.service(["local"])
     insert_entry(world, "tcp", "pod", "cluster_ip", 40000, 80, "--state", state, target="remote")
@@ -73,7 +46,7 @@ def test_a_syn_of_a_living_flow_changes_nothing(world: World, state: str) -> Non
 @pytest.mark.parametrize(
     "rows", [{"any_endpoints": 0}, {"external_local": 1, "any_endpoints": 1}], ids=["reject", "drop"]
 )
-def test_established_flows_survive_what_would_refuse_new_ones(world: World, rows: dict[str, int]) -> None:
+def test_established_flows_survive_what_would_refuse_new_ones(world: ProgramNode, rows: dict[str, int]) -> None:
     world.service([], **rows)
     insert_entry(world, "tcp", "client", "vip", 40000, 80, "--state", "ESTABLISHED", target="remote")
     for flags in ("S", "A", "PA", "FA", "R"):
@@ -84,19 +57,19 @@ def test_established_flows_survive_what_would_refuse_new_ones(world: World, rows
 
 
 @pytest.mark.parametrize("flags", ["A", "PA", "SA", "FA", "R", "RA", "F", "SR", "SF", ""])
-def test_tcp_in_mid_stream_gets_no_endpoint(hooks: World, flags: str) -> None:
+def test_tcp_in_mid_stream_gets_no_endpoint(hooks: ProgramNode, flags: str) -> None:
     hooks.service(["remote"])
     # A flow that the table sent is unknown to conntrack: it must not pick up what comes after the flow's end.
     assert tag(hooks, flags=flags) == (PRIORITY_MIDSTREAM if hooks.has_flow_table else 0)
     assert not hooks.reasons()
 
 
-def test_a_syn_with_ecn_bits_opens_a_flow(hooks: World) -> None:
+def test_a_syn_with_ecn_bits_opens_a_flow(hooks: ProgramNode) -> None:
     hooks.service(["remote"])
     assert tag(hooks, flags="SEC") == chosen(hooks, "remote")
 
 
-def test_a_stuck_untranslated_syn_is_translated(hooks: World) -> None:
+def test_a_stuck_untranslated_syn_is_translated(hooks: ProgramNode) -> None:
     """The client began before we did: its SYN went nowhere, and its retransmission must not follow."""
     hooks.service(["remote"])
     insert_entry(hooks, "tcp", "pod", "cluster_ip", 40000, 80, "--state", "SYN_SENT")
@@ -105,7 +78,7 @@ def test_a_stuck_untranslated_syn_is_translated(hooks: World) -> None:
     assert hooks.reasons() == {"UNTRANSLATED_FLOW_REPLACED": 1, "NEW_FLOW_NETFILTER": 1}
 
 
-def test_udp_to_a_gone_endpoint_heals_with_the_next_packet(hooks: World) -> None:
+def test_udp_to_a_gone_endpoint_heals_with_the_next_packet(hooks: ProgramNode) -> None:
     hooks.service(["local"], protocol="udp")
     insert_entry(hooks, "udp", "pod", "cluster_ip", 40000, 80, target="remote")
     assert tag(hooks, protocol="udp") == chosen(hooks, "local")
@@ -113,7 +86,7 @@ def test_udp_to_a_gone_endpoint_heals_with_the_next_packet(hooks: World) -> None
     assert hooks.reasons() == {"STALE_UDP_REPLACED": 1, "NEW_FLOW_NETFILTER": 1}
 
 
-def test_udp_to_an_endpoint_that_serves_but_is_in_no_list_goes_on(world: World) -> None:
+def test_udp_to_an_endpoint_that_serves_but_is_in_no_list_goes_on(world: ProgramNode) -> None:
     world.service(["local"], protocol="udp")
     world.endpoint("remote", service=1)
     insert_entry(world, "udp", "pod", "cluster_ip", 40000, 80, target="remote")
@@ -122,21 +95,21 @@ def test_udp_to_an_endpoint_that_serves_but_is_in_no_list_goes_on(world: World) 
     assert not world.reasons()
 
 
-def test_udp_of_a_service_without_endpoints_is_left_alone(world: World) -> None:
+def test_udp_of_a_service_without_endpoints_is_left_alone(world: ProgramNode) -> None:
     world.service([], protocol="udp")
     insert_entry(world, "udp", "pod", "cluster_ip", 40000, 80, target="remote")
     assert tag(world, protocol="udp") == 0
     assert len(world.flows()) == 1
 
 
-def test_udp_that_was_never_translated_gets_an_endpoint(hooks: World) -> None:
+def test_udp_that_was_never_translated_gets_an_endpoint(hooks: ProgramNode) -> None:
     hooks.service(["remote"], protocol="udp")
     insert_entry(hooks, "udp", "pod", "cluster_ip", 40000, 80)
     assert tag(hooks, protocol="udp") == chosen(hooks, "remote")
     assert hooks.reasons() == {"UNTRANSLATED_FLOW_REPLACED": 1, "NEW_FLOW_NETFILTER": 1}
 
 
-def test_without_the_lookup_every_first_packet_gets_an_endpoint(world: World) -> None:
+def test_without_the_lookup_every_first_packet_gets_an_endpoint(world: ProgramNode) -> None:
     """netfilter asks its nat rules for the first packet of a flow alone; the tag of a later one is nobody's."""
     world.load(conntrack_lookup=0)
     world.service(["local"])
@@ -145,7 +118,7 @@ def test_without_the_lookup_every_first_packet_gets_an_endpoint(world: World) ->
     assert [flow.reply[0] for flow in world.flows()] == [world.address("remote")]
 
 
-def test_sctp_is_netfilters(world: World) -> None:
+def test_sctp_is_netfilters(world: ProgramNode) -> None:
     world.service(["remote"], protocol="sctp")
     result = world.run("tc_ethernet", world.sctp("pod", "cluster_ip", 80))
     assert result.skb is not None

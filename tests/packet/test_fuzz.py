@@ -6,8 +6,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from fuzz import SETTINGS, fuzz
-from world import World
+
+from tests.packet.fuzz import SETTINGS, fuzz
+from tests.packet.program_node import ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -18,7 +19,7 @@ OCCUR_FAST = ("young", "sent", "a young flow's, for the kernel", "ended", "later
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_random_packets_become_what_the_rules_say(node: World, name: str) -> None:
+def test_random_packets_become_what_the_rules_say(node: ProgramNode, name: str) -> None:
     seed = 1000
     print(f"seed {seed}")
     node.forget_flows()
@@ -29,7 +30,7 @@ def test_random_packets_become_what_the_rules_say(node: World, name: str) -> Non
     assert counts["refused by the kernel's test run"] < PACKETS / 10
 
 
-def test_the_packets_of_a_seed_are_the_same(node: World) -> None:
+def test_the_packets_of_a_seed_are_the_same(node: ProgramNode) -> None:
     """Else a seed that was printed would find nothing again."""
     first, second = (fuzz(node, 500, 3, ("slow",)) for _ in range(2))
     assert first == second

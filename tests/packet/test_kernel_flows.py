@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fast_world import (
+from scapy.layers.l2 import Dot1Q, Ether
+from scapy.packet import Packet
+
+from tests.packet.fast_node import (
+    CONFIRM,
     FAR,
     NODE_MAC,
     REDIRECT,
@@ -16,44 +20,23 @@ from fast_world import (
     device,
     drop_records,
     fast_node,
+    learned,
     now,
     one_cpu,
+    options,
     permits,
     records,
     taken,
-    wipe_reasons,
 )
-from scapy.layers.l2 import Dot1Q, Ether
-from scapy.packet import Packet
-from test_young_flows import options
-from world import GO_ON, World
+from tests.packet.program_node import GO_ON, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
-CONFIRM = 3
 
 
 @pytest.fixture
-def fast(node: World) -> Iterator[World]:
+def fast(node: ProgramNode) -> Iterator[ProgramNode]:
     with one_cpu():
         yield fast_node(node)
-
-
-def learned(world: World, protocol: str = "tcp", **ends: Any) -> Flow:
-    """Known, and confirmed both ways."""
-    flow = Flow(world, protocol, **ends)
-    flow.through(reply=True)
-    if not flow.entries():
-        flow.through(reply=True)
-    assert flow.entries() == [False, True], world.reasons()
-    for _ in range(10):
-        flow.through()
-        # A machine that stands still for 20 ms makes the record too old.
-        if flow.link()["mtu"]:
-            break
-    for reply in (False, True):
-        flow.write(reply, confirmed_until=now() + 3600 * SECOND)
-    wipe_reasons(world)
-    return flow
 
 
 MASQUERADED = {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "snat_port": 50000}
@@ -61,7 +44,7 @@ MASQUERADED = {"client": "client", "frontend": "vip", "masquerade": "node", "ent
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("ends", [{}, MASQUERADED], ids=["own address", "masqueraded"])
-def test_packets_are_rewritten_whole(fast: World, protocol: str, ends: dict[str, Any]) -> None:
+def test_packets_are_rewritten_whole(fast: ProgramNode, protocol: str, ends: dict[str, Any]) -> None:
     flow = learned(fast, protocol, **ends)
     for size in (0, 1, 1000):
         for reply in (False, True):
@@ -71,7 +54,7 @@ def test_packets_are_rewritten_whole(fast: World, protocol: str, ends: dict[str,
     assert fast.reasons() == {"FLOW_HIT": 6}
 
 
-def test_tcp_is_learned_from_the_second_packet_of_the_endpoint(fast: World) -> None:
+def test_tcp_is_learned_from_the_second_packet_of_the_endpoint(fast: ProgramNode) -> None:
     flow = Flow(fast)
     assert flow.through(reply=True, flags="SA")["learn"] == 0
     assert flow.through(reply=True) == {}, "it may end with this one"
@@ -86,7 +69,7 @@ def test_tcp_is_learned_from_the_second_packet_of_the_endpoint(fast: World) -> N
     assert flow.entry()["confirmed_until"] == 0, "how the client's packets leave was not seen"  # type: ignore[index]
 
 
-def test_udp_is_learned_from_its_first_datagram(fast: World) -> None:
+def test_udp_is_learned_from_its_first_datagram(fast: ProgramNode) -> None:
     flow = Flow(fast, "udp")
     flow.through(new=True)
     assert flow.entries() == [False, True]
@@ -97,7 +80,7 @@ def test_udp_is_learned_from_its_first_datagram(fast: World) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_replies_that_are_not_translated_are_asked_about_once_a_second(fast: World, protocol: str) -> None:
+def test_replies_that_are_not_translated_are_asked_about_once_a_second(fast: ProgramNode, protocol: str) -> None:
     flow = Flow(fast, protocol)
     asked = 0
     for _ in range(40):
@@ -113,14 +96,14 @@ def test_replies_that_are_not_translated_are_asked_about_once_a_second(fast: Wor
     assert not fast.reasons()["FLOW_LEARNED"]
 
 
-def test_who_is_no_endpoint_is_not_asked_about(fast: World) -> None:
+def test_who_is_no_endpoint_is_not_asked_about(fast: ProgramNode) -> None:
     flow = Flow(fast, endpoint="local")
     for _ in range(3):
         assert flow.run(reply=True).retval == GO_ON
         assert records(fast) == []
 
 
-def test_a_marked_packet_is_not_learned_from(fast: World) -> None:
+def test_a_marked_packet_is_not_learned_from(fast: ProgramNode) -> None:
     flow = Flow(fast, "udp")
     for _ in range(3):
         flow.run(reply=True, mark=7)
@@ -131,7 +114,7 @@ def test_a_marked_packet_is_not_learned_from(fast: World) -> None:
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
-def test_each_second_netfilter_sees_a_packet(fast: World, reply: bool) -> None:
+def test_each_second_netfilter_sees_a_packet(fast: ProgramNode, reply: bool) -> None:
     flow = learned(fast)
     flow.write(reply, confirmed_until=now() - 1)
     record = flow.through(reply)
@@ -143,7 +126,7 @@ def test_each_second_netfilter_sees_a_packet(fast: World, reply: bool) -> None:
     assert flow.run(reply).retval == REDIRECT
 
 
-def test_a_new_generation_is_confirmed_at_once(fast: World) -> None:
+def test_a_new_generation_is_confirmed_at_once(fast: ProgramNode) -> None:
     flow = learned(fast)
     fast.say_of_fast_path(generation=2)
     for reply in (False, True):
@@ -151,7 +134,7 @@ def test_a_new_generation_is_confirmed_at_once(fast: World) -> None:
         assert flow.run(reply).retval == REDIRECT
 
 
-def unconfirmed(world: World) -> Flow:
+def unconfirmed(world: ProgramNode) -> Flow:
     flow = learned(world)
     for reply in (False, True):
         flow.write(reply, confirmed_until=0)
@@ -167,7 +150,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
-def test_a_flow_that_is_translated_in_another_way_is_forgotten(fast: World, name: str) -> None:
+def test_a_flow_that_is_translated_in_another_way_is_forgotten(fast: ProgramNode, name: str) -> None:
     flow = unconfirmed(fast)
     assert flow.run().retval == GO_ON
     left = Flow(**{**flow.__dict__, **OTHERWISE[name]}).expected()
@@ -176,7 +159,7 @@ def test_a_flow_that_is_translated_in_another_way_is_forgotten(fast: World, name
     assert fast.reasons()["FLOW_CHANGED"] == 1
 
 
-def test_a_neighbours_new_address_is_followed(fast: World) -> None:
+def test_a_neighbours_new_address_is_followed(fast: ProgramNode) -> None:
     flow = unconfirmed(fast)
     flow.run()
     left = flow.expected()
@@ -187,7 +170,7 @@ def test_a_neighbours_new_address_is_followed(fast: World) -> None:
     assert (found.retval, found.data) == (REDIRECT, bytes(left))
 
 
-def test_another_way_out_is_followed(fast: World) -> None:
+def test_another_way_out_is_followed(fast: ProgramNode) -> None:
     flow = unconfirmed(fast)
     device(fast, "pods", mtu=1400)
     flow.run()
@@ -197,7 +180,7 @@ def test_another_way_out_is_followed(fast: World) -> None:
     assert flow.run().retval == REDIRECT
 
 
-def test_by_an_excluded_device_nothing_is_sent(fast: World) -> None:
+def test_by_an_excluded_device_nothing_is_sent(fast: ProgramNode) -> None:
     flow = unconfirmed(fast)
     device(fast, "nic", redirect=0)
     for _ in range(2):
@@ -212,7 +195,7 @@ STALE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", STALE)
-def test_a_stale_or_forged_record_confirms_nothing(fast: World, name: str) -> None:
+def test_a_stale_or_forged_record_confirms_nothing(fast: ProgramNode, name: str) -> None:
     flow = unconfirmed(fast)
     flow.run()
     fast.devices["lo"] = 1
@@ -224,14 +207,14 @@ def test_a_stale_or_forged_record_confirms_nothing(fast: World, name: str) -> No
     assert not fast.reasons()["FLOW_CONFIRMED"]
 
 
-def test_another_number_confirms_nothing(fast: World) -> None:
+def test_another_number_confirms_nothing(fast: ProgramNode) -> None:
     flow = unconfirmed(fast)
     flow.run()
     flow.leave(flow.expected(), taken(fast)["number"] ^ 0x40)
     assert flow.entry()["confirmed_until"] == 0  # type: ignore[index]
 
 
-def test_a_packet_of_another_protocol_confirms_nothing(fast: World) -> None:
+def test_a_packet_of_another_protocol_confirms_nothing(fast: ProgramNode) -> None:
     flow = unconfirmed(fast)
     flow.run()
     other = Flow(**{**flow.__dict__, "protocol": "udp"})
@@ -259,7 +242,7 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_what_asks_for_the_kernel_gets_it(fast: World, name: str) -> None:
+def test_what_asks_for_the_kernel_gets_it(fast: ProgramNode, name: str) -> None:
     make, reason = UNUSUAL[name]
     flow = learned(fast)
     frame = make(flow)
@@ -270,7 +253,7 @@ def test_what_asks_for_the_kernel_gets_it(fast: World, name: str) -> None:
     assert flow.run().retval == REDIRECT, "the next one is sent"
 
 
-def test_a_mark_of_somebodys_is_for_the_kernels_rules(fast: World) -> None:
+def test_a_mark_of_somebodys_is_for_the_kernels_rules(fast: ProgramNode) -> None:
     flow = learned(fast)
     assert flow.run(mark=7).retval == GO_ON
     assert fast.reasons() == {"STACK_NOT_PLAIN": 1}
@@ -278,7 +261,7 @@ def test_a_mark_of_somebodys_is_for_the_kernels_rules(fast: World) -> None:
 
 @pytest.mark.parametrize("flags", ["FA", "R", "RA", "S", "SA"])
 @pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
-def test_the_kernel_hears_of_the_end_and_is_asked_again(fast: World, flags: str, reply: bool) -> None:
+def test_the_kernel_hears_of_the_end_and_is_asked_again(fast: ProgramNode, flags: str, reply: bool) -> None:
     flow = learned(fast)
     frame = flow.frame(reply, flags=flags)
     found = flow.run(reply, frame)
@@ -289,14 +272,14 @@ def test_the_kernel_hears_of_the_end_and_is_asked_again(fast: World, flags: str,
         assert flow.through(direction)["kind"] == CONFIRM
 
 
-def test_the_agent_is_dead(fast: World) -> None:
+def test_the_agent_is_dead(fast: ProgramNode) -> None:
     flow = learned(fast)
     fast.say_of_fast_path(alive=-1)
     assert flow.run().retval == GO_ON
     assert fast.reasons() == {"STACK_NO_AGENT": 1}
 
 
-def test_the_family_is_closed(fast: World) -> None:
+def test_the_family_is_closed(fast: ProgramNode) -> None:
     flow = learned(fast)
     fast.say_of_fast_path(**{f"closed{fast.family}": fast.object.btf.enum("slow_path_reason")["STACK_RULES"]})
     assert flow.run().retval == GO_ON
@@ -305,7 +288,7 @@ def test_the_family_is_closed(fast: World) -> None:
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("flags", ["A", "R", "S"])
-def test_from_another_device_nothing_is_touched(fast: World, reply: bool, flags: str) -> None:
+def test_from_another_device_nothing_is_touched(fast: ProgramNode, reply: bool, flags: str) -> None:
     flow = learned(fast)
     before = [flow.entry(False), flow.entry(True)]
     flow.run(reply, flow.frame(reply, flags=flags), by="pods" if reply else "nic")
@@ -313,7 +296,7 @@ def test_from_another_device_nothing_is_touched(fast: World, reply: bool, flags:
     assert fast.reasons()["STACK_OTHER_DEVICE"] == 1
 
 
-def test_a_datagram_for_an_endpoint_that_is_gone_forgets_the_flow(fast: World) -> None:
+def test_a_datagram_for_an_endpoint_that_is_gone_forgets_the_flow(fast: ProgramNode) -> None:
     flow = Flow(fast, "udp")
     flow.through(new=True)
     fast.endpoint("remote", 2, present=False)
@@ -322,6 +305,6 @@ def test_a_datagram_for_an_endpoint_that_is_gone_forgets_the_flow(fast: World) -
     assert flow.entries() == []
 
 
-def test_permits_and_flows_are_of_their_own(fast: World) -> None:
+def test_permits_and_flows_are_of_their_own(fast: ProgramNode) -> None:
     learned(fast)
     assert permits(fast) == []

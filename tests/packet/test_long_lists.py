@@ -13,12 +13,12 @@ import pytest
 from scapy.layers.inet import IP, TCP
 from scapy.layers.inet6 import IPv6
 from scapy.layers.l2 import Ether
-from service_plans import name_of, service
 
 from pyebpf_proxy.datapath.loader.libbpf import SkBuff
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.services.model import IPFamily, ServicePort
+from tests.packet.service_plans import name_of, service
 
 pytestmark = pytest.mark.needs_bpf
 

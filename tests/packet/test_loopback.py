@@ -7,7 +7,8 @@ import pytest
 from scapy.layers.inet import ICMP, IP, TCP, UDP
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
-from world import GO_ON, SHOT, World
+
+from tests.packet.program_node import GO_ON, SHOT, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -16,14 +17,14 @@ LINK = Ether(src="02:00:00:00:00:01", dst="02:00:00:00:00:02")
 PORT = 30080
 
 
-def verdict(world: World, frame: Packet, program: str = "tc_ethernet") -> tuple[int, dict[str, int]]:
+def verdict(world: ProgramNode, frame: Packet, program: str = "tc_ethernet") -> tuple[int, dict[str, int]]:
     return world.run(program, frame).retval, world.reasons()
 
 
 @IPV4
 @pytest.mark.parametrize("source", ["192.0.2.1", "10.244.1.2", "127.0.0.1"])
 @pytest.mark.parametrize("destination", ["127.0.0.0", "127.0.0.1", "127.1.2.3", "127.255.255.255"])
-def test_from_elsewhere_is_dropped_and_counted(world: World, source: str, destination: str) -> None:
+def test_from_elsewhere_is_dropped_and_counted(world: ProgramNode, source: str, destination: str) -> None:
     world.load(localhost_node_ports=1)
     world.service(["remote"])
     frame = LINK / IP(src=source, dst=destination) / TCP(dport=PORT, flags="S")
@@ -42,7 +43,7 @@ def test_from_elsewhere_is_dropped_and_counted(world: World, source: str, destin
     ],
     ids=["an established TCP segment", "UDP", "UDP to no NodePort", "ICMP", "no transport header"],
 )
-def test_whatever_it_carries(world: World, rest: Packet) -> None:
+def test_whatever_it_carries(world: ProgramNode, rest: Packet) -> None:
     world.load(localhost_node_ports=1)
     world.service(["remote"], protocol="udp")
     assert verdict(world, LINK / IP(src="192.0.2.1", dst="127.0.0.1") / rest) == (
@@ -52,21 +53,21 @@ def test_whatever_it_carries(world: World, rest: Packet) -> None:
 
 
 @IPV4
-def test_later_fragments_too(world: World) -> None:
+def test_later_fragments_too(world: ProgramNode) -> None:
     world.load(localhost_node_ports=1)
     fragment = LINK / IP(src="192.0.2.1", dst="127.0.0.1", proto=17, frag=100) / Raw(b"x" * 40)
     assert verdict(world, fragment) == (SHOT, {"DROP_LOOPBACK_DESTINATION": 1})
 
 
 @IPV4
-def test_on_a_port_of_a_bridge_too(world: World) -> None:
+def test_on_a_port_of_a_bridge_too(world: ProgramNode) -> None:
     world.load(localhost_node_ports=1)
     packet = IP(src="192.0.2.1", dst="127.0.0.1") / TCP(dport=PORT, flags="S")
     assert verdict(world, LINK / packet, "tc_bridge_port") == (SHOT, {"DROP_LOOPBACK_DESTINATION": 1})
 
 
 @IPV4
-def test_a_tagged_frame_is_the_vlan_devices(world: World) -> None:
+def test_a_tagged_frame_is_the_vlan_devices(world: ProgramNode) -> None:
     world.load(localhost_node_ports=1)
     packet = IP(src="192.0.2.1", dst="127.0.0.1") / TCP(dport=PORT, flags="S")
     assert verdict(world, LINK / Dot1Q(vlan=5) / packet) == (GO_ON, {})
@@ -74,28 +75,28 @@ def test_a_tagged_frame_is_the_vlan_devices(world: World) -> None:
 
 @IPV4
 @pytest.mark.parametrize("destination", ["126.255.255.255", "128.0.0.1", "10.0.0.127"])
-def test_other_addresses_pass(world: World, destination: str) -> None:
+def test_other_addresses_pass(world: ProgramNode, destination: str) -> None:
     world.load(localhost_node_ports=1)
     frame = LINK / IP(src="192.0.2.1", dst=destination) / TCP(dport=9, flags="S")
     assert verdict(world, frame) == (GO_ON, {})
 
 
 @IPV4
-def test_a_loopback_source_alone_is_the_kernels_business(world: World) -> None:
+def test_a_loopback_source_alone_is_the_kernels_business(world: ProgramNode) -> None:
     world.load(localhost_node_ports=1)
     frame = LINK / IP(src="127.0.0.1", dst=world.address("node")) / TCP(dport=9, flags="S")
     assert verdict(world, frame) == (GO_ON, {})
 
 
 @IPV4
-def test_without_localhost_node_ports_it_is_the_kernels_business(world: World) -> None:
+def test_without_localhost_node_ports_it_is_the_kernels_business(world: ProgramNode) -> None:
     """It drops such packets itself unless somebody else has set route_localnet; then they are theirs."""
     world.service(["remote"])
     frame = LINK / IP(src="192.0.2.1", dst="127.0.0.1") / TCP(dport=PORT, flags="S")
     assert verdict(world, frame) == (GO_ON, {})
 
 
-def test_services_are_served_beside_it(world: World) -> None:
+def test_services_are_served_beside_it(world: ProgramNode) -> None:
     world.load(localhost_node_ports=1)
     world.service(["remote"])
     assert verdict(world, world.tcp("client", "node", PORT)) == (GO_ON, {"NEW_FLOW_NETFILTER": 1})

@@ -11,19 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from service_maps import logical, rows, wipe, word
-from service_plans import (
-    Killed,
-    change_everything,
-    first_plan,
-    frontend,
-    kill_at,
-    name_of,
-    second_plan,
-    service,
-    slot_backends,
-    watch,
-)
 
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.maps.writer import Writer
@@ -34,6 +21,19 @@ from pyebpf_proxy.services.model import (
     ServicePort,
     ServicePortName,
     SourceRange,
+)
+from tests.packet.service_maps import logical, rows, wipe, word
+from tests.packet.service_plans import (
+    Killed,
+    change_everything,
+    first_plan,
+    frontend,
+    kill_at,
+    name_of,
+    second_plan,
+    service,
+    slot_backends,
+    watch,
 )
 
 pytestmark = pytest.mark.needs_bpf

@@ -8,12 +8,12 @@ import sys
 import time
 
 import pytest
-from service_maps import SIZES
-from service_plans import name_of, service, slot_backends
 
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.maps.writer import Writer
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
+from tests.packet.service_maps import SIZES
+from tests.packet.service_plans import name_of, service, slot_backends
 
 pytestmark = pytest.mark.needs_bpf
 

@@ -7,13 +7,6 @@ import errno
 import sys
 
 import pytest
-from service_maps import SIZES, logical
-from service_plans import (
-    endpoints,
-    frontend,
-    name_of,
-    service,
-)
 
 from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.loader.programs import Loaded
@@ -22,6 +15,13 @@ from pyebpf_proxy.services.model import (
     FrontendKind,
     Protocol,
     SourceRange,
+)
+from tests.packet.service_maps import SIZES, logical
+from tests.packet.service_plans import (
+    endpoints,
+    frontend,
+    name_of,
+    service,
 )
 
 pytestmark = pytest.mark.needs_bpf

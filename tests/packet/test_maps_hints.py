@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from service_plans import second_plan
 
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.maps.writer import Writer
+from tests.packet.service_plans import second_plan
 
 pytestmark = pytest.mark.needs_bpf
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +15,10 @@ from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.datapath.loader import _libbpf, _map
 from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object, SkBuff
 from pyebpf_proxy.datapath.loader.programs import Settings, load
+from tests.packet.compiled import build
 
 pytestmark = pytest.mark.needs_bpf
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = {"service_configs": 300, "counters": 40, "slots": 1000}
 
 
@@ -31,30 +30,6 @@ def u32(number: int) -> bytes:
 def opened(bpf_objects: Path) -> Iterator[Object]:
     with Object.open(bpf_objects / "tc.bpf.o", max_entries=SIZES) as o:
         yield o.load()
-
-
-def build(folder: Path, name: str, source: str) -> Path:
-    """Compile as the Makefile does."""
-    (vmlinux, *_) = sorted(ROOT.glob("build/vmlinux/*/vmlinux.h"), key=lambda path: path.stat().st_mtime, reverse=True)
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name}.bpf.c").write_text(f'#include "common.h"\n{source}\nchar LICENSE[] SEC("license") = "GPL";\n')
-    multiarch = subprocess.run(["gcc", "-print-multiarch"], check=True, capture_output=True, text=True).stdout.strip()
-    include = [f"-I{ROOT / 'bpf'}", f"-I{vmlinux.parent}", f"-I/usr/include/{multiarch}"]
-    command = [
-        "clang",
-        "-O2",
-        "-g",
-        "-target",
-        "bpf",
-        "-mcpu=v3",
-        *include,
-        "-c",
-        f"{name}.bpf.c",
-        "-o",
-        f"{name}.bpf.o",
-    ]
-    subprocess.run(command, check=True, cwd=folder)
-    return folder / f"{name}.bpf.o"
 
 
 # ---- maps ---------------------------------------------------------------------------------------------------

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_maps import SIZES, logical
-from service_plans import first_plan, name_of, slot_backends
 
 from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.config.datapath_model import Maps, Size
@@ -23,6 +21,8 @@ from pyebpf_proxy.datapath.loader.libbpf import Map, Object
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.datapath.maps.resize import Resize, merge
 from pyebpf_proxy.datapath.maps.writer import Writer
+from tests.packet.service_maps import SIZES, logical
+from tests.packet.service_plans import first_plan, name_of, slot_backends
 
 pytestmark = pytest.mark.needs_bpf
 

@@ -11,17 +11,6 @@ from ipaddress import ip_address
 from typing import Any
 
 import pytest
-from service_maps import SIZES, logical, rows, word
-from service_plans import (
-    endpoints,
-    first_plan,
-    frontend,
-    name_of,
-    second_plan,
-    service,
-    slot_backends,
-    watch,
-)
 
 from pyebpf_proxy.datapath.loader import grace
 from pyebpf_proxy.datapath.loader.programs import Loaded
@@ -33,6 +22,17 @@ from pyebpf_proxy.services.model import (
     ServicePort,
     ServicePortName,
     SourceRange,
+)
+from tests.packet.service_maps import SIZES, logical, rows, word
+from tests.packet.service_plans import (
+    endpoints,
+    first_plan,
+    frontend,
+    name_of,
+    second_plan,
+    service,
+    slot_backends,
+    watch,
 )
 
 pytestmark = pytest.mark.needs_bpf

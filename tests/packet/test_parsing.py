@@ -14,7 +14,8 @@ from scapy.layers.inet6 import (
 )
 from scapy.layers.l2 import ARP, Dot1Q, Ether
 from scapy.packet import Packet, Raw
-from world import GO_ON, NODE_MAC, World
+
+from tests.packet.program_node import GO_ON, NODE_MAC, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -23,20 +24,20 @@ def only(family: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("node", [family], indirect=True, ids=[f"IPv{family}"])
 
 
-def is_untouched(world: World, frame: Packet | bytes, program: str = "tc_ethernet") -> bool:
+def is_untouched(world: ProgramNode, frame: Packet | bytes, program: str = "tc_ethernet") -> bool:
     result = world.run(program, frame)
     assert result.skb is not None
     assert result.data == bytes(frame)
     return (result.retval, result.skb.priority, result.skb.mark) == (GO_ON, 0, 0) and not world.reasons()
 
 
-def is_served(world: World, frame: Packet | bytes, program: str = "tc_ethernet") -> bool:
+def is_served(world: ProgramNode, frame: Packet | bytes, program: str = "tc_ethernet") -> bool:
     result = world.run(program, frame)
     assert result.data == bytes(frame), "the kernel translates, not the program"
     return world.reasons() == {"NEW_FLOW_NETFILTER": 1}
 
 
-def test_arp_and_icmp_are_not_looked_at(world: World) -> None:
+def test_arp_and_icmp_are_not_looked_at(world: ProgramNode) -> None:
     world.service(["remote"])
     echo = ICMP() if world.family == 4 else ICMPv6EchoRequest()
     assert is_untouched(world, world.frame("pod", "cluster_ip", echo, Raw(b"x" * 40)))
@@ -44,7 +45,7 @@ def test_arp_and_icmp_are_not_looked_at(world: World) -> None:
 
 
 @pytest.mark.parametrize("rest", [*range(18), 19, 20, 25])
-def test_truncated_frames(world: World, rest: int) -> None:
+def test_truncated_frames(world: ProgramNode, rest: int) -> None:
     """From the bare IP header (the kernel's test run refuses less) to the whole of TCP's; the window is not read."""
     world.service(["remote"])
     whole = bytes(world.tcp("pod", "cluster_ip", 80))
@@ -55,20 +56,20 @@ def test_truncated_frames(world: World, rest: int) -> None:
         assert is_served(world, whole[:length])
 
 
-def test_a_vlan_tagged_frame_belongs_to_the_vlan_device(world: World) -> None:
+def test_a_vlan_tagged_frame_belongs_to_the_vlan_device(world: ProgramNode) -> None:
     world.service(["remote"])
     whole = world.tcp("pod", "cluster_ip", 80)
     tagged = Ether(src=whole.src, dst=whole.dst) / Dot1Q(vlan=5) / whole.payload
     assert is_untouched(world, tagged)
 
 
-def test_a_device_without_ethernet_header(world: World) -> None:
+def test_a_device_without_ethernet_header(world: ProgramNode) -> None:
     """The test run gives a frame to Ethernet programs only; the same bytes without the header must not be misread."""
     world.service(["remote"])
     assert is_untouched(world, world.tcp("pod", "cluster_ip", 80), program="tc_l3")
 
 
-def test_the_first_fragment_is_decided_on_and_later_ones_are_not(world: World) -> None:
+def test_the_first_fragment_is_decided_on_and_later_ones_are_not(world: ProgramNode) -> None:
     world.service(["remote"], protocol="udp")
     if world.family == 4:
         base = IP(src=world.address("pod"), dst=world.address("cluster_ip"), id=7)
@@ -87,7 +88,7 @@ def test_the_first_fragment_is_decided_on_and_later_ones_are_not(world: World) -
 
 
 @only(4)
-def test_ipv4_options(node: World) -> None:
+def test_ipv4_options(node: ProgramNode) -> None:
     node.forget_flows()
     node.load()
     node.service(["remote"])
@@ -106,7 +107,7 @@ HEADERS = {
 
 @only(6)
 @pytest.mark.parametrize("name", HEADERS)
-def test_ipv6_extension_headers(node: World, name: str) -> None:
+def test_ipv6_extension_headers(node: ProgramNode, name: str) -> None:
     node.forget_flows()
     node.load()
     node.service(["remote"])
@@ -115,7 +116,7 @@ def test_ipv6_extension_headers(node: World, name: str) -> None:
 
 
 @only(6)
-def test_ipv6_headers_without_end(node: World) -> None:
+def test_ipv6_headers_without_end(node: ProgramNode) -> None:
     node.forget_flows()
     node.load()
     node.service(["remote"])
@@ -125,7 +126,7 @@ def test_ipv6_headers_without_end(node: World) -> None:
 
 @pytest.mark.parametrize("version", [0, 4, 5, 6, 15])
 @pytest.mark.parametrize("header_length", [0, 1, 4, 15])
-def test_nonsense_in_the_first_byte(world: World, version: int, header_length: int) -> None:
+def test_nonsense_in_the_first_byte(world: ProgramNode, version: int, header_length: int) -> None:
     world.service(["remote"])
     frame = bytearray(bytes(world.tcp("pod", "cluster_ip", 80)))
     frame[14] = version << 4 | header_length

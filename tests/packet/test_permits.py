@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fast_world import (
+
+from tests.packet.fast_node import (
     NEW,
     REDIRECT,
     SECOND,
@@ -23,29 +24,29 @@ from fast_world import (
     write_permits,
     write_record,
 )
-from world import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, World
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 
 @pytest.fixture
-def fast(node: World) -> Iterator[World]:
+def fast(node: ProgramNode) -> Iterator[ProgramNode]:
     with one_cpu():
         yield fast_node(node)
 
 
-def pair(world: World, protocol: str = "tcp", first: int = 41000) -> tuple[Flow, Flow]:
+def pair(world: ProgramNode, protocol: str = "tcp", first: int = 41000) -> tuple[Flow, Flow]:
     return Flow(world, protocol, sport=first), Flow(world, protocol, sport=first + 1)
 
 
-def masqueraded(world: World, sport: int = 40000, **more: str) -> Flow:
+def masqueraded(world: ProgramNode, sport: int = 40000, **more: str) -> Flow:
     """From outside to a VIP."""
     ends = {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "exit": "nic", **more}
     return Flow(world, sport=sport, snat_port=50000, **ends)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_from_the_second_new_flow_on(fast: World, protocol: str) -> None:
+def test_from_the_second_new_flow_on(fast: ProgramNode, protocol: str) -> None:
     for each, seen in zip(pair(fast, protocol), (0, 1), strict=True):
         each.through(flags="S", new=True)
         assert len(permits(fast)) == seen
@@ -58,7 +59,7 @@ def test_from_the_second_new_flow_on(fast: World, protocol: str) -> None:
     assert fast.reasons()["PERMIT_GRANTED"] == 1
 
 
-def test_sightings_are_of_the_last_second(fast: World) -> None:
+def test_sightings_are_of_the_last_second(fast: ProgramNode) -> None:
     first, second = pair(fast)
     first.open_slowly()
     flow_packet_counts = fast.object.maps["flow_packet_counts"]
@@ -71,13 +72,13 @@ def test_sightings_are_of_the_last_second(fast: World) -> None:
     assert permits(fast) == []
 
 
-def test_each_source_is_seen_by_itself(fast: World) -> None:
+def test_each_source_is_seen_by_itself(fast: ProgramNode) -> None:
     for number in range(20):
         Flow(fast, client=f"caller{number}").open_slowly()
     assert permits(fast) == []
 
 
-def test_a_packet_that_begins_no_flow_of_conntracks_grants_nothing(fast: World) -> None:
+def test_a_packet_that_begins_no_flow_of_conntracks_grants_nothing(fast: ProgramNode) -> None:
     for each in pair(fast):
         each.through(flags="S")
     assert permits(fast) == []
@@ -92,7 +93,7 @@ NO_PROOF = {
 
 
 @pytest.mark.parametrize("name", NO_PROOF)
-def test_who_leaves_in_another_way_gets_no_permit(fast: World, name: str) -> None:
+def test_who_leaves_in_another_way_gets_no_permit(fast: ProgramNode, name: str) -> None:
     for each in pair(fast):
         each.run(frame=each.frame(flags="S"))
         record = taken(fast)
@@ -109,7 +110,7 @@ STALE = {
 
 
 @pytest.mark.parametrize("name", STALE)
-def test_a_stale_or_forged_record_proves_nothing(fast: World, name: str) -> None:
+def test_a_stale_or_forged_record_proves_nothing(fast: ProgramNode, name: str) -> None:
     fast.devices["lo"] = 1
     try:
         for each in pair(fast):
@@ -122,7 +123,7 @@ def test_a_stale_or_forged_record_proves_nothing(fast: World, name: str) -> None
     assert permits(fast) == []
 
 
-def test_a_number_that_names_no_record_proves_nothing(fast: World) -> None:
+def test_a_number_that_names_no_record_proves_nothing(fast: ProgramNode) -> None:
     for each in pair(fast):
         each.run(frame=each.frame(flags="S"))
         number = taken(fast)["number"]
@@ -133,7 +134,7 @@ def test_a_number_that_names_no_record_proves_nothing(fast: World) -> None:
     assert permits(fast) == []
 
 
-def test_a_record_is_used_once(fast: World) -> None:
+def test_a_record_is_used_once(fast: ProgramNode) -> None:
     first, second = pair(fast)
     first.run(frame=first.frame(flags="S"))
     number = taken(fast)["number"]
@@ -146,7 +147,7 @@ def test_a_record_is_used_once(fast: World) -> None:
 
 
 @pytest.mark.parametrize(("tos", "priority"), [(0, 0), (0x08, 2), (0x10, 6), (0x18, 4)])
-def test_the_priority_is_what_the_kernel_would_have_set(fast: World, tos: int, priority: int) -> None:
+def test_the_priority_is_what_the_kernel_would_have_set(fast: ProgramNode, tos: int, priority: int) -> None:
     flow = Flow(fast)
     flow.run(frame=flow.frame(flags="S", tos=tos))
     left = flow.expected(flags="S", tos=tos)
@@ -156,7 +157,7 @@ def test_the_priority_is_what_the_kernel_would_have_set(fast: World, tos: int, p
     assert found.skb.priority == (priority if fast.family == 4 else 0)
 
 
-def test_other_peoples_priorities_stay(fast: World) -> None:
+def test_other_peoples_priorities_stay(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.run(frame=flow.frame(flags="S"))
     found = flow.leave(flow.expected(flags="S"), taken(fast)["number"], priority=NEW + 1)
@@ -167,7 +168,7 @@ def test_other_peoples_priorities_stay(fast: World) -> None:
 # ---- the way back -----------------------------------------------------------------------------------
 
 
-def test_an_answer_completes_the_permit(fast: World) -> None:
+def test_an_answer_completes_the_permit(fast: ProgramNode) -> None:
     flow = Flow(fast)
     for each in pair(fast):
         each.open_slowly()
@@ -184,7 +185,7 @@ def test_an_answer_completes_the_permit(fast: World) -> None:
     assert flow.run(frame=flow.frame(flags="S")).retval == REDIRECT
 
 
-def test_an_answer_that_is_not_translated_completes_nothing(fast: World) -> None:
+def test_an_answer_that_is_not_translated_completes_nothing(fast: ProgramNode) -> None:
     first, second = pair(fast)
     for each in (first, second):
         each.open_slowly()
@@ -197,7 +198,7 @@ def test_an_answer_that_is_not_translated_completes_nothing(fast: World) -> None
 # ---- who has none -----------------------------------------------------------------------------------
 
 
-def refused(world: World, flow: Flow) -> dict[str, int]:
+def refused(world: ProgramNode, flow: Flow) -> dict[str, int]:
     """The reasons why this flow is not young; it is handed to netfilter with its endpoint."""
     found = flow.run(frame=flow.frame(flags="S"))
     assert found.skb is not None
@@ -209,7 +210,7 @@ def refused(world: World, flow: Flow) -> dict[str, int]:
     return world.reasons()
 
 
-def test_the_pair_with_a_permit(fast: World) -> None:
+def test_the_pair_with_a_permit(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.permit()
     flow.open_young()
@@ -223,24 +224,24 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_permit_is_for_its_pair_alone(fast: World, name: str) -> None:
+def test_a_permit_is_for_its_pair_alone(fast: ProgramNode, name: str) -> None:
     Flow(fast).permit()
     assert refused(fast, Flow(fast, **OTHERS[name])) == {"NEW_FLOW_NETFILTER": 1, "SLOW_NO_PERMIT": 1}  # type: ignore[arg-type]
 
 
-def test_a_permit_is_for_its_endpoint_port_alone(fast: World) -> None:
+def test_a_permit_is_for_its_endpoint_port_alone(fast: ProgramNode) -> None:
     Flow(fast).permit()
     fast.service(["remote"], service=3, port=81, node_port=30081, target_port=9090)
     other = Flow(fast, port=81, endpoint_port=9090)
     assert refused(fast, other) == {"NEW_FLOW_NETFILTER": 1, "SLOW_NO_PERMIT": 1}
 
 
-def test_a_permit_is_for_its_protocol_alone(fast: World) -> None:
+def test_a_permit_is_for_its_protocol_alone(fast: ProgramNode) -> None:
     Flow(fast).permit()
     assert refused(fast, Flow(fast, "udp"))["SLOW_NO_PERMIT"] == 1
 
 
-def test_a_permit_is_for_masqueraded_flows_or_for_others(fast: World) -> None:
+def test_a_permit_is_for_masqueraded_flows_or_for_others(fast: ProgramNode) -> None:
     flow = masqueraded(fast)
     flow.permit()
     ((key, permit),) = permits(fast)
@@ -259,28 +260,28 @@ def test_a_permit_is_for_masqueraded_flows_or_for_others(fast: World) -> None:
 
 
 @pytest.mark.parametrize("field", ["until", "back_until"])
-def test_a_permit_ends(fast: World, field: str) -> None:
+def test_a_permit_ends(fast: ProgramNode, field: str) -> None:
     flow = Flow(fast)
     flow.permit()
     write_permits(fast, **{field: now() - 1})
     assert refused(fast, flow)["SLOW_NO_PERMIT"] == 1
 
 
-def test_a_new_ruleset_voids_permits(fast: World) -> None:
+def test_a_new_ruleset_voids_permits(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.permit()
     fast.say_of_fast_path(permit_generation=2)
     assert refused(fast, flow)["SLOW_NO_PERMIT"] == 1
 
 
-def test_an_excluded_device(fast: World) -> None:
+def test_an_excluded_device(fast: ProgramNode) -> None:
     flow = Flow(fast)
     device(fast, "nic", redirect=0)
     flow.permit()
     assert refused(fast, flow) == {"NEW_FLOW_NETFILTER": 1, "STACK_DEVICE": 1}
 
 
-def test_most_datagrams_of_a_pair_proven_lately_leave_no_record(fast: World) -> None:
+def test_most_datagrams_of_a_pair_proven_lately_leave_no_record(fast: ProgramNode) -> None:
     """In a flood without answers the observer would learn nothing from them."""
     flow = Flow(fast, "udp")
     flow.permit()
@@ -300,7 +301,7 @@ def test_most_datagrams_of_a_pair_proven_lately_leave_no_record(fast: World) -> 
     assert refused(fast, flow)["SLOW_NO_PERMIT"] >= 3
 
 
-def test_a_record_says_who_came_in(fast: World) -> None:
+def test_a_record_says_who_came_in(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.run(frame=flow.frame(flags="S"))
     record = taken(fast)

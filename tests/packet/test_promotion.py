@@ -14,8 +14,6 @@ from pathlib import Path
 from struct import Struct
 
 import pytest
-from fast_world import tag_of
-from world import _libc, enter_namespace
 
 from pyebpf_proxy.datapath.connections import create, promotion
 from pyebpf_proxy.datapath.connections.create import ABANDONED_SECONDS, Entry, Outcome
@@ -25,6 +23,9 @@ from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import Loaded, Settings, load
 from pyebpf_proxy.see import flows, young
 from pyebpf_proxy.services.model import Protocol
+from tests.packet.fast_node import tag_of
+from tests.packet.program_node import enter_namespace, libc
+from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -47,7 +48,7 @@ def loaded(bpf_objects: Path) -> Iterator[Loaded]:
 def namespace() -> Iterator[None]:
     """An empty connection table."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    assert _libc.unshare(0x40000000) == 0
+    assert libc.unshare(0x40000000) == 0
     yield
     enter_namespace(home)
     os.close(home)
@@ -377,8 +378,7 @@ def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixtur
             node.promoter.pass_now()
         assert node.is_young(key)
         assert node.promoter.statistics.failed == {Outcome.FULL: 3}
-        said = [record.getMessage() for record in caplog.records]
-        assert said == ["conntrack takes no more flows, they stay in the fast path for a while"]
+        assert Log(caplog).only().text.startswith(Message.CONNTRACK_FULL)
         # Not for ever: no rule that is added meanwhile would see it.
         node.young(1001)
         node.promoter.pass_now()
@@ -389,7 +389,7 @@ def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixtur
         node.promoter.pass_now()
         assert list(node.loaded.maps["flows"].items()) == []
         assert node.promoter.statistics.ended == 2
-        assert caplog.records[-1].getMessage() == "flows that conntrack did not accept were ended"
+        assert Log(caplog).last().text.startswith(Message.FLOWS_ENDED)
         assert node.promoter._waiting == {}
         key = node.young(1002)
         node.promoter.pass_now()
@@ -401,7 +401,7 @@ def test_a_full_table_is_tried_again(node: Node, caplog: pytest.LogCaptureFixtur
         )
         node.promoter.pass_now()
     assert not node.is_young(key)
-    assert caplog.records[-1].getMessage() == "conntrack takes flows again"
+    assert Log(caplog).last().text.startswith(Message.CONNTRACK_TAKES_AGAIN)
     subprocess.run(["conntrack", "-F"], check=True, capture_output=True)
 
 

@@ -6,10 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fast_world import REDIRECT, Flow, count_of_young, device, fast_node, one_cpu, undisturbed, wipe_reasons
-from test_young_ends import close
-from test_young_flows import young
-from world import World
+
+from tests.packet.fast_node import (
+    REDIRECT,
+    Flow,
+    close,
+    count_of_young,
+    device,
+    fast_node,
+    one_cpu,
+    undisturbed,
+    wipe_reasons,
+    young,
+)
+from tests.packet.program_node import ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -21,12 +31,12 @@ NEXT_SLOT = (0).to_bytes(4, "little")
 
 
 @pytest.fixture
-def fast(node: World) -> Iterator[World]:
+def fast(node: ProgramNode) -> Iterator[ProgramNode]:
     with one_cpu():
         yield fast_node(node)
 
 
-def asked(world: World, client: int) -> Flow:
+def asked(world: ProgramNode, client: int) -> Flow:
     device(world, "pods", redirect=client)
     return young(world, "udp")
 
@@ -36,7 +46,7 @@ def answer(flow: Flow) -> None:
     wipe_reasons(flow.world)
 
 
-def take_slot_of(world: World, flow: Flow) -> None:
+def take_slot_of(world: ProgramNode, flow: Flow) -> None:
     """A new flow of the pair, in the slot of this flow, which was opened last."""
     slots = world.object.maps["recent_next"]
     values = [int.from_bytes(value, "little") for value in slots.lookup_cpus(NEXT_SLOT) or []]
@@ -51,7 +61,7 @@ def take_slot_of(world: World, flow: Flow) -> None:
     [(POD, 0, False), (POD, 0.1, True), (OTHER_MACHINE, 0.5, False), (OTHER_MACHINE, 1.1, True)],
     ids=["a pod, at once", "a pod", "another machine, within a round trip", "another machine"],
 )
-def test_an_answered_query_ends(fast: World, client: int, seconds: float, ends: bool) -> None:
+def test_an_answered_query_ends(fast: ProgramNode, client: int, seconds: float, ends: bool) -> None:
     """The client's next datagram, which goes on with the flow, may take a round trip to come."""
     flow = asked(fast, client)
     with undisturbed():
@@ -63,14 +73,14 @@ def test_an_answered_query_ends(fast: World, client: int, seconds: float, ends: 
     assert count_of_young(fast, "pods") == 2 - ends
 
 
-def test_a_query_without_an_answer_stays(fast: World) -> None:
+def test_a_query_without_an_answer_stays(fast: ProgramNode) -> None:
     flow = asked(fast, POD)
     flow.older(1.5)
     take_slot_of(fast, flow)
     assert flow.entries() == BOTH
 
 
-def test_two_queries_and_one_answer_stay(fast: World) -> None:
+def test_two_queries_and_one_answer_stay(fast: ProgramNode) -> None:
     flow = asked(fast, POD)
     answer(flow)
     assert flow.run().retval == REDIRECT
@@ -80,7 +90,7 @@ def test_two_queries_and_one_answer_stay(fast: World) -> None:
 
 
 @pytest.mark.parametrize("closed", [False, True], ids=["open", "closed by both sides"])
-def test_a_connection_ends_if_both_sides_have_closed_it(fast: World, closed: bool) -> None:
+def test_a_connection_ends_if_both_sides_have_closed_it(fast: ProgramNode, closed: bool) -> None:
     flow = young(fast)
     if closed:
         close(flow)

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from ipaddress import ip_address
 
 import pytest
-from world import World
 
 from pyebpf_proxy.datapath.loader.programs import SCHEDULERS
+from tests.packet.program_node import ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -21,13 +21,13 @@ PODS = [f"pod{i}" for i in range(1, 13)]
 UNLIKELY = 49.3
 
 
-def load(world: World, scheduler: str) -> World:
+def load(world: ProgramNode, scheduler: str) -> ProgramNode:
     """The tag names the choice."""
     world.load(scheduler=SCHEDULERS[scheduler])  # type: ignore[index]
     return world
 
 
-def choose(world: World, frame: bytes) -> str:
+def choose(world: ProgramNode, frame: bytes) -> str:
     """The endpoint that the frame gets, by name."""
     result = world.run("tc_ethernet", frame)
     assert result.skb is not None
@@ -35,11 +35,11 @@ def choose(world: World, frame: bytes) -> str:
     return next(name for (name, _), known in world.backend_ids.items() if known == number)
 
 
-def asks(world: World, name: str = "vip", count: int = 1) -> list[str]:
+def asks(world: ProgramNode, name: str = "vip", count: int = 1) -> list[str]:
     return [choose(world, bytes(world.tcp("client", name, 80, sport=30_000 + i))) for i in range(count)]
 
 
-def clients(world: World, count: int, name: str = "vip", sport: int = 40_000) -> list[bytes]:
+def clients(world: ProgramNode, count: int, name: str = "vip", sport: int = 40_000) -> list[bytes]:
     """First packets of so many different source addresses."""
     template = bytes(world.tcp("client", name, 80, sport=sport))
     at, first = (26, "198.51.100.0") if world.family == 4 else (22, "2001:db8:7::")
@@ -48,7 +48,7 @@ def clients(world: World, count: int, name: str = "vip", sport: int = 40_000) ->
     return [template[:at] + (base + i).to_bytes(size, "big") + template[at + size :] for i in range(count)]
 
 
-def counted(world: World, name: str, active: int, inactive: int = 0, choices: int = 0) -> None:
+def counted(world: ProgramNode, name: str, active: int, inactive: int = 0, choices: int = 0) -> None:
     """What the control plane would have counted for an endpoint of service 1."""
     layout = world.object.btf.struct("connections")
     key = world.backend_ids[name, 1].to_bytes(4, sys.byteorder)
@@ -65,14 +65,14 @@ def chi_square(chosen: Iterable[str]) -> float:
 
 
 @pytest.mark.parametrize("name", ["rr", "wrr"])
-def test_rr_goes_around_exactly(node: World, name: str) -> None:
+def test_rr_goes_around_exactly(node: ProgramNode, name: str) -> None:
     load(node, name).service(PODS[:5])
     chosen = asks(node, count=50)
     assert set(chosen[:5]) == set(PODS[:5])
     assert chosen == chosen[:5] * 10
 
 
-def test_rr_turns_are_of_each_list_and_each_service(node: World) -> None:
+def test_rr_turns_are_of_each_list_and_each_service(node: ProgramNode) -> None:
     """A client of policy Local and a pod use two lists; neither moves the other's turn."""
     load(node, "rr").service(["pod1", "pod2", "pod3"], ["pod4", "pod5"], external_local=1)
     local, cluster = [], []
@@ -85,7 +85,7 @@ def test_rr_turns_are_of_each_list_and_each_service(node: World) -> None:
     assert Counter(cluster) == dict.fromkeys(["pod1", "pod2", "pod3"], 4)
 
 
-def test_rr_goes_on_where_the_list_has_changed(node: World) -> None:
+def test_rr_goes_on_where_the_list_has_changed(node: ProgramNode) -> None:
     load(node, "rr").service(PODS[:4])
     asks(node, count=3)
     node.service(PODS[:3])
@@ -95,7 +95,7 @@ def test_rr_goes_on_where_the_list_has_changed(node: World) -> None:
 # ---- hashes ------------------------------------------------------------------------------------------
 
 
-def test_sh_keeps_a_source_and_spreads_sources(node: World) -> None:
+def test_sh_keeps_a_source_and_spreads_sources(node: ProgramNode) -> None:
     load(node, "sh").service(PODS)
     frames = clients(node, 1200)
     first = [choose(node, frame) for frame in frames]
@@ -103,7 +103,7 @@ def test_sh_keeps_a_source_and_spreads_sources(node: World) -> None:
     assert chi_square(first) < UNLIKELY
 
 
-def test_dh_goes_by_the_destination_alone(node: World) -> None:
+def test_dh_goes_by_the_destination_alone(node: ProgramNode) -> None:
     load(node, "dh").service(PODS)
     by_destination = {}
     for name in ("vip", "external_ip", "cluster_ip"):
@@ -113,7 +113,7 @@ def test_dh_goes_by_the_destination_alone(node: World) -> None:
     assert len(set(by_destination.values())) > 1, by_destination
 
 
-def test_mh_keeps_a_client_and_spreads_clients(node: World) -> None:
+def test_mh_keeps_a_client_and_spreads_clients(node: ProgramNode) -> None:
     """A client is an address and a port: kube-proxy asks IPVS for both."""
     load(node, "mh").service(PODS)
     frames = clients(node, 1200)
@@ -123,7 +123,7 @@ def test_mh_keeps_a_client_and_spreads_clients(node: World) -> None:
     assert chi_square(asks(node, count=1200)) < UNLIKELY
 
 
-def test_mh_moves_only_the_clients_of_an_endpoint_that_goes(node: World) -> None:
+def test_mh_moves_only_the_clients_of_an_endpoint_that_goes(node: ProgramNode) -> None:
     """Whatever the order of the list, and whatever numbers the endpoints have."""
     load(node, "mh").service(PODS)
     frames = clients(node, 1000)
@@ -135,7 +135,7 @@ def test_mh_moves_only_the_clients_of_an_endpoint_that_goes(node: World) -> None
     assert len({now for was, now in zip(before, after, strict=True) if was != now}) > 5
 
 
-def test_mh_survives_a_restart(node: World) -> None:
+def test_mh_survives_a_restart(node: ProgramNode) -> None:
     load(node, "mh").service(PODS)
     frames = clients(node, 100)
     before = [choose(node, frame) for frame in frames]
@@ -147,7 +147,7 @@ def test_mh_survives_a_restart(node: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["lc", "wlc", "sed", "nq"])
-def test_the_least_loaded_is_filled_up_first(node: World, name: str) -> None:
+def test_the_least_loaded_is_filled_up_first(node: ProgramNode, name: str) -> None:
     load(node, name).service(PODS[:3])
     for pod, active in zip(PODS, (5, 1, 3), strict=False):
         counted(node, pod, active)
@@ -156,7 +156,7 @@ def test_the_least_loaded_is_filled_up_first(node: World, name: str) -> None:
     assert Counter(asks(node, count=6)) == dict.fromkeys(PODS[:3], 2)
 
 
-def test_lc_takes_inactive_connections_for_a_256th(node: World) -> None:
+def test_lc_takes_inactive_connections_for_a_256th(node: ProgramNode) -> None:
     load(node, "lc").service(PODS[:2])
     counted(node, "pod1", 1, 0)
     counted(node, "pod2", 0, 255)
@@ -166,7 +166,7 @@ def test_lc_takes_inactive_connections_for_a_256th(node: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["sed", "nq"])
-def test_an_idle_one_comes_first(node: World, name: str) -> None:
+def test_an_idle_one_comes_first(node: ProgramNode, name: str) -> None:
     """Without active connections, however many are ending."""
     load(node, name).service(PODS[:3])
     for pod, load_ in zip(PODS, ((1, 0), (0, 10_000), (1, 0)), strict=False):
@@ -174,7 +174,7 @@ def test_an_idle_one_comes_first(node: World, name: str) -> None:
     assert asks(node) == ["pod2"]
 
 
-def test_equals_take_turns(node: World) -> None:
+def test_equals_take_turns(node: ProgramNode) -> None:
     load(node, "lc").service(PODS)
     first = set()
     for _ in range(64):
@@ -185,7 +185,7 @@ def test_equals_take_turns(node: World) -> None:
     assert len(first) > 4
 
 
-def test_what_was_counted_is_not_counted_again(node: World) -> None:
+def test_what_was_counted_is_not_counted_again(node: ProgramNode) -> None:
     """Choices up to a count are in it; those after it are added."""
     load(node, "lc").service(PODS[:2])
     assert Counter(asks(node, count=10)) == {"pod1": 5, "pod2": 5}
@@ -195,7 +195,7 @@ def test_what_was_counted_is_not_counted_again(node: World) -> None:
     assert sorted(asks(node, count=2)) == ["pod1", "pod2"]
 
 
-def test_a_count_from_before_a_reset_does_no_harm(node: World) -> None:
+def test_a_count_from_before_a_reset_does_no_harm(node: ProgramNode) -> None:
     """`connections` says more choices than there are: 0 are added, not four billion."""
     load(node, "lc").service(PODS[:2])
     counted(node, "pod1", 0, choices=1000)
@@ -203,7 +203,7 @@ def test_a_count_from_before_a_reset_does_no_harm(node: World) -> None:
     assert asks(node, count=2) == ["pod1", "pod1"]
 
 
-def test_affinity_goes_before_every_scheduler(node: World) -> None:
+def test_affinity_goes_before_every_scheduler(node: ProgramNode) -> None:
     for name in SCHEDULERS:
         load(node, name).service(PODS[:4], affinity_seconds=100)
         (first,) = asks(node)
@@ -218,7 +218,7 @@ def test_affinity_goes_before_every_scheduler(node: World) -> None:
 # ---- locality ----------------------------------------------------------------------------------------
 
 
-def test_lblc_stays_until_it_is_overloaded_and_another_is_idle(node: World) -> None:
+def test_lblc_stays_until_it_is_overloaded_and_another_is_idle(node: ProgramNode) -> None:
     load(node, "lblc").service(PODS[:3])
     first, second, third = asks(node, count=3)
     assert first == second
@@ -231,7 +231,7 @@ def test_lblc_stays_until_it_is_overloaded_and_another_is_idle(node: World) -> N
     assert set(asks(node, count=5)) == {other}
 
 
-def test_lblc_knows_each_address_by_itself(node: World) -> None:
+def test_lblc_knows_each_address_by_itself(node: ProgramNode) -> None:
     load(node, "lblc").service(PODS[:2])
     counted(node, "pod1", 1)
     assert asks(node, "vip") == ["pod2"]
@@ -240,14 +240,14 @@ def test_lblc_knows_each_address_by_itself(node: World) -> None:
     assert asks(node, "vip") == ["pod2"]
 
 
-def test_lblc_leaves_an_endpoint_that_is_gone(node: World) -> None:
+def test_lblc_leaves_an_endpoint_that_is_gone(node: ProgramNode) -> None:
     load(node, "lblc").service(PODS[:3])
     (first,) = asks(node)
     node.service([pod for pod in PODS[:3] if pod != first])
     assert first not in asks(node, count=2)
 
 
-def test_lblc_finds_an_endpoint_that_moved_within_its_list(node: World) -> None:
+def test_lblc_finds_an_endpoint_that_moved_within_its_list(node: ProgramNode) -> None:
     """The remembered position is a hint."""
     load(node, "lblc").service(PODS[:3])
     (first,) = asks(node)
@@ -260,12 +260,12 @@ def test_lblc_finds_an_endpoint_that_moved_within_its_list(node: World) -> None:
         assert asks(node) == [first]
 
 
-def members(world: World) -> set[int]:
+def members(world: ProgramNode) -> set[int]:
     ((_, raw),) = world.object.maps["locality_sets"].items()
     return {int.from_bytes(raw[at : at + 4], sys.byteorder) for at in range(8, len(raw), 4)} - {0}
 
 
-def test_lblcr_lets_the_set_of_an_address_grow(node: World) -> None:
+def test_lblcr_lets_the_set_of_an_address_grow(node: ProgramNode) -> None:
     load(node, "lblcr").service(PODS[:3])
     a, again, b = asks(node, count=3)
     assert a == again
@@ -279,7 +279,7 @@ def test_lblcr_lets_the_set_of_an_address_grow(node: World) -> None:
     assert Counter(asks(node, count=6)) == dict.fromkeys(PODS[:3], 2)
 
 
-def test_lblcr_tries_with_one_less_after_a_day(node: World) -> None:
+def test_lblcr_tries_with_one_less_after_a_day(node: ProgramNode) -> None:
     load(node, "lblcr").service(PODS[:3])
     asks(node, count=3)
     counted(node, "pod3", 1)
@@ -305,7 +305,7 @@ def test_lblcr_tries_with_one_less_after_a_day(node: World) -> None:
 # ---- nothing for the others --------------------------------------------------------------------------
 
 
-def test_other_modes_have_none_of_it(node: World) -> None:
+def test_other_modes_have_none_of_it(node: ProgramNode) -> None:
     """The maps are not there, so the verifier has seen no way to them."""
     node.load(scheduler=0)
     assert not {"rr_cursor", "connections", "choices", "localities", "locality_sets"} & node.object.maps.keys()

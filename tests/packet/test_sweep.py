@@ -8,41 +8,44 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fast_world import (
+
+from tests.packet.fast_node import (
+    CONFIRM,
     REDIRECT,
+    WAYS,
     Flow,
     count_of_young,
     device,
     end,
     fast_node,
+    learned,
     one_cpu,
     promote,
     sweep,
     tag_of,
     undisturbed,
     wipe_reasons,
+    young,
 )
-from test_kernel_flows import CONFIRM, learned
-from test_young_flows import WAYS, young
-from world import GO_ON, World
+from tests.packet.program_node import GO_ON, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 QUOTA = 8
 
 
 @pytest.fixture
-def fast(node: World) -> Iterator[World]:
+def fast(node: ProgramNode) -> Iterator[ProgramNode]:
     with one_cpu():
         yield fast_node(node, flow_quota=QUOTA)
 
 
-def filled(world: World, entries: int) -> None:
+def filled(world: ProgramNode, entries: int) -> None:
     """What the last sweep found."""
     value = world.object.btf.struct("sweep_result").pack(entries=entries)
     world.object.maps["sweep_results"].update(bytes(4), value)
 
 
-def is_swept(world: World, flow: Flow, seconds: float, entries: int = 0) -> bool:
+def is_swept(world: ProgramNode, flow: Flow, seconds: float, entries: int = 0) -> bool:
     flow.older(seconds)
     filled(world, entries)
     sweep(world)
@@ -51,7 +54,7 @@ def is_swept(world: World, flow: Flow, seconds: float, entries: int = 0) -> bool
     return gone
 
 
-def answered(world: World, protocol: str = "tcp") -> Flow:
+def answered(world: ProgramNode, protocol: str = "tcp") -> Flow:
     flow = young(world, protocol)
     if protocol == "tcp":
         flow.answer()
@@ -61,7 +64,7 @@ def answered(world: World, protocol: str = "tcp") -> Flow:
     return flow
 
 
-def test_what_a_sweep_finds(fast: World) -> None:
+def test_what_a_sweep_finds(fast: ProgramNode) -> None:
     flow = answered(fast)
     # The flow that gave the permit is the kernel's, and in the table, too.
     assert sweep(fast) == {"entries": 4, "young": 1, "ended": 0, "requested": 0}
@@ -72,7 +75,7 @@ def test_what_a_sweep_finds(fast: World) -> None:
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("is_answered", [False, True], ids=["unanswered", "answered"])
-def test_a_flow_that_begins_while_the_sweep_runs_is_new(fast: World, is_answered: bool, protocol: str) -> None:
+def test_a_flow_that_begins_while_the_sweep_runs_is_new(fast: ProgramNode, is_answered: bool, protocol: str) -> None:
     """A sweep takes milliseconds, and the clock moves on: the flow's start is after that of the sweep.
 
     If it were taken for old, its SYN-ACK would find no entry.
@@ -86,7 +89,7 @@ def test_a_flow_that_begins_while_the_sweep_runs_is_new(fast: World, is_answered
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
-def test_what_is_closing_ends_after_a_second(fast: World, reply: bool) -> None:
+def test_what_is_closing_ends_after_a_second(fast: ProgramNode, reply: bool) -> None:
     flow = answered(fast)
     flow.write(reply, closing=1)
     assert not is_swept(fast, flow, 0.5)
@@ -98,7 +101,7 @@ def test_what_is_closing_ends_after_a_second(fast: World, reply: bool) -> None:
 
 
 @pytest.mark.parametrize("what", ["sweep", "promote"])
-def test_an_element_that_has_just_been_given_to_another_flow_is_left_alone(fast: World, what: str) -> None:
+def test_an_element_that_has_just_been_given_to_another_flow_is_left_alone(fast: ProgramNode, what: str) -> None:
     """As another processor may find it: the key is the new flow's already, what follows is the former flow's."""
     flow, former = answered(fast), Flow(fast, sport=44000)
     layout = fast.object.btf.struct("flow_rewrite")
@@ -119,14 +122,14 @@ def test_an_element_that_has_just_been_given_to_another_flow_is_left_alone(fast:
     assert [flow.entry(reply)["young"] for reply in (False, True)] == [1, 1]  # type: ignore[index]
 
 
-def test_an_idle_connection_does_not_end(fast: World) -> None:
+def test_an_idle_connection_does_not_end(fast: ProgramNode) -> None:
     """Its sides know it: it is the kernel's, whose timeout is long."""
     flow = answered(fast)
     assert not is_swept(fast, flow, 60)
     assert fast.promotions() == [flow.key()]
 
 
-def test_a_syn_without_an_answer(fast: World) -> None:
+def test_a_syn_without_an_answer(fast: ProgramNode) -> None:
     flow = young(fast)
     assert not is_swept(fast, flow, 4)
     assert fast.promotions() == []
@@ -138,7 +141,7 @@ def test_a_syn_without_an_answer(fast: World) -> None:
     ("redirect", "early", "late"), [(2, 0, 0.06), (1, 0.5, 0.51)], ids=["a pod", "another machine"]
 )
 def test_answered_datagrams_end_early_if_half_of_the_table_is_in_use(
-    fast: World, redirect: int, early: float, late: float
+    fast: ProgramNode, redirect: int, early: float, late: float
 ) -> None:
     """From another machine, the flow's next datagram may take a round trip to come."""
     device(fast, "pods", redirect=redirect)
@@ -150,14 +153,14 @@ def test_answered_datagrams_end_early_if_half_of_the_table_is_in_use(
 
 
 @pytest.mark.parametrize(("entries", "seconds"), [(QUOTA, 30), (QUOTA + 1, 10), (2 * QUOTA + 1, 2)])
-def test_idle_datagrams_end_the_sooner_the_fuller_the_table_is(fast: World, entries: int, seconds: int) -> None:
+def test_idle_datagrams_end_the_sooner_the_fuller_the_table_is(fast: ProgramNode, entries: int, seconds: int) -> None:
     flow = young(fast, "udp")
     assert not is_swept(fast, flow, seconds - 0.5, entries)
     assert is_swept(fast, flow, 1, entries)
     assert count_of_young(fast, "pods") == 0
 
 
-def test_what_was_answered_and_goes_on_is_for_the_kernel(fast: World) -> None:
+def test_what_was_answered_and_goes_on_is_for_the_kernel(fast: ProgramNode) -> None:
     flow = answered(fast)
     flow.older(1.5)
     assert sweep(fast)["requested"] == 0
@@ -167,7 +170,7 @@ def test_what_was_answered_and_goes_on_is_for_the_kernel(fast: World) -> None:
     assert fast.promotions() == [flow.key()] * 2
 
 
-def test_a_question_and_its_answer_are_not_for_the_kernel(fast: World) -> None:
+def test_a_question_and_its_answer_are_not_for_the_kernel(fast: ProgramNode) -> None:
     flow = answered(fast, "udp")
     for _ in range(4):
         flow.run()
@@ -179,7 +182,7 @@ def test_a_question_and_its_answer_are_not_for_the_kernel(fast: World) -> None:
     assert fast.promotions() == [flow.key()]
 
 
-def test_draining_asks_for_all_that_were_answered(fast: World) -> None:
+def test_draining_asks_for_all_that_were_answered(fast: ProgramNode) -> None:
     flow = answered(fast)
     other = Flow(fast, sport=40005)
     other.open_young()
@@ -190,7 +193,7 @@ def test_draining_asks_for_all_that_were_answered(fast: World) -> None:
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["the answers' left", "the client's left"])
-def test_half_a_flow_is_left_over(fast: World, reply: bool) -> None:
+def test_half_a_flow_is_left_over(fast: ProgramNode, reply: bool) -> None:
     flow = answered(fast)
     fast.object.maps["flows"].delete(flow.key(not reply))
     flow.older(1.5)
@@ -198,7 +201,7 @@ def test_half_a_flow_is_left_over(fast: World, reply: bool) -> None:
     assert flow.entries() == []
 
 
-def test_a_half_that_was_just_made_stays(fast: World) -> None:
+def test_a_half_that_was_just_made_stays(fast: ProgramNode) -> None:
     """The answers' entry is written first."""
     flow = young(fast)
     fast.object.maps["flows"].delete(flow.key())
@@ -207,7 +210,7 @@ def test_a_half_that_was_just_made_stays(fast: World) -> None:
 
 
 @pytest.mark.parametrize(("protocol", "seconds"), [("tcp", 3600), ("udp", 180)])
-def test_idle_flows_of_the_kernels_are_forgotten(fast: World, protocol: str, seconds: int) -> None:
+def test_idle_flows_of_the_kernels_are_forgotten(fast: ProgramNode, protocol: str, seconds: int) -> None:
     if time.monotonic() < seconds + 60:
         pytest.skip(f"this machine has been up for less than {seconds} s, which a flow cannot have been idle for")
     flow = learned(fast, protocol)
@@ -218,14 +221,14 @@ def test_idle_flows_of_the_kernels_are_forgotten(fast: World, protocol: str, sec
 
 @pytest.mark.parametrize("flags", ["FA", "R"])
 @pytest.mark.parametrize("reply", [False, True], ids=["the client", "the endpoint"])
-def test_flows_of_the_kernels_that_were_closed_are_forgotten_soon(fast: World, reply: bool, flags: str) -> None:
+def test_flows_of_the_kernels_that_were_closed_are_forgotten_soon(fast: ProgramNode, reply: bool, flags: str) -> None:
     flow = learned(fast)
     flow.run(reply, flow.frame(reply, flags=flags))
     assert not is_swept(fast, flow, 9)
     assert is_swept(fast, flow, 2)
 
 
-def test_a_flow_of_the_kernels_that_began_again_is_kept(fast: World) -> None:
+def test_a_flow_of_the_kernels_that_began_again_is_kept(fast: ProgramNode) -> None:
     flow = learned(fast)
     for reply in (False, True):
         flow.run(reply, flow.frame(reply, flags="FA"))
@@ -234,7 +237,7 @@ def test_a_flow_of_the_kernels_that_began_again_is_kept(fast: World) -> None:
     assert not is_swept(fast, flow, 60)
 
 
-def test_half_of_a_flow_of_the_kernels_is_forgotten_soon(fast: World) -> None:
+def test_half_of_a_flow_of_the_kernels_is_forgotten_soon(fast: ProgramNode) -> None:
     flow = learned(fast)
     fast.object.maps["flows"].delete(flow.key())
     flow.older(9)
@@ -245,7 +248,7 @@ def test_half_of_a_flow_of_the_kernels_is_forgotten_soon(fast: World) -> None:
     assert flow.entries() == []
 
 
-def test_in_a_full_table_idle_flows_of_the_kernels_are_forgotten_soon(fast: World) -> None:
+def test_in_a_full_table_idle_flows_of_the_kernels_are_forgotten_soon(fast: ProgramNode) -> None:
     flow = learned(fast)
     assert is_swept(fast, flow, 3, 2 * QUOTA + 1), "nothing was sent by it"
     flow = learned(fast)
@@ -259,7 +262,7 @@ def test_in_a_full_table_idle_flows_of_the_kernels_are_forgotten_soon(fast: Worl
 
 
 @pytest.mark.parametrize("way", ["own address", "masqueraded"])
-def test_a_promoted_flow_is_the_kernels(fast: World, way: str) -> None:
+def test_a_promoted_flow_is_the_kernels(fast: ProgramNode, way: str) -> None:
     flow = young(fast, **WAYS[way])
     flow.answer()
     wipe_reasons(fast)
@@ -276,7 +279,7 @@ def test_a_promoted_flow_is_the_kernels(fast: World, way: str) -> None:
     assert count_of_young(fast, flow.entrance) == 0
 
 
-def test_only_young_flows_by_the_clients_key(fast: World) -> None:
+def test_only_young_flows_by_the_clients_key(fast: ProgramNode) -> None:
     flow = answered(fast)
     assert promote(fast, flow.key(reply=True)) == 0
     assert promote(fast, Flow(fast, sport=45000).key()) == 0
@@ -285,7 +288,7 @@ def test_only_young_flows_by_the_clients_key(fast: World) -> None:
     assert promote(fast, flow.key()) == 0, "half of it is gone"
 
 
-def test_only_the_flow_that_was_read(fast: World) -> None:
+def test_only_the_flow_that_was_read(fast: ProgramNode) -> None:
     """The client may reuse the port before the agent runs the programs."""
     flow = answered(fast)
     started = flow.entry()["started"]
@@ -296,7 +299,7 @@ def test_only_the_flow_that_was_read(fast: World) -> None:
     assert promote(fast, flow.key() + started.to_bytes(8, sys.byteorder)) == 1
 
 
-def test_a_promoted_flows_syn_is_netfilters(fast: World) -> None:
+def test_a_promoted_flows_syn_is_netfilters(fast: ProgramNode) -> None:
     flow = answered(fast)
     promote(fast, flow.key())
     assert flow.run(frame=flow.frame(flags="S")).retval == GO_ON
@@ -307,7 +310,7 @@ def test_a_promoted_flows_syn_is_netfilters(fast: World) -> None:
 
 
 @pytest.mark.parametrize("way", ["own address", "masqueraded"])
-def test_a_flow_without_a_place_in_conntrack_is_ended(fast: World, way: str) -> None:
+def test_a_flow_without_a_place_in_conntrack_is_ended(fast: ProgramNode, way: str) -> None:
     flow = young(fast, **WAYS[way])
     flow.answer()
     assert end(fast, flow.key()) == 1
@@ -318,7 +321,7 @@ def test_a_flow_without_a_place_in_conntrack_is_ended(fast: World, way: str) -> 
     assert end(fast, flow.key()) == 0
 
 
-def test_only_young_flows_are_ended_and_by_the_clients_key(fast: World) -> None:
+def test_only_young_flows_are_ended_and_by_the_clients_key(fast: ProgramNode) -> None:
     flow = answered(fast)
     assert end(fast, flow.key(reply=True)) == 0
     promote(fast, flow.key())

@@ -8,13 +8,13 @@ from ipaddress import ip_address
 from typing import Any
 
 import pytest
-from world import World
 
 from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.datapath.loader.rings import Rings
 from pyebpf_proxy.trace import events
 from pyebpf_proxy.trace.events import Event
 from pyebpf_proxy.trace.session import Word
+from tests.packet.program_node import ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -24,7 +24,7 @@ EVERYTHING: dict[str, Any] = {"reasons": (1 << 64) - 1}
 class Listener:
     """A reader with rings of its own."""
 
-    def __init__(self, world: World, room: int = 1 << 16) -> None:
+    def __init__(self, world: ProgramNode, room: int = 1 << 16) -> None:
         btf = world.object.btf
         self.word = Word(world.object.maps["tracing"], btf.struct("tracing"))
         self.rings = Rings(world.object.maps["decisions"], room)
@@ -36,14 +36,14 @@ class Listener:
 
 
 @pytest.fixture
-def listener(hooks: World) -> Iterator[Listener]:
+def listener(hooks: ProgramNode) -> Iterator[Listener]:
     made = Listener(hooks)
     yield made
     made.word.clear()
     made.rings.close()
 
 
-def test_a_new_flow_is_told_with_all_that_was_decided(hooks: World, listener: Listener) -> None:
+def test_a_new_flow_is_told_with_all_that_was_decided(hooks: ProgramNode, listener: Listener) -> None:
     hooks.service(["remote"])
     listener.word.ask(EVERYTHING)
     hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80, sport=41000))
@@ -57,7 +57,7 @@ def test_a_new_flow_is_told_with_all_that_was_decided(hooks: World, listener: Li
     assert (event.reason, event.hook) == ("new_flow_netfilter", 1)
 
 
-def test_what_is_refused_is_told(hooks: World, listener: Listener) -> None:
+def test_what_is_refused_is_told(hooks: ProgramNode, listener: Listener) -> None:
     hooks.service([], service=1)
     listener.word.ask(EVERYTHING)
     hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80))
@@ -65,7 +65,7 @@ def test_what_is_refused_is_told(hooks: World, listener: Listener) -> None:
     assert (event.reason, event.service, event.endpoint, event.masquerade) == ("reject_no_endpoints", 1, None, False)
 
 
-def test_packets_of_known_flows_and_of_no_service_are_no_decisions(hooks: World, listener: Listener) -> None:
+def test_packets_of_known_flows_and_of_no_service_are_no_decisions(hooks: ProgramNode, listener: Listener) -> None:
     hooks.service(["remote"])
     listener.word.ask(EVERYTHING)
     hooks.run("tc_ethernet", hooks.tcp("client", "elsewhere", 80))
@@ -95,7 +95,7 @@ FILTERS: list[tuple[str, dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize(("wanted", "told"), [each[1:] for each in FILTERS], ids=[each[0] for each in FILTERS])
 def test_programs_leave_out_what_was_not_asked_for(
-    hooks: World, listener: Listener, wanted: dict[str, Any], told: bool
+    hooks: ProgramNode, listener: Listener, wanted: dict[str, Any], told: bool
 ) -> None:
     hooks.service(["remote"])
     asked = EVERYTHING | wanted
@@ -112,7 +112,7 @@ def test_programs_leave_out_what_was_not_asked_for(
     assert len(listener.heard()) == told
 
 
-def test_an_address_of_the_other_family_is_not_the_same_bytes(world: World) -> None:
+def test_an_address_of_the_other_family_is_not_the_same_bytes(world: ProgramNode) -> None:
     listener = Listener(world)
     world.service(["remote"])
     packed = ip_address(world.address("client")).packed.ljust(16, b"\0")
@@ -122,7 +122,7 @@ def test_an_address_of_the_other_family_is_not_the_same_bytes(world: World) -> N
     listener.rings.close()
 
 
-def test_what_there_is_no_room_for_is_counted(hooks: World) -> None:
+def test_what_there_is_no_room_for_is_counted(hooks: ProgramNode) -> None:
     hooks.service([])
     listener = Listener(hooks, 4096)
     listener.word.ask(EVERYTHING)
@@ -136,7 +136,7 @@ def test_what_there_is_no_room_for_is_counted(hooks: World) -> None:
     listener.rings.close()
 
 
-def test_a_reader_that_died_is_found_out_by_the_next_decision(hooks: World) -> None:
+def test_a_reader_that_died_is_found_out_by_the_next_decision(hooks: ProgramNode) -> None:
     hooks.service([])
     listener = Listener(hooks)
     listener.word.ask(EVERYTHING)
@@ -148,7 +148,7 @@ def test_a_reader_that_died_is_found_out_by_the_next_decision(hooks: World) -> N
     assert hooks.reasons()["REJECT_NO_ENDPOINTS"] == 1
 
 
-def test_nothing_is_told_unasked(hooks: World, listener: Listener) -> None:
+def test_nothing_is_told_unasked(hooks: ProgramNode, listener: Listener) -> None:
     hooks.service(["remote"])
     hooks.run("tc_ethernet", hooks.tcp("client", "vip", 80))
     assert listener.heard() == []

@@ -14,15 +14,15 @@ from scapy.layers.inet import IP, TCP, UDP, IPOption_NOP
 from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt, IPv6ExtHdrFragment
 from scapy.layers.l2 import Dot1Q, Ether
 from scapy.packet import Packet, Raw
-from world import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, XDP_DROP, XDP_PASS, World
 
 from pyebpf_proxy.datapath.loader.libbpf import SkBuff
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, PRIORITY_MASQUERADE, XDP_DROP, XDP_PASS, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 
 @pytest.fixture
-def before(node: World) -> World:
+def before(node: ProgramNode) -> ProgramNode:
     """A node whose devices carry XDP before tc; no agent that lets flows be young."""
     node.forget_flows()
     node.settings = {"xdp": 1}
@@ -36,7 +36,7 @@ def before(node: World) -> World:
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("source", ["client", "pod"])
 def test_a_first_packet_goes_up_unchanged_and_tc_hands_it_to_netfilter(
-    before: World, protocol: str, source: str
+    before: ProgramNode, protocol: str, source: str
 ) -> None:
     before.service(["remote"], protocol=protocol)
     frame = (before.tcp if protocol == "tcp" else before.udp)(source, "cluster_ip", 80)
@@ -51,13 +51,13 @@ def test_a_first_packet_goes_up_unchanged_and_tc_hands_it_to_netfilter(
     assert before.reasons() == {"NEW_FLOW_NETFILTER": 1}
 
 
-def test_a_drop_is_given_before_there_is_a_packet(before: World) -> None:
+def test_a_drop_is_given_before_there_is_a_packet(before: ProgramNode) -> None:
     before.service(["remote"], ranges=[f"{before.address('client')}/{32 if before.family == 4 else 128}"])
     assert before.run_xdp(before.tcp("blocked", "vip", 80)).retval == XDP_DROP
     assert before.reasons() == {"DROP_SOURCE_RANGE": 1}
 
 
-def test_loopback_addresses_are_guarded(node: World) -> None:
+def test_loopback_addresses_are_guarded(node: ProgramNode) -> None:
     if node.family == 6:
         pytest.skip("the guard is of IPv4")
     node.settings = {"xdp": 1, "localhost_node_ports": 1}
@@ -67,7 +67,7 @@ def test_loopback_addresses_are_guarded(node: World) -> None:
     assert node.reasons() == {"DROP_LOOPBACK_DESTINATION": 1}
 
 
-def with_options(world: World) -> Packet:
+def with_options(world: ProgramNode) -> Packet:
     frame = world.tcp("client", "vip", 80)
     if world.family == 4:
         frame[IP].options = [IPOption_NOP()] * 4
@@ -77,32 +77,32 @@ def with_options(world: World) -> Packet:
     return frame / IPv6ExtHdrDestOpt() / below
 
 
-def test_headers_may_have_options(before: World) -> None:
+def test_headers_may_have_options(before: ProgramNode) -> None:
     before.service(["remote"])
     assert before.run_xdp(with_options(before)).retval == XDP_PASS
     assert len(choices(before)) == 1
 
 
-def test_a_first_fragment_opens_its_flow_as_in_tc(before: World) -> None:
+def test_a_first_fragment_opens_its_flow_as_in_tc(before: ProgramNode) -> None:
     before.service(["remote"], protocol="udp")
     assert before.run_xdp(first_fragment(before)).retval == XDP_PASS
     assert len(choices(before)) == 1
 
 
-def tagged(world: World) -> Packet:
+def tagged(world: ProgramNode) -> Packet:
     frame = world.tcp("client", "vip", 80)
     below = frame.payload
     frame.remove_payload()
     return Ether(src=frame.src, dst=frame.dst) / Dot1Q(vlan=7) / below
 
 
-def for_somebody_else(world: World) -> Packet:
+def for_somebody_else(world: ProgramNode) -> Packet:
     frame = world.tcp("client", "vip", 80)
     frame[Ether].dst = "02:00:00:00:00:03"
     return frame
 
 
-def first_fragment(world: World) -> Packet:
+def first_fragment(world: ProgramNode) -> Packet:
     frame = world.udp("client", "vip", 80)
     if world.family == 4:
         frame[IP].flags = "MF"
@@ -112,7 +112,7 @@ def first_fragment(world: World) -> Packet:
     return frame / IPv6ExtHdrFragment(m=1, id=7, nh=17) / below
 
 
-LEFT: dict[str, Callable[[World], Packet]] = {
+LEFT: dict[str, Callable[[ProgramNode], Packet]] = {
     "a VLAN's": tagged,
     "somebody else's": for_somebody_else,
     "SCTP": lambda world: world.sctp("client", "vip", 80),
@@ -122,7 +122,7 @@ LEFT: dict[str, Callable[[World], Packet]] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_not_for_xdp_goes_up_untouched(before: World, name: str) -> None:
+def test_what_is_not_for_xdp_goes_up_untouched(before: ProgramNode, name: str) -> None:
     for number, protocol in enumerate(("tcp", "udp", "sctp")):
         before.service(["remote"], protocol=protocol, service=1 + number)
     frame = LEFT[name](before)
@@ -132,14 +132,14 @@ def test_what_is_not_for_xdp_goes_up_untouched(before: World, name: str) -> None
     assert not before.reasons()
 
 
-def test_where_no_flows_may_be_opened_they_are_left_to_tc(before: World) -> None:
+def test_where_no_flows_may_be_opened_they_are_left_to_tc(before: ProgramNode) -> None:
     before.service(["remote"])
     before.xdp_device("nic", starts_flow=0)
     assert before.run_xdp(before.tcp("client", "vip", 80)).retval == XDP_PASS
     assert not choices(before)
 
 
-def test_headers_that_are_not_in_the_first_buffer_go_up(before: World) -> None:
+def test_headers_that_are_not_in_the_first_buffer_go_up(before: ProgramNode) -> None:
     """A frame that ends in the middle of its headers is nothing to read beyond."""
     before.service(["remote"])
     frame = bytes(before.tcp("client", "vip", 80))
@@ -149,7 +149,7 @@ def test_headers_that_are_not_in_the_first_buffer_go_up(before: World) -> None:
     assert not choices(before)
 
 
-def test_a_refusal_is_tcs_and_counted_once(before: World) -> None:
+def test_a_refusal_is_tcs_and_counted_once(before: ProgramNode) -> None:
     before.service([])
     frame = before.tcp("client", "vip", 80)
     assert before.run_xdp(frame).retval == XDP_PASS
@@ -161,11 +161,11 @@ def test_a_refusal_is_tcs_and_counted_once(before: World) -> None:
 # ---- a choice that only tc can carry out -----------------------------------------------------------------------
 
 
-def choices(world: World) -> list[tuple[bytes, bytes]]:
+def choices(world: ProgramNode) -> list[tuple[bytes, bytes]]:
     return list(world.object.maps["xdp_choices"].items())
 
 
-def chosen(world: World, sport: int) -> int:
+def chosen(world: ProgramNode, sport: int) -> int:
     """The endpoint that tc hands to our nft table, after XDP has seen the packet."""
     result = world.run("tc_ethernet", world.tcp("client", "cluster_ip", 80, sport=sport))
     assert result.skb is not None
@@ -173,7 +173,7 @@ def chosen(world: World, sport: int) -> int:
     return result.skb.priority & 0xFFFFFF
 
 
-def test_the_endpoint_that_xdp_chose_is_the_one_that_tc_carries_out(before: World) -> None:
+def test_the_endpoint_that_xdp_chose_is_the_one_that_tc_carries_out(before: ProgramNode) -> None:
     """Not another one: half of the choices would differ."""
     before.service(["outside", "nowhere"])
     tc = before.object.programs["tc_ethernet"]
@@ -188,7 +188,7 @@ def test_the_endpoint_that_xdp_chose_is_the_one_that_tc_carries_out(before: Worl
     assert before.reasons() == {"NEW_FLOW_NETFILTER": 16}
 
 
-def test_round_robin_takes_one_turn_for_a_flow_that_both_see(node: World) -> None:
+def test_round_robin_takes_one_turn_for_a_flow_that_both_see(node: ProgramNode) -> None:
     node.settings = {"xdp": 1, "scheduler": 1}
     node.load()
     node.service(["nowhere", "outside", "remote"])
@@ -202,12 +202,12 @@ def test_round_robin_takes_one_turn_for_a_flow_that_both_see(node: World) -> Non
     assert seen == {"nowhere": 10, "outside": 10, "remote": 10}
 
 
-def test_affinity_is_that_of_the_first_choice(before: World) -> None:
+def test_affinity_is_that_of_the_first_choice(before: ProgramNode) -> None:
     before.service(["outside", "nowhere"], affinity_seconds=100)
     assert len({chosen(before, sport) for sport in range(41000, 41020)}) == 1
 
 
-def test_a_choice_of_another_time_is_not_believed(before: World) -> None:
+def test_a_choice_of_another_time_is_not_believed(before: ProgramNode) -> None:
     """Between the two programs the service may have got another list."""
     before.service(["outside"])
     frame = before.tcp("client", "cluster_ip", 80)

@@ -7,27 +7,38 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fast_world import FAR, REDIRECT, SECOND, Flow, device, fast_node, now, one_cpu, records, wipe_reasons
 from scapy.layers.inet import TCP, UDP
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet
-from test_kernel_flows import learned
-from test_young_flows import young
-from world import GO_ON, SHOT, XDP_PASS, XDP_REDIRECT, XDP_TX, World
 
 from pyebpf_proxy.datapath.loader.libbpf import RunResult
+from tests.packet.fast_node import (
+    FAR,
+    REDIRECT,
+    SECOND,
+    Flow,
+    device,
+    fast_node,
+    learned,
+    now,
+    one_cpu,
+    records,
+    wipe_reasons,
+    young,
+)
+from tests.packet.program_node import GO_ON, SHOT, XDP_PASS, XDP_REDIRECT, XDP_TX, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 
 @pytest.fixture
-def fast(node: World) -> Iterator[World]:
+def fast(node: ProgramNode) -> Iterator[ProgramNode]:
     with one_cpu():
         yield fast_node(node, xdp=1)
 
 
 @pytest.fixture(params=["young", "the kernel's"])
-def known(request: pytest.FixtureRequest, fast: World) -> Callable[..., Flow]:
+def known(request: pytest.FixtureRequest, fast: ProgramNode) -> Callable[..., Flow]:
     """A flow that the table knows."""
 
     def make(protocol: str = "tcp", **ends: Any) -> Flow:
@@ -75,7 +86,7 @@ def test_what_leaves_by_the_device_it_came_in_by_is_sent_back(known: Callable[..
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_xdp_opens_young_flows(fast: World, protocol: str) -> None:
+def test_xdp_opens_young_flows(fast: ProgramNode, protocol: str) -> None:
     flow = Flow(fast, protocol)
     flow.permit()
     frame = {"flags": "S", "size": 0, "seq": 100, "ack": 0}
@@ -85,7 +96,7 @@ def test_xdp_opens_young_flows(fast: World, protocol: str) -> None:
     assert fast.reasons() == {"NEW_FLOW_FAST": 1, "XDP_FLOW_HIT": 1}
 
 
-def test_where_no_flows_may_be_opened_tc_does(fast: World) -> None:
+def test_where_no_flows_may_be_opened_tc_does(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.permit()
     fast.xdp_device("pods", starts_flow=0)
@@ -94,7 +105,7 @@ def test_where_no_flows_may_be_opened_tc_does(fast: World) -> None:
     flow.open_young()
 
 
-def test_without_a_permit_tc_counts_why(fast: World) -> None:
+def test_without_a_permit_tc_counts_why(fast: ProgramNode) -> None:
     flow = Flow(fast)
     frame = flow.frame(flags="S")
     found = through(flow, frame=frame)
@@ -105,7 +116,7 @@ def test_without_a_permit_tc_counts_why(fast: World) -> None:
     assert len(records(fast)) == 1
 
 
-def test_a_young_flow_that_xdp_cannot_send_is_sent_by_tc(fast: World) -> None:
+def test_a_young_flow_that_xdp_cannot_send_is_sent_by_tc(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.permit()
     fast.xdp_device("nic", takes=0)
@@ -176,7 +187,7 @@ def test_a_device_that_takes_no_frames_gets_none(known: Callable[..., Flow]) -> 
     assert flow.world.reasons() == {"XDP_LEFT_DEVICE": 1}
 
 
-def test_a_device_that_takes_one_buffer_gets_no_jumbo_frames(fast: World) -> None:
+def test_a_device_that_takes_one_buffer_gets_no_jumbo_frames(fast: ProgramNode) -> None:
     for name in ("nic", "pods"):
         device(fast, name, mtu=9000)
     flow = young(fast, "udp")
@@ -218,7 +229,7 @@ def test_what_is_unusual_goes_to_tc(known: Callable[..., Flow], size: int) -> No
     assert flow.world.promotions() == [], "tc asks"
 
 
-def test_what_must_be_confirmed_goes_up(fast: World) -> None:
+def test_what_must_be_confirmed_goes_up(fast: ProgramNode) -> None:
     flow = learned(fast)
     flow.write(confirmed_until=now() - 1)
     frame = flow.frame()
@@ -231,13 +242,13 @@ def test_what_must_be_confirmed_goes_up(fast: World) -> None:
 
 
 @pytest.mark.parametrize("flags", ["FA", "RA", "S", "SA"])
-def test_the_kernel_hears_of_the_end_of_its_flow(fast: World, flags: str) -> None:
+def test_the_kernel_hears_of_the_end_of_its_flow(fast: ProgramNode, flags: str) -> None:
     flow = learned(fast)
     assert through(flow, frame=flow.frame(flags=flags)).retval == XDP_PASS
     assert [flow.entry(reply)["confirmed_until"] for reply in (False, True)] == [0, 0]  # type: ignore[index]
 
 
-def test_a_reset_in_sequence_ends_a_young_flow(fast: World) -> None:
+def test_a_reset_in_sequence_ends_a_young_flow(fast: ProgramNode) -> None:
     flow = young(fast)
     flow.answer()
     assert through(flow, frame=flow.frame(flags="R", size=0, seq=777)).retval == XDP_REDIRECT
@@ -246,14 +257,14 @@ def test_a_reset_in_sequence_ends_a_young_flow(fast: World) -> None:
     assert flow.entries() == []
 
 
-def test_a_dead_agents_young_flows_go_on(fast: World) -> None:
+def test_a_dead_agents_young_flows_go_on(fast: ProgramNode) -> None:
     mine, kernels = young(fast), learned(fast, sport=40007)
     fast.say_of_fast_path(alive=-1)
     assert through(mine).retval == XDP_REDIRECT
     assert through(kernels).retval == XDP_PASS
 
 
-def test_on_packets_any_device_does(node: World) -> None:
+def test_on_packets_any_device_does(node: ProgramNode) -> None:
     """Generic mode: the kernel sends what it made of the frame."""
     with one_cpu():
         fast = fast_node(node, xdp=1, xdp_generic=1)

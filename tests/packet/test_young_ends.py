@@ -6,21 +6,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fast_world import REDIRECT, Flow, count_of_young, fast_node, one_cpu
-from test_young_flows import young
-from world import GO_ON, PRIORITY_BACKEND, World
+
+from tests.packet.fast_node import REDIRECT, Flow, close, count_of_young, fast_node, one_cpu, young
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 
 @pytest.fixture
-def fast(node: World) -> Iterator[World]:
+def fast(node: ProgramNode) -> Iterator[ProgramNode]:
     with one_cpu():
         yield fast_node(node)
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
-def test_a_reset_in_sequence_ends_the_flow(fast: World, reply: bool) -> None:
+def test_a_reset_in_sequence_ends_the_flow(fast: ProgramNode, reply: bool) -> None:
     flow = young(fast)
     flow.answer()
     frame = {"flags": "R", "size": 0, "seq": 501 if reply else 101}
@@ -33,7 +33,7 @@ def test_a_reset_in_sequence_ends_the_flow(fast: World, reply: bool) -> None:
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["client", "endpoint"])
-def test_a_forged_reset_ends_nothing(fast: World, reply: bool) -> None:
+def test_a_forged_reset_ends_nothing(fast: ProgramNode, reply: bool) -> None:
     flow = young(fast)
     flow.answer()
     assert flow.run(reply, flow.frame(reply, flags="R", size=0, seq=777)).retval == REDIRECT
@@ -48,7 +48,7 @@ def test_a_forged_reset_ends_nothing(fast: World, reply: bool) -> None:
     assert flow.entry(reply)["closing"] == 0  # type: ignore[index]
 
 
-def test_a_syn_of_the_endpoint_ends_nothing(fast: World) -> None:
+def test_a_syn_of_the_endpoint_ends_nothing(fast: ProgramNode) -> None:
     """Both sides may open at once; and an endpoint must not shift what is counted for its client's device."""
     flow = young(fast)
     flow.answer()
@@ -60,7 +60,7 @@ def test_a_syn_of_the_endpoint_ends_nothing(fast: World) -> None:
     assert (count_of_young(fast, "pods"), count_of_young(fast, "nic")) == (1, 0)
 
 
-def test_a_syn_of_the_endpoint_after_the_end_is_counted_for_the_client(fast: World) -> None:
+def test_a_syn_of_the_endpoint_after_the_end_is_counted_for_the_client(fast: ProgramNode) -> None:
     """The flow's entries go, and the device whose client has opened it has one flow less."""
     flow = young(fast)
     other = Flow(fast, sport=45000)
@@ -74,14 +74,7 @@ def test_a_syn_of_the_endpoint_after_the_end_is_counted_for_the_client(fast: Wor
     assert (count_of_young(fast, "pods"), count_of_young(fast, "nic")) == (1, 0)
 
 
-def close(flow: Flow) -> None:
-    """FIN both ways, in sequence."""
-    flow.answer()
-    for reply, flags, seq, ack in ((False, "FA", 101, 501), (True, "FA", 501, 102), (False, "A", 102, 502)):
-        assert flow.run(reply, flow.frame(reply, flags=flags, size=0, seq=seq, ack=ack)).retval == REDIRECT
-
-
-def test_a_connection_that_both_have_closed_makes_room_for_the_next(fast: World) -> None:
+def test_a_connection_that_both_have_closed_makes_room_for_the_next(fast: ProgramNode) -> None:
     flow = young(fast)
     close(flow)
     assert flow.entries() == [False, True]
@@ -94,7 +87,7 @@ def test_a_connection_that_both_have_closed_makes_room_for_the_next(fast: World)
 
 
 @pytest.mark.parametrize("closed", ["nobody", "the client", "a forger"])
-def test_a_syn_of_a_living_flow_goes_where_the_first_went(fast: World, closed: str) -> None:
+def test_a_syn_of_a_living_flow_goes_where_the_first_went(fast: ProgramNode, closed: str) -> None:
     flow = young(fast)
     flow.answer()
     if closed == "the client":
@@ -108,7 +101,7 @@ def test_a_syn_of_a_living_flow_goes_where_the_first_went(fast: World, closed: s
     assert fast.reasons()["NEW_FLOW_FAST"] == made == 1
 
 
-def test_a_syn_to_an_endpoint_that_is_gone_gets_another(fast: World) -> None:
+def test_a_syn_to_an_endpoint_that_is_gone_gets_another(fast: ProgramNode) -> None:
     flow = young(fast)
     flow.answer()
     fast.service(["local"])
@@ -120,7 +113,7 @@ def test_a_syn_to_an_endpoint_that_is_gone_gets_another(fast: World) -> None:
     assert flow.entries() == []
 
 
-def test_a_datagram_for_an_endpoint_that_is_gone_gets_another(fast: World) -> None:
+def test_a_datagram_for_an_endpoint_that_is_gone_gets_another(fast: ProgramNode) -> None:
     flow = young(fast, "udp")
     fast.service(["local"], protocol="udp", service=2)
     fast.endpoint("remote", 2, present=False)
@@ -133,7 +126,7 @@ def test_a_datagram_for_an_endpoint_that_is_gone_gets_another(fast: World) -> No
     assert count_of_young(fast, "pods") == 0
 
 
-def test_a_datagram_of_a_living_flow_goes_on(fast: World) -> None:
+def test_a_datagram_of_a_living_flow_goes_on(fast: ProgramNode) -> None:
     flow = young(fast, "udp")
     fast.say_of_fast_path(generation=2)
     assert flow.run().retval == REDIRECT

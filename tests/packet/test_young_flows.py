@@ -7,62 +7,42 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fast_world import (
+from scapy.layers.inet import IP, UDP
+from scapy.layers.inet6 import IPv6, IPv6ExtHdrFragment
+from scapy.layers.l2 import Dot1Q, Ether
+from scapy.packet import Packet, Raw
+
+from pyebpf_proxy.datapath.loader.libbpf import SkBuff
+from tests.packet.fast_node import (
     FAR,
     NODE_MAC,
     REDIRECT,
     SNAT_PORTS,
+    WAYS,
     Flow,
     count_of_young,
     fast_node,
     one_cpu,
+    options,
     records,
     wipe_reasons,
     write_permits,
+    young,
 )
-from scapy.layers.inet import IP, UDP, IPOption_NOP
-from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt, IPv6ExtHdrFragment
-from scapy.layers.l2 import Dot1Q, Ether
-from scapy.packet import Packet, Raw
-from world import GO_ON, PRIORITY_BACKEND, SHOT, SIZES, World
-
-from pyebpf_proxy.datapath.loader.libbpf import SkBuff
+from tests.packet.program_node import GO_ON, PRIORITY_BACKEND, SHOT, SIZES, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
 
 @pytest.fixture
-def fast(node: World) -> Iterator[World]:
+def fast(node: ProgramNode) -> Iterator[ProgramNode]:
     with one_cpu():
         yield fast_node(node)
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "own address": {},
-    "masqueraded": {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "snat_port": 50000},
-    "a NodePort, endpoint here": {
-        "client": "client",
-        "frontend": "node",
-        "port": 30080,
-        "masquerade": "pod_gateway",
-        "snat_port": 50000,
-        "entrance": "nic",
-        "exit": "pods",
-    },
-    "hairpin": {"client": "remote", "masquerade": "pod_gateway", "exit": "pods", "snat_port": 50000},
-}
-
-
-def young(world: World, protocol: str = "tcp", **ends: Any) -> Flow:
-    flow = Flow(world, protocol, **ends)
-    flow.permit()
-    flow.open_young()
-    return flow
-
-
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
 @pytest.mark.parametrize("way", WAYS)
-def test_packets_are_rewritten_whole(fast: World, protocol: str, way: str) -> None:
+def test_packets_are_rewritten_whole(fast: ProgramNode, protocol: str, way: str) -> None:
     flow = Flow(fast, protocol, **WAYS[way])
     flow.permit()
     first = flow.open_young()
@@ -90,7 +70,7 @@ def flow_service(flow: Flow) -> int:
     return 2 if flow.protocol == "udp" else 1
 
 
-def test_udp_without_a_checksum_stays_without(fast: World) -> None:
+def test_udp_without_a_checksum_stays_without(fast: ProgramNode) -> None:
     if fast.family == 6:
         pytest.skip("IPv6 has no UDP without a checksum")
     flow = young(fast, "udp")
@@ -99,7 +79,7 @@ def test_udp_without_a_checksum_stays_without(fast: World) -> None:
     assert Ether(flow.run(frame=frame).data)[UDP].chksum == 0
 
 
-def test_masqueraded_flows_have_ports_of_their_own(fast: World) -> None:
+def test_masqueraded_flows_have_ports_of_their_own(fast: ProgramNode) -> None:
     ports = set()
     for number in range(20):
         flow = Flow(fast, **{**WAYS["masqueraded"], "sport": 40000 + number})
@@ -112,7 +92,7 @@ def test_masqueraded_flows_have_ports_of_their_own(fast: World) -> None:
     assert max(ports) <= SNAT_PORTS[1]
 
 
-def test_no_port_is_left(node: World) -> None:
+def test_no_port_is_left(node: ProgramNode) -> None:
     with one_cpu():
         fast = fast_node(node, snat_port_min=20000, snat_port_max=20001)
         flow = Flow(fast, **WAYS["masqueraded"])
@@ -124,7 +104,7 @@ def test_no_port_is_left(node: World) -> None:
         assert fast.reasons()["SLOW_NO_PORT"] == 38
 
 
-def test_without_a_range_masqueraded_flows_are_netfilters(node: World) -> None:
+def test_without_a_range_masqueraded_flows_are_netfilters(node: ProgramNode) -> None:
     with one_cpu():
         fast = fast_node(node, snat_port_min=0, snat_port_max=0)
         flow = Flow(fast, **WAYS["masqueraded"])
@@ -134,7 +114,7 @@ def test_without_a_range_masqueraded_flows_are_netfilters(node: World) -> None:
         young(fast)
 
 
-def test_a_flow_to_the_endpoint_itself_has_the_ports(fast: World) -> None:
+def test_a_flow_to_the_endpoint_itself_has_the_ports(fast: ProgramNode) -> None:
     """Two frontends, one client port, one endpoint: their answers could not be told apart."""
     flow = young(fast)
     fast.service(["remote"], service=3, port=81, node_port=30081)
@@ -150,7 +130,7 @@ def test_a_flow_to_the_endpoint_itself_has_the_ports(fast: World) -> None:
 # ---- who may not be young ----------------------------------------------------------------------------
 
 
-def left(world: World, flow: Flow, frame: Packet | None = None, **skb: int) -> dict[str, int]:
+def left(world: ProgramNode, flow: Flow, frame: Packet | None = None, **skb: int) -> dict[str, int]:
     """A first packet that netfilter gets, with its endpoint; why."""
     wipe_reasons(world)
     found = flow.run(frame=flow.frame(flags="S") if frame is None else frame, **skb)
@@ -162,7 +142,7 @@ def left(world: World, flow: Flow, frame: Packet | None = None, **skb: int) -> d
     return dict(reasons)
 
 
-def test_the_agent_is_dead(fast: World) -> None:
+def test_the_agent_is_dead(fast: ProgramNode) -> None:
     flow = young(fast)
     fast.say_of_fast_path(alive=-1)
     assert left(fast, Flow(fast, sport=40001)) == {"STACK_NO_AGENT": 1}
@@ -170,7 +150,7 @@ def test_the_agent_is_dead(fast: World) -> None:
 
 
 @pytest.mark.parametrize("why", ["STACK_IPSEC", "STACK_POLICY_ROUTED", "STACK_RULES"])
-def test_the_family_is_closed(fast: World, why: str) -> None:
+def test_the_family_is_closed(fast: ProgramNode, why: str) -> None:
     flow = young(fast)
     number = fast.object.btf.enum("slow_path_reason")[why]
     fast.say_of_fast_path(**{f"closed{fast.family}": number})
@@ -180,14 +160,14 @@ def test_the_family_is_closed(fast: World, why: str) -> None:
     Flow(fast, sport=40001).open_young()
 
 
-def test_draining(fast: World) -> None:
+def test_draining(fast: ProgramNode) -> None:
     flow = young(fast)
     fast.say_of_fast_path(draining=1)
     assert left(fast, Flow(fast, sport=40001)) == {"STACK_DRAINING": 1}
     assert flow.run().retval == REDIRECT
 
 
-def test_a_device_has_a_quota(node: World) -> None:
+def test_a_device_has_a_quota(node: ProgramNode) -> None:
     with one_cpu():
         fast = fast_node(node, flow_quota=3)
         Flow(fast).permit()
@@ -201,7 +181,7 @@ def test_a_device_has_a_quota(node: World) -> None:
         assert count_of_young(fast, "pods") == 3
 
 
-def test_the_table_is_full(fast: World) -> None:
+def test_the_table_is_full(fast: ProgramNode) -> None:
     Flow(fast).permit()
     made, sport = 0, 43000
     frame = bytearray(bytes(Flow(fast).frame(flags="S")))
@@ -217,16 +197,6 @@ def test_the_table_is_full(fast: World) -> None:
     assert count_of_young(fast, "pods") == made
 
 
-def options(flow: Flow, **more: Any) -> Packet:
-    frame = flow.frame(**more)
-    if flow.world.family == 4:
-        frame[IP].options = [IPOption_NOP()] * 4
-        return frame
-    below = frame[IPv6].payload
-    frame[IPv6].remove_payload()
-    return frame / IPv6ExtHdrDestOpt() / below
-
-
 def tagged(flow: Flow, **more: Any) -> Packet:
     frame = flow.frame(**more)
     below = frame[Ether].payload
@@ -234,7 +204,7 @@ def tagged(flow: Flow, **more: Any) -> Packet:
     return frame / Dot1Q(vlan=0, prio=3) / below
 
 
-def test_what_only_the_kernel_can_do_opens_no_young_flow(fast: World) -> None:
+def test_what_only_the_kernel_can_do_opens_no_young_flow(fast: ProgramNode) -> None:
     Flow(fast).permit()
     flow = Flow(fast)
     assert left(fast, flow, options(flow, flags="S")) == {"STACK_OPTIONS": 1}
@@ -244,7 +214,7 @@ def test_what_only_the_kernel_can_do_opens_no_young_flow(fast: World) -> None:
     assert flow.entries() == []
 
 
-def test_schedulers_that_count_connections_see_each(node: World) -> None:
+def test_schedulers_that_count_connections_see_each(node: ProgramNode) -> None:
     with one_cpu():
         fast = fast_node(node, scheduler=5)
         flow = Flow(fast)
@@ -252,7 +222,7 @@ def test_schedulers_that_count_connections_see_each(node: World) -> None:
         assert left(fast, flow) == {"SLOW_NO_PERMIT": 1}
 
 
-def test_a_bare_ack_is_no_first_packet(fast: World) -> None:
+def test_a_bare_ack_is_no_first_packet(fast: ProgramNode) -> None:
     flow = Flow(fast)
     flow.permit()
     found = flow.run()
@@ -264,7 +234,7 @@ def test_a_bare_ack_is_no_first_packet(fast: World) -> None:
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("flags", ["A", "R", "FA", "S"])
-def test_from_another_device_nothing_is_touched(fast: World, reply: bool, flags: str) -> None:
+def test_from_another_device_nothing_is_touched(fast: ProgramNode, reply: bool, flags: str) -> None:
     flow = young(fast)
     flow.answer()
     before = [flow.entry(False), flow.entry(True)]
@@ -276,7 +246,7 @@ def test_from_another_device_nothing_is_touched(fast: World, reply: bool, flags:
 
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
-def test_frames_for_somebody_else_are_not_the_flows(fast: World, reply: bool) -> None:
+def test_frames_for_somebody_else_are_not_the_flows(fast: ProgramNode, reply: bool) -> None:
     flow = young(fast)
     before = [flow.entry(False), flow.entry(True)]
     for at in range(6):
@@ -287,7 +257,7 @@ def test_frames_for_somebody_else_are_not_the_flows(fast: World, reply: bool) ->
     assert [flow.entry(False), flow.entry(True)] == before
 
 
-def test_on_a_bridges_port_too(fast: World) -> None:
+def test_on_a_bridges_port_too(fast: ProgramNode) -> None:
     """A port sees frames for other hosts: the entry knows the address that its frames are for."""
     flow = young(fast)
     frame = flow.frame()
@@ -308,7 +278,7 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_the_clients_packet_takes_the_slow_path_to_the_same_endpoint(fast: World, name: str) -> None:
+def test_the_clients_packet_takes_the_slow_path_to_the_same_endpoint(fast: ProgramNode, name: str) -> None:
     make, reason = UNUSUAL[name]
     flow = young(fast)
     fast.service(["local"])
@@ -323,7 +293,7 @@ def test_the_clients_packet_takes_the_slow_path_to_the_same_endpoint(fast: World
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_the_endpoints_packet_waits_for_the_agent(fast: World, name: str) -> None:
+def test_the_endpoints_packet_waits_for_the_agent(fast: ProgramNode, name: str) -> None:
     make, reason = UNUSUAL[name]
     flow = young(fast)
     found = flow.run(True, make(flow, reply=True))
@@ -333,14 +303,14 @@ def test_the_endpoints_packet_waits_for_the_agent(fast: World, name: str) -> Non
     assert fast.promotions() == [flow.key()]
 
 
-def test_a_masqueraded_flows_packet_waits_for_the_agent(fast: World) -> None:
+def test_a_masqueraded_flows_packet_waits_for_the_agent(fast: ProgramNode) -> None:
     """netfilter would take another port."""
     flow = young(fast, **WAYS["masqueraded"])
     assert flow.run(frame=flow.frame(hops=1)).retval == SHOT
     assert fast.promotions() == [flow.key()]
 
 
-def test_segments_that_fit_are_sent_as_one(fast: World) -> None:
+def test_segments_that_fit_are_sent_as_one(fast: ProgramNode) -> None:
     flow = young(fast)
     frame = flow.frame(size=2800)
     assert flow.run(frame=frame, gso_size=1400, gso_segs=2).retval == REDIRECT
@@ -350,7 +320,7 @@ def test_segments_that_fit_are_sent_as_one(fast: World) -> None:
 
 @pytest.mark.parametrize("mac", ["ff:ff:ff:ff:ff:ff", "01:00:5e:00:00:01", "33:33:00:00:00:01"])
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_a_frame_for_many_hosts_opens_no_flow(fast: World, protocol: str, mac: str) -> None:
+def test_a_frame_for_many_hosts_opens_no_flow(fast: ProgramNode, protocol: str, mac: str) -> None:
     """The kernel forwards none of them, and it is the kernel that gets it."""
     flow = Flow(fast, protocol)
     flow.permit()
@@ -374,7 +344,7 @@ def fragments(flow: Flow, reply: bool = False, number: int = 9) -> tuple[Packet,
     return (*cut(flow.world, link / whole[Ether].payload, bytes(transport)[:40], bytes(transport)[40:], number), body)
 
 
-def cut(world: World, whole: Packet, first: bytes, later: bytes, number: int) -> tuple[Packet, Packet]:
+def cut(world: ProgramNode, whole: Packet, first: bytes, later: bytes, number: int) -> tuple[Packet, Packet]:
     link = Ether(src=whole.src, dst=whole.dst)
     if world.family == 4:
         old = whole[IP]
@@ -391,7 +361,7 @@ def cut(world: World, whole: Packet, first: bytes, later: bytes, number: int) ->
 
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("way", ["own address", "masqueraded"])
-def test_fragments_follow_the_first(fast: World, reply: bool, way: str) -> None:
+def test_fragments_follow_the_first(fast: ProgramNode, reply: bool, way: str) -> None:
     flow = young(fast, "udp", **WAYS[way])
     first, later, _ = fragments(flow, reply)
     assert flow.run(reply, later).retval == GO_ON, "nothing is known of it yet"
@@ -407,7 +377,7 @@ def test_fragments_follow_the_first(fast: World, reply: bool, way: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["too big", "last hop"])
-def test_a_first_fragment_that_only_the_kernel_can_handle_is_left_to_it(fast: World, what: str) -> None:
+def test_a_first_fragment_that_only_the_kernel_can_handle_is_left_to_it(fast: ProgramNode, what: str) -> None:
     """It fragments again, or tells the sender why not; the later fragments follow the first to it."""
     flow = young(fast, "udp")
     whole = flow.frame(size=2000, hops=64 if what == "too big" else 1)
@@ -422,7 +392,7 @@ def test_a_first_fragment_that_only_the_kernel_can_handle_is_left_to_it(fast: Wo
     assert flow.run(frame=later).retval == GO_ON
 
 
-def test_fragments_from_elsewhere_do_not_follow(fast: World) -> None:
+def test_fragments_from_elsewhere_do_not_follow(fast: ProgramNode) -> None:
     flow = young(fast, "udp")
     first, later, _ = fragments(flow)
     assert flow.run(frame=first).retval == REDIRECT
@@ -431,7 +401,7 @@ def test_fragments_from_elsewhere_do_not_follow(fast: World) -> None:
     assert flow.run(frame=later).retval == GO_ON
 
 
-def test_other_traffic_is_not_touched(fast: World) -> None:
+def test_other_traffic_is_not_touched(fast: ProgramNode) -> None:
     flow = young(fast)
     wipe_reasons(fast)
     frame = flow.packet("client", "elsewhere", 1234, 443, FAR, NODE_MAC)
@@ -439,7 +409,7 @@ def test_other_traffic_is_not_touched(fast: World) -> None:
     assert (found.retval, found.data, fast.reasons(), records(fast)) == (GO_ON, bytes(frame), {}, [])
 
 
-def test_off_is_off(node: World) -> None:
+def test_off_is_off(node: ProgramNode) -> None:
     node.forget_flows()
     node.settings = {}
     node.load(fast_path=0, xdp=0)

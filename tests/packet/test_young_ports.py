@@ -6,25 +6,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fast_world import (
+from scapy.packet import Packet
+
+from pyebpf_proxy.datapath.loader.libbpf import RunResult
+from tests.packet.fast_node import (
     CLIENT_MAC,
     FAR,
     NODE_MAC,
     REDIRECT,
     Flow,
+    close,
     count_of_young,
     drop_records,
     fast_node,
     one_cpu,
+    options,
     taken,
     write_permits,
+    young,
 )
-from scapy.packet import Packet
-from test_young_ends import close
-from test_young_flows import options, young
-from world import GO_ON, SHOT, World
-
-from pyebpf_proxy.datapath.loader.libbpf import RunResult
+from tests.packet.program_node import GO_ON, SHOT, ProgramNode
 
 pytestmark = [pytest.mark.needs_bpf, pytest.mark.needs_netns]
 
@@ -35,7 +36,7 @@ def way(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def fast(node: World) -> Iterator[World]:
+def fast(node: ProgramNode) -> Iterator[ProgramNode]:
     with one_cpu():
         world = fast_node(node)
         # The endpoint is written for no Service, too, as the agent does: packets for it are looked at.
@@ -46,7 +47,7 @@ def fast(node: World) -> Iterator[World]:
         yield world
 
 
-def ended(fast: World, protocol: str) -> Flow:
+def ended(fast: ProgramNode, protocol: str) -> Flow:
     """A young flow that is over: closed by both sides, or answered and idle."""
     flow = young(fast, protocol)
     if protocol == "tcp":
@@ -67,7 +68,7 @@ def second(flow: Flow, way: str) -> Packet:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_it_waits_until_the_kernel_knows_the_first(fast: World, way: str, protocol: str) -> None:
+def test_it_waits_until_the_kernel_knows_the_first(fast: ProgramNode, way: str, protocol: str) -> None:
     flow = young(fast, protocol)
     assert flow.run(reply=True).retval == REDIRECT
     flow.run()
@@ -78,7 +79,7 @@ def test_it_waits_until_the_kernel_knows_the_first(fast: World, way: str, protoc
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_from_another_device_it_is_none_of_the_clients(fast: World, way: str, protocol: str) -> None:
+def test_from_another_device_it_is_none_of_the_clients(fast: ProgramNode, way: str, protocol: str) -> None:
     """Who forges it must neither lose the client's packets nor have its flow promoted early."""
     flow = young(fast, protocol)
     flow.run()
@@ -90,14 +91,14 @@ def test_from_another_device_it_is_none_of_the_clients(fast: World, way: str, pr
     assert flow.entries() == [False, True]
 
 
-def test_from_another_port_it_goes_on(fast: World, way: str) -> None:
+def test_from_another_port_it_goes_on(fast: ProgramNode, way: str) -> None:
     flow = young(fast)
     assert flow.run(frame=second(Flow(fast, sport=flow.sport + 1), way)).retval == GO_ON
     assert fast.promotions() == []
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_after_the_end_of_the_first_it_goes_on(fast: World, way: str, protocol: str) -> None:
+def test_after_the_end_of_the_first_it_goes_on(fast: ProgramNode, way: str, protocol: str) -> None:
     flow = ended(fast, protocol)
     assert flow.run(frame=second(flow, way)).retval == GO_ON
     assert flow.entries() == [], "its answers would go to the first"
@@ -106,7 +107,7 @@ def test_after_the_end_of_the_first_it_goes_on(fast: World, way: str, protocol: 
     assert fast.promotions() == []
 
 
-def test_a_client_that_alone_has_closed_still_waits(fast: World, way: str) -> None:
+def test_a_client_that_alone_has_closed_still_waits(fast: ProgramNode, way: str) -> None:
     flow = young(fast)
     flow.answer()
     flow.run(frame=flow.frame(flags="FA", size=0, seq=101, ack=501))
@@ -117,7 +118,7 @@ def test_a_client_that_alone_has_closed_still_waits(fast: World, way: str) -> No
 # ---- netfilter gives the second flow another source port -----------------------------------------------------
 
 
-def remapped(fast: World, flow: Flow) -> RunResult:
+def remapped(fast: ProgramNode, flow: Flow) -> RunResult:
     """A new flow of the same client and endpoint, to which netfilter gives the source port of ``flow``."""
     other = Flow(fast, flow.protocol, sport=flow.sport + 7)
     write_permits(fast, until=0)
@@ -129,7 +130,7 @@ def remapped(fast: World, flow: Flow) -> RunResult:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_netfilter_chooses_the_port_of_a_young_flow(fast: World, protocol: str) -> None:
+def test_netfilter_chooses_the_port_of_a_young_flow(fast: ProgramNode, protocol: str) -> None:
     flow = young(fast, protocol)
     assert flow.run(reply=True).retval == REDIRECT
     flow.run()
@@ -140,7 +141,7 @@ def test_netfilter_chooses_the_port_of_a_young_flow(fast: World, protocol: str) 
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "udp"])
-def test_netfilter_chooses_the_port_of_a_young_flow_that_has_ended(fast: World, protocol: str) -> None:
+def test_netfilter_chooses_the_port_of_a_young_flow_that_has_ended(fast: ProgramNode, protocol: str) -> None:
     flow = ended(fast, protocol)
     assert remapped(fast, flow).retval == GO_ON
     assert flow.entries() == [], "replies would go to the first"

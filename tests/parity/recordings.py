@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 
+from tests import ROOT
 from tests.parity import commands, files, starts
 from tests.parity.answer import Answer
 from tests.parity.case import Case
 from tests.parity.generated import generate
 
-PATH = Path(__file__).resolve().parents[1] / "unit" / "recordings" / "configuration.jsonl"
+PATH = ROOT / "tests" / "unit" / "recordings" / "configuration.jsonl"
 SEED = 1
 GENERATED = 500
 

@@ -17,10 +17,9 @@ import msgspec
 from bench.measure import machine, say, speed
 from tests.changes.checker import ANSWERED
 from tests.faults.ground import LONG, Ground
-from tests.faults.tables import full_conntrack
-
-from .plot import PICTURE, draw
-from .samples import Sample, Soak, problems, sample
+from tests.soak.plot import PICTURE, draw
+from tests.soak.samples import Sample, Soak, problems, sample
+from tests.support.damage import full_conntrack
 
 RESULTS = Path(__file__).with_name("results.json")
 #: Entries of conntrack that are left free: the limit is near all the time.

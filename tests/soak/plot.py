@@ -9,10 +9,10 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from bench.plots_peers import BLUE, GREY, ORANGE
+from tests import ROOT
+from tests.soak.samples import Soak
 
-from .samples import Soak
-
-PICTURE = Path(__file__).resolve().parents[2] / "docs" / "soak.svg"
+PICTURE = ROOT / "docs" / "soak.svg"
 
 
 def draw(run: Soak, path: Path) -> None:

@@ -16,8 +16,9 @@ import pytest
 from pyebpf_proxy import __version__
 from pyebpf_proxy.cli import main
 from pyebpf_proxy.config.flags import FLAGS, UsageError, parse
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
+# The program runs without the environment and site-packages (-I -S), so nothing else can tell it where the package is.
 PATH = f"import sys; sys.path.insert(0, {str(ROOT)!r});"
 
 

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from types import ModuleType
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+from tests import ROOT
+
+TOOLS = ROOT / "tools"
 
 
 def tool(name: str) -> ModuleType:

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from tests import ROOT
 from tests.vagrant.problem import VagrantError
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = ROOT
 FOLDER = REPOSITORY / "vagrant"
 BUILT = REPOSITORY / "build" / "vagrant"
 #: What vagrant and libvirt say, and the machines' consoles.

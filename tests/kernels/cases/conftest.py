@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What these tests need of the kernel, as fixtures that skip with the reason; helpers are those of tests/netns."""
+"""What these tests need of the kernel, as fixtures that skip with the reason."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# It also makes the helper modules of its folder known by name.
-from tests.netns.conftest import family, protocol
+from tests.support.fixtures import family, protocol
 
 __all__ = ["family", "needs_module", "protocol"]
 

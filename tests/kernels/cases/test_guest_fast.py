@@ -6,15 +6,11 @@ Where conntrack is a module its functions take CAP_SYS_ADMIN, which this agent h
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons, wait_until
-from talk import PORT, Talk, serve
 
 from pyebpf_proxy.lab.addresses import CLIENT
 from pyebpf_proxy.lab.client import ANSWERED, ask, ask_many
@@ -22,6 +18,10 @@ from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.namespace import Namespace
 from tests.kernels.suites import THREE_CAPABILITIES
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import moved, reasons, wait_until
+from tests.support.logs import Line, Log, Message
+from tests.support.talk import PORT, Talk, serve
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -56,11 +56,11 @@ def _start(node: Node) -> None:
     node.agent.wait_synced()
 
 
-def unexpected(log: str) -> list[str]:
+def unexpected(log: Log) -> list[Line]:
     """Errors, and warnings but those that come with a lab and with few rights."""
-    known = ("nodePortAddresses is unset", "oomScoreAdj cannot be set", "one value for the whole machine")
-    lines = [line for line in log.splitlines() if re.search(" (warning|error) ", line)]
-    return [line for line in lines if not any(text in line for text in known)]
+    known = (Message.NODE_PORT_ADDRESSES_UNSET, Message.OOM_SCORE_FAILS, Message.ONE_VALUE_FOR_ALL)
+    lines = [line for line in log.lines() if line.level in ("warning", "error")]
+    return [line for line in lines if not any(part in line.text for part in known)]
 
 
 def entries(node: Node, client: str, target: str, family: int) -> list[str]:
@@ -74,11 +74,11 @@ def test_the_agent_has_three_capabilities_and_the_fast_path(lab: Lab) -> None:
     assert process is not None
     status = Path(f"/proc/{process.pid}/status").read_text()
     assert f"CapEff:\t{1 << 12 | 1 << 38 | 1 << 39:016x}\n" in status
-    log = lab.nodes[0].agent.log()
-    assert not unexpected(log), log
-    assert "there is no fast path" not in log
+    log = Log(lab.nodes[0].agent)
+    assert unexpected(log) == []
+    log.none(Message.NO_FAST_PATH)
     module = Path("/sys/module/nf_conntrack/initstate").exists()
-    assert module == ("lookups from BPF need CAP_SYS_ADMIN" in log), log
+    assert module == bool(log.lines(Message.LOOKUP_NEEDS_SYS_ADMIN)), log.lines()
 
 
 @pytest.mark.parametrize("by", ["ClusterIP", "NodePort"])
@@ -179,7 +179,7 @@ def test_conversations_outlive_the_agents_restart(lab: Lab) -> None:
         for talk in talks:
             talk.wait(200)
         assert reasons(first)["flow_hit"] > before["flow_hit"]
-        assert not unexpected(first.agent.log()), first.agent.log()
+        assert unexpected(Log(first.agent)) == []
     finally:
         for talk in talks:
             talk.end()

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from see_tools import answer
 
 from pyebpf_proxy.lab.cluster import Lab
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.logs import Log
+from tests.support.see_tools import answer
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns]
 
@@ -28,13 +29,12 @@ def test_the_agent_refuses_this_kernel_in_one_line() -> None:
         process = node.agent.process
         assert process is not None
         assert process.wait(120) == 1, node.agent.log()
-        lines = [line for line in node.agent.log().splitlines() if " error " in line]
-        assert len(lines) == 1, node.agent.log()
-        assert "Traceback" not in node.agent.log()
-        assert f"this kernel, {os.uname().release}, is older than " in lines[0] or "the kernel has no BTF" in lines[0]
+        line = Log(node.agent).only(level="error")
+        Log(node.agent).none("Traceback")
+        assert f"this kernel, {os.uname().release}, is older than " in line.text or "the kernel has no BTF" in line.text
         bad = [each for each in answer(node, "doctor", status=1)["findings"] if each["state"] == "bad"]
         # Doctor gives the same reason with the same remedy; the agent ends with the first one.
-        assert any(f"{each['text']}; {each['remedy']}" in lines[0] for each in bad), bad
+        assert any(f"{each['text']}; {each['remedy']}" in line.text for each in bad), bad
         assert "pyebpf" not in node.namespace.run("nft", "list", "ruleset")
         assert not list(Path(node.agent.directory, "bpf").rglob("*"))
-        print(lines[0])
+        print(line.text)

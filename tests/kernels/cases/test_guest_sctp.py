@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons, wait_until
 
 from pyebpf_proxy.lab.addresses import CLIENT
 from pyebpf_proxy.lab.client import family_of
 from pyebpf_proxy.lab.cluster import Lab, Pod
 from pyebpf_proxy.lab.manifests import Port
 from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import moved, reasons, wait_until
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, reasons
 
 from pyebpf_proxy.lab.agent import command
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab
 from tests.kernels.suites import THREE_CAPABILITIES
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import moved, reasons
+from tests.support.logs import Log, Message
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 
@@ -44,9 +45,9 @@ def test_the_agent_brings_conntrack_with_few_rights(lab: Lab) -> None:
     assert CONNTRACK.exists()
     assert NAT.exists()
     log = node.agent.log()
-    assert "call #0" not in log
-    assert "the kernel does not accept" not in log
-    assert "lookups from BPF need CAP_SYS_ADMIN" in log
+    Log(log).none("call #0")
+    Log(log).none(Message.KERNEL_REFUSES)
+    Log(log).some(Message.LOOKUP_NEEDS_SYS_ADMIN)
     before = reasons(node)
     for family in (4, 6):
         for protocol in ("tcp", "udp"):

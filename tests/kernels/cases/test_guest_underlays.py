@@ -8,13 +8,13 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
-from lab_services import Kind, write_nodes, write_services
-from lab_tools import moved, pod_client, reasons
 from pyroute2 import WireGuard
 
 from pyebpf_proxy.lab.addresses import Dual
 from pyebpf_proxy.lab.client import ANSWERED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
+from tests.support.lab_services import Kind, write_nodes, write_services
+from tests.support.lab_tools import moved, pod_client, reasons
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_netns, pytest.mark.needs_bpf]
 

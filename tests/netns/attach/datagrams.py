@@ -7,7 +7,7 @@ import ipaddress
 import socket
 from contextlib import closing
 
-from .conftest import Router, Shell
+from tests.netns.attach.router import Router, Shell
 
 MARK = 0x4000
 BACKEND = 0x123456

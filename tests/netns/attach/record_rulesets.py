@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what the kernel says of rulesets, for tests/unit/test_rulesets.py. Run it as root from the project.
+"""Records what the kernel says of rulesets, for tests/unit/datapath/rulesets/test_rulesets.py.
+
+    .venv/bin/python -m tests.netns.attach.record_rulesets        as root
 
 Each file of rulesets/ is loaded by its own tool in a new network namespace, then every answer of the kernel is kept.
 """
@@ -20,9 +22,10 @@ from pyebpf_proxy.datapath.netlink.messages import attribute
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER
 from pyebpf_proxy.datapath.rulesets import kernel
+from tests import ROOT
 
 FOLDER = Path(__file__).parent / "rulesets"
-TARGET = Path(__file__).parents[2] / "unit" / "recordings" / "rulesets.json"
+TARGET = ROOT / "tests" / "unit" / "recordings" / "rulesets.json"
 OF_IPV6 = "s/icmp-port/icmp6-port/; s/255.255.255.255/ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff/"
 #: Recording, file, the tool that loads it.
 RECORDINGS = (

@@ -14,8 +14,7 @@ import pytest
 
 from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.node import cgroups, mounts
-
-from .conftest import Shell
+from tests.netns.attach.router import Shell
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf]
 

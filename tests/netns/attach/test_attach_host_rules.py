@@ -27,9 +27,8 @@ from pyebpf_proxy.services.model import (
     SourceRange,
 )
 from tests.flows import sctp
-
-from .conftest import Router, Shell
-from .datagrams import MARK, SECONDS, af, packed
+from tests.netns.attach.datagrams import MARK, SECONDS, af, packed
+from tests.netns.attach.router import Router, Shell
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 

@@ -7,30 +7,25 @@ import ipaddress
 import json
 import random
 import re
-import select
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from pyebpf_proxy.datapath.loader import tcx
-from pyebpf_proxy.datapath.loader.kernel_objects import program_info
 from pyebpf_proxy.datapath.loader.libbpf import Object
-from pyebpf_proxy.datapath.node import follower, tc
+from pyebpf_proxy.datapath.node import follower
 from pyebpf_proxy.datapath.node.attachments import Attachments
 from pyebpf_proxy.datapath.node.follower import Follower
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.plan import NodeConfig, plan
-
-from .conftest import Shell
+from tests.netns.attach.devices import carried, follow
+from tests.netns.attach.router import Shell
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
 
-DEADLINE = 30.0
 # The devices that tests here make: others come with a kernel's modules (tunl0, sit0).
 MADE = re.compile(r"(v|t|br)\d")
 
@@ -50,30 +45,6 @@ PLAIN = Entry()
 
 # Link-local addresses come, and turn valid, whenever the kernel gets round to it.
 NO_LINK_LOCAL = "sysctl -qw net.ipv6.conf.default.addr_gen_mode=1"
-
-
-def follow(node: Node | Follower, until: Callable[[], bool]) -> None:
-    """Reads events until the condition holds; looks again only when one has come. Fails after a deadline."""
-    node.read()
-    end = time.monotonic() + DEADLINE
-    while not until():
-        left = end - time.monotonic()
-        assert left > 0, "the awaited change did not come"
-        if select.select([node.fileno()], [], [], left)[0]:
-            node.read()
-
-
-def carried(device: str) -> tuple[list[str], list[str]]:
-    """Names of all BPF programs that a device runs, in their order: at ingress and at egress."""
-    index = socket.if_nametoindex(device)
-    hooks = tc.qdiscs().get(index, tc.Qdiscs()).hooks
-    found = []
-    for chain, hook in ((tcx.INGRESS, tc.INGRESS), (tcx.EGRESS, tc.EGRESS)):
-        numbers = list(tcx.chain(index, chain))
-        if hooks and (hook == tc.INGRESS or hooks == "clsact"):
-            numbers += [each.program for each in tc.filters(index, hook) if each.program]
-        found.append([program_info(number).name for number in numbers])
-    return found[0], found[1]
 
 
 class Harness:

@@ -16,15 +16,14 @@ from pathlib import Path
 import pytest
 
 from pyebpf_proxy.datapath.node import mounts
+from tests import ROOT
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_bpf]
 
-ROOT = Path(__file__).resolve().parents[3]
 
-PRELUDE = f"""
+PRELUDE = """
 import ctypes, os, subprocess, sys
 from pathlib import Path
-sys.path.insert(0, {str(ROOT)!r})
 from pyebpf_proxy.datapath.node import mounts
 libc = ctypes.CDLL(None, use_errno=True)
 directory = Path(sys.argv[1]) / "run"
@@ -33,7 +32,7 @@ def sh(line):
     subprocess.run(["sh", "-ec", line], check=True)
 
 def bpffs_of(process):
-    return [l.split()[4] for l in Path(f"/proc/{{process}}/mountinfo").read_text().splitlines() if " - bpf " in l]
+    return [l.split()[4] for l in Path(f"/proc/{process}/mountinfo").read_text().splitlines() if " - bpf " in l]
 
 BEFORE = set(bpffs_of("self"))  # the machine's own, elsewhere
 
@@ -42,7 +41,7 @@ def mounted(process="self"):
 
 def contents():
     "Of the usual bpffs, without the kernel's own files."
-    return sorted(set(os.listdir("/sys/fs/bpf")) - {{"maps.debug", "progs.debug"}})
+    return sorted(set(os.listdir("/sys/fs/bpf")) - {"maps.debug", "progs.debug"})
 
 def leave_init():
     "As ip netns exec does: mounts of one's own, and a fresh /sys."
@@ -83,7 +82,7 @@ def in_machine_of_its_own(script: str, tmp_path: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from pyebpf_proxy.datapath.node.neighbours import Neighbours
-
-from .conftest import Shell
+from tests.netns.attach.router import Shell
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 

@@ -18,9 +18,8 @@ import pytest
 from pyebpf_proxy.datapath.netfilter import nft
 from pyebpf_proxy.datapath.netfilter.nft import NftError, Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour, Target
-
-from .conftest import Router, Shell
-from .datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed
+from tests.netns.attach.datagrams import BACKEND, MARK, SECONDS, af, decide, exchange, packed
+from tests.netns.attach.router import Router, Shell
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 

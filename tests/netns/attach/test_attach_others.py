@@ -22,9 +22,8 @@ from pyebpf_proxy.datapath.node import tc
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.mounts import tcx_directory
 from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_NONE, REDIRECT_PEER, NodeConfig
-
-from .conftest import Shell
-from .test_attach_links import carried, follow
+from tests.netns.attach.devices import carried, follow
+from tests.netns.attach.router import Shell
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
 

@@ -23,9 +23,8 @@ from pyebpf_proxy.datapath.node.follower import Follower
 from pyebpf_proxy.datapath.node.links import MAPS, Node
 from pyebpf_proxy.datapath.node.peers import PROGRAM, Peers
 from pyebpf_proxy.datapath.node.plan import REDIRECT_DEVICE, REDIRECT_PEER, Link, NodeConfig
-
-from .conftest import Shell
-from .test_attach_links import follow
+from tests.netns.attach.devices import follow
+from tests.netns.attach.router import Shell
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.needs_bpf, pytest.mark.usefixtures("namespace")]
 

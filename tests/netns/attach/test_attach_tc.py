@@ -15,8 +15,7 @@ from pyebpf_proxy.datapath.loader.libbpf import Object
 from pyebpf_proxy.datapath.netlink.rtnetlink import NetlinkError
 from pyebpf_proxy.datapath.node import tc
 from pyebpf_proxy.datapath.node.tc import EGRESS, INGRESS, NAME, Filters
-
-from .conftest import Shell
+from tests.netns.attach.router import Shell
 
 # A classic program: every kernel with cls_bpf has it.
 OTHERS = "bpf bytecode '1,6 0 0 4294967295' flowid 1:1"

@@ -12,9 +12,8 @@ from pyebpf_proxy.datapath.connections import ctnetlink, sock_diag
 from pyebpf_proxy.datapath.netfilter.nft import Table
 from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.services.model import IPFamily
-
-from .conftest import Router, Shell
-from .datagrams import MARK, af, exchange, packed
+from tests.netns.attach.datagrams import MARK, af, exchange, packed
+from tests.netns.attach.router import Router, Shell
 
 pytestmark = [pytest.mark.needs_netns, pytest.mark.usefixtures("namespace")]
 

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles programs that a test makes up."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from tests import ROOT
+
+
+def build(folder: Path, name: str, source: str) -> Path:
+    """Compile as the Makefile does."""
+    (vmlinux, *_) = sorted(ROOT.glob("build/vmlinux/*/vmlinux.h"), key=lambda path: path.stat().st_mtime, reverse=True)
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.bpf.c").write_text(f'#include "common.h"\n{source}\nchar LICENSE[] SEC("license") = "GPL";\n')
+    multiarch = subprocess.run(["gcc", "-print-multiarch"], check=True, capture_output=True, text=True).stdout.strip()
+    include = [f"-I{ROOT / 'bpf'}", f"-I{vmlinux.parent}", f"-I/usr/include/{multiarch}"]
+    command = [
+        "clang",
+        "-O2",
+        "-g",
+        "-target",
+        "bpf",
+        "-mcpu=v3",
+        *include,
+        "-c",
+        f"{name}.bpf.c",
+        "-o",
+        f"{name}.bpf.o",
+    ]
+    subprocess.run(command, check=True, cwd=folder)
+    return folder / f"{name}.bpf.o"

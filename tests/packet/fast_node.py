@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node whose fast path is open: packets of flows by name, on both sides of netfilter.
+
+What netfilter does between the two is written by hand: a test gives tc_ethernet the packet that comes in, and
+tc_egress the one that leaves, with the record's name that the kernel would have carried in skb->tc_index.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scapy.layers.inet import IP, TCP, UDP, IPOption_NOP
+from scapy.layers.inet6 import IPv6, IPv6ExtHdrDestOpt
+from scapy.layers.l2 import Ether
+from scapy.packet import Packet, Raw
+
+from pyebpf_proxy.datapath.loader.libbpf import Object, RunResult, SkBuff
+from tests.packet.compiled import build
+from tests.packet.program_node import GO_ON, NODE_MAC, PROTOCOLS, ProgramNode
+
+REDIRECT = 7
+CLIENT_MAC = "02:00:00:00:0c:01"
+FAR = "02:00:00:00:0f:01"
+NEW = 0xEE000001
+HANDOVER_MARK = 0xB000
+SECOND = 1_000_000_000
+#: bpf_ktime_get_coarse_ns(). Python has no name for it.
+_CLOCK_MONOTONIC_COARSE = 6
+SNAT_PORTS = (20000, 20999)
+U64 = (1 << 64) - 1
+# A test run takes no tc_index: this program sets it, and goes on as the one that is tested.
+_NAMED = """
+struct {
+    __uint(type, BPF_MAP_TYPE_PROG_ARRAY);
+    __uint(max_entries, 1);
+    __type(key, __u32);
+    __type(value, __u32);
+} next SEC(".maps");
+
+SEC("tc") int named(struct __sk_buff *skb)
+{
+    __u32 index = skb->cb[0];
+
+    skb->tc_index = index;
+    bpf_tail_call(skb, &next, 0);
+    return 77;
+}
+"""
+
+
+def tag_of(key: bytes) -> int:
+    """The tag in the entry of this key (bpf/flow_table.h)."""
+    words = struct.unpack("<5Q", key)
+    turned = [word << by | word >> 64 - by for word, by in zip(words, (0, 7, 14, 28, 21), strict=True)]
+    tag = functools.reduce(operator.xor, (word & U64 for word in turned))
+    return ((tag ^ tag >> 32) * 0x9E3779B97F4A7C15 & U64) >> 32 | 1
+
+
+def now() -> int:
+    return time.clock_gettime_ns(_CLOCK_MONOTONIC_COARSE)
+
+
+@functools.cache
+def _named() -> Object:
+    with tempfile.TemporaryDirectory() as folder:
+        return Object.open(build(Path(folder), "named", _NAMED)).load()
+
+
+@contextmanager
+def one_cpu() -> Iterator[None]:
+    """Ingress and egress share the memory of their CPU."""
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A record is good for 20 ms, which a busy machine may need to come back to this process."""
+    before = os.sched_getscheduler(0), os.sched_getparam(0)
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, *before)
+
+
+def device(world: ProgramNode, name: str, **changes: Any) -> None:
+    value = world.object.btf.struct("node_device").pack(**{"redirect": 1, "mtu": 1500, **changes})
+    world.object.maps["devices"].update(world.devices[name].to_bytes(4, "little"), value)
+
+
+def fast_node(world: ProgramNode, **settings: Any) -> ProgramNode:
+    """As the agent would leave it: devices known, itself alive; a service of each protocol, and no flow yet."""
+    world.forget_flows()
+    world.settings = {}
+    low, high = SNAT_PORTS
+    world.load(**{"fast_path": 1, "xdp": 0, "snat_port_min": low, "snat_port_max": high, **settings})
+    for name in world.devices:
+        device(world, name)
+    world.say_of_fast_path()
+    world.service(["remote"])
+    world.service(["remote"], protocol="udp", service=2)
+    return world
+
+
+@dataclass
+class Flow:
+    """A connection of a pod with ``cluster_ip``, whose endpoint is ``remote`` unless told otherwise."""
+
+    world: ProgramNode
+    protocol: str = "tcp"
+    client: str = "pod"
+    frontend: str = "cluster_ip"
+    port: int = 80
+    endpoint: str = "remote"
+    masquerade: str = ""
+    sport: int = 40000
+    entrance: str = "pods"
+    exit: str = "nic"
+    #: The source port on the endpoint's side, if it is another one.
+    snat_port: int = 0
+    endpoint_port: int = 8080
+
+    # ---- packets ------------------------------------------------------------------------------------
+
+    def frame(self, reply: bool = False, **more: Any) -> Packet:
+        """As it comes in."""
+        sender, port = self.masquerade or self.client, self.snat_port or self.sport
+        if reply:
+            return self.packet(self.endpoint, sender, self.endpoint_port, port, FAR, NODE_MAC, **more)
+        return self.packet(self.client, self.frontend, self.sport, self.port, CLIENT_MAC, NODE_MAC, **more)
+
+    def expected(self, reply: bool = False, hops: int = 64, **more: Any) -> Packet:
+        """What ``frame`` of the same arguments must become."""
+        more["hops"] = hops - 1
+        sender, port = self.masquerade or self.client, self.snat_port or self.sport
+        if reply:
+            return self.packet(self.frontend, self.client, self.port, self.sport, NODE_MAC, CLIENT_MAC, **more)
+        return self.packet(sender, self.endpoint, port, self.endpoint_port, NODE_MAC, FAR, **more)
+
+    def packet(
+        self,
+        source: str,
+        destination: str,
+        sport: int,
+        dport: int,
+        mac_from: str,
+        mac_to: str,
+        flags: str = "A",
+        size: int = 100,
+        hops: int = 64,
+        seq: int = 1000,
+        ack: int = 1,
+        tos: int = 0,
+    ) -> Packet:
+        addresses = {"src": self.world.address(source), "dst": self.world.address(destination)}
+        layer = IP(**addresses, ttl=hops, id=7, tos=tos) if self.world.family == 4 else IPv6(**addresses, hlim=hops)
+        ports = {"sport": sport, "dport": dport}
+        transport = TCP(**ports, flags=flags, seq=seq, ack=ack) if self.protocol == "tcp" else UDP(**ports)
+        payload = Raw(bytes(i % 251 for i in range(size)))
+        return Ether(src=mac_from, dst=mac_to) / layer / transport / payload
+
+    # ---- the programs -------------------------------------------------------------------------------
+
+    def run(self, reply: bool = False, frame: Packet | bytes | None = None, by: str = "", **skb: int) -> RunResult:
+        """One packet through the program of the device it comes in by."""
+        name = by or (self.exit if reply else self.entrance)
+        context = SkBuff(ifindex=self.world.devices[name], **skb)
+        data = bytes(self.frame(reply) if frame is None else frame)
+        return self.world.object.programs["tc_ethernet"].test_run(data, context)
+
+    def leave(
+        self,
+        frame: Packet,
+        record: int,
+        reply: bool = False,
+        new: bool = False,
+        by: str = "",
+        came_by: str = "",
+        age: int = 0,
+        priority: int = 0,
+    ) -> RunResult:
+        """The packet that leaves netfilter, whose record has this number."""
+        world = self.world
+        programs = _named()
+        programs.maps["next"].update(bytes(4), world.object.programs["tc_egress"].fd.to_bytes(4, "little"))
+        skb = SkBuff(
+            ifindex=world.devices[by or (self.entrance if reply else self.exit)],
+            ingress_ifindex=world.devices[came_by or (self.exit if reply else self.entrance)],
+            priority=NEW if new else priority,
+            cb=(HANDOVER_MARK | record, 0, 0, 0, 0),
+        )
+        with undisturbed():
+            write_record(world, record, when=now() - age)
+            return programs.programs["named"].test_run(bytes(frame), skb)
+
+    def through(self, reply: bool = False, new: bool = False, **more: Any) -> dict[str, Any]:
+        """In, handed to netfilter, translated as it should be, and out; the record ({}: there was none)."""
+        frame = self.frame(reply, **more)
+        found = self.run(reply, frame)
+        assert found.retval == GO_ON, self.world.reasons()
+        assert found.data == bytes(frame), "netfilter translates, not the program"
+        record = taken(self.world)
+        if record:
+            self.leave(self.expected(reply, **more), record["number"], reply, new)
+        return record
+
+    def open_slowly(self) -> dict[str, Any]:
+        """The first packet, through netfilter."""
+        return self.through(flags="S", size=0, new=True)
+
+    def permit(self) -> None:
+        """Two flows of the pair have crossed netfilter, both ways."""
+        first = Flow(**{**self.__dict__, "sport": self.sport + 1000})
+        port = self.snat_port and self.snat_port + 1
+        second = Flow(**{**self.__dict__, "sport": self.sport + 1001, "snat_port": port})
+        drop_records(self.world)
+        for each in (first, second):
+            each.open_slowly()
+            each.through(reply=True, flags="SA", size=0)
+        write_permits(self.world, until=now() + 3600 * SECOND, back_until=now() + 3600 * SECOND)
+        wipe_reasons(self.world)
+
+    def open_young(self) -> RunResult:
+        """The first packet of a flow that is young from then on; what it was rewritten to is looked up."""
+        found = self.run(frame=self.frame(flags="S", size=0, seq=100, ack=0))
+        assert found.retval == REDIRECT, self.world.reasons()
+        if self.masquerade:
+            self.snat_port = int.from_bytes(found.data[self._at : self._at + 2], "big")
+        return found
+
+    def answer(self) -> None:
+        """The endpoint's part of the handshake, and the client's."""
+        for reply, flags, seq, ack in ((True, "SA", 500, 101), (False, "A", 101, 501)):
+            frame = self.frame(reply, flags=flags, size=0, seq=seq, ack=ack)
+            assert self.run(reply, frame).retval == REDIRECT, self.world.reasons()
+
+    @property
+    def _at(self) -> int:
+        return 14 + (20 if self.world.family == 4 else 40)
+
+    # ---- the table ----------------------------------------------------------------------------------
+
+    def key(self, reply: bool = False) -> bytes:
+        """``struct flow_key`` of a packet that comes in."""
+        packed = self.world.packed
+        sender, port = self.masquerade or self.client, self.snat_port or self.sport
+        if reply:
+            ends = packed(self.endpoint), packed(sender), self.endpoint_port, port
+        else:
+            ends = packed(self.client), packed(self.frontend), self.sport, self.port
+        return self.world.object.btf.struct("flow_key").pack(
+            source=ends[0].ljust(16, b"\0"),
+            destination=ends[1].ljust(16, b"\0"),
+            source_port=ends[2],
+            destination_port=ends[3],
+            protocol=PROTOCOLS[self.protocol],
+            ipv6=int(self.world.family == 6),
+        )
+
+    def entry(self, reply: bool = False) -> dict[str, Any] | None:
+        value = self.world.object.maps["flows"].lookup(self.key(reply))
+        return None if value is None else dict(self.world.object.btf.struct("flow").unpack(value))
+
+    def entries(self) -> list[bool]:
+        """Which directions are in the table."""
+        return [reply for reply in (False, True) if self.entry(reply) is not None]
+
+    def write(self, reply: bool = False, **fields: Any) -> None:
+        """Fields of an entry, as time would have changed them."""
+        before = self.entry(reply)
+        assert before is not None
+        layout = self.world.object.btf.struct("flow")
+        self.world.object.maps["flows"].update(self.key(reply), layout.pack(**{**before, **fields}))
+
+    def older(self, seconds: float) -> None:
+        """So much time has passed."""
+        span = int(seconds * SECOND)
+        for reply in self.entries():
+            entry = self.entry(reply)
+            assert entry is not None
+            times = {name: max(entry[name] - span, 0) for name in ("started", "last_seen", "confirmed_until")}
+            self.write(reply, **times)
+
+    def link(self, reply: bool = False) -> dict[str, Any]:
+        """How packets of this direction leave."""
+        entry = self.entry(reply)
+        assert entry is not None
+        btf = self.world.object.btf
+        return dict(btf.struct("link").unpack(btf.struct("flow_rewrite").unpack(entry["rewrite"])["out"]))
+
+
+# ---- maps ------------------------------------------------------------------------------------------
+
+
+def wipe_reasons(world: ProgramNode) -> None:
+    reasons = world.object.maps["counters"]
+    for number in range(reasons.max_entries):
+        key = number.to_bytes(4, "little")
+        reasons.update(key, b"".join(bytes(len(v)) for v in reasons.lookup_cpus(key) or []))
+
+
+def records(world: ProgramNode) -> list[dict[str, Any]]:
+    """What ingress has handed over, and nobody has looked at."""
+    of, layout = world.object.maps["handovers"], world.object.btf.struct("handover")
+    found = []
+    for slot in range(of.max_entries):
+        found += [dict(layout.unpack(v)) for v in of.lookup_cpus(slot.to_bytes(4, "little")) or []]
+    return [record for record in found if record["number"]]
+
+
+def taken(world: ProgramNode) -> dict[str, Any]:
+    """The one record; {}: there is none."""
+    found = records(world)
+    assert len(found) <= 1
+    return found[0] if found else {}
+
+
+def write_record(world: ProgramNode, which: int, **fields: Any) -> None:
+    of, layout = world.object.maps["handovers"], world.object.btf.struct("handover")
+    key = (which % of.max_entries).to_bytes(4, "little")
+    values = []
+    for value in of.lookup_cpus(key) or []:
+        record = dict(layout.unpack(value))
+        values.append(layout.pack(**{**record, **fields}) if record["number"] else value)
+    of.update(key, b"".join(values))
+
+
+def drop_records(world: ProgramNode) -> None:
+    for record in records(world):
+        write_record(world, record["number"], number=0)
+
+
+def permits(world: ProgramNode) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    btf = world.object.btf
+    items = list(world.object.maps["permits"].items())
+    return [(dict(btf.struct("permit_key").unpack(k)), dict(btf.struct("permit").unpack(v))) for k, v in items]
+
+
+def write_permits(world: ProgramNode, **fields: Any) -> None:
+    layout = world.object.btf.struct("permit")
+    for key, value in list(world.object.maps["permits"].items()):
+        world.object.maps["permits"].update(key, layout.pack(**{**layout.unpack(value), **fields}))
+
+
+def count_of_young(world: ProgramNode, name: str) -> int:
+    value = world.object.maps["young_counts"].lookup(world.devices[name].to_bytes(4, "little"))
+    return int.from_bytes(value or b"", "little")
+
+
+def sweep(world: ProgramNode) -> dict[str, int]:
+    """As the agent runs it; what it found."""
+    world.object.programs["sweep_flows"].test_run(bytes(64))
+    value = world.object.maps["sweep_results"].lookup(bytes(4)) or b""
+    return dict(world.object.btf.struct("sweep_result").unpack(value))  # type: ignore[arg-type]
+
+
+def promote(world: ProgramNode, key: bytes) -> int:
+    return world.object.programs["promote_flow"].test_run(bytes(14) + key).retval
+
+
+def end(world: ProgramNode, key: bytes) -> int:
+    return world.object.programs["end_flow"].test_run(bytes(14) + key).retval
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "own address": {},
+    "masqueraded": {"client": "client", "frontend": "vip", "masquerade": "node", "entrance": "nic", "snat_port": 50000},
+    "a NodePort, endpoint here": {
+        "client": "client",
+        "frontend": "node",
+        "port": 30080,
+        "masquerade": "pod_gateway",
+        "snat_port": 50000,
+        "entrance": "nic",
+        "exit": "pods",
+    },
+    "hairpin": {"client": "remote", "masquerade": "pod_gateway", "exit": "pods", "snat_port": 50000},
+}
+
+
+def young(world: ProgramNode, protocol: str = "tcp", **ends: Any) -> Flow:
+    flow = Flow(world, protocol, **ends)
+    flow.permit()
+    flow.open_young()
+    return flow
+
+
+def options(flow: Flow, **more: Any) -> Packet:
+    frame = flow.frame(**more)
+    if flow.world.family == 4:
+        frame[IP].options = [IPOption_NOP()] * 4
+        return frame
+    below = frame[IPv6].payload
+    frame[IPv6].remove_payload()
+    return frame / IPv6ExtHdrDestOpt() / below
+
+
+CONFIRM = 3
+
+
+def learned(world: ProgramNode, protocol: str = "tcp", **ends: Any) -> Flow:
+    """Known, and confirmed both ways."""
+    flow = Flow(world, protocol, **ends)
+    flow.through(reply=True)
+    if not flow.entries():
+        flow.through(reply=True)
+    assert flow.entries() == [False, True], world.reasons()
+    for _ in range(10):
+        flow.through()
+        # A machine that stands still for 20 ms makes the record too old.
+        if flow.link()["mtu"]:
+            break
+    for reply in (False, True):
+        flow.write(reply, confirmed_until=now() + 3600 * SECOND)
+    wipe_reasons(world)
+    return flow
+
+
+def close(flow: Flow) -> None:
+    """FIN both ways, in sequence."""
+    flow.answer()
+    for reply, flags, seq, ack in ((False, "FA", 101, 501), (True, "FA", 501, 102), (False, "A", 102, 502)):
+        assert flow.run(reply, flow.frame(reply, flags=flags, size=0, seq=seq, ack=ack)).retval == REDIRECT

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lab whose first node has the fast path on: who asks whom there, and by which way packets went."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pyebpf_proxy.lab.addresses import cluster_ip
+from pyebpf_proxy.lab.cluster import Lab, Pod
+from pyebpf_proxy.lab.manifests import Port, node, service, slices
+from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.lab_tools import reasons, wait_until
+from tests.support.talk import PORT, Talk, serve
+from tests.support.world import World
+
+LIBERAL = "net.netfilter.nf_conntrack_tcp_be_liberal"
+ON = {"fastPathEntries": 4096}
+PORTS = [Port("tcp", PORT, PORT, "TCP", 30007), Port("udp", PORT, PORT, "UDP", 30007)]
+FAR, NEAR = cluster_ip(7), cluster_ip(8)
+Ask = Callable[..., Talk]
+
+
+class FastWorld(World):
+    """Two nodes; ``client`` is a pod of the first, as ``near``; ``far`` is one of the second."""
+
+    def __init__(self, lab: Lab, client: Pod, near: Pod, far: Pod) -> None:
+        super().__init__(lab)
+        self.client, self.near, self.far = client, near, far
+
+    def count(self, name: str) -> int:
+        return reasons(self.node)[name]
+
+    def fast(self, talk: Talk) -> None:
+        """The conversation goes on, and by the cache."""
+        before = self.count("flow_hit")
+        talk.wait()
+        wait_until(lambda: self.count("flow_hit") > before + 10, "packets sent by the cache", 60.0)
+
+
+def made(lab: Lab, own: dict[str, Any] = ON) -> FastWorld:
+    first, second = lab.nodes
+    world = FastWorld(
+        lab,
+        lab.add_pod("client-pod", first, serve=False),
+        lab.add_pod("near", first, serve=False),
+        lab.add_pod("far", second, serve=False),
+    )
+    for pod in (world.near, world.far):
+        serve(pod)
+    for name, address, pod in (("far", FAR, world.far), ("near", NEAR, world.near)):
+        ports = PORTS if name == "far" else [Port("tcp", PORT, PORT), Port("udp", PORT, PORT, "UDP")]
+        endpoints = [(pod.address, pod.node.name)]
+        lab.write(f"{name}.yaml", [service(name, ports, address), *slices(name, ports, endpoints)])
+    lab.write("nodes.yaml", [node(each.name, each.address, each.pod_cidr) for each in lab.nodes])
+    first.agent.start(own=own)
+    first.agent.wait_synced()
+    return world
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[Ask]:
+    """Begins conversations, which end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(namespace: Namespace, address: str, protocol: str = "tcp", port: int = PORT, size: int = 100) -> Talk:
+            talk = Talk(namespace, address, protocol, port, size)
+            stack.callback(talk.end)
+            talk.wait()
+            return talk
+
+        yield begin
+
+
+#: A conversation that stands for longer, in seconds, has been stopped by more than a busy machine.
+SLOWEST = 5.0
+
+
+@contextlib.contextmanager
+def at_once(*talks: Talk) -> Iterator[None]:
+    """Whatever happens inside, no conversation stands for longer than a second of a machine that is not busy."""
+    for talk in talks:
+        talk.forget_pause()
+    slow = slowness()
+    yield
+    for talk in talks:
+        talk.wait()
+    slow = max(slow, slowness())
+    for talk in talks:
+        assert talk.pause < 1.0 * slow, f"stood still for {talk.pause:.2f} s on a machine {slow:.1f} times as slow"
+
+
+def slowness() -> float:
+    """How much longer this machine takes now than one that has nothing else to do: 1.0 at least, SLOWEST at most.
+
+    The median: a moment in which this process was not run says nothing of how long a conversation may stand.
+    """
+    taken = []
+    for _ in range(5):
+        begun = time.monotonic()
+        sum(number * number for number in range(160_000))
+        taken.append(time.monotonic() - begun)
+    return min(SLOWEST, max(1.0, statistics.median(taken) / 0.01))

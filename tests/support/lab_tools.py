@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Helpers of the lab's tests: who asks, what the data plane counted, waiting for a condition."""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from pyebpf_proxy.datapath.loader.libbpf import Map, Object
+from pyebpf_proxy.datapath.loader.programs import OBJECTS
+from pyebpf_proxy.datapath.loader.reasons import reasons as all_reasons
+from pyebpf_proxy.lab.addresses import CLIENT, SERVICE_CIDR
+from pyebpf_proxy.lab.cluster import Lab, Node, Pod
+from pyebpf_proxy.lab.namespace import Namespace
+from pyebpf_proxy.lab.scenario import Client
+from tests.support import damage as tables
+from tests.support.damage import CannotBeMadeError
+from tests.support.damage import has_program as has_program
+from tests.support.damage import take_program_off as take_program_off
+
+
+@functools.cache
+def reason_names() -> dict[int, str]:
+    """The enumerators of bpf/reason.h by number, in lower case."""
+    with Object.open(OBJECTS / "tc.bpf.o") as built:
+        return {number: name for name, number in all_reasons(built.btf.enum).items()}
+
+
+def reasons(node: Node) -> dict[str, int]:
+    """The counters of every reason on a node, summed over CPUs."""
+    dump = json.loads(node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(node.agent.pin("counters"))))
+    names = reason_names()
+    counts = {}
+    for entry in dump:
+        formatted = entry["formatted"]
+        if formatted["key"] in names:
+            counts[names[formatted["key"]]] = sum(value["value"] for value in formatted["values"])
+    return counts
+
+
+def moved(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """The reasons that were counted in between: what was decided, whichever way its packets took."""
+    return {
+        name: count - before[name]
+        for name, count in after.items()
+        if count != before[name] and not name.startswith(("flow_", "stack_", "xdp_"))
+    }
+
+
+def served_by(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """How many new flows tc served ("tc") and how many a socket call ("socket"), and whatever else was decided.
+
+    Which path the packets of a flow of tc's take depends on what came before it. What only says why, or what became
+    of the path, is left out: a test of the paths themselves reads ``moved``. So is the end of a former flow from a
+    port that the kernel draws again.
+    """
+    served: dict[str, int] = {}
+    for name, count in moved(before, after).items():
+        if name != "closing_flow_replaced" and not name.startswith(("slow_", "permit_", "young_")):
+            name = _SERVED.get(name, name)
+            served[name] = served.get(name, 0) + count
+    return served
+
+
+_SERVED = {"new_flow_fast": "tc", "new_flow_netfilter": "tc", "new_flow_socket": "socket"}
+
+
+def learned_just_now(node: Node, seconds: float = 20.0) -> None:
+    """No pod's sockets were learned longer ago: after a minute one is left to tc again, which no test may be amid."""
+    table = Map.open_pinned(node.agent.pin("pod_sources"))
+    try:
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        for key, value in list(table.items()):
+            if now - int.from_bytes(value[:8], sys.byteorder) > seconds * 1e9:
+                table.delete(key)
+    finally:
+        table.close()
+
+
+@contextmanager
+def full_conntrack(namespace: Namespace, answered: bool = True, room: int = 0) -> Iterator[Callable[[], None]]:
+    """``tables.full_conntrack``; skips where the machine's limit is too high."""
+    try:
+        context = tables.full_conntrack(namespace, answered, room)
+        top_up = context.__enter__()
+    except CannotBeMadeError as error:
+        pytest.skip(str(error))
+    with ExitStack() as stack:
+        stack.push(context.__exit__)
+        yield top_up
+
+
+def wait_until(condition: Callable[[], Any], what: str, deadline: float = 60.0) -> Any:
+    """Poll until ``condition`` is true; its value. Fails with ``what`` after ``deadline`` seconds."""
+    end = time.monotonic() + deadline
+    while not (value := condition()):
+        if time.monotonic() > end:
+            pytest.fail(f"after {deadline} s still not: {what}")
+        time.sleep(0.01)
+    return value
+
+
+def pod_client(pod: Pod) -> Client:
+    return Client(pod.name, pod.namespace, "pod", pod.address, pod.node)
+
+
+def node_client(node: Node) -> Client:
+    return Client(node.name, node.namespace, "node", node.address, node)
+
+
+def outside_client(lab: Lab) -> Client:
+    return Client("client", lab.client, "external", CLIENT, None)
+
+
+def route_cluster_ips(lab: Lab, node: Node) -> None:
+    """Let the outside client reach ClusterIPs through ``node``, as some on-premises networks do."""
+    lab.core.ip(*(f"route replace {cidr} via {node.address.of(4 + 2 * i)}" for i, cidr in enumerate(SERVICE_CIDR)))
+
+
+class Capture:
+    """Frames that a device receives or sends, from now on, until one satisfies ``match``."""
+
+    def __init__(
+        self, namespace: Namespace, device: str, match: Callable[[bytes], bool], deadline: float = 10.0
+    ) -> None:
+        wait, ready = multiprocessing.Pipe(duplex=False)
+        self._task = namespace.start(_capture, device, match, deadline, ready)
+        ready.close()
+        wait.recv()  # from here on nothing is missed
+        wait.close()
+
+    def done(self) -> bool:
+        """Whether the frame has come, or its time is over."""
+        return self._task.done()
+
+    def frame(self) -> bytes | None:
+        """The frame (with its Ethernet header); None if none came in time."""
+        return self._task.result()
+
+
+def _capture(device: str, match: Callable[[bytes], bool], deadline: float, ready: Any) -> bytes | None:
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as sock:
+        sock.bind((device, 3))
+        ready.send("ready")
+        end = time.monotonic() + deadline
+        while (left := end - time.monotonic()) > 0:
+            sock.settimeout(left)
+            try:
+                frame = sock.recv(65536)
+            except TimeoutError:
+                break
+            if match(frame):
+                return frame
+    return None

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a test asks of a log: of an agent in the lab, of a container, or of this process (``caplog``).
+
+    Log(node.agent).wait(Message.NODE_DELETED)
+    line = Log(caplog).only(Message.NODE_IPS_CHANGED, level="info")
+    Log(node.agent).none(Message.KUBE_PROXY_RUNS, "iptables")
+
+A message is found by a part of it that ``Message`` names once. A message that is reworded is changed there: a unit test
+fails within seconds if a part is not in the package any more. So a test that a message is absent cannot become empty.
+The log itself has no numbers or names of messages: people read it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+import pytest
+
+DEADLINE = 60.0
+_SHOWN = 30
+#: As pyebpf_proxy.common.log writes them: the time, the level, the message and its fields.
+_LINE = re.compile(r"(?:\d{4}-\d\d-\d\dT[\d:.]+Z )?(debug|info|warning|error) (.*)")
+
+
+class Message(StrEnum):
+    """A stable part of each message that tests look for: one string of the package has it."""
+
+    API_SERVER_BACK = "the API server is reachable again"
+    API_SERVER_FAILS = "the API server fails"
+    ATTACHING_AGAIN = ", attaching it again"
+    CGROUP_IS_NO_ROOT = " is not the root of the cgroups: this node's own processes outside it are not served"
+    CONFIGURATION_INCOMPLETE = "Kube-proxy configuration may be incomplete or incorrect"
+    CONFIGURATION_INCORRECT = "kube-proxy configuration is incorrect"
+    CONNTRACK_FULL = "conntrack takes no more flows, they stay in the fast path for a while"
+    CONNTRACK_TAKES_AGAIN = "conntrack takes flows again"
+    FAST_PATH_ON = "flows take the fast path"
+    FLOWS_ENDED = "flows that conntrack did not accept were ended"
+    FORWARD_CHAIN_STAYS = "stays; --cleanup removes it"
+    HEALTH_CHECK_PORT_FAILS = "health check node port cannot be served"
+    INTERNAL_ERROR = "internal error, please report it"
+    KERNEL_REFUSES = "the kernel does not accept it: "
+    KUBE_PROXY_REMOVED = "removed what kube-proxy left behind"
+    KUBE_PROXY_REST = "not everything that kube-proxy left behind could be removed"
+    KUBE_PROXY_RUNS = " runs alongside this agent: "
+    LOOKUP_NEEDS_SYS_ADMIN = "lookups from BPF need CAP_SYS_ADMIN"
+    MAP_TOO_SMALL = " cannot get the size "
+    NO_ADDRESS_OF_NODE = "no address of this Node is known"
+    NO_BPFFS = "no bpffs, and mounting one failed"
+    NO_FAST_PATH = "there is no fast path"
+    NODE_DELETED = "Node is being deleted"
+    NODE_IPS_CHANGED = "NodeIPs changed for the node"
+    NODE_PORT_ADDRESSES_UNSET = "nodePortAddresses is unset"
+    ONE_VALUE_FOR_ALL = "one value for the whole machine"
+    OOM_SCORE_FAILS = "oomScoreAdj cannot be set"
+    POD_CIDRS_AWAITED = "waiting for the podCIDRs of this Node"
+    POD_CIDRS_CHANGED = "PodCIDRs changed for the node"
+    RESOURCE_BACK = "the resource can be watched again"
+    RESOURCE_FAILS = "a resource cannot be watched"
+    RUN_ERROR = "Error running ProxyServer"
+    SOCKET_PROGRAMS_DETACHED = "the socket programs of a former run are detached"
+    TABLE_RESTORED = "another program deleted or flushed the nftables table"
+    USED_BY_SERVICE = " is already used by Service "
+    XDP_NOWHERE = "XDP is on no device"
+    XDP_NOT_ON = "no XDP on "
+
+
+class Line(NamedTuple):
+    """One line of a log. ``level``: empty for a line that is not the log's own, as those of a traceback."""
+
+    level: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.level} {self.text}" if self.level else self.text
+
+
+class HasLog(Protocol):
+    """An agent or a container."""
+
+    def log(self) -> str: ...
+
+
+class Log:
+    """A log, read anew at every question. ``parts``: a line has all of them; ``level``: it has this level."""
+
+    def __init__(self, source: pytest.LogCaptureFixture | HasLog | Sequence[str] | str, after: int = 0) -> None:
+        self._source = source
+        self._after = after
+
+    def from_now(self) -> Log:
+        """The lines that are still to come."""
+        return Log(self._source, len(self._all()))
+
+    def lines(self, *parts: str, level: str = "") -> list[Line]:
+        """Every line that fits, the oldest first."""
+        found = self._all()[self._after :]
+        return [
+            line for line in found if (not level or line.level == level) and all(part in line.text for part in parts)
+        ]
+
+    def only(self, *parts: str, level: str = "") -> Line:
+        """The line that fits. Fails if none does, or several do."""
+        found = self.lines(*parts, level=level)
+        assert len(found) == 1, self._problem(f"{len(found)} lines, not one,", parts, level)
+        return found[0]
+
+    def some(self, *parts: str, level: str = "") -> Line:
+        """The newest line that fits. Fails if none does."""
+        found = self.lines(*parts, level=level)
+        assert found, self._problem("no line", parts, level)
+        return found[-1]
+
+    def none(self, *parts: str, level: str = "") -> None:
+        """Fails if a line fits."""
+        assert not self.lines(*parts, level=level), self._problem("a line", parts, level)
+
+    def last(self) -> Line:
+        """The newest line. Fails if there is none."""
+        return self.some()
+
+    def wait(self, *parts: str, level: str = "", seconds: float = DEADLINE) -> Line:
+        """Wait for a line that fits; the newest. Fails after so many seconds."""
+        end = time.monotonic() + seconds
+        while not (found := self.lines(*parts, level=level)):
+            assert time.monotonic() < end, self._problem(f"after {seconds:g} s no line", parts, level)
+            time.sleep(0.01)
+        return found[-1]
+
+    def _all(self) -> list[Line]:
+        source = self._source
+        if isinstance(source, pytest.LogCaptureFixture):
+            return [
+                Line(record.levelname.lower(), f"{record.getMessage()}{_fields(vars(record).get('fields', {}))}")
+                for record in source.records
+            ]
+        if isinstance(source, str):
+            texts: Sequence[str] = source.splitlines()
+        elif isinstance(source, Sequence):
+            texts = list(source)
+        else:
+            texts = source.log().splitlines()
+        return [_line(text) for text in texts]
+
+    def _problem(self, what: str, parts: Sequence[str], level: str) -> str:
+        wanted = " and ".join(map(repr, map(str, parts))) or "anything"
+        shown = self._all()[self._after :]
+        told = "\n".join(f"    {line}" for line in shown[-_SHOWN:]) or "    nothing"
+        return f"{what} with {wanted}{f' of level {level}' if level else ''}; the newest of {len(shown)} lines:\n{told}"
+
+
+def _line(text: str) -> Line:
+    found = _LINE.fullmatch(text)
+    return Line(found[1], found[2]) if found else Line("", text)
+
+
+def _fields(fields: dict[str, object]) -> str:
+    return "".join(f" {name}={value}" for name, value in fields.items() if value is not None)

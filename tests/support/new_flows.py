@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New flows, one after the other, and what arrived of them where: for tests of who may talk to whom."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pyebpf_proxy.lab.cluster import Pod
+from pyebpf_proxy.lab.namespace import Namespace
+from tests.support.fast_lab import FastWorld
+from tests.support.lab_tools import wait_until
+from tests.support.talk import PORT
+
+BOTH = ("tcp", "udp")
+#: Ports of each, none of which a socket gets by itself: a datagram from one that was used belongs to an older flow.
+_BLOCK = 400
+_blocks = itertools.cycle([*range(8_000, 20_000, _BLOCK), *range(23_000, 32_400, _BLOCK)])
+
+
+class NewFlows:
+    """A question in a flow of its own, again and again, until the test ends; each waits ``patience`` seconds."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        address: str,
+        protocol: str,
+        port: int = PORT,
+        patience: float = 0.15,
+        own_port: int = 0,
+    ) -> None:
+        context = multiprocessing.get_context("fork")
+        self._state = context.Array("d", [0.0, 0.0, 0.0])  # made, answered, when the last that was answered began
+        ports = range(own_port, own_port + 1) if own_port else range(first := next(_blocks), first + _BLOCK)
+        self._task = namespace.start(_ask_again_and_again, (address, port, protocol, patience), ports, self._state)
+
+    @property
+    def made(self) -> int:
+        return int(self._state[0])
+
+    @property
+    def answered(self) -> int:
+        return int(self._state[1])
+
+    @property
+    def last_answered(self) -> float:
+        """When the last one began that was answered (``time.monotonic``)."""
+        return float(self._state[2])
+
+    def wait_made(self, more: int = 10) -> None:
+        before = self.made
+        wait_until(lambda: self.made >= before + more, f"{more} more flows are through")
+
+    def wait_answered(self, more: int = 3) -> None:
+        before = self.answered
+        wait_until(lambda: self.answered >= before + more, f"{more} more flows are answered")
+
+    def end(self) -> None:
+        self._task.stop()
+
+
+def _ask_again_and_again(target: tuple[str, int, str, float], ports: range, state: Any) -> None:
+    for own_port in itertools.cycle(ports):
+        begun = time.monotonic()
+        if ask_once(*target, own_port):
+            state[2] = begun
+            state[1] += 1
+        state[0] += 1
+        time.sleep(0.01)
+
+
+def ask_once(address: str, port: int, protocol: str, patience: float = 0.5, own_port: int = 0) -> bool:
+    """Whether a question in a flow of its own is answered. TCP ends with RST: nothing is left behind."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
+    with socket.socket(family, kind) as sock:
+        sock.settimeout(patience)
+        if own_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("", own_port))
+        try:
+            sock.connect((address, port))
+            sock.send(b"question".ljust(64, b"."))
+            answer = sock.recv(64)
+            if protocol == "tcp":
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return answer.startswith(b"question")
+        except OSError:
+            return False
+
+
+@contextlib.contextmanager
+def flowing(*flows: NewFlows) -> Iterator[None]:
+    """They end with the block."""
+    try:
+        yield
+    finally:
+        for each in flows:
+            each.end()
+
+
+def fast_ones(world: FastWorld, *flows: NewFlows) -> None:
+    """Each of them is answered, and new flows are opened by the flow table."""
+    for each in flows:
+        each.wait_answered()
+    before = world.count("new_flow_fast")
+    wait_until(lambda: world.count("new_flow_fast") > before + 5, "new flows take the fast path")
+    for each in flows:
+        each.wait_answered()
+
+
+class Arrivals:
+    """Packets but RST from one address that come into a pod: counted there, before anything can drop them."""
+
+    def __init__(self, pod: Pod, source: str, what: str = "") -> None:
+        self._namespace = pod.namespace
+        word = "ip6" if ":" in source else "ip"
+        self._namespace.run("nft", "delete table inet arrivals", check=False)
+        lines = [
+            "table inet arrivals {",
+            "counter every { }",
+            "chain c { type filter hook prerouting priority -400;",
+            f"{word} saddr {source} meta l4proto udp {what} counter name every",
+            f"{word} saddr {source} tcp flags & rst == 0 {what} counter name every",
+            "}",
+            "}",
+        ]
+        self._namespace.run("nft", "-f", "-", stdin="\n".join(lines))
+
+    def __int__(self) -> int:
+        listed = json.loads(self._namespace.run("nft", "-j", "list", "counters", "table", "inet", "arrivals"))
+        return int(next(each["counter"]["packets"] for each in listed["nftables"] if "counter" in each))
+
+
+def entries(world: FastWorld) -> list[dict[str, Any]]:
+    """All of the flow table: ports of the key, and what tests ask of the value."""
+    text = world.node.namespace.run("bpftool", "-j", "map", "dump", "pinned", str(world.node.agent.pin("flows")))
+    found = []
+    for each in json.loads(text):
+        if "formatted" not in each:
+            continue  # deleted while the table was read
+        key, value = each["formatted"]["key"], each["formatted"]["value"]
+        found.append(
+            {
+                "source_port": key["source_port"],
+                "destination_port": key["destination_port"],
+                "endpoint": str(value["rewrite"]["destination"]),
+                **{name: value[name] for name in ("young", "reply", "closing", "packets")},
+            }
+        )
+    return found

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several workers run the tests at once (``pytest -n``, which ``make test`` does): who runs what, and when nobody else.
+
+Tests wait more than they reckon, so there are more workers than CPUs. What a test needs, its labs and agents, is its
+own. What cannot be, because it judges time or touches what the whole machine has, is marked ``alone``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+#: What takes long must not begin last.
+_FIRST = ("tests/cluster/", "tests/netns/", "tests/packet/")
+
+
+class Room:
+    """Where tests run: many at once, or one alone. Two files that all workers lock."""
+
+    def __init__(self, folder: Path) -> None:
+        self._door, self._room = (os.open(folder / name, os.O_RDWR | os.O_CREAT) for name in ("door", "room"))
+        self._kept = False
+
+    @contextlib.contextmanager
+    def entered(self, alone: bool, next_alone: bool) -> Iterator[None]:
+        """Be in the room. ``next_alone``: the next test of this worker is to be alone too; nobody comes between."""
+        if not self._kept:
+            # Who waits to be alone holds the door: nobody else comes in meanwhile.
+            fcntl.flock(self._door, fcntl.LOCK_EX)
+            fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            fcntl.flock(self._door, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            self._kept = alone and next_alone
+            if not self._kept:
+                fcntl.flock(self._room, fcntl.LOCK_UN)
+
+
+class Controller:
+    """Plugin of the process that hands out the tests: the room, and what its workers did not run."""
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory(prefix="pyebpf-proxy-tests-")
+        self.deselected: Counter[str] = Counter()
+
+    @pytest.hookimpl
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["room"] = self._folder.name
+
+    @pytest.hookimpl
+    def pytest_testnodedown(self, node: Any) -> None:
+        # Every worker says the same.
+        self.deselected |= Counter(getattr(node, "workeroutput", {}).get("deselected", {}))
+
+    @pytest.hookimpl
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        # A run without workers does without xdist, too.
+        from tests.support.scheduler import Modules
+
+        return Modules(config, log)
+
+    @pytest.hookimpl
+    def pytest_unconfigure(self) -> None:
+        self._folder.cleanup()
+
+
+class Worker:
+    """Plugin of a process that is given tests."""
+
+    def __init__(self, config: Any) -> None:
+        self._room = Room(Path(config.workerinput["room"]))
+        self._output: dict[str, Any] = config.workeroutput
+        self._output["deselected"] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        places = {folder: place for place, folder in enumerate(_FIRST)}
+        items.sort(
+            key=lambda item: min((p for f, p in places.items() if item.nodeid.startswith(f)), default=len(_FIRST))
+        )
+
+    @pytest.hookimpl
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        counts = Counter(self._output["deselected"])
+        counts.update(item.nodeid.split("::")[0] for item in items)
+        self._output["deselected"] = dict(counts)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Any:
+        with self._room.entered(_is_alone(item), nextitem is not None and _is_alone(nextitem)):
+            return (yield)
+
+
+def _is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
+
+
+def plugin_of(config: pytest.Config) -> Controller | Worker | None:
+    """What this process is in a run with workers; None in a run without."""
+    if hasattr(config, "workerinput"):
+        return Worker(config)
+    return Controller() if config.getoption("numprocesses", None) else None

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the agent begins and ends for the sake of its Node's object (spec/configuration §5.3)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from pyebpf_proxy.agent.node_life import NodeLife
+from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.kube.objects import Node, NodeAddress, NodeSpec, NodeStatus, ObjectMeta
+from pyebpf_proxy.kube.source import Change
+from tests.support.logs import Log, Message
+
+
+def node(name: str = "here", ips: tuple[str, ...] = ("192.0.2.1",), cidrs: tuple[str, ...] = ()) -> Change:
+    return Change(
+        "Node",
+        "",
+        name,
+        Node(
+            metadata=ObjectMeta(name=name),
+            spec=NodeSpec(pod_cidrs=cidrs),
+            status=NodeStatus(addresses=tuple(NodeAddress(type="InternalIP", address=ip) for ip in ips)),
+        ),
+    )
+
+
+def gone(name: str = "here") -> Change:
+    return Change("Node", "", name, None)
+
+
+CIDR = ("10.0.0.0/24",)
+
+
+def end_of(life: NodeLife, play: Callable[[], Awaitable[None]]) -> str:
+    """The error that ends the agent while ``play`` runs; "" if there is none."""
+
+    async def main() -> str:
+        guard = asyncio.create_task(life.guard())
+        await play()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if guard.done():
+            with pytest.raises(FatalError) as error:
+                guard.result()
+            return str(error.value)
+        guard.cancel()
+        await asyncio.gather(guard, return_exceptions=True)
+        return ""
+
+    return asyncio.run(main())
+
+
+def test_nothing_is_waited_for_where_pod_cidrs_are_not_needed() -> None:
+    life = NodeLife("here", needs_pod_cidrs=False)
+    assert not life.ready
+    life.listed()
+    assert life.ready
+
+
+def test_pod_cidrs_are_waited_for_and_end_the_wait() -> None:
+    life = NodeLife("here", needs_pod_cidrs=True)
+
+    async def play() -> None:
+        life.listed()
+        await asyncio.sleep(0)
+        assert not life.ready
+        life.take([node()])
+        life.take([node("there", cidrs=CIDR)])
+        assert not life.ready
+        life.take([node(cidrs=CIDR)])
+        assert life.ready
+
+    assert end_of(life, play) == ""
+
+
+def test_pod_cidrs_that_are_there_at_once_need_no_wait() -> None:
+    life = NodeLife("here", needs_pod_cidrs=True)
+    life.take([node(cidrs=CIDR)])
+    assert not life.ready  # not everything has been listed
+    life.listed()
+    assert life.ready
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], 'timeout waiting for node "here" to exist'),
+        ([node("there", cidrs=CIDR)], 'timeout waiting for node "here" to exist'),
+        ([node(), gone()], 'timeout waiting for node "here" to exist'),
+        ([node()], 'timeout waiting for PodCIDR allocation on node "here"'),
+    ],
+)
+def test_the_wait_ends(changes: list[Change], expected: str) -> None:
+    life = NodeLife("here", needs_pod_cidrs=True, seconds=0.02)
+    life.take(changes)
+
+    async def main() -> None:
+        life.listed()
+        async with asyncio.timeout(5):
+            await life.guard()
+
+    with pytest.raises(FatalError) as error:
+        asyncio.run(main())
+    assert str(error.value) == expected
+
+
+@pytest.mark.parametrize("cidrs", [("10.0.1.0/24",), (), (*CIDR, "fd00::/64"), ("fd00::/64", *CIDR)])
+def test_other_pod_cidrs_end_the_agent(cidrs: tuple[str, ...]) -> None:
+    life = NodeLife("here", needs_pod_cidrs=True)
+    life.take([node(cidrs=CIDR)])
+
+    async def play() -> None:
+        life.listed()
+        life.take([node(cidrs=CIDR, ips=("192.0.2.9",))])
+        life.take([node(cidrs=cidrs)])
+
+    now = " ".join(cidrs) or "none"
+    assert end_of(life, play) == f'PodCIDRs changed for the node "here": now {now}, at the start 10.0.0.0/24'
+
+
+def test_other_pod_cidrs_are_nothing_where_they_are_not_needed() -> None:
+    life = NodeLife("here", needs_pod_cidrs=False)
+    life.take([node(cidrs=CIDR)])
+
+    async def play() -> None:
+        life.listed()
+        life.take([node(cidrs=("10.9.0.0/24",))])
+
+    assert end_of(life, play) == ""
+
+
+def test_other_addresses_are_told_once_and_followed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pyebpf_proxy")
+    life = NodeLife("here", needs_pod_cidrs=False)
+    life.take([node()])
+
+    async def play() -> None:
+        life.listed()
+        change = node(ips=("192.0.2.2", "2001:db8::2"))
+        assert life.take([change]) == [change]
+        life.take([node(ips=("192.0.2.2", "2001:db8::2"), cidrs=CIDR)])
+
+    assert end_of(life, play) == ""
+    line = Log(caplog).only(Message.NODE_IPS_CHANGED)
+    assert line.text.endswith(" node=here now=192.0.2.2 2001:db8::2 at_start=192.0.2.1")
+
+
+def test_a_node_that_is_deleted_keeps_what_it_said(caplog: pytest.LogCaptureFixture) -> None:
+    life = NodeLife("here", needs_pod_cidrs=True)
+    life.take([node(cidrs=CIDR)])
+
+    async def play() -> None:
+        life.listed()
+        other = gone("there")
+        assert life.take([gone(), other]) == [other]
+        assert life.take([node(cidrs=CIDR)]) == [node(cidrs=CIDR)]
+
+    assert end_of(life, play) == ""
+    Log(caplog).only(Message.NODE_DELETED)
+
+
+def test_before_the_start_a_node_may_come_and_go() -> None:
+    life = NodeLife("here", needs_pod_cidrs=False)
+    assert life.take([node(), gone()]) == [node(), gone()]
+    life.listed()
+    assert life.ready

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's loop: what is programmed, when, and in which order. The rooms around it record what they are asked."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
+
+import pytest
+
+from pyebpf_proxy.agent.proxy import Delta, Proxy
+from pyebpf_proxy.common.errors import DatapathError, FatalError
+from pyebpf_proxy.config import flags
+from pyebpf_proxy.config.complete import complete
+from pyebpf_proxy.config.effective import Effective, effective
+from pyebpf_proxy.kube.events import About
+from pyebpf_proxy.kube.source import Batch, Change
+from pyebpf_proxy.services.losses import Said
+from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
+from pyebpf_proxy.services.node_facts import NodeFacts
+from tests.support.logs import Log, Message
+
+
+def name(text: str) -> ServicePortName:
+    return ServicePortName("ns", text, "", Protocol.TCP, IPFamily.IPV4)
+
+
+def change(text: str, gone: bool = False) -> Change:
+    # The planner below only looks at the name.
+    return Change("Service", "ns", text, None if gone else object())  # type: ignore[arg-type]
+
+
+class Script:
+    """A source that plays a coroutine function."""
+
+    def __init__(self, play: Callable[[Callable[[Batch], None]], Awaitable[None]]) -> None:
+        self._play = play
+
+    async def run(self, deliver: Callable[[Batch], None]) -> None:
+        await self._play(deliver)
+        await asyncio.Event().wait()
+
+
+class Names:
+    """A planner that makes one service port of every change."""
+
+    lost = 0
+
+    def __init__(self) -> None:
+        self._ports: dict[ServicePortName, ServicePort] = {}
+        self.said: tuple[list[Said], list[Said]] = ([], [])
+
+    def news(self) -> tuple[list[Said], list[Said]]:
+        said, self.said = self.said, ([], [])
+        return said
+
+    @property
+    def names(self) -> Iterable[ServicePortName]:
+        return self._ports.keys()
+
+    def get(self, name: ServicePortName) -> ServicePort | None:
+        return self._ports.get(name)
+
+    def oldest_first(self) -> Iterable[ServicePortName]:
+        return sorted(self._ports, reverse=True)
+
+    def update(self, changes: Iterable[Change]) -> Delta:
+        delta = {
+            name(c.name): None if c.object is None else ServicePort(name=name(c.name), frontends=()) for c in changes
+        }
+        self._ports.update({key: port for key, port in delta.items() if port is not None})
+        for key in [key for key, port in delta.items() if port is None]:
+            self._ports.pop(key, None)
+        return delta
+
+
+class Recorder:
+    """A data plane that writes down what it is asked; ``failures`` syncs fail."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[str]]] = []
+        self.failures = 0
+        self.fail_start = False
+        self.overwritten = False
+        self.problems: list[str] = []
+
+    def start(self, facts: NodeFacts, wanted: Delta) -> Collection[str]:
+        if self.fail_start:
+            raise DatapathError("no bpffs; mount one")
+        self.calls.append(("start", sorted(n.name for n in wanted)))
+        self.order = [n.name for n in wanted]
+        return self.problems
+
+    def apply(self, delta: Delta, complete: bool = False) -> Collection[str]:
+        if self.failures:
+            self.failures -= 1
+            raise DatapathError("refused")
+        call = "apply all" if complete else "apply"
+        self.calls.append((call, sorted(n.name if p else f"-{n.name}" for n, p in delta.items())))
+        return self.problems
+
+    def node_changed(self, facts: NodeFacts) -> None:
+        self.calls.append(("node", []))
+
+    def refresh(self) -> bool:
+        self.calls.append(("refresh", []))
+        overwritten, self.overwritten = self.overwritten, False
+        return overwritten
+
+    async def collect(self) -> None:
+        self.calls.append(("collect", []))
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.changes = self.asked = self.planned_ports = 0
+        self.complete: list[bool] = []
+        self.syncs: list[bool] = []
+        self.full: list[bool] = []
+        self.problems: list[int] = []
+
+    def changed(self, changes: Sequence[Change], complete: bool) -> None:
+        self.changes += len(changes)
+        self.complete.append(complete)
+
+    def queued(self) -> None:
+        self.asked += 1
+
+    def planned(self, delta: Delta) -> None:
+        self.planned_ports += len(delta)
+
+    def synced(self, seconds: float, ok: bool, full: bool, problems: int) -> None:
+        self.syncs.append(ok)
+        self.full.append(full)
+        self.problems.append(problems)
+
+
+def settings(minimum: str = "1ms", retry: str = "1000ms") -> Effective:
+    config = complete(flags.parse([]), lambda text, file: None)
+    section = config.iptables.model_copy(
+        update={"min_sync_period": int(float(minimum[:-2]) * 1e6), "sync_period": int(float(retry[:-2]) * 1e6)}
+    )
+    return effective(config.model_copy(update={"iptables": section}), flags.parse([]))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.001)
+
+
+class RecordedAgent:
+    def __init__(self) -> None:
+        self.datapath = Recorder()
+        self.metrics = Counter()
+        self.facts = NodeFacts()
+        self.planner = Names()
+        self.events: list[tuple[object, ...]] = []
+
+    def event(self, *of: object) -> None:
+        self.events.append(of)
+
+    def run(self, play: Callable[[Callable[[Batch], None]], Awaitable[None]], effective: Effective) -> None:
+        """Play, then end the agent by SIGTERM."""
+
+        async def play_then_stop(deliver: Callable[[Batch], None]) -> None:
+            await play(deliver)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        async def main() -> None:
+            source = Script(play_then_stop)
+            proxy = Proxy(effective, source, self.planner, self.datapath, self.metrics, lambda: self.facts, events=self)
+            await proxy.run()
+
+        asyncio.run(main())
+
+    def applied(self) -> list[list[str]]:
+        return [what for call, what in self.datapath.calls if call.startswith("apply")]
+
+
+@pytest.fixture
+def agent() -> RecordedAgent:
+    return RecordedAgent()
+
+
+def test_nothing_is_programmed_before_everything_has_been_listed(agent: RecordedAgent) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([change("a")], complete=False))
+        await asyncio.sleep(0.05)
+        assert agent.datapath.calls == []
+        assert agent.metrics.asked == 0
+        deliver(Batch([change("b")], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+
+    agent.run(play, settings())
+    assert agent.datapath.calls[0] == ("start", ["a", "b"])
+    assert agent.datapath.order == ["b", "a"], "the order of the planner, not that of the lists"
+    assert agent.metrics.changes == agent.metrics.planned_ports == 2
+    assert agent.metrics.complete == [False, True]
+    assert agent.metrics.syncs == [True]
+
+
+def test_an_empty_folder_is_a_complete_list_too(agent: RecordedAgent) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+
+    agent.run(play, settings())
+    assert agent.datapath.calls[0] == ("start", [])
+
+
+def test_changes_inside_the_minimum_period_are_one_sync(agent: RecordedAgent) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([change("a")], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+        for letter in "bcd":
+            deliver(Batch([change(letter)], complete=True))
+            await asyncio.sleep(0)
+        deliver(Batch([change("b", gone=True)], complete=True))
+        await until(lambda: bool(agent.applied()))
+
+    # Long beside what a busy machine may take from one to the other.
+    agent.run(play, settings(minimum="400ms", retry="5000ms"))
+    assert agent.applied() == [["-b", "c", "d"]]
+
+
+def test_after_a_failed_sync_everything_is_compared_again(agent: RecordedAgent) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([change("a")], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+        agent.datapath.failures = 2
+        deliver(Batch([change("b")], complete=True))
+        await until(lambda: bool(agent.applied()))
+        deliver(Batch([change("c")], complete=True))
+        await until(lambda: len(agent.applied()) == 2)
+
+    agent.run(play, settings(retry="20ms"))
+    calls = [call for call in agent.datapath.calls if call[0].startswith("apply")]
+    assert calls == [("apply all", ["a", "b"]), ("apply", ["c"])]
+    assert agent.metrics.syncs == [True, False, False, True, True]
+    assert agent.metrics.full == [True, False, True, True, False]
+
+
+def test_what_fails_at_the_start_ends_the_agent_with_the_reason(agent: RecordedAgent) -> None:
+    agent.datapath.fail_start = True
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await asyncio.sleep(5)
+
+    with pytest.raises(FatalError, match="no bpffs; mount one"):
+        agent.run(play, settings())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_cycles_are_not_searched_for_while_everything_is_made(
+    agent: RecordedAgent, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    searched: list[tuple[str, bool]] = []
+
+    def noting(owner: object, method: str) -> None:
+        really = getattr(owner, method)
+
+        def note(*given: object, **named: object) -> object:
+            searched.append((method, gc.isenabled()))
+            return really(*given, **named)
+
+        monkeypatch.setattr(owner, method, note)
+
+    noting(Names, "update")
+    noting(agent.datapath, "start")
+    noting(agent.datapath, "apply")
+    noting(gc, "freeze")
+    agent.datapath.fail_start = fails
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([change("a")], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+        deliver(Batch([change("b")], complete=True))
+        await until(lambda: bool(agent.applied()))
+
+    assert gc.isenabled()
+    with pytest.raises(FatalError) if fails else nullcontext():
+        agent.run(play, settings())
+    assert gc.isenabled()
+    first = [("update", False), ("start", False)]
+    later = [("freeze", False), ("update", True), ("apply", True)]
+    assert searched == first + ([] if fails else later)
+
+
+def test_other_nodes_reach_the_data_plane_before_the_changes_that_came_with_them(agent: RecordedAgent) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+        agent.facts = NodeFacts(node_addresses=frozenset([b"\n\0\0\1"]))
+        deliver(Batch([change("a")], complete=True))
+        await until(lambda: bool(agent.applied()))
+
+    agent.run(play, settings())
+    calls = [call for call, _ in agent.datapath.calls if call != "collect"]
+    assert calls == ["start", "node", "apply"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_node_whose_addresses_are_not_known_is_said(
+    agent: RecordedAgent, known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if known:
+        agent.facts = NodeFacts(node_ips={IPFamily.IPV4: b"\n\0\0\1"})
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+
+    agent.run(play, settings())
+    assert bool(Log(caplog).lines(Message.NO_ADDRESS_OF_NODE)) is not known
+
+
+def test_removals_wait_until_nothing_happens(agent: RecordedAgent) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: ("collect", []) in agent.datapath.calls)
+
+    agent.run(play, settings())
+    assert [call for call, _ in agent.datapath.calls] == ["start", "collect"]
+
+
+def test_a_problem_is_told_once(agent: RecordedAgent, caplog: pytest.LogCaptureFixture) -> None:
+    agent.datapath.problems = ["ns/a: map frontends4 is full"]
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+        deliver(Batch([change("b")], complete=True))
+        await until(lambda: len(agent.applied()) == 1)
+        agent.datapath.problems = []
+        deliver(Batch([change("c")], complete=True))
+        await until(lambda: len(agent.applied()) == 2)
+        agent.datapath.problems = ["ns/a: map frontends4 is full"]
+        deliver(Batch([change("d")], complete=True))
+        await until(lambda: len(agent.applied()) == 3)
+
+    agent.run(play, settings())
+    assert len(Log(caplog).lines("ns/a: map frontends4 is full")) == 2
+
+
+def test_what_the_planner_says_is_logged_and_an_event_where_it_has_a_reason(
+    agent: RecordedAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    lost, refused = Said("ns", "a", "a lost 10.0.0.1"), Said("ns", "b", "b may not", "AddressRefused")
+    agent.planner.said = ([lost, refused], [Said("ns", "c", "c is a Node's")])
+    agent.planner.lost = 22
+
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+        deliver(Batch([change("b")], complete=True))
+        await until(lambda: len(agent.applied()) == 1)
+
+    agent.run(play, settings())
+    told = [tuple(line) for line in Log(caplog).lines() if line.text[1] == " "]
+    assert told == [("error", "a lost 10.0.0.1"), ("error", "b may not"), ("info", "c is a Node's")]
+    about = About("Service", "ns", "b")
+    assert agent.events == [(about, "Warning", "AddressRefused", "Serve", "b may not")]
+    assert agent.metrics.problems == [22, 22]
+
+
+def test_what_others_change_is_mended_every_sync_period(agent: RecordedAgent) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        await asyncio.sleep(0.05)
+        assert agent.datapath.calls == []
+        deliver(Batch([], complete=True))
+        await until(lambda: agent.datapath.calls.count(("refresh", [])) == 2)
+
+    agent.run(play, settings(retry="20ms"))
+    assert agent.datapath.calls[0][0] == "start"
+
+
+def test_maps_that_others_wrote_into_are_compared_with_everything(agent: RecordedAgent) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        deliver(Batch([change("a"), change("b")], complete=True))
+        await until(lambda: bool(agent.datapath.calls))
+        agent.datapath.overwritten = True
+        await until(lambda: ("apply all", ["a", "b"]) in agent.datapath.calls)
+        await until(lambda: agent.datapath.calls.count(("refresh", [])) > 3)
+
+    agent.run(play, settings(retry="20ms"))
+    assert [call for call, _ in agent.datapath.calls].count("apply all") == 1
+
+
+def test_a_source_that_breaks_ends_the_agent(agent: RecordedAgent) -> None:
+    async def play(deliver: Callable[[Batch], None]) -> None:
+        raise FatalError("the folder is gone")
+
+    with pytest.raises(FatalError, match="the folder is gone"):
+        agent.run(play, settings())

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fast path goes by clocks that nobody can set: a jump of the time of day changes nothing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests import ROOT
+
+#: CLOCK_MONOTONIC, and CLOCK_BOOTTIME, which goes on while the machine sleeps: nobody can set either.
+NOT_TO_BE_SET = {"bpf_ktime_get_ns", "bpf_ktime_get_coarse_ns", "bpf_ktime_get_boot_ns"}
+
+
+def test_the_programs_ask_for_no_other_time() -> None:
+    sources = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[ch]")}
+    found = {name: set(re.findall(r"\b(bpf_ktime\w+|bpf_jiffies\w*)\(", text)) for name, text in sources.items()}
+    assert found["flow_send.h"] == {"bpf_ktime_get_coarse_ns"}
+    assert set().union(*found.values()) <= NOT_TO_BE_SET
+
+
+@pytest.mark.parametrize(
+    ("path", "calls"),
+    [
+        ("node/fast_path.py", {"clock_gettime_ns"}),
+        ("rulesets/watch.py", {"clock_gettime", "thread_time"}),  # the latter is the CPU's time of a thread
+        ("rulesets/kernel.py", set()),
+    ],
+)
+def test_the_agent_asks_for_no_other_time(path: str, calls: set[str]) -> None:
+    text = (ROOT / "pyebpf_proxy" / "datapath" / path).read_text()
+    assert set(re.findall(r"\btime\.(?!CLOCK)(\w+)\(", text)) == calls
+    assert set(re.findall(r"CLOCK_\w+", text)) <= {"CLOCK_MONOTONIC"}
+    assert set(re.findall(r"\.call_(\w+)\(", text)) <= {"later", "soon_threadsafe"}, "loops have a monotonic clock, too"

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a flow (life_cycle.py): every state that its model can reach, and that the model is of these programs."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.unit.bpf import life_cycle
+
+MODEL = Path(life_cycle.__file__)
+#: What is left out, for a search of some seconds, and how many states there are at least. life_cycle.py, started by
+#: itself, leaves out nothing and takes a minute.
+PARTS = {
+    "how connections end": (("draining", "dies", "rule", "ODD"), 80_000),
+    "the agent dies and starts again": (("draining", "rule", "FORGED", "FIN"), 80_000),
+    "rules change, and the table is drained": (("dies", "FORGED", "ODD", "FIN"), 50_000),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_entry_is_lost_and_nothing_passes_untranslated_or_against_a_rule(part: str) -> None:
+    without, least = PARTS[part]
+    assert life_cycle.explore(without=without) > least
+
+
+def test_a_forged_reset_on_a_flow_that_one_side_has_closed_ends_it() -> None:
+    """The limit that docs/fast-path.md names; the search finds it, so it would find more of the kind."""
+    with pytest.raises(life_cycle.Broken, match="a live connection is lost"):
+        life_cycle.explore(forged_twice=True, without=("draining", "dies", "rule", "ODD"))
+
+
+# Changes of the model, as somebody might change the programs, and what they break.
+MUTANTS = {
+    "promoted before conntrack has it": (
+        '(("create",) if found else None)',
+        '(("promote", True) if found else None)',
+        "lost|untranslated|does not have",
+    ),
+    "a FIN of one side is enough to be swept": (
+        "(there.closing and reply.closing)",
+        "(there.closing or reply.closing)",
+        "lost",
+    ),
+    "a rule voids no permit": ("denied=True, permit=False", "denied=True", "a permit is used"),
+    "counted after it can be found": (
+        'yield state._replace(count=state.count + 1), ("insert there", side, kind)',
+        'yield state._replace(count=state.count + 2), ("insert there", side, kind)',
+        "counted that is not there",
+    ),
+    "an entry is forgotten and the flow is not counted out": (
+        "yield state._replace(count=max(state.count - 1, 0)), after(side, kind, then)",
+        "yield state, after(side, kind, then)",
+        "counted that is not there",
+    ),
+    "any RST ends the flow": (
+        '"DATA" if kind == "FORGED" else kind)',
+        '"DATA" if kind == "FORGED" else kind) if kind != "FORGED" else ("forget", side, "DATA", "")',
+        "lost|untranslated",
+    ),
+    "a stale entry of a young flow is swept": (
+        "entry is not None and not entry.young and state.alive",
+        "entry is not None and state.alive",
+        "lost|untranslated|counted",
+    ),
+    "an endpoint's packet for the kernel goes on": (
+        "yield after, None  # DROP_AWAITING_PROMOTION",
+        "yield to_netfilter(after, side, 'DATA', False), None",
+        "untranslated",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_search_finds_what_is_wrong(name: str) -> None:
+    old, new, what = MUTANTS[name]
+    source = MODEL.read_text()
+    assert source.count(old) == 1
+    changed = types.ModuleType("life_cycle_changed")
+    sys.modules["life_cycle_changed"] = changed
+    try:
+        exec(compile(source.replace(old, new), str(MODEL), "exec"), changed.__dict__)
+        with pytest.raises(changed.Broken, match=what):
+            changed.explore(without=("draining",))
+    finally:
+        del sys.modules["life_cycle_changed"]
+
+
+# What each function accesses, in the order of the model's steps.
+ORDER = {
+    "young.h:open_young": ["why_not_young(", "&permits", "->permit_generation", "insert_young("],
+    "young.h:insert_young": [
+        "bpf_map_update_elem(&flows, &d->reply_key, &d->reply, BPF_NOEXIST)",
+        "\tcount_young(",
+        "bpf_map_update_elem(&flows, &d->key, &d->there, BPF_NOEXIST)",
+        "uncount_young(",
+        "bpf_map_delete_elem(&flows, &d->reply_key)",
+    ],
+    "young.h:is_taken_by_young": ["young_answers(", "other_direction(", "request_promotion("],
+    "flow_table.h:forget_flow": [
+        "bpf_map_delete_elem(&flows, &other)",
+        "bpf_map_delete_elem(&flows, key)",
+        "uncount_young(",
+    ],
+    "flow_send.h:send_by_table": [
+        "bpf_map_lookup_elem(&flows, p)",
+        "begins_anew(",
+        "forget_flow(",
+        "send_kernels(",
+        "send_young(",
+    ],
+    "flow_send.h:judge_syn": ["other_direction(", "CLOSING_IN_SEQUENCE", "SYN_OF_ANOTHER"],
+    "flow_send.h:send_young": ["why_kernel(", "leave_young(", "end_young(", "rewrite_and_send(", "forget_flow("],
+    "flow_send.h:end_young": ["other_direction(", "f->closing = CLOSING;", "f->closing = CLOSING_IN_SEQUENCE;"],
+    "flow_send.h:send_kernels": [
+        "fast_path_closed(",
+        "known->confirmed_until = 0",
+        "other->confirmed_until = 0",
+        "now >= known->confirmed_until",
+        "rewrite_and_send(",
+    ],
+    "tc.bpf.c:leave_young": ["request_promotion(", "DROP_AWAITING_PROMOTION", "set_choice("],
+    "sweep.h:sweep_entry": ["kernel_flow_is_stale(", "young_flow_is_over(", "forget_flow(", "is_due_for_kernel("],
+    "sweep.h:young_flow_is_over": ["!reply)", "f->closing && reply->closing", "!reply->packets"],
+    "sweep.h:promote": ["confirmed_until = 0", "other->young = 0", "f->young = 0", "uncount_young("],
+    "observer.h:confirm": ["is_as_said(", "f->confirmed_until = "],
+}
+
+
+@pytest.mark.parametrize("function", ORDER)
+def test_the_programs_access_the_table_in_the_order_of_the_model(function: str) -> None:
+    file, _, name = function.partition(":")
+    text = (ROOT / "bpf" / file).read_text()
+    found = re.search(
+        rf"^(?:static|__noinline)[^\n;]*\b{name}\([^;{{]*\)\n{{\n(.*?)^}}$", text, re.MULTILINE | re.DOTALL
+    )
+    assert found is not None, f"{function} is not there: does the model still fit?"
+    at = 0
+    for access in ORDER[function]:
+        assert (at := found[1].find(access, at)) >= 0, f"{function}: {access!r} is not where the model has it"
+
+
+def test_the_agent_asks_conntrack_before_it_promotes() -> None:
+    text = (ROOT / "pyebpf_proxy" / "datapath" / "connections" / "promotion.py").read_text()
+    body = text.partition("def _hand_over(")[2].partition("\n    def ")[0]
+    calls = ("self._flows.read(key)", "create.create(", "self._promote(", "create.abandon(")
+    places = [body.index(call) for call in calls]
+    assert places == sorted(places)
+
+
+def test_names_of_the_model_are_those_of_the_programs() -> None:
+    headers = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[hc]")}
+    for name in ("CLOSING", "CLOSING_IN_SEQUENCE"):
+        assert re.search(rf"\b{name} = {getattr(life_cycle, name)},", headers["flow_send.h"])
+    struct = headers["flow_maps.h"].partition("struct flow {")[2].partition("};")[0]
+    for field in ("young", "closing", "confirmed_until", "packets", "reply"):
+        assert re.search(rf"\b{field}\b", struct)
+    text = MODEL.read_text()
+    words = " ".join([*re.findall(r"#.*", text), *re.findall(r"\"\"\".*?\"\"\"", text, re.DOTALL)])
+    named = set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", words))
+    known = " ".join(headers.values())
+    ours = {"life_cycle", "test_life_cycle"}
+    assert {name for name in named - ours if not re.search(rf"\b{name}\b", known)} == set()

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pyebpf-proxy cluster``: its objects are those of deploy/, what it changes can be undone, the agent needs none."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from pyebpf_proxy.cluster import objects
+from pyebpf_proxy.cluster.model import pod_of
+from tests import ROOT
+
+OURS = {"key": objects.PARKED, "operator": "DoesNotExist"}
+THEIRS = {"key": "kubernetes.io/arch", "operator": "In", "values": ["amd64"]}
+
+
+@pytest.mark.needs_kubectl
+def test_the_objects_in_the_package_are_those_of_deploy() -> None:
+    ran = subprocess.run([sys.executable, ROOT / "tools" / "cluster_objects.py", "--check"], check=False)
+    assert ran.returncode == 0
+
+
+def test_the_agent_runs_where_it_is_asked_for_and_pods_are_replaced_by_command_only() -> None:
+    daemon_set = objects.agent("registry.example/x:1")[-1]
+    specification = daemon_set["spec"]["template"]["spec"]
+    assert specification["nodeSelector"] == {"kubernetes.io/os": "linux", objects.AGENT: "true"}
+    assert daemon_set["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    assert specification["containers"][0]["image"] == "registry.example/x:1"
+
+
+def test_an_errand_has_one_capability_and_no_token() -> None:
+    specification = objects.errand("e", "n1", "x:1", ["true"])["spec"]
+    (container,) = specification["containers"]
+    assert container["securityContext"]["capabilities"] == {"add": ["NET_ADMIN"], "drop": ["ALL"]}
+    assert specification["automountServiceAccountToken"] is False
+    assert (specification["nodeName"], specification["restartPolicy"]) == ("n1", "Never")
+    assert "readinessProbe" not in container
+
+
+def test_the_clean_up_may_call_bpf_too() -> None:
+    """The runtimes' seccomp profile allows it only with this capability."""
+    (container,) = objects.errand("e", "n1", "x:1", objects.CLEAN_UP)["spec"]["containers"]
+    assert container["securityContext"]["capabilities"] == {"add": ["NET_ADMIN", "BPF"], "drop": ["ALL"]}
+
+
+def merged(target: Any, patch: Any) -> Any:
+    """RFC 7386."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(target) if isinstance(target, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merged(result.get(key), value)
+    return result
+
+
+AFFINITIES: list[Any] = [
+    None,
+    {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "x"}]}},
+    {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "preference": {}}]}},
+    {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": [THEIRS]}, {"matchFields": [{"key": "metadata.name"}]}]
+            }
+        }
+    },
+]
+
+
+@pytest.mark.parametrize("affinity", AFFINITIES, ids=["none", "of pods", "preferred", "required"])
+@pytest.mark.parametrize("strategy", ["RollingUpdate", "OnDelete"])
+def test_kube_proxys_daemonset_is_changed_and_restored(affinity: Any, strategy: str) -> None:
+    update: Any = {"type": strategy}
+    if strategy == "RollingUpdate":
+        update["rollingUpdate"] = {"maxSurge": 0, "maxUnavailable": 1}
+    template: Any = {"spec": {"nodeSelector": {"kubernetes.io/os": "linux"}}}
+    if affinity:
+        template["spec"]["affinity"] = affinity
+    original: Any = {
+        "metadata": {"annotations": {"deprecated.daemonset.template.generation": "1"}},
+        "spec": {"updateStrategy": update, "template": template},
+    }
+    kept = copy.deepcopy(original)
+    prepared = merged(original, objects.prepare(original))
+    assert objects.is_prepared(prepared)
+    assert prepared["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    terms = prepared["spec"]["template"]["spec"]["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]["nodeSelectorTerms"]
+    assert all(OURS in term["matchExpressions"] for term in terms)
+    assert merged(prepared, objects.prepare(prepared)) == prepared, "again changes nothing"
+    back = merged(prepared, objects.unprepare(prepared))
+    assert not objects.is_prepared(back)
+    back = merged(back, objects.restore_strategy(back))
+    assert back == kept == original
+    assert objects.unprepare(original) is None
+
+
+def test_what_a_pods_status_means() -> None:
+    def pod(state: dict[str, Any], phase: str = "Pending", **more: Any) -> Any:
+        status = {"phase": phase, "containerStatuses": [{"state": state, "restartCount": 0, **more}]}
+        container = {"image": "x:1"}
+        return pod_of(
+            {
+                "metadata": {"name": "p", "uid": "u"},
+                "spec": {"nodeName": "n", "containers": [container]},
+                "status": status,
+            }
+        )
+
+    assert pod({"waiting": {"reason": "ContainerCreating"}}).hopeless == ""
+    # The kubelet says this first, and tries again at once.
+    assert pod({"waiting": {"reason": "ErrImagePull"}}).hopeless == ""
+    backing_off = pod({"waiting": {"reason": "ImagePullBackOff", "message": "not found"}})
+    assert (backing_off.hopeless, backing_off.ran) == ("the image cannot be pulled: not found", False)
+    crashed = pod({"waiting": {"reason": "CrashLoopBackOff"}}, lastState={"terminated": {"message": "CAP_BPF missing"}})
+    assert crashed.hopeless == "the container ends again and again: CAP_BPF missing"
+    assert crashed.ran
+    assert not pod({"running": {}}, "Running", started=False).started
+    assert pod({"running": {}}, "Running", started=True).usable
+
+
+def test_the_agent_imports_neither_the_commands_nor_their_library() -> None:
+    program = (
+        "import sys, pyebpf_proxy.cli, pyebpf_proxy.agent.run, pyebpf_proxy.commands, pyebpf_proxy.lab.cli\n"
+        "print([name for name in sys.modules if name.startswith(('kubernetes', 'pyebpf_proxy.cluster'))])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
+def test_without_the_library_one_line_says_how_to_get_it() -> None:
+    program = (
+        "import sys; sys.modules['kubernetes'] = None\n"
+        "from pyebpf_proxy.cli import main; sys.exit(main(['cluster', 'status']))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 3
+    assert (
+        ran.stderr
+        == "Error: the package kubernetes is missing: install pyebpf-proxy with its extra cluster (docs/cluster.md)\n"
+    )
+
+
+def test_a_closed_pipe_does_not_stop_the_command_halfway() -> None:
+    """A node that is being taken over would have no proxy."""
+    code = (
+        "from pyebpf_proxy.cluster.output import Output; import sys\n"
+        "output = Output(False)\n"
+        "while not output.status: output.say('line')\n"
+        "output.say('into the void'); output.end()\n"
+        "print('went on', output.status, file=sys.stderr)"
+    )
+    ran = subprocess.run(
+        ["sh", "-c", '"$0" -c "$1" | head -1', sys.executable, code], capture_output=True, text=True, check=True
+    )
+    assert (ran.stdout, ran.stderr) == ("line\n", "went on 141\n")
+
+
+def test_the_reader_of_the_help_may_close_the_pipe() -> None:
+    command = [sys.executable, "-m", "pyebpf_proxy", "cluster", "install", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which iptables rules, virtual servers and ipsets are kube-proxy's to remove: the decisions, without a kernel."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+import pytest
+
+from pyebpf_proxy.config.addresses import parse_cidr
+from pyebpf_proxy.datapath.migration.ipvs import SETS, VirtualServer, excluded, to_remove
+from pyebpf_proxy.datapath.migration.rules import is_ours_to_remove, plan
+from tests import ROOT
+
+RECORDED = ROOT / "tests" / "support" / "kube_proxy"
+BUILT_IN = ":PREROUTING ACCEPT [0:0]\n:POSTROUTING ACCEPT [0:0]\n"
+
+
+@pytest.mark.parametrize("name", ["iptables-ipv4", "iptables-ipv6", "ipvs"])
+def test_every_chain_and_jump_of_kube_proxy_goes(name: str) -> None:
+    text = (RECORDED / f"{name}.rules").read_text()
+    script = plan(text).script
+    chains = [line.split()[0] for line in text.splitlines() if line.startswith(":KUBE-")]
+    chains = [chain for chain in chains if chain != ":KUBE-FIREWALL"]
+    assert sorted(line.split()[0] for line in script.splitlines() if line.startswith(":")) == sorted(chains)
+    assert sorted(f":{line[3:]}" for line in script.splitlines() if line.startswith("-X ")) == sorted(chains)
+    jumps = [
+        line[3:]
+        for line in text.splitlines()
+        if line.startswith("-A ") and not line.startswith("-A KUBE-") and "KUBE-FIREWALL" not in line
+    ]
+    assert sorted(line[3:] for line in script.splitlines() if line.startswith("-D ")) == sorted(jumps)
+    assert "KUBE-FIREWALL" not in script
+    assert plan(text).kept == []
+    assert plan(text).ipvs == (name == "ipvs")
+
+
+@pytest.mark.parametrize(
+    ("table", "chain", "ours"),
+    [
+        ("nat", "KUBE-SVC-ABC", True),
+        ("nat", "KUBE-SEP-ABC", True),
+        ("nat", "KUBE-SVL-ABC", True),
+        ("nat", "KUBE-EXT-ABC", True),
+        ("nat", "KUBE-FW-ABC", True),
+        ("filter", "KUBE-SVC-ABC", False),
+        ("mangle", "KUBE-PROXY-CANARY", True),
+        ("raw", "KUBE-SERVICES", False),
+        ("mangle", "KUBE-SERVICES", False),
+        ("filter", "KUBE-FIREWALL", False),
+        ("filter", "KUBE-PROXY-FIREWALL", True),
+        ("mangle", "KUBE-IPTABLES-HINT", False),
+        ("nat", "KUBE-KUBELET-CANARY", False),
+        ("nat", "KUBE-MARK-DROP", False),
+        ("nat", "CNI-HOSTPORT-DNAT", False),
+        ("filter", "cali-KUBE-SVC-1", False),
+    ],
+)
+def test_names(table: str, chain: str, ours: bool) -> None:
+    assert is_ours_to_remove(table, chain) is ours
+
+
+def test_nothing_of_kube_proxy_nothing_to_do() -> None:
+    assert plan("").script == ""
+    assert (
+        plan(f"*nat\n{BUILT_IN}:KUBE-KUBELET-CANARY - [0:0]\n-A PREROUTING -j KUBE-KUBELET-CANARY\nCOMMIT\n").script
+        == ""
+    )
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "-A PREROUTING -j KUBE-SERVICES",
+        '-A PREROUTING -m comment --comment "my own" -j KUBE-SERVICES',
+        "-A PREROUTING -g KUBE-SERVICES",
+        '-A MINE -m comment --comment "kubernetes service portals" -j KUBE-SERVICES',
+    ],
+)
+def test_a_chain_that_a_rule_of_others_names_stays_with_all_that_it_leads_to(rule: str) -> None:
+    planned = plan(
+        f"*nat\n{BUILT_IN}:MINE - [0:0]\n:KUBE-SERVICES - [0:0]\n:KUBE-SVC-A - [0:0]\n:KUBE-SEP-A - [0:0]\n"
+        f":KUBE-SVC-B - [0:0]\n{rule}\n"
+        '-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES\n'
+        "-A KUBE-SERVICES -j KUBE-SVC-A\n-A KUBE-SVC-A -j KUBE-SEP-A\n-A KUBE-SVC-B -j KUBE-SEP-A\nCOMMIT\n"
+    )
+    assert planned.script == (
+        "*nat\n:KUBE-SVC-B - [0:0]\n"
+        '-D PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES\n'
+        "-X KUBE-SVC-B\nCOMMIT\n"
+    )
+    assert planned.kept == [f"table nat: chain KUBE-SERVICES stays, a rule of others uses it: {rule[3:]}"]
+
+
+def test_words_in_comments_are_no_jumps() -> None:
+    planned = plan(
+        f"*nat\n{BUILT_IN}:KUBE-SERVICES - [0:0]\n"
+        r'-A PREROUTING -m comment --comment "a \" -j KUBE-SERVICES b" -j RETURN'
+        "\nCOMMIT\n"
+    )
+    assert planned.script == "*nat\n:KUBE-SERVICES - [0:0]\n-X KUBE-SERVICES\nCOMMIT\n"
+    assert planned.kept == []
+
+
+def test_older_kube_proxies_jumps_by_other_conditions() -> None:
+    rule = 'INPUT -m conntrack --ctstate NEW -m comment --comment "kubernetes service portals" -j KUBE-SERVICES'
+    planned = plan(f"*filter\n:INPUT ACCEPT [0:0]\n:KUBE-SERVICES - [0:0]\n-A {rule}\nCOMMIT\n")
+    assert f"-D {rule}\n" in planned.script
+    assert (planned.chains, planned.jumps) == (1, 1)
+
+
+FORWARD = (
+    "*filter\n:FORWARD {} [0:0]\n:KUBE-FORWARD - [0:0]\n:KUBE-SERVICES - [0:0]\n"
+    '-A FORWARD -m comment --comment "kubernetes forwarding rules" -j KUBE-FORWARD\n'
+    "{}COMMIT\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule", "drops"),
+    [
+        ("DROP", "", True),
+        ("ACCEPT", "-A FORWARD -j REJECT --reject-with icmp-host-prohibited\n", True),
+        ("ACCEPT", "-A FORWARD -j DROP\n", True),
+        ("ACCEPT", "-A FORWARD -p udp -j DROP\n", False),
+        ("ACCEPT", "", False),
+    ],
+)
+def test_where_forward_drops_kube_proxys_accepts_stay_at_a_start_and_go_at_cleanup(
+    policy: str, rule: str, drops: bool
+) -> None:
+    text = FORWARD.format(policy, rule)
+    assert plan(text).forward_drops is drops
+    assert "-X KUBE-FORWARD" in plan(text).script
+    kept = plan(text, keep_forward=True)
+    assert kept.forward_drops is drops
+    assert ("KUBE-FORWARD" in kept.script) is not drops
+    assert "-X KUBE-SERVICES" in kept.script
+    assert kept.kept == []
+
+
+def test_virtual_servers_in_excluded_ranges_stay() -> None:
+    cidrs = [cidr for text in ("10.50.0.0/16", "fd00:50::/64") if (cidr := parse_cidr(text))]
+    servers = {
+        text: VirtualServer(ip_address(text), 6, 80) for text in ("10.50.1.1", "10.51.1.1", "fd00:50::1", "fd00:51::1")
+    }
+    assert to_remove(servers.values(), cidrs) == [servers["10.51.1.1"], servers["fd00:51::1"]]
+    assert to_remove(servers.values(), []) == list(servers.values())
+    assert excluded(ip_address("10.50.255.255"), cidrs)
+    assert not excluded(ip_address("::ffff:10.50.0.1"), cidrs)
+
+
+def test_ipset_names_are_those_the_kernel_takes() -> None:
+    assert len(SETS) == len(set(SETS)) == 34
+    assert all(len(name) <= 31 for name in SETS)
+    assert "KUBE-6-LOAD-BALANCER-SOURCE-CID" in SETS

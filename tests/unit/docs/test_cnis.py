@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/cnis.md: what it says was run has a test or a recording, of the version that it names."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pyebpf_proxy.cluster import check
+from pyebpf_proxy.see import cni
+from tests import ROOT
+
+PAGE = (ROOT / "docs" / "cnis.md").read_text()
+RULES = ROOT / "tests" / "netns" / "attach" / "rulesets"
+
+
+def rows(section: str) -> dict[str, list[str]]:
+    """The cells of each row of a section's table, by the first."""
+    text = re.split(rf"^## {section}$", PAGE, flags=re.MULTILINE)[1].partition("\n## ")[0]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {cells[0]: cells for cells in table[2:]}
+
+
+def test_the_tests_that_it_names_exist() -> None:
+    named = set(re.findall(r"\btest_\w+\.py", PAGE)) - {"test_docs_cnis.py"}
+    assert len(named) > 4
+    assert named <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+
+
+@pytest.mark.parametrize(
+    ("file", "row"), [("calico", "Calico"), ("flannel", "flannel"), ("kube-router", "kube-router")]
+)
+def test_the_version_is_that_of_the_recording(file: str, row: str) -> None:
+    head = (RULES / f"{file}.iptables").read_text().splitlines()[0]
+    recorded = re.search(r"# \S+ v?(\d+(?:\.\d+)?)", head)
+    assert recorded, head
+    (cells,) = (cells for name, cells in rows("What was run").items() if name.startswith(row))
+    assert cells[1].split(",")[0] == recorded.group(1)
+
+
+def test_what_the_checks_know_is_on_the_page() -> None:
+    """By the first word of what doctor and cluster check call it."""
+    told = {clash.text.split()[0] for clash in cni._SERVE_THEMSELVES.values()}
+    told |= set(cni._BY_KIND) | {text.split()[0] for text, _ in check._CNI.values()}
+    assert {name for name in told if name.lower() not in PAGE.lower()} == set()
+
+
+def test_a_plugin_is_either_run_or_not() -> None:
+    run, other = rows("What was run"), rows("What was not run")
+    assert run
+    assert other
+    assert run.keys().isdisjoint(other)

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way to the API server: kubeconfigs in kube-proxy's words, the pod's account, proxies, exec plugins, limits."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import socket
+import ssl
+import sys
+import threading
+import tracemalloc
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.kube.api.access import Access, ExecPlugin, Tls, in_cluster, server_url
+from pyebpf_proxy.kube.api.client import Client
+from pyebpf_proxy.kube.api.connect import find
+from pyebpf_proxy.kube.api.credentials import TOKEN_SECONDS, Credentials
+from pyebpf_proxy.kube.api.environment import proxy_for
+from pyebpf_proxy.kube.api.limiter import Limiter
+from pyebpf_proxy.kube.api.observer import Silent
+from pyebpf_proxy.kube.api.trouble import TroubleError
+from tests.support.scripted_api import QUICK, ScriptedApi
+
+CONTEXT = "current-context: a\ncontexts: [{name: a, context: {cluster: c, user: u}}]\n"
+SERVER = "clusters: [{name: c, cluster: {server: 'https://192.0.2.1:6443'}}]\n"
+NOBODY = "users: [{name: u, user: {}}]\n"
+
+
+def cluster(fields: str) -> str:
+    return f"{CONTEXT}clusters: [{{name: c, cluster: {{server: 'https://192.0.2.1', {fields}}}}}]\n{NOBODY}"
+
+
+def user(fields: str) -> str:
+    return f"{CONTEXT}{SERVER}users: [{{name: u, user: {{{fields}}}}}]\n"
+
+
+#: Each line has the one before twice.
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 30))
+#: What kube-proxy v1.36.3 says to each file, found out by asking it.
+MISTAKES = {
+    "": "invalid configuration: no configuration has been provided, try setting KUBERNETES_MASTER environment variable",
+    "foo: [": "error loading config file",
+    "kind: Pod": 'no kind "Pod" is registered for version "v1"',
+    "current-context: x": "context was not found for specified context: x",
+    f"{CONTEXT}clusters: [{{name: c, cluster: {{}}}}]\n{NOBODY}": 'no server found for cluster "c"',
+    cluster("certificate-authority: ca.crt"): "unable to read certificate-authority FOLDER/ca.crt for c due to"
+    " open FOLDER/ca.crt: no such file or directory",
+    cluster("certificate-authority-data: '###'"): "illegal base64 data",
+    cluster("insecure-skip-tls-verify: true, certificate-authority-data: AAAA"): "specifying a root certificates file"
+    " with the insecure flag is not allowed",
+    cluster("proxy-url: 'ftp://x'"): 'invalid \'proxy-url\' "ftp://x" for cluster "c": unsupported scheme "ftp"',
+    user("client-certificate-data: AAAA"): "client-key-data or client-key must be specified for u to use the clientCert"
+    " authentication method.",
+    user("auth-provider: {name: oidc}"): 'no Auth Provider found for name "oidc"',
+    user("tokenFile: nope"): "open FOLDER/nope: no such file or directory",
+    user("exec: {command: foo}"): "invalid configuration: [apiVersion must be specified for u to use exec"
+    " authentication plugin, interactiveMode must be specified for u to use exec authentication plugin]",
+    user("exec: {apiVersion: client.authentication.k8s.io/v1, interactiveMode: Never}"): "invalid configuration:"
+    " command must be specified for u to use exec authentication plugin",
+    user("token: a, username: b"): "more than one authentication method found for u; found [token basicAuth],"
+    " only one is allowed",
+    user("as-groups: [x]"): "requesting uid, groups or user-extra for u without impersonating a user",
+    # In words of our own, where kube-proxy names Go types.
+    "clusters: 3": "clusters: expected array, got int",
+    "[]": "it is not a mapping, so not a kubeconfig",
+    "a: &a [*a]": "yaml: the value of an anchor contains itself",
+    "a: &a {b: {c: *a}}": "yaml: the value of an anchor contains itself",
+    LAUGHS: "yaml: document contains excessive aliasing",
+    "[" * 5000: "error loading config file",
+    # Here kube-proxy prints both, with their tokens.
+    "users: [{name: u, user: {token: SECRET}}, {name: u}]": 'config": users: duplicate name "u"',
+    f"{SERVER}contexts: [{{name: a}}, {{name: b}}, {{name: a}}]": 'contexts: duplicate name "a"',
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_kubeconfig_with_a_mistake(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(text)
+    with pytest.raises(FatalError) as error:
+        find(str(path), "", {})
+    said = str(error.value)
+    assert MISTAKES[text].replace("FOLDER", str(tmp_path)) in said
+    assert str(path) in said or "tokenFile" in text
+    assert "\n" not in said
+    assert "SECRET" not in said
+
+
+@pytest.mark.parametrize("what", ["kubeconfig", "certificate-authority", "tokenFile"])
+def test_files_of_a_gigabyte_are_not_read(tmp_path: Path, what: str) -> None:
+    large = tmp_path / "large"
+    large.touch()
+    os.truncate(large, 1 << 30)
+    path = tmp_path / "kubeconfig"
+    path.write_text(user(f"tokenFile: {large}") if what == "tokenFile" else cluster(f"certificate-authority: {large}"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FatalError, match=rf"read {large}: larger than 1 MiB"):
+            find(str(large if what == "kubeconfig" else path), "", {})
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 536870912", b"Transfer-Encoding: chunked"])
+def test_an_answer_without_end_is_given_up(length: bytes) -> None:
+    def serve(listener: socket.socket) -> None:
+        asking, _ = listener.accept()
+        asking.recv(65536)
+        with contextlib.suppress(OSError):
+            asking.sendall(b"HTTP/1.1 200 OK\r\n" + length + b"\r\n\r\n")
+            while True:
+                asking.sendall(b"100000\r\n" + b"x" * 0x100000 + b"\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        client = Client(Access(f"http://127.0.0.1:{listener.getsockname()[1]}"), Limiter(-1, 0), Silent())
+        tracemalloc.start()
+        try:
+            with pytest.raises(TroubleError, match=r"^an answer of more than 128 MiB is not read$"):
+                client.channel().request("GET", "/").read()
+            assert tracemalloc.get_traced_memory()[1] < 200 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_kubeconfig_that_is_not_there() -> None:
+    with pytest.raises(FatalError, match=r"^stat /nonexistent: no such file or directory$"):
+        find("/nonexistent", "", {})
+
+
+def test_a_kubeconfig_that_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(FatalError) as error:
+        find(str(tmp_path), "", {})
+    assert str(error.value) == f'error loading config file "{tmp_path}": read {tmp_path}: is a directory'
+
+
+def test_everything_of_a_kubeconfig_counts(tmp_path: Path) -> None:
+    for name in ("ca", "crt", "key", "token"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "kubeconfig").write_text(
+        f"{CONTEXT}clusters: [{{name: other}}, {{name: c, cluster: {{server: 'https://192.0.2.1:6443/prefix/',"
+        " tls-server-name: kubernetes, certificate-authority: ca, proxy-url: 'http://proxy:3128',"
+        " disable-compression: true}}]\n"
+        "users: [{name: u, user: {client-certificate: crt, client-key: key, tokenFile: token, as: somebody,"
+        " as-uid: '7', as-groups: [g, h], as-user-extra: {k: [v]}, token: }}]\n"
+    )
+    access = find(str(tmp_path / "kubeconfig"), "", {})
+    assert access == Access(
+        "https://192.0.2.1:6443/prefix",
+        Tls(
+            ca_file=str(tmp_path / "ca"),
+            certificate_file=str(tmp_path / "crt"),
+            key_file=str(tmp_path / "key"),
+            server_name="kubernetes",
+        ),
+        token_file=str(tmp_path / "token"),
+        impersonation=(
+            ("Impersonate-User", "somebody"),
+            ("Impersonate-Uid", "7"),
+            ("Impersonate-Group", "g"),
+            ("Impersonate-Group", "h"),
+            ("Impersonate-Extra-k", "v"),
+        ),
+        proxy_url="http://proxy:3128",
+        compression=False,
+    )
+    assert access.host == "192.0.2.1:6443"
+    assert "secret" not in repr(Access("https://x", token="secret", password="secret"))
+
+
+def test_master_goes_before_the_kubeconfig_and_may_stand_alone(tmp_path: Path) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(user("token: t"))
+    assert find(str(path), "https://192.0.2.9", {}) == Access("https://192.0.2.9", token="t")
+    assert find("", "192.0.2.9:8080", {}) == Access("http://192.0.2.9:8080")
+    # Over plain HTTP no credentials are sent.
+    assert find(str(path), "http://192.0.2.9", {}) == Access("http://192.0.2.9")
+
+
+@pytest.mark.parametrize("text", ["ftp://x", "https://", "host/path", "https://x:port"])
+def test_addresses_that_cannot_be_used(text: str) -> None:
+    with pytest.raises(FatalError):
+        server_url(text, tls=True)
+
+
+def test_the_account_of_the_pod(tmp_path: Path) -> None:
+    environment = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
+    with pytest.raises(FatalError, match=f"open {tmp_path}/token: no such file or directory"):
+        in_cluster(environment, tmp_path)
+    (tmp_path / "token").write_text("t")
+    (tmp_path / "ca.crt").write_text("ca")
+    assert in_cluster(environment, tmp_path) == Access(
+        "https://[fd00::1]:443", Tls(ca_file=str(tmp_path / "ca.crt")), token_file=str(tmp_path / "token")
+    )
+    with pytest.raises(FatalError, match=r"^unable to load in-cluster configuration, KUBERNETES_SERVICE_HOST and"):
+        find("", "", {})
+
+
+def test_a_token_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "token"
+    path.write_text("first\n")
+    credentials = Credentials(Access("https://x", token_file=str(path)))
+    assert credentials.headers() == [("Authorization", "Bearer first")]
+    path.write_text("second")
+    assert credentials.headers() == [("Authorization", "Bearer first")]
+    credentials.refused()  # 401
+    assert credentials.headers() == [("Authorization", "Bearer second")]
+    path.write_text("")  # being written
+    credentials.refused()
+    assert credentials.headers() == [("Authorization", "Bearer second")]
+    path.unlink()
+    credentials.refused()
+    assert credentials.headers() == [("Authorization", "Bearer second")]
+    assert TOKEN_SECONDS <= 60
+
+
+def test_no_token_file_is_a_trouble_and_no_end(tmp_path: Path) -> None:
+    with pytest.raises(TroubleError, match=r"the token file .* cannot be read"):
+        Credentials(Access("https://x", token_file=str(tmp_path / "token"))).headers()
+
+
+def test_user_and_password() -> None:
+    (header,) = Credentials(Access("https://x", username="u", password="p")).headers()
+    assert header == ("Authorization", "Basic " + base64.b64encode(b"u:p").decode())
+
+
+@pytest.mark.parametrize("tls", [Tls(ca_data=b"nonsense"), Tls(certificate_data=b"nonsense", key_data=b"nonsense")])
+def test_certificates_that_are_none(tls: Tls) -> None:
+    with pytest.raises(TroubleError, match=r"no certificate as PEM|not usable"):
+        Credentials(Access("https://x", tls)).context()
+
+
+def test_a_context_that_threads_share_is_not_changed_by_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenSSL frees what is replaced there, and another thread's handshake may be reading it."""
+    changed = []
+    monkeypatch.setattr(ssl.SSLContext, "set_alpn_protocols", lambda _, protocols: changed.append(protocols))
+    with ScriptedApi() as api:
+        access = Access(api.url.replace("http:", "https:"), Tls(insecure=True))
+        client = Client(access, Limiter(-1, 0), Silent(), QUICK)
+        for _ in range(2):
+            with pytest.raises(TroubleError, match="does not speak TLS"):
+                client.channel().request("GET", "/version")
+    assert changed == [["http/1.1"]]
+
+
+# ---- exec plugins
+
+VERSION = "client.authentication.k8s.io/v1"
+
+
+def plugin(tmp_path: Path, program: str, **fields: Any) -> Credentials:
+    script = tmp_path / "plugin"
+    script.write_text(f"#!{sys.executable}\nimport json, os, sys\nfrom pathlib import Path\n{program}\n")
+    script.chmod(0o755)
+    environment = (("COUNT", str(tmp_path / "count")),)
+    given = ExecPlugin(str(script), ("an argument",), environment, VERSION, "install it so", **fields)
+    return Credentials(Access("https://192.0.2.1", exec_plugin=given))
+
+
+COUNTING = """
+path = Path(os.environ["COUNT"])
+count = int(path.read_text()) + 1 if path.exists() else 1
+path.write_text(str(count))
+"""
+
+
+def answer(**status: Any) -> str:
+    document = {"kind": "ExecCredential", "apiVersion": VERSION, "status": status}
+    return f"print(json.dumps({document!r}).replace('COUNT', str(count)))"
+
+
+def test_a_program_gives_a_token_and_is_asked_again_when_it_has_expired(tmp_path: Path) -> None:
+    past = (datetime.now(UTC) - timedelta(seconds=1)).isoformat().replace("+00:00", "Z")
+    credentials = plugin(tmp_path, COUNTING + answer(token="tokenCOUNT", expirationTimestamp=past))
+    assert [credentials.headers() for _ in range(2)] == [[("Authorization", f"Bearer token{n}")] for n in (1, 2)]
+
+
+def test_a_program_is_not_asked_before_its_answer_expires(tmp_path: Path) -> None:
+    future = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+    credentials = plugin(tmp_path, COUNTING + answer(token="tokenCOUNT", expirationTimestamp=future))
+    assert credentials.headers() == credentials.headers() == [("Authorization", "Bearer token1")]
+    credentials.refused()
+    assert credentials.headers() == [("Authorization", "Bearer token2")]
+
+
+def test_a_program_is_told_what_it_is_for(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    program = f"""
+Path({str(note)!r}).write_text(json.dumps([sys.argv[1:], json.loads(os.environ["KUBERNETES_EXEC_INFO"])]))
+count = 1
+""" + answer(token="t")
+    plugin(tmp_path, program, provide_cluster_info=True, cluster_config={"some": "thing"}).headers()
+    assert json.loads(note.read_text()) == [
+        ["an argument"],
+        {
+            "kind": "ExecCredential",
+            "apiVersion": VERSION,
+            "spec": {"interactive": False, "cluster": {"server": "https://192.0.2.1", "config": {"some": "thing"}}},
+        },
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("sys.exit('no network\\nat all')", "failed with exit code 1: no network at all"),
+        ("print('{')", "printed something that is not an ExecCredential"),
+        ('print(\'{"kind": "ExecCredential", "apiVersion": "v2"}\')', "is configured to use API version"),
+        ("count = 1\n" + answer(), "gave neither a token nor a client certificate"),
+        ("count = 1\n" + answer(clientCertificateData="x"), "gave only one of certificate and key"),
+        ("count = 1\n" + answer(token=7), "not an ExecCredential"),
+    ],
+)
+def test_a_program_that_fails_is_named(tmp_path: Path, program: str, words: str) -> None:
+    with pytest.raises(TroubleError) as error:
+        plugin(tmp_path, program).headers()
+    assert words in str(error.value)
+    assert f"the exec plugin {tmp_path}/plugin " in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_program_that_is_missing_says_how_to_install_it() -> None:
+    given = ExecPlugin("/nonexistent/plugin", api_version=VERSION, install_hint="get it\nfrom there")
+    with pytest.raises(TroubleError, match="cannot be run: No such file or directory; get it from there"):
+        Credentials(Access("https://x", exec_plugin=given)).headers()
+
+
+# ---- proxies of the environment, limits
+
+
+@pytest.mark.parametrize(
+    ("url", "no_proxy", "expected"),
+    [
+        ("https://10.96.0.1", "", "http://proxy:3128"),
+        ("https://10.96.0.1", "10.96.0.0/16", ""),
+        ("https://10.97.0.1", "10.96.0.0/16", "http://proxy:3128"),
+        ("https://10.96.0.1", "*", ""),
+        ("https://10.96.0.1:6443", "10.96.0.1:6443", ""),
+        ("https://10.96.0.1:6443", "10.96.0.1:443", "http://proxy:3128"),
+        ("https://[fd00::1]:443", "fd00::/8", ""),
+        ("https://[fd00::1]:443", "[fd00::1]", ""),
+        ("https://kubernetes.default.svc", ".svc", ""),
+        ("https://kubernetes.default.svc", "default.svc", ""),
+        ("https://svc", ".svc", "http://proxy:3128"),
+        ("https://notdefault.svc", "default.svc", "http://proxy:3128"),
+        ("https://127.0.0.1", "", ""),
+        ("https://localhost", "", ""),
+        ("http://10.96.0.1", "", ""),
+    ],
+)
+def test_proxies_of_the_environment_as_go_reads_them(url: str, no_proxy: str, expected: str) -> None:
+    assert proxy_for(url, {"HTTPS_PROXY": "proxy:3128", "NO_PROXY": no_proxy}) == expected
+
+
+def test_the_limit_is_a_bucket() -> None:
+    now = 0.0
+    limiter = Limiter(2.0, 3, lambda: now)
+    assert [limiter.take() for _ in range(5)] == [0, 0, 0, 0.5, 1.0]
+    now = 10.0
+    assert [limiter.take() for _ in range(4)] == [0, 0, 0, 0.5]
+    assert [Limiter(-1, 1, lambda: now).take() for _ in range(100)] == [0.0] * 100
+    standard = Limiter(0, 0, lambda: now)
+    assert [standard.take() for _ in range(11)] == [0.0] * 10 + [0.2]

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""List and watch: the protocol's corners, against a server that does what the test says."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from pyebpf_proxy.kube.api.access import Access
+from pyebpf_proxy.kube.api.follower import PART
+from pyebpf_proxy.kube.api.source import MOST_WAITING
+from pyebpf_proxy.servers.client_metrics import ClientMetrics
+from pyebpf_proxy.servers.numbers import Gauge
+from tests.support.logs import Message
+from tests.support.scripted_api import QUICK, Exchange, Following, ScriptedApi, following, node, service, wait_until
+
+
+@pytest.fixture
+def api() -> Iterator[ScriptedApi]:
+    with ScriptedApi() as api:
+        api.has("nodes", node())
+        yield api
+
+
+def refuse_streams(exchange: Exchange) -> None:
+    """As a server that does not know sendInitialEvents."""
+    exchange.status(422, "sendInitialEvents: Forbidden")
+
+
+def test_the_list_comes_as_the_beginning_of_the_watch(api: ScriptedApi) -> None:
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a"), service("b", "10.96.0.2")], "7")
+        exchange.event("DELETED", service("a", version="8"))
+        exchange.event("MODIFIED", service("b", "10.96.0.3", version="9"))
+        exchange.hold()
+
+    api.script("services", first)
+    with following(api) as source:
+        source.until(lambda: source.complete and source.names("Service") == {"b"})
+        assert source.objects["Service", "b"].spec.cluster_ip == "10.96.0.3"
+        assert source.names("Node") == {"node1"}
+    (asked,) = api.asked("services")
+    assert asked.path == "/api/v1/services"
+    assert 300 <= int(asked.query.pop("timeoutSeconds")) <= 600
+    assert asked.query == {
+        "watch": "1",
+        "allowWatchBookmarks": "true",
+        "sendInitialEvents": "true",
+        "resourceVersionMatch": "NotOlderThan",
+        "fieldSelector": "spec.clusterIP!=None",
+        "labelSelector": "!service.kubernetes.io/service-proxy-name",
+    }
+    (asked,) = api.asked("endpointslices")
+    assert asked.path == "/apis/discovery.k8s.io/v1/endpointslices"
+    assert asked.query["labelSelector"] == "!service.kubernetes.io/headless"
+    assert "fieldSelector" not in asked.query
+    (asked,) = api.asked("nodes")
+    assert asked.query["fieldSelector"] == "metadata.name=node1"
+    assert asked.headers["Accept"] == "application/json"
+
+
+def test_the_first_list_goes_on_in_parts(api: ScriptedApi) -> None:
+    def first(exchange: Exchange) -> None:
+        exchange.begin()
+        for number in range(1200):
+            exchange.event("ADDED", service(f"s{number}", f"10.96.{number // 250}.{number % 250 + 1}"))
+        exchange.hold()
+
+    api.script("services", first)
+    with following(api) as source:
+        source.until(lambda: len(source.names("Service")) == 1000)
+        assert not source.complete
+
+
+def test_what_is_read_before_anybody_takes_it_waits(api: ScriptedApi) -> None:
+    source = Following(Access(api.url))
+    source.begin()
+    wait_until(lambda: len(api.asked("services")) == len(api.asked("endpointslices")) == len(api.asked("nodes")) == 1)
+    assert not source.batches
+    with source:
+        source.until(lambda: source.complete and source.names("Node") == {"node1"})
+    # The same requests, not new ones.
+    assert len(api.asked("services")) == 1
+
+
+def test_the_first_list_is_read_no_faster_than_it_is_taken(api: ScriptedApi) -> None:
+    def first(exchange: Exchange) -> None:
+        services = [service(f"s{number}", f"10.96.{number // 250}.{number % 250 + 1}") for number in range(6000)]
+        exchange.initial(services, "7")
+        exchange.hold()
+
+    api.script("services", first)
+    source = Following(Access(api.url))
+    source.busy = 0.1
+    with source:
+        source.until(lambda: len(source.names("Service")) == 6000)
+    # What had come already when more came, and that.
+    assert max(len(batch.changes) for batch in source.batches) < MOST_WAITING + 2 * PART
+
+
+def test_an_older_server_is_asked_for_pages_and_then_watched_from_there(api: ScriptedApi) -> None:
+    api.script(
+        "services",
+        refuse_streams,
+        lambda exchange: exchange.listed([service("a")], "5", "next"),
+        lambda exchange: exchange.listed([service("b", "10.96.0.2")], "5"),
+    )
+    with following(api) as source:
+        source.until(lambda: source.complete and source.names("Service") == {"a", "b"})
+        source.until(lambda: len(api.asked("services")) == 4)
+        assert source.errors() == []
+    _, first, second, watch = (exchange.query for exchange in api.asked("services"))
+    assert (first["limit"], first["resourceVersion"], first.get("continue")) == ("500", "0", None)
+    assert (second["limit"], second.get("resourceVersion"), second["continue"]) == ("500", None, "next")
+    assert (watch["watch"], watch["resourceVersion"]) == ("1", "5")
+    assert first["labelSelector"] == second["labelSelector"] == watch["labelSelector"]
+
+
+def test_a_page_that_has_expired_means_the_whole_list_in_one_piece(api: ScriptedApi) -> None:
+    api.script(
+        "services",
+        refuse_streams,
+        lambda exchange: exchange.listed([service("a")], "5", "next"),
+        lambda exchange: exchange.status(410, "The provided continue parameter is too old"),
+        lambda exchange: exchange.listed([service("b", "10.96.0.2")], "9"),
+    )
+    with following(api) as source:
+        # "a" was there and is not any more: it was delivered, and taken back.
+        source.until(lambda: source.complete and source.names("Service") == {"b"})
+    assert "limit" not in api.asked("services")[3].query
+
+
+@pytest.mark.parametrize("how", ["status", "event"])
+def test_expired_history_means_listing_again_and_the_difference(api: ScriptedApi, how: str) -> None:
+    def expire(exchange: Exchange) -> None:
+        if how == "status":
+            exchange.status(410, "too old resource version")
+        else:
+            exchange.begin()
+            exchange.event("ERROR", {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"})
+            exchange.end()
+
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a"), service("b", "10.96.0.2"), service("c", "10.96.0.3")], "5")
+        exchange.end()
+
+    def again(exchange: Exchange) -> None:
+        exchange.initial([service("b", "10.96.0.2", version="99"), service("c", "10.96.0.33")], "100")
+        exchange.hold()
+
+    api.script("services", first, expire, again)
+    with following(api) as source:
+        source.until(lambda: source.names("Service") == {"b", "c"} and len(source.batches) >= 2)
+        assert [(change.name, change.object is None) for change in source.changes if change.kind == "Service"] == [
+            ("a", False),
+            ("b", False),
+            ("c", False),
+            ("c", False),
+            ("a", True),
+        ]
+        assert source.errors() == []
+    assert [exchange.query.get("resourceVersion") for exchange in api.asked("services")] == [None, "5", None]
+
+
+def test_a_watch_that_ends_in_order_goes_on_where_it_was(api: ScriptedApi) -> None:
+    def first(exchange: Exchange) -> None:
+        exchange.initial([], "5")
+        exchange.event("ADDED", service("a", version="6"))
+        exchange.event("BOOKMARK", {"kind": "Service", "metadata": {"resourceVersion": "42"}})
+        exchange.end()
+
+    api.script("services", first)
+    with following(api) as source:
+        source.until(lambda: len(api.asked("services")) == 2)
+        assert source.errors() == []
+    assert api.asked("services")[1].query["resourceVersion"] == "42"
+
+
+def test_a_watch_that_breaks_is_resumed_without_a_word(api: ScriptedApi) -> None:
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a")], "5")
+        exchange.cut()
+
+    api.script("services", first)
+    with following(api) as source:
+        source.until(lambda: len(api.asked("services")) == 2)
+        assert api.asked("services")[1].query["resourceVersion"] == "5"
+        assert source.errors() == []
+
+
+def test_a_server_that_restarts_and_has_no_history_is_no_trouble(api: ScriptedApi) -> None:
+    """The watch breaks, the next one is refused (410), and the list is there: not a word, and no wait."""
+
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a")], "5")
+        exchange.cut()
+
+    def again(exchange: Exchange) -> None:
+        exchange.initial([service("b", "10.96.0.2")], "50")
+        exchange.hold()
+
+    api.script("services", first, lambda exchange: exchange.status(410, "too old resource version"), again)
+    with following(api) as source:
+        source.until(lambda: source.names("Service") == {"b"})
+        assert source.errors() == []
+
+
+GARBAGE = {
+    "no JSON": b"\x00\xff\x00garbage\n",
+    "half an event": b'{"type": "ADDED", "object": {"metadata": {"na\n',
+    "no event": b'["a", "list"]\n',
+    "an object that is a text": b'{"type": "ADDED", "object": "text"}\n',
+    "deep": b'{"type": "ADDED", "object": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+    "unknown type": b'{"type": "EXPLODED", "object": {}}\n',
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_garbage_is_told_once_and_costs_nothing(api: ScriptedApi, what: str) -> None:
+    def broken(exchange: Exchange) -> None:
+        exchange.begin()
+        exchange.event("ADDED", service("b", "10.96.0.2", version="6"))
+        exchange.chunk(GARBAGE[what])
+        exchange.hold()
+
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a")], "5")
+        exchange.end()
+
+    def right(exchange: Exchange) -> None:
+        exchange.begin()
+        exchange.event("ADDED", service("c", "10.96.0.3", version="8"))
+        exchange.hold()
+
+    api.script("services", first, broken, broken, broken, right)
+    with following(api) as source:
+        source.until(lambda: source.names("Service") == {"a", "b", "c"})
+        source.until(lambda: source.said(Message.RESOURCE_BACK))
+        assert len(source.errors()) == 1, source.lines
+        assert "services" in source.errors()[0]
+        assert sum(change.name == "b" for change in source.changes) == 1
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_list_that_is_cut_short_deletes_nothing(api: ScriptedApi, streams: bool) -> None:
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a"), service("b", "10.96.0.2")], "5")
+        exchange.event("ERROR", {"kind": "Status", "code": 410, "message": "too old"})
+        exchange.end()
+
+    def short(exchange: Exchange) -> None:
+        if streams:
+            exchange.begin()
+            exchange.event("ADDED", service("a"))
+            exchange.end()
+        else:
+            exchange.raw(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"metadata": {}, "items": [')
+
+    api.script("services", first, *([] if streams else [refuse_streams]), short)
+    api.has("services", service("a"), service("b", "10.96.0.2"), service("c", "10.96.0.3"))
+    with following(api) as source:
+        source.until(lambda: source.names("Service") == {"a", "b", "c"})
+        assert not any(change.object is None for change in source.changes)
+
+
+def test_nothing_is_complete_before_all_three_are_listed(api: ScriptedApi) -> None:
+    for resource in ("services", "endpointslices", "nodes"):
+        with ScriptedApi() as other:
+            other.has("nodes", node())
+            other.script(resource, lambda exchange: exchange.hold())
+            with following(other, replace(QUICK, answer=60)) as source:
+                kinds = {"services": "Service", "endpointslices": "EndpointSlice", "nodes": "Node"}
+                source.until(lambda other=other: len(other.requests) == 3)  # type: ignore[misc]
+                source.until(lambda r=resource: r == "nodes" or source.names("Node"))  # type: ignore[misc]
+                assert not source.complete, kinds[resource]
+                other.held.set()
+                source.until(lambda: source.complete)
+
+
+def test_a_node_without_addresses_is_waited_for(api: ScriptedApi) -> None:
+    def first(exchange: Exchange) -> None:
+        exchange.initial([node(address=None)], "5")
+        api.held.wait(20)
+        exchange.event("MODIFIED", node())
+        exchange.cut()
+
+    api.script("nodes", first)
+    with following(api, replace(QUICK, node=60)) as source:
+        source.until(lambda: source.names("Node"))
+        assert not source.complete
+        api.held.set()
+        source.until(lambda: source.complete)
+        assert source.objects["Node", "node1"].status.addresses[0].address == "192.0.2.1"
+
+
+@pytest.mark.parametrize(("there", "what"), [(True, "be assigned IPs"), (False, "exist")])
+def test_a_node_is_not_waited_for_for_ever(api: ScriptedApi, there: bool, what: str) -> None:
+    api.has("nodes", *([node(address=None)] if there else []))
+    with following(api) as source:
+        source.until(lambda: source.complete)
+        assert source.said(f"timed out waiting for the Node to {what}")
+
+
+def test_lists_may_be_compressed(api: ScriptedApi) -> None:
+    def compressed(exchange: Exchange) -> None:
+        assert exchange.headers["Accept-Encoding"] == "gzip"
+        items = [service(f"s{i}", f"10.96.1.{i}") for i in range(200)]
+        body = gzip.compress(json.dumps({"metadata": {"resourceVersion": "3"}, "items": items}).encode())
+        exchange.answer(200, body, {"Content-Encoding": "gzip"})
+
+    api.script("services", refuse_streams, compressed)
+    with following(api) as source:
+        source.until(lambda: len(source.names("Service")) == 200)
+
+
+def test_a_huge_object_is_read(api: ScriptedApi) -> None:
+    huge = service("huge")
+    huge["metadata"]["annotations"] = {"much": "x" * 10_000_000}
+
+    def first(exchange: Exchange) -> None:
+        exchange.initial([huge], "5")
+        exchange.event("ADDED", service("small", "10.96.0.2", version="6"))
+        exchange.hold()
+
+    api.script("services", first)
+    with following(api, replace(QUICK, window=20)) as source:
+        source.until(lambda: source.names("Service") == {"huge", "small"})
+
+
+BAD = {
+    "port": (service("bad", ports=[{"port": -1}]), "spec.ports[0].port: -1 is not a port"),
+    "protocol": (service("bad", ports=[{"port": 1, "protocol": "X"}]), 'spec.ports[0].protocol: "X" is not TCP'),
+    "address": (service("bad", "10.96.0.999"), 'spec.clusterIP: "10.96.0.999" is not an IP address'),
+    "type": (service("bad", ports={"port": 1}), "spec.ports: a mapping: expected array"),
+    "null": (service("bad") | {"spec": None}, "spec"),
+}
+
+
+def bad_objects(metrics: ClientMetrics) -> dict[str, tuple[float, float]]:
+    """Refused, and used in part, by kind."""
+    gauge = next(of for of in metrics.families if isinstance(of, Gauge) and of.name == "pyebpf_proxy_bad_objects")
+    kinds = ("Service", "EndpointSlice", "Node")
+    return {kind: (gauge.get(kind, "refused"), gauge.get(kind, "used_in_part")) for kind in kinds}
+
+
+@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_bad_object_is_named_once_and_costs_no_other_anything(api: ScriptedApi, what: str, streams: bool) -> None:
+    bad, message = BAD[what]
+    others = [service("a"), service("z", "10.96.0.2")]
+    if not streams:
+        api.script("services", refuse_streams)
+    api.has("services", others[0], bad, others[1])
+    metrics = ClientMetrics()
+    with following(api, observer=metrics) as source:
+        source.until(lambda: source.complete)
+        assert source.names("Service") == {"a", "z"}
+        (line,) = source.errors()
+        assert f"Service default/bad: {message}" in line
+        assert bad_objects(metrics) == {"Service": (1, 0), "EndpointSlice": (0, 0), "Node": (0, 0)}
+
+
+def test_an_object_that_goes_bad_keeps_its_last_good_state(api: ScriptedApi) -> None:
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a")], "5")
+        for version in ("6", "7"):
+            exchange.event("MODIFIED", service("a", "nonsense", version=version))
+        exchange.event("MODIFIED", service("a", "10.96.0.9", version="8"))
+        exchange.hold()
+
+    api.script("services", first)
+    metrics = ClientMetrics()
+    with following(api, observer=metrics) as source:
+        source.until(lambda: source.names("Service") and source.objects["Service", "a"].spec.cluster_ip == "10.96.0.9")
+        source.until(lambda: bad_objects(metrics).get("Service") == (0, 0))
+        assert [change.object is None for change in source.changes if change.kind == "Service"] == [False, False]
+        (line,) = source.errors()
+        assert "its last good state stays" in line
+
+
+def test_what_does_not_matter_is_not_delivered(api: ScriptedApi) -> None:
+    def first(exchange: Exchange) -> None:
+        exchange.initial([service("a")], "5")
+        noted = service("a", version="6")
+        noted["metadata"]["annotations"] = {"some": "note"}
+        exchange.event("MODIFIED", noted)
+        exchange.event("ADDED", service("b", "10.96.0.2", version="7"))
+        exchange.hold()
+
+    api.script("services", first)
+    with following(api) as source:
+        source.until(lambda: source.names("Service") == {"a", "b"})
+        assert sum(change.name == "a" for change in source.changes) == 1

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events: what is written for them, series, and what an API server that refuses them costs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from pyebpf_proxy.kube.api import recorder
+from pyebpf_proxy.kube.api.access import Access
+from pyebpf_proxy.kube.api.client import Client
+from pyebpf_proxy.kube.api.limiter import Limiter
+from pyebpf_proxy.kube.api.observer import Silent
+from pyebpf_proxy.kube.api.recorder import EventRecorder
+from pyebpf_proxy.kube.events import About
+from tests.support.logs import Log
+from tests.support.scripted_api import QUICK, Exchange, ScriptedApi, wait_until
+
+NODE = About("Node", "", "node1")
+
+
+@pytest.fixture
+def api() -> Iterator[ScriptedApi]:
+    with ScriptedApi() as api:
+        yield api
+
+
+@pytest.fixture
+def events(api: ScriptedApi, monkeypatch: pytest.MonkeyPatch) -> Iterator[EventRecorder]:
+    monkeypatch.setattr(recorder, "RETRY_SECONDS", 0.02)
+    client = Client(Access(api.url), Limiter(-1, 0), Silent(), QUICK)
+    events = EventRecorder(client)
+    events.start()
+    yield events
+    client.stop()
+    events.stop()
+    events._thread.join(60)
+    assert not events._thread.is_alive()
+
+
+def starting(events: EventRecorder) -> None:
+    events.event(NODE, "Normal", "Starting", "StartKubeProxy", "")
+
+
+def posted(api: ScriptedApi) -> list[Exchange]:
+    return [request for request in list(api.requests) if request.method == "POST"]
+
+
+def test_an_event_on_a_node_lies_in_the_default_namespace(api: ScriptedApi, events: EventRecorder) -> None:
+    starting(events)
+    wait_until(lambda: posted(api))
+    (request,) = posted(api)
+    assert request.path == "/apis/events.k8s.io/v1/namespaces/default/events"
+    body = json.loads(request.body)
+    assert re.fullmatch(r"node1\.[0-9a-f]{16}", body["metadata"].pop("name"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", body.pop("eventTime"))
+    assert body.pop("reportingInstance").startswith("kube-proxy-")
+    assert body == {
+        "apiVersion": "events.k8s.io/v1",
+        "kind": "Event",
+        "metadata": {"namespace": "default"},
+        "reportingController": "kube-proxy",
+        "action": "StartKubeProxy",
+        "reason": "Starting",
+        "regarding": {"apiVersion": "v1", "kind": "Node", "name": "node1"},
+        "note": "",
+        "type": "Normal",
+    }
+
+
+def test_an_event_on_a_service_lies_beside_it(api: ScriptedApi, events: EventRecorder) -> None:
+    about = About("Service", "shop", "web")
+    events.event(about, "Warning", "FailedToStartServiceHealthcheck", "Listen", "é" * 2000)
+    wait_until(lambda: posted(api))
+    (request,) = posted(api)
+    assert request.path == "/apis/events.k8s.io/v1/namespaces/shop/events"
+    body = json.loads(request.body)
+    assert body["regarding"] == {"apiVersion": "v1", "kind": "Service", "name": "web", "namespace": "shop"}
+    assert 1000 < len(body["note"].encode()) <= 1024
+
+
+def test_what_comes_again_is_a_series(api: ScriptedApi, events: EventRecorder) -> None:
+    for _ in range(5):
+        starting(events)
+    events.event(NODE, "Normal", "Other", "StartKubeProxy", "")
+    wait_until(lambda: len(api.requests) == 3)
+    first, again, _ = api.requests
+    assert (first.method, again.method) == ("POST", "PATCH")
+    assert again.path == f"{first.path}/{json.loads(first.body)['metadata']['name']}"
+    assert json.loads(again.body)["series"]["count"] == 2
+    assert again.headers["Content-Type"] == "application/merge-patch+json"
+
+
+def test_a_series_whose_event_has_expired_begins_anew(api: ScriptedApi, events: EventRecorder) -> None:
+    starting(events)
+    wait_until(lambda: posted(api))
+    api.script(json.loads(posted(api)[0].body)["metadata"]["name"], lambda exchange: exchange.status(404, "not found"))
+    starting(events)
+    wait_until(lambda: len(posted(api)) == 2)
+
+
+def test_a_server_that_fails_is_tried_again(api: ScriptedApi, events: EventRecorder) -> None:
+    api.script("events", *[lambda exchange: exchange.status(503, "not now")] * 3)
+    starting(events)
+    wait_until(lambda: len(posted(api)) == 4)
+
+
+def test_refused_events_are_told_once_and_are_no_trouble(
+    api: ScriptedApi, events: EventRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = [lambda exchange: exchange.status(403, 'events.events.k8s.io is forbidden: User "x" cannot create')] * 3
+    api.script("events", *refused)
+    for reason in ("A", "B", "C", "D"):
+        events.event(NODE, "Normal", reason, "StartKubeProxy", "")
+    wait_until(lambda: len(posted(api)) == 4)
+    line = Log(caplog).only()
+    assert " reason=A " in f"{line.text} "
+    assert 'grant create and patch on events (apiGroup "events.k8s.io") by RBAC' in line.text
+
+
+def test_recording_never_waits(api: ScriptedApi, events: EventRecorder) -> None:
+    api.script("events", lambda exchange: exchange.hold())
+    for number in range(recorder.MOST_WAITING * 3):
+        events.event(NODE, "Normal", f"Reason{number}", "StartKubeProxy", "")
+    api.held.set()
+    wait_until(lambda: len(posted(api)) > recorder.MOST_WAITING)
+
+
+def test_an_event_whose_answer_was_lost_is_not_made_again(
+    api: ScriptedApi, events: EventRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second try finds it there: that is as good as having made it."""
+    api.script("events", lambda exchange: exchange.cut(), lambda exchange: exchange.status(409, "already exists"))
+    starting(events)
+    wait_until(lambda: len(posted(api)) == 2)
+    starting(events)
+    wait_until(lambda: [request.method for request in list(api.requests)] == ["POST", "POST", "PATCH"])
+    Log(caplog).none()

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The repository itself: what every file owes, what the Makefile offers, what a wheel carries."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.changes import mutants as agent_mutants
+from tests.packet import mutants as packet_mutants
+from tests.unit.repository.files import own_files, relative
+
+# A name of a package host in the tree ties every build to it; mirrors are the machine's own configuration.
+# Written with classes of one letter, so that this file does not name them either.
+PACKAGE_HOST = re.compile(
+    r"p[y]pi\.org|p[y]thonhosted\.|deb\.[d]ebian\.org|security\.[d]ebian\.org|archive\.[u]buntu|"
+    r"--(extra-)?index-[u]rl|--trusted-[h]ost|proxy\.[g]olang|registry\.[n]pmjs|crates\.[i]o",
+    re.IGNORECASE,
+)
+# docs/data-plane.md says which function decides what.
+HEADING = "## The decision table as it is implemented"
+NAMED = re.compile(r"`(\w+)\(\)`")
+DEFINED_IN_C = re.compile(r"^(?:[a-z_]\w*[ \t*]+)+(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
+DEFINED_IN_PYTHON = re.compile(r"^ *(?:async )?def (\w+)\(", re.MULTILINE)
+
+
+def test_every_source_file_names_its_licence() -> None:
+    def licence(path: Path) -> str:
+        head = "\n".join(path.read_text().splitlines()[:2])  # a shebang may come first
+        found = re.search(r"SPDX-License-Identifier: (.*?)(?: \*/)?$", head, re.MULTILINE)
+        return found.group(1) if found else "none"
+
+    def wanted(path: Path) -> str:
+        in_bpf = path.relative_to(ROOT).parts[0] == "bpf"
+        return "(GPL-2.0-only OR BSD-2-Clause)" if in_bpf else "Apache-2.0"
+
+    sources = [*own_files(".py", ".c", ".h", ".sh"), ROOT / "Makefile", ROOT / ".ci" / "run"]
+    assert {relative(path): licence(path) for path in sources if licence(path) != wanted(path)} == {}
+
+
+def test_no_package_host_is_named() -> None:
+    named = {}
+    for path in own_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:  # plots
+            continue
+        if found := PACKAGE_HOST.search(text):
+            named[relative(path)] = found.group()
+    named.pop("tools/lock.sh", None)  # says --no-emit-…, which keeps them out of the lock
+    assert named == {}
+
+
+def test_package_host_pattern_finds_them() -> None:
+    assert PACKAGE_HOST.search("pip install --index-" + "url https://somewhere")
+    assert PACKAGE_HOST.search("https://py" + "pi.org/simple")
+    assert not PACKAGE_HOST.search("python3-nftables")
+
+
+def test_make_help_lists_every_target() -> None:
+    phony = " ".join(re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shown = subprocess.run(["make", "-C", ROOT, "-s", "help"], check=True, capture_output=True, text=True).stdout
+    listed = re.findall(r"^  make (\S+) +\S", shown, re.MULTILINE)
+    assert sorted(listed) == sorted(phony.split())
+    assert {"help", "setup", "build", "demo", "test", "lint", "clean", "bench"} <= set(listed)
+
+
+def test_lock_holds_every_dependency_with_exact_version_and_hash() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lock = (ROOT / "requirements.lock").read_text()
+    blocks = re.findall(r"^([a-z0-9-]+)==\S+((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$", lock, re.MULTILINE)
+    locked = {name for name, _ in blocks}
+    pinned = set(re.findall(r"^([A-Za-z0-9._-]+)==", lock, re.MULTILINE))
+    assert pinned == locked
+    wanted = {
+        re.split(r"[<>=!~ ]", requirement)[0].lower()
+        for requirement in [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    }
+    assert wanted <= locked, wanted - locked
+
+
+def test_debian_packages_are_listed_once() -> None:
+    lines = (ROOT / "tools" / "debian-packages.txt").read_text().splitlines()
+    names = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", name) for name in names)
+    assert len(names) == len(set(names))
+    assert {"clang", "libbpf-dev", "libbpf1", "bpftool", "nftables", "python3-nftables", "python3-venv"} <= set(names)
+
+
+def test_setup_says_in_one_line_what_is_missing(tmp_path: Path) -> None:
+    """Without dpkg: exit status 1 and one line that says what to do."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "setup.sh", tmp_path / "tools")
+    shutil.copy(ROOT / "tools" / "debian-packages.txt", tmp_path / "tools")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("bash", "dirname", "sed", "mkdir", "id"):
+        found = shutil.which(name)
+        assert found is not None
+        (programs / name).symlink_to(found)
+    ran = subprocess.run(
+        [programs / "bash", tmp_path / "tools" / "setup.sh", "packages"],
+        env={"PATH": str(programs)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert ran.stdout == ""
+    assert len(ran.stderr.splitlines()) == 1
+    assert "tools/debian-packages.txt" in ran.stderr
+
+
+def test_build_says_in_one_line_that_clang_is_missing(bpf_objects: Path) -> None:
+    """`bpf_objects` first, so that vmlinux.h is there and clang is the one thing missing."""
+    source = "pyebpf_proxy/bpf/tc.bpf.o"
+    ran = subprocess.run(
+        [
+            "make",
+            "-C",
+            ROOT,
+            "-s",
+            "--no-print-directory",
+            "-W",
+            "bpf/tc.bpf.c",
+            "CLANG=clang-that-is-not-here",
+            source,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode != 0
+    own = [line for line in ran.stderr.splitlines() if not line.startswith("make")]
+    assert own == ["clang-that-is-not-here is missing: run make setup, or apt-get install clang"]
+    assert (bpf_objects / "tc.bpf.o").exists()
+
+
+@pytest.fixture(scope="module")
+def wheel(bpf_objects: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built from a copy of the tree: a build leaves folders behind, and others work in this one."""
+    tree = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tree)
+    for folder in ("pyebpf_proxy", "bpf"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    python = ROOT / ".venv" / "bin" / "python"
+    subprocess.run(
+        [
+            python,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "-w",
+            tree / "dist",
+            tree,
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    (built,) = (tree / "dist").glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_wheel_carries_the_objects_as_built(wheel: zipfile.ZipFile, bpf_objects: Path) -> None:
+    for name in ("tc.bpf.o", "sock.bpf.o"):
+        assert wheel.read(f"pyebpf_proxy/bpf/{name}") == (bpf_objects / name).read_bytes()
+
+
+def test_wheel_carries_every_module_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    modules = {relative(path) for path in own_files(".py") if relative(path).startswith("pyebpf_proxy/")}
+    carried = {name for name in wheel.namelist() if name.endswith(".py")}
+    assert carried == modules
+
+
+def test_wheel_carries_licences_and_the_console_script(wheel: zipfile.ZipFile) -> None:
+    (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert "pyebpf-proxy = pyebpf_proxy.cli:main" in wheel.read(entry_points).decode()
+    licences = {name.split("/licenses/")[1] for name in wheel.namelist() if "/licenses/" in name}
+    assert licences == {"LICENSE", "NOTICE", "bpf/LICENSE.BSD-2-Clause", "bpf/LICENSE.GPL-2.0"}
+
+
+def decisions() -> str:
+    text = (ROOT / "docs" / "data-plane.md").read_text()
+    assert text.count(HEADING) == 1
+    return text.partition(HEADING)[2].partition("\n## ")[0]
+
+
+def functions() -> set[str]:
+    sources = (*(ROOT / "bpf").glob("*.[ch]"), *(ROOT / "pyebpf_proxy").rglob("*.py"))
+    found: set[str] = set()
+    for path in sources:
+        how = DEFINED_IN_PYTHON if path.suffix == ".py" else DEFINED_IN_C
+        found.update(how.findall(path.read_text()))
+    return found
+
+
+def test_every_function_that_the_packet_page_names_exists() -> None:
+    named = set(NAMED.findall((ROOT / "docs" / "data-plane.md").read_text()))
+    assert len(named) > 40
+    there = functions()
+    assert {"decide", "choose_lists", "tc_ethernet"} <= there
+    assert named - there == set()
+
+
+def test_every_mutant_changes_something() -> None:
+    """They are run by hand: one that no longer fits would be found missing too late."""
+    sources = {path.name: path.read_text() for path in (ROOT / "bpf").glob("*.[ch]")}
+    assert [name for name, (file, old, _) in packet_mutants.MUTANTS.items() if old not in sources[file]] == []
+    texts = {each.file: (ROOT / "pyebpf_proxy" / each.file).read_text() for each in agent_mutants.MUTANTS.values()}
+    assert [name for name, each in agent_mutants.MUTANTS.items() if each.there not in texts[each.file]] == []
+
+
+def test_every_row_of_the_packet_page_names_who_decides() -> None:
+    rows = [line for line in decisions().splitlines() if line.startswith("| ")]
+    deciders = [line.rstrip(" |").rpartition(" | ")[2] for line in rows]
+    headings = {"decided by", "where it is so"}
+    assert len(rows) > 30
+    assert [row for row, who in zip(rows, deciders, strict=True) if not NAMED.search(who) and who not in headings] == [
+        "| InterfaceNamePrefix | the same with the beginning of the name | the same |"
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings in links."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    lost = []
+    others = [ROOT / folder / "README.md" for folder in ("examples", "tests", "vagrant")]
+    for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *others):
+        for place, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+            target = page.parent / place if place else page
+            if not target.exists() or (heading and heading not in anchors(target)):
+                lost.append(f"{page.name}: {place}#{heading}")
+    assert lost == []

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics: what happens to objects in, the page as Prometheus reads it out (spec/metrics)."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as read_text
+
+from pyebpf_proxy.kube.objects import (
+    Annotations,
+    Endpoint,
+    EndpointConditions,
+    EndpointPort,
+    EndpointSlice,
+    Node,
+    ObjectMeta,
+    Service,
+    ServicePort,
+    ServiceSpec,
+)
+from pyebpf_proxy.kube.source import Change
+from pyebpf_proxy.servers.health import Health, Moment
+from pyebpf_proxy.servers.metrics import DatapathNumbers, Metrics
+from pyebpf_proxy.servers.numbers import NETPROG, Registry, text
+from pyebpf_proxy.servers.observer import Observer
+from pyebpf_proxy.servers.standard import add_build
+from pyebpf_proxy.services.model import IPFamily
+from pyebpf_proxy.services.planner import Planner, PlanSettings
+
+REASONS = {
+    "new_flow_fast": 7,
+    "new_flow_netfilter": 2,
+    "slow_quota": 1,
+    "stack_hops": 3,
+    "reject_no_endpoints": 0,
+    "flow_hit": 20,
+    "xdp_flow_hit": 4,
+    "flow_promoted": 5,
+}
+VIEW = {
+    "closed": {"6": {"reason": "stack_rules", "text": "table ip6 filter, chain FORWARD"}},
+    "devices": {"2": {"name": "eth0", "redirect": 1}, "3": {"name": "veth1", "redirect": 0}},
+    "promotion": {"failed": {"full": 6}, "young": 11},
+}
+MAPS = {"services": (3, 100)}
+START = 1795239500_000_000_000
+K = "kubeproxy_"
+SYNC = f"{K}sync_proxy_rules_"
+
+
+class ObservedAgent:
+    """Observer and planner as the agent has them, and a clock that stands."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics(DatapathNumbers(lambda: REASONS, lambda: MAPS, view=lambda: VIEW))
+        self.planner = Planner(PlanSettings(node_name="here"))
+        self.seconds = 0.0
+        self.health = Health(60)
+        self.applied = 0
+        self.observer = Observer(self.metrics, self.health, self.planner, "here", self.now, self.count)
+
+    def now(self) -> Moment:
+        return Moment(self.seconds, START + round(self.seconds * 1e9))
+
+    def count(self) -> None:
+        self.applied += 1
+
+    def change(self, *changes: Change) -> None:
+        self._changes = [*getattr(self, "_changes", []), *changes]
+        self.observer.changed(changes, complete=True)
+        self.observer.queued()
+
+    def sync(self, ok: bool = True, full: bool = False, problems: int = 0) -> None:
+        changes, self._changes = self._changes, []
+        self.observer.planned(self.planner.update(changes))
+        self.observer.synced(0.003, ok, full, problems)
+
+    def __getitem__(self, key: str | tuple[str, ...]) -> float | None:
+        """The value of a sample: its name, then its label values."""
+        name, *labels = (key,) if isinstance(key, str) else key
+        return self.page().get((name, *labels))
+
+    def page(self) -> dict[tuple[str, ...], float]:
+        _, body = text(self.metrics.registry, "")
+        return {
+            (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+            for family in read_text(body.decode())
+            for sample in family.samples
+        }
+
+
+@pytest.fixture
+def agent() -> ObservedAgent:
+    return ObservedAgent()
+
+
+def service(name: str = "s", gone: bool = False, **spec: str) -> Change:
+    ports = (ServicePort(name="p", protocol="TCP", port=80),)
+    made = Service(
+        ObjectMeta(name, "ns"),
+        ServiceSpec(type="ClusterIP", cluster_ip="10.96.0.9", cluster_ips=("10.96.0.9",), ports=ports, **spec),  # type: ignore[arg-type]
+    )
+    return Change("Service", "ns", name, None if gone else made)
+
+
+def endpoints(
+    *nodes: str,
+    name: str = "s-1",
+    of: str = "s",
+    trigger: str | None = None,
+    gone: bool = False,
+    kind: str = "IPv4",
+    ready: bool = True,
+) -> Change:
+    made = EndpointSlice(
+        ObjectMeta(
+            name,
+            "ns",
+            labels={"kubernetes.io/service-name": of},
+            annotations=Annotations(trigger) if trigger else None,
+        ),
+        address_type=kind,
+        ports=(EndpointPort("p", "TCP", 80),),
+        endpoints=tuple(
+            Endpoint(
+                addresses=(f"10.1.0.{number}",),
+                node_name=node,
+                conditions=EndpointConditions(ready=ready, serving=ready),
+            )
+            for number, node in enumerate(nodes, 1)
+        ),
+    )
+    return Change("EndpointSlice", "ns", name, None if gone else made)
+
+
+def test_syncs(agent: ObservedAgent) -> None:
+    before = agent.page()
+    for family in ("IPv4", "IPv6"):
+        assert before[f"{SYNC}last_timestamp_seconds", family] == 0
+        assert before[f"{SYNC}last_queued_timestamp_seconds", family] == 0
+    agent.seconds = 5
+    agent.change(service())
+    agent.seconds = 6
+    agent.sync(full=True)
+    agent.seconds = 7
+    agent.change(service(session_affinity="ClientIP"))
+    agent.sync(ok=False)
+    page = agent.page()
+    for family in ("IPv4", "IPv6"):
+        assert page[f"{SYNC}last_timestamp_seconds", family] == START / 1e9 + 6
+        assert page[f"{SYNC}last_queued_timestamp_seconds", family] == START / 1e9 + 7
+        assert page[f"{SYNC}duration_seconds_count", family] == 2
+        assert page[f"{SYNC}duration_seconds_bucket", family, "0.002"] == 0
+        assert page[f"{SYNC}duration_seconds_bucket", family, "0.004"] == 2
+        assert page[f"{K}sync_full_proxy_rules_duration_seconds_count", family] == 1
+        assert page[f"{K}sync_partial_proxy_rules_duration_seconds_count", family] == 1
+    assert page["pyebpf_proxy_failed_syncs_total",] == 1
+    assert page["pyebpf_proxy_synced_service_ports_total",] == 2
+    assert agent.applied == 1
+    assert all(its.healthy for its in agent.health.report(agent.now()).families.values())
+
+
+def test_service_changes(agent: ObservedAgent) -> None:
+    total, pending = f"{SYNC}service_changes_total", f"{SYNC}service_changes_pending"
+    agent.change(service("a"), service("b"))
+    assert (agent[total], agent[pending]) == (4, 2)  # both families count
+    agent.change(service("b", gone=True))  # undone before a sync saw it
+    assert (agent[total], agent[pending]) == (6, 1)
+    agent.sync()
+    assert agent[pending] == 0
+    agent.change(service("a", session_affinity="ClientIP"))
+    assert agent[pending] == 1
+    agent.change(service("a"))
+    assert (agent[total], agent[pending]) == (10, 0)
+
+
+def test_endpoint_changes(agent: ObservedAgent) -> None:
+    total, pending = f"{SYNC}endpoint_changes_total", f"{SYNC}endpoint_changes_pending"
+    agent.change(endpoints("here"), endpoints("there", name="s-2"), endpoints(name="f", kind="FQDN"))
+    assert (agent[total], agent[pending]) == (2, 2)  # only those of a family, by that one
+    agent.sync()
+    assert (agent[total], agent[pending]) == (2, 0)
+    agent.change(endpoints(gone=True), endpoints(name="f", kind="FQDN", gone=True))
+    assert (agent[total], agent[pending]) == (3, 1)
+
+
+def test_network_programming(agent: ObservedAgent) -> None:
+    count, total = f"{K}network_programming_duration_seconds_count", f"{K}network_programming_duration_seconds_sum"
+    assert agent[count, "IPv4"] is None  # nothing before the first observation, as kube-proxy's
+    agent.seconds = 10
+    agent.change(
+        endpoints("here", trigger="2026-11-21T05:38:25Z"),  # 5 s after the start
+        endpoints("here", name="s-2", of="t", trigger="2026-11-21T05:38:29.5+00:00"),
+        endpoints("here", name="old", of="u", trigger="2026-11-21T05:38:19Z"),  # before it
+        endpoints("here", name="bad", of="u", trigger="yesterday"),
+        endpoints("here", name="local", of="u", trigger="2026-11-21T05:38:25"),  # no zone
+        endpoints("here", name="none", of="u"),
+        endpoints("here", name="gone", of="v", trigger="2026-11-21T05:38:25Z"),
+    )
+    agent.change(endpoints(name="gone", of="v", gone=True))
+    agent.sync(ok=False)
+    assert agent[count, "IPv4"] is None
+    agent.seconds = 11
+    agent.change()
+    agent.sync()
+    assert (agent[count, "IPv4"], agent[total, "IPv4"]) == (2, 7.5)
+    assert agent[f"{K}network_programming_duration_seconds_bucket", "IPv4", "1"] == 0
+    assert agent[f"{K}network_programming_duration_seconds_bucket", "IPv4", "2"] == 1
+    agent.change()
+    agent.sync()
+    assert agent[count, "IPv4"] == 2  # each once
+    assert agent[count, "IPv6"] is None
+
+
+def test_buckets() -> None:
+    assert len(NETPROG) == 81
+    assert NETPROG[:5] == (0, 0.25, 0.5, 1, 2)
+    assert NETPROG[-3:] == (240, 270, 300)
+
+
+LOCAL = {"internal_traffic_policy": "Local"}
+EXTERNAL = {"external_traffic_policy": "Local", "type": "NodePort"}
+
+
+@pytest.mark.parametrize(
+    ("policies", "nodes", "ready", "internal", "external"),
+    [
+        (LOCAL, ["there"], True, 1, 0),
+        (EXTERNAL, ["there"], True, 0, 1),
+        (LOCAL | EXTERNAL, ["there"], True, 1, 1),
+        (LOCAL | EXTERNAL, ["there", "here"], True, 0, 0),
+        (LOCAL | EXTERNAL, [], True, 0, 0),
+        (LOCAL | EXTERNAL, ["there"], False, 0, 0),
+        ({}, ["there"], True, 0, 0),
+    ],
+)
+def test_no_local_endpoints(
+    agent: ObservedAgent, policies: dict[str, str], nodes: list[str], ready: bool, internal: int, external: int
+) -> None:
+    name = f"{SYNC}no_local_endpoints_total"
+    made = service(**{key: value for key, value in policies.items() if key != "type"})
+    spec = made.object.spec  # type: ignore[union-attr]
+    if "type" in policies:
+        spec.type, spec.ports = "NodePort", (ServicePort(name="p", protocol="TCP", port=80, node_port=30080),)  # type: ignore[union-attr]
+    agent.change(made, endpoints(*nodes, ready=ready))
+    agent.sync()
+    assert (agent[name, "IPv4", "internal"], agent[name, "IPv4", "external"]) == (internal, external)
+    assert (agent[name, "IPv6", "internal"], agent[name, "IPv6", "external"]) == (0, 0)
+    agent.change(service(gone=True))
+    agent.sync()
+    assert (agent[name, "IPv4", "internal"], agent[name, "IPv4", "external"]) == (0, 0)
+
+
+def test_our_own(agent: ObservedAgent) -> None:
+    agent.change(service(), endpoints("here"), Change("Node", "", "here", Node()))
+    agent.sync(problems=1)
+    page = agent.page()
+    assert page["pyebpf_proxy_reasons_total", "slow_quota"] == 1
+    assert page["pyebpf_proxy_reasons_total", "reject_no_endpoints"] == 0
+    assert page["pyebpf_proxy_flows_total", "fast"] == 7
+    assert page["pyebpf_proxy_flows_total", "netfilter"] == 2
+    assert page["pyebpf_proxy_map_entries", "services"] == 3
+    assert page["pyebpf_proxy_map_max_entries", "services"] == 100
+    assert page["pyebpf_proxy_service_port_problems",] == 1
+    assert page["pyebpf_proxy_source_complete",] == 1
+    assert [page["pyebpf_proxy_objects", kind] for kind in ("Service", "EndpointSlice", "Node")] == [1, 1, 1]
+    assert agent.observer.node_eligible()
+    agent.change(Change("Node", "", "here", None), Change("Node", "", "there", Node()))
+    assert not agent.observer.node_eligible()
+
+
+def test_the_fast_path(agent: ObservedAgent) -> None:
+    page = agent.page()
+    assert (page["pyebpf_proxy_slow_path_total", "slow_quota"], page["pyebpf_proxy_slow_path_total", "stack_hops"]) == (
+        1,
+        3,
+    )
+    packets = "pyebpf_proxy_fast_path_packets_total"
+    assert (page[packets, "tc"], page[packets, "xdp"]) == (20, 4)
+    assert page["pyebpf_proxy_fast_path_events_total", "promoted"] == 5
+    assert page["pyebpf_proxy_young_flows",] == 11
+    assert page["pyebpf_proxy_promotion_failures_total", "full"] == 6
+    closed = "pyebpf_proxy_fast_path_closed"
+    assert [labels for labels in page if labels[0] == closed] == [(closed, "IPv6", "stack_rules")]
+    device = "pyebpf_proxy_device"
+    assert (page[device, "eth0", "device"], page[device, "veth1", "none"]) == (1, 1)
+
+
+def test_counters_of_every_kubernetes_program_have_their_names_in_their_headers() -> None:
+    """As kube-proxy has them: ``_total`` once."""
+    registry = Registry()
+    add_build(registry, {}, 3)
+    plain = text(registry, "*/*")[1].decode()
+    typed = dict(line.split()[2:] for line in plain.splitlines() if line.startswith("# TYPE"))
+    names = {line.partition("{")[0].split()[0] for line in plain.splitlines() if not line.startswith("#")}
+    assert set(typed) == names
+    counters = {name for name, kind in typed.items() if kind == "counter"}
+    assert counters == {f"{which}_metrics_total" for which in ("disabled", "hidden", "registered")}
+    assert b"# TYPE disabled_metrics counter\n" in text(registry, "application/openmetrics-text")[1]
+
+
+def test_the_reconciler(agent: ObservedAgent) -> None:
+    agent.observer.reconciled(IPFamily.IPV4, 0.003, 2)
+    agent.observer.reconciled(IPFamily.IPV4, 0.001, 0)
+    name = f"{K}conntrack_reconciler_"
+    assert agent[f"{name}deleted_entries_total", "IPv4"] == 2
+    assert agent[f"{name}sync_duration_seconds_count", "IPv4"] == 2
+    assert agent[f"{name}deleted_entries_total", "IPv6"] is None
+
+
+def test_answers_of_the_health_server(agent: ObservedAgent) -> None:
+    for path, code in (("/healthz", 200), ("/healthz", 503), ("/healthz", 200), ("/livez", 503)):
+        agent.metrics.count(path, code)
+    assert (agent[f"{K}proxy_healthz_total", "200"], agent[f"{K}proxy_healthz_total", "503"]) == (2, 1)
+    assert (agent[f"{K}proxy_livez_total", "200"], agent[f"{K}proxy_livez_total", "503"]) == (None, 1)
+
+
+def test_both_formats_say_the_same(agent: ObservedAgent) -> None:
+    agent.seconds = 10
+    agent.change(service(), endpoints("here", trigger="2026-11-21T05:38:25Z"))
+    agent.sync()
+    kind, plain = text(agent.metrics.registry, "*/*")
+    assert kind == "text/plain; version=0.0.4; charset=utf-8; escaping=underscores"
+    kind, open_ = text(agent.metrics.registry, "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.1")
+    assert kind.startswith("application/openmetrics-text; version=1.0.0")
+    assert b"# HELP kubeproxy_sync_proxy_rules_duration_seconds [ALPHA] SyncProxyRules latency in seconds\n" in plain
+    assert b'_bucket{ip_family="IPv4",le="1"}' in plain
+
+    def samples(families: object) -> list[tuple[object, ...]]:
+        return sorted(
+            (s.name, s.value, *(float(v) if k == "le" else v for k, v in sorted(s.labels.items())))
+            for family in families  # type: ignore[attr-defined]
+            for s in family.samples
+        )
+
+    assert samples(read_text(plain.decode())) == samples(read_openmetrics(open_.decode()))
+
+
+def test_a_scrape_costs_little_however_many_services_there_are(agent: ObservedAgent) -> None:
+    """Processor time of the thread, which is also how long the interpreter is taken from the one that programs."""
+    for number in range(10_000):
+        made = service(f"s{number}", internal_traffic_policy="Local")
+        agent.change(made, endpoints("there", name=f"s{number}-1", of=f"s{number}", trigger="2026-11-21T05:38:25Z"))
+    agent.seconds = 10
+    agent.sync()
+    assert agent[f"{SYNC}no_local_endpoints_total", "IPv4", "internal"] == 10_000
+    costs = []
+    for _ in range(5):
+        before = time.thread_time()
+        text(agent.metrics.registry, "")
+        costs.append(time.thread_time() - before)
+    assert min(costs) < 0.02, costs

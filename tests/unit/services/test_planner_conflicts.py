@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses that two Services name, or a Service and a Node (docs/objects.md)."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pyebpf_proxy.kube.objects import Node
+from pyebpf_proxy.kube.source import Change
+from pyebpf_proxy.services.losses import LINES, REFUSED, Loss
+from pyebpf_proxy.services.planner import Planner, PlanSettings
+from tests.unit.services.planned import (
+    NODE,
+    cluster,
+    endpoint_slice,
+    frontends,
+    gone,
+    name_of,
+    node,
+    service,
+    service_cidr,
+)
+
+
+@pytest.fixture
+def planner() -> Planner:
+    return Planner(PlanSettings(NODE))
+
+
+def test_the_loser_is_served_when_the_winner_leaves(planner: Planner) -> None:
+    a, b = (service(name, f"10.96.0.{i}", externalIPs=["203.0.113.1"]) for i, name in ((1, "a"), (2, "b")))
+    planner.update([b])
+    assert frontends(planner.get(name_of("b"))) == ["10.96.0.2:80", "203.0.113.1:80"]
+    delta = planner.update([a])
+    assert frontends(delta[name_of("a")]) == ["10.96.0.1:80", "203.0.113.1:80"]
+    assert frontends(delta[name_of("b")]) == ["10.96.0.2:80"]
+    (conflict,) = planner.conflicts
+    assert str(conflict) == (
+        "Service default/b: spec.externalIPs: 203.0.113.1:80/TCP is already used by Service default/a, not served there"
+    )
+    delta = planner.update([gone(a)])
+    assert delta[name_of("a")] is None
+    assert frontends(delta[name_of("b")]) == ["10.96.0.2:80", "203.0.113.1:80"]
+    assert not planner.conflicts
+
+
+def test_a_slice_of_the_loser_does_not_win(planner: Planner) -> None:
+    planner.update([service(name, f"10.96.0.{i}", externalIPs=["203.0.113.1"]) for i, name in ((1, "a"), (2, "b"))])
+    delta = planner.update([endpoint_slice("b-1", "b", "10.244.1.1")])
+    assert frontends(delta[name_of("b")]) == ["10.96.0.2:80"]
+    assert cluster(delta[name_of("b")]) == ["10.244.1.1:8080"]
+
+
+@pytest.mark.parametrize(
+    ("created_a", "created_b", "winner"),
+    [
+        ("", "", "a"),
+        ("2024-01-02T00:00:00Z", "2024-01-01T00:00:00Z", "b"),
+        ("2024-01-01T00:00:00Z", "2024-01-01T00:00:00Z", "a"),
+        ("", "2024-01-01T00:00:00Z", "b"),
+        ("2024-01-01T01:30:00+02:00", "2024-01-01T00:00:00Z", "a"),
+        ("2024-01-02", "2024-01-01T00:00:00Z", "b"),
+        ("yesterday", "2024-01-01T00:00:00Z", "b"),
+    ],
+)
+def test_the_older_wins(planner: Planner, created_a: str, created_b: str, winner: str) -> None:
+    ports = [{"port": 80, "nodePort": 30080}]
+    planner.update(
+        [
+            service("a", "10.96.0.1", created=created_a, ports=ports),
+            service("b", "10.96.0.2", created=created_b, ports=ports),
+        ]
+    )
+    (conflict,) = planner.conflicts
+    assert conflict.winner.name == winner
+
+
+def test_a_service_made_anew_is_younger(planner: Planner) -> None:
+    old = service("b", "10.96.0.2", created="2024-01-01T00:00:00Z", externalIPs=["203.0.113.1"])
+    planner.update([service("a", created="2024-02-01T00:00:00Z", externalIPs=["203.0.113.1"]), old])
+    new = service("b", "10.96.0.2", created="2024-03-01T00:00:00Z", externalIPs=["203.0.113.1"])
+    delta = planner.update([new])
+    assert frontends(delta[name_of("a")]) == ["10.96.0.1:80", "203.0.113.1:80"]
+    assert frontends(delta[name_of("b")]) == ["10.96.0.2:80"]
+
+
+def test_an_address_that_is_a_nodes_too_is_told_and_served(planner: Planner) -> None:
+    balancer = {"loadBalancer": {"ingress": [{"ip": "192.0.2.9"}]}}
+    planner.update([service("web", ports=[{"port": 80, "nodePort": 30080}], status=balancer)])
+    assert planner.overlaps == frozenset()
+    assert planner.update([node("node-2", internal_ip="192.0.2.9")]) == {}
+    (overlap,) = planner.overlaps
+    assert str(overlap) == (
+        "Service default/web: status.loadBalancer.ingress: 192.0.2.9:80/TCP is an address of Node node-2:"
+        " processes that listen there are unreachable"
+    )
+    assert frontends(planner.get(name_of("web"))) == ["10.96.0.1:80", "192.0.2.9:80", "0.0.0.0:30080"]
+    delta = planner.update([service("more", "10.96.0.9", externalIPs=["192.0.2.9"], ports=[{"port": 81}])])
+    assert frontends(delta[name_of("more")]) == ["10.96.0.9:81", "192.0.2.9:81"]
+    assert len(planner.overlaps) == 2
+    planner.update([gone(service("web"))])
+    assert [overlap.name.name for overlap in planner.overlaps] == ["more"]
+    planner.update([node("node-2", internal_ip="192.0.2.10")])
+    assert planner.overlaps == frozenset()
+
+
+# ---- the kind of an address decides before the age ------------------------------------------------------------------
+
+OLD, YOUNG = "2024-01-01T00:00:00Z", "2025-01-01T00:00:00Z"
+
+
+def elsewhere(change: Change, namespace: str = "tenant") -> Change:
+    """The same object in another namespace."""
+    return change._replace(namespace=namespace)
+
+
+def balancer(*addresses: str) -> dict[str, object]:
+    return {"loadBalancer": {"ingress": [{"ip": address} for address in addresses]}}
+
+
+def test_an_external_ip_that_was_there_first_does_not_take_a_cluster_ip(planner: Planner) -> None:
+    thief = elsewhere(service("thief", "10.96.0.66", created=OLD, externalIPs=["10.96.0.10"], ports=[{"port": 53}]))
+    planner.update([thief])
+    delta = planner.update([service("dns", "10.96.0.10", created=YOUNG, ports=[{"port": 53}])])
+    assert frontends(delta[name_of("dns")]) == ["10.96.0.10:53"]
+    (theft,) = planner.conflicts
+    assert str(theft) == (
+        "Service tenant/thief: spec.externalIPs: 10.96.0.10:53/TCP is already used by Service default/dns,"
+        " not served there"
+    )
+    # Nor when it comes again.
+    delta = planner.update([gone(thief), thief])
+    assert name_of("dns") not in delta
+    assert planner.conflicts == {theft}
+
+
+@pytest.mark.parametrize("others", [{"status": balancer("203.0.113.9")}, {"externalIPs": ["203.0.113.9"]}])
+def test_a_load_balancers_address_comes_before_an_external_ip(planner: Planner, others: dict[str, object]) -> None:
+    planner.update([elsewhere(service("thief", "10.96.0.66", created=OLD, externalIPs=["203.0.113.9"]))])
+    planner.update([service("web", created=YOUNG, **others)])
+    (conflict,) = planner.conflicts
+    assert conflict.name.name == ("thief" if "status" in others else "web")
+
+
+def test_a_service_that_names_another_kind_of_address_is_ranked_anew(planner: Planner) -> None:
+    young = service("young", created=YOUNG, externalIPs=["203.0.113.9"])
+    planner.update([service("old", "10.96.0.2", created=OLD, externalIPs=["203.0.113.9"]), young])
+    delta = planner.update([service("young", created=YOUNG, status=balancer("203.0.113.9"))])
+    assert frontends(delta[name_of("old")]) == ["10.96.0.2:80"]
+    delta = planner.update([young])
+    assert frontends(delta[name_of("old")]) == ["10.96.0.2:80", "203.0.113.9:80"]
+
+
+# ---- what is the cluster's own --------------------------------------------------------------------------------------
+
+NODE_IP = "192.0.2.9"
+AT_NODE = "10.96.0.66:30080", f"{NODE_IP}:30080"
+HTTP = [{"port": 80, "nodePort": 30080}]
+
+
+def thief(**spec: object) -> Change:
+    return elsewhere(service("thief", "10.96.0.66", created=OLD, **{"ports": [{"port": 30080}], **spec}))
+
+
+THIEF = name_of("thief")._replace(namespace="tenant")
+
+
+@pytest.mark.parametrize("how", [{"externalIPs": [NODE_IP]}, {"status": balancer(NODE_IP)}])
+@pytest.mark.parametrize("order", ["thief, service, node", "node, service, thief", "service, node, thief", "at once"])
+def test_the_node_port_of_another_namespace_is_not_taken(planner: Planner, how: dict[str, object], order: str) -> None:
+    changes = {"thief": thief(**how), "service": service("web", ports=HTTP), "node": node(NODE, internal_ip=NODE_IP)}
+    for each in [changes.values()] if order == "at once" else [[changes[which]] for which in order.split(", ")]:
+        planner.update(each)
+    assert frontends(planner.get(THIEF)) == [AT_NODE[0]]
+    (refused,) = planner.conflicts
+    assert str(refused).endswith(
+        f": {NODE_IP}:30080/TCP is NodePort 30080/TCP of Service default/web on Node {NODE}: refused, not served there"
+    )
+    # What is over is over: the NodePort goes, comes back, and the Node has another address.
+    delta = planner.update([gone(changes["service"])])
+    assert frontends(delta[THIEF]) == [*AT_NODE]
+    assert not planner.conflicts
+    delta = planner.update([changes["service"]])
+    assert frontends(delta[THIEF]) == [AT_NODE[0]]
+    delta = planner.update([node(NODE, internal_ip="192.0.2.10")])
+    assert frontends(delta[THIEF]) == [*AT_NODE]
+    assert planner.lost == 0
+
+
+def test_a_tenant_may_name_its_own_node_ports_and_other_ports_of_a_node(planner: Planner) -> None:
+    """As kube-proxy does, and as it was recorded (tests/flows: external-ip-at-a-node-port, -of-the-node)."""
+    planner.update([node(NODE, internal_ip=NODE_IP), service("web", ports=HTTP)])
+    delta = planner.update([thief(externalIPs=[NODE_IP])._replace(namespace="default")])
+    assert frontends(delta[name_of("thief")]) == [*AT_NODE]
+    delta = planner.update([thief(externalIPs=[NODE_IP], ports=[{"port": 30081}, {"port": 30080, "protocol": "UDP"}])])
+    assert len(delta) == 2
+    assert not planner.conflicts
+
+
+def kubelet(port: int) -> Change:
+    status = {
+        "addresses": [{"type": "InternalIP", "address": NODE_IP}],
+        "daemonEndpoints": {"kubeletEndpoint": {"Port": port}},
+    }
+    return Change("Node", "", NODE, msgspec.convert({"metadata": {"name": NODE}, "status": status}, Node))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_cluster_keeps_its_own_ports_and_ranges(planner: Planner, first: bool) -> None:
+    ports = [{"port": number, "name": f"p{number}"} for number in (443, 6443, 10250)]
+    stolen = thief(externalIPs=[NODE_IP, "203.0.113.6", "10.96.7.7"], ports=ports)
+    api = endpoint_slice("kubernetes", "kubernetes", "203.0.113.6", port=6443)
+    owners = [kubelet(10250), api, service_cidr("10.96.0.0/16", "fd00:96::/108")]
+    for each in ([stolen], owners) if first else (owners, [stolen]):
+        planner.update(each)
+    assert {(each.claim.port, each.why) for each in planner.conflicts} == {
+        *((number, "in the ServiceCIDR 10.96.0.0/16") for number in (443, 6443, 10250)),
+        (10250, f"the kubelet of Node {NODE}"),
+        (6443, "an API server"),
+    }
+    port = THIEF._replace(port="p6443")
+    assert frontends(planner.get(port)) == ["10.96.0.66:6443", f"{NODE_IP}:6443"]
+    planner.update([kubelet(10251), gone(api), gone(owners[2])])
+    assert not planner.conflicts
+
+
+def test_what_is_checked_can_be_chosen() -> None:
+    changes = [node(NODE, internal_ip=NODE_IP), service("web", ports=HTTP), service_cidr("10.96.0.0/16")]
+    changes.append(thief(externalIPs=[NODE_IP, "10.96.7.7"], ports=[{"port": 30080}, {"port": 81, "name": "b"}]))
+    lost = {}
+    for check in ("checked", "strict", "unchecked"):
+        planner = Planner(PlanSettings(NODE, check=check))
+        planner.update(changes)
+        lost[check] = sorted(f"{each.claim}" for each in planner.conflicts)
+    in_range = ["10.96.7.7:30080/TCP", "10.96.7.7:81/TCP"]
+    assert lost == {
+        "checked": [*in_range, f"{NODE_IP}:30080/TCP"],
+        "strict": [*in_range, f"{NODE_IP}:30080/TCP", f"{NODE_IP}:81/TCP"],
+        "unchecked": [],
+    }
+
+
+# ---- what is said ---------------------------------------------------------------------------------------------------
+
+
+def test_each_is_said_once_and_again_when_it_comes_back(planner: Planner) -> None:
+    stolen = thief(externalIPs=[NODE_IP])
+    planner.update([node(NODE, internal_ip=NODE_IP), service("web", ports=HTTP), stolen])
+    for _ in range(2):
+        (refused,), (note,) = planner.news()
+        assert (refused.namespace, refused.name, refused.reason) == ("tenant", "thief", REFUSED)
+        assert refused.text == "".join(map(str, planner.conflicts))
+        assert note.text == "".join(map(str, planner.overlaps))
+        assert planner.news() == ([], [])
+        planner.update([endpoint_slice("web-1", "web", "10.244.0.1")])
+        assert planner.news() == ([], [])
+        planner.update([gone(stolen)])
+        assert planner.news() == ([], [])
+        planner.update([stolen])
+
+
+def test_many_conflicts_are_few_lines_and_cost_nothing_while_others_change(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    real = Loss.__str__
+    monkeypatch.setattr(Loss, "__str__", lambda loss: made.append(loss) or real(loss))
+    addresses = [f"203.0.113.{number}" for number in range(40)]
+    ports = [{"port": port, "name": f"p{port}"} for port in range(1, 51)]
+    planner.update([service("first", externalIPs=addresses, ports=ports, created=OLD)])
+    planner.update([service(name, "10.96.0.9", externalIPs=addresses, ports=ports) for name in ("second", "third")])
+    assert planner.lost == 2 * 50 * 40 + 50  # and the ClusterIP that both of the later ones name
+    lines, _ = planner.news()
+    assert len(lines) == 2 * (LINES + 1)
+    assert len(made) == 2 * LINES
+    assert {line.text for line in lines} >= {
+        f"Service default/second: {50 * 40 - LINES} more of its addresses and ports are not served"
+    }
+    made.clear()
+    planner.update([service("good", "10.96.0.200"), endpoint_slice("good-1", "good", "10.244.0.1")])
+    assert planner.news() == ([], [])
+    assert made == []

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one Service may take: the rest of it is served, it is told, and others lose nothing (docs/objects.md)."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+import msgspec
+import pytest
+
+from pyebpf_proxy.kube.objects import EndpointSlice
+from pyebpf_proxy.kube.source import Change
+from pyebpf_proxy.services import endpoints
+from pyebpf_proxy.services.frontends import MOST_EXTERNAL, MOST_PORTS, MOST_RANGES
+from pyebpf_proxy.services.losses import OVER_LIMIT
+from pyebpf_proxy.services.model import FrontendKind
+from pyebpf_proxy.services.planner import Planner, PlanSettings
+from tests.unit.services.planned import NODE, cluster, endpoint_slice, frontends, name_of, service
+
+
+@pytest.fixture
+def planner() -> Planner:
+    return Planner(PlanSettings(NODE))
+
+
+def ports(count: int) -> list[dict[str, object]]:
+    return [{"port": number, "name": f"p{number}", "nodePort": 20000 + number} for number in range(1, count + 1)]
+
+
+def addresses(count: int, first: str = "203.0.112.0") -> list[str]:
+    return [str(ip_address(first) + number) for number in range(count)]
+
+
+def told(planner: Planner) -> list[str]:
+    problems, _ = planner.news()
+    assert {said.reason for said in problems} <= {OVER_LIMIT}
+    return [said.text for said in problems]
+
+
+def test_addresses_times_ports_are_bounded_and_cluster_ips_stay(planner: Planner) -> None:
+    """11 KB of Service that would be 65 792 frontends."""
+    status = {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}}
+    big = service("big", ports=ports(256), externalIPs=addresses(256), status=status)
+    delta = planner.update([big])
+    kinds = [frontend.kind for port in delta.values() if port is not None for frontend in port.frontends]
+    assert [kinds.count(kind) for kind in FrontendKind] == [256, 7 * 256, 256, 256]
+    assert MOST_EXTERNAL // 256 == 8
+    assert told(planner) == [
+        "Service default/big: spec.externalIPs: 257 IPv4 addresses for 256 ports are more than 8:"
+        " load balancers' first, then the first 8 are served"
+    ]
+    assert planner.over.keys() == {("default", "big")}
+    planner.update([service("big", ports=ports(256), externalIPs=addresses(7), status=status)])
+    assert not planner.over
+    assert told(planner) == []
+    planner.update([big])
+    assert len(told(planner)) == 1
+
+
+def test_ports_are_bounded(planner: Planner) -> None:
+    delta = planner.update([service("big", ports=ports(MOST_PORTS + 10))])
+    assert len(delta) == MOST_PORTS
+    assert told(planner) == [
+        f"Service default/big: spec.ports: {MOST_PORTS + 10} are more than {MOST_PORTS}:"
+        f" the first {MOST_PORTS} are served"
+    ]
+
+
+def test_source_ranges_are_bounded_and_those_left_out_let_nobody_in(planner: Planner) -> None:
+    ranges = [f"{address}/32" for address in addresses(MOST_RANGES + 5, "10.0.0.0")]
+    status = {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}}
+    delta = planner.update([service("big", loadBalancerSourceRanges=ranges, status=status)])
+    port = delta[name_of("big")]
+    assert port is not None
+    assert len(port.source_ranges) == MOST_RANGES
+    assert told(planner) == [
+        f"Service default/big: spec.loadBalancerSourceRanges: {MOST_RANGES + 5} IPv4 ranges are more than"
+        f" {MOST_RANGES}: sources in the others are not let in"
+    ]
+
+
+def wide_slice(name: str, of: str, first: str, count: int, numbers: list[dict[str, object]]) -> Change:
+    document = {
+        "metadata": {"name": name, "labels": {endpoints.SERVICE_NAME_LABEL: of}},
+        "addressType": "IPv4",
+        "ports": [{"name": port["name"], "port": 8080} for port in numbers],
+        "endpoints": [{"addresses": [address]} for address in addresses(count, first)],
+    }
+    return Change("EndpointSlice", "default", name, msgspec.convert(document, EndpointSlice))
+
+
+def test_endpoints_times_ports_are_bounded(planner: Planner) -> None:
+    """1000 ports and 1000 endpoints would be a million: the first ports are served whole, one more in part."""
+    many = ports(1000)
+    planner.update([service("good", "10.96.0.2"), endpoint_slice("good-1", "good", "10.244.9.9")])
+    delta = planner.update(
+        [service("big", ports=many), *(wide_slice(f"big-{i}", "big", f"10.244.{4 * i}.0", 500, many) for i in (0, 1))]
+    )
+    sizes = [len(port.cluster) for port in delta.values() if port is not None]
+    assert sizes == [*[1000] * 32, endpoints.MOST_ENDPOINTS - 32_000, *[0] * 967]
+    assert told(planner) == [
+        "Service default/big: 1000000 IPv4 endpoints, counted by port, are more than 32768: the first are served"
+    ]
+    assert cluster(planner.get(name_of("good"))) == ["10.244.9.9:8080"]
+
+
+def test_endpoints_of_one_slice_are_bounded(planner: Planner) -> None:
+    few = [{"name": ""}]
+    planner.update([service("big"), wide_slice("big-1", "big", "10.0.0.0", endpoints.MOST_IN_SLICE + 7, few)])
+    assert len(cluster(planner.get(name_of("big")))) == endpoints.MOST_IN_SLICE
+
+
+def test_what_is_usual_is_not_told(planner: Planner) -> None:
+    """5000 endpoints, 300 ports with all kinds of addresses (tests/netns/test_lab_bad_input.py)."""
+    status = {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}}
+    planner.update([service("wide", ports=ports(300), externalIPs=addresses(3), status=status)])
+    planner.update([service("deep", "10.96.0.2"), wide_slice("d", "deep", "10.0.0.0", 5000, [{"name": ""}])])
+    assert told(planner) == []
+    port = planner.get(name_of("wide", "p300"))
+    assert frontends(port)[:2] == ["10.96.0.1:300", "198.51.100.1:300"]
+    assert len(cluster(planner.get(name_of("deep")))) == 5000
+
+
+def test_the_oldest_are_first_when_everything_is_written(planner: Planner) -> None:
+    """Maps that are too small for all have the cluster's own Services, which were made with it."""
+    times = {
+        "young": "2025-01-01T00:00:00Z",
+        "dns": "2020-01-01T00:00:00Z",
+        "ageless": "",
+        "web": "2024-01-01T00:00:00Z",
+    }
+    planner.update([service(name, f"10.96.0.{i}", created=when) for i, (name, when) in enumerate(times.items(), 1)])
+    assert [name.name for name in planner.oldest_first()] == ["dns", "web", "young", "ageless"]

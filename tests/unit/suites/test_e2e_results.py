@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The helpers of tests/e2e: ginkgo's report, the table, the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import ROOT
+from tests.e2e import page, results, specs
+from tests.e2e.results import Spec
+
+
+def report(*specs: dict[str, object]) -> str:
+    return json.dumps([{"SpecReports": list(specs)}])
+
+
+def spec(state: str, *texts: str, message: str = "", kind: str = "It") -> dict[str, object]:
+    *containers, leaf = texts
+    failure = {"Failure": {"Message": message}} if message else {}
+    return {
+        "LeafNodeType": kind,
+        "ContainerHierarchyTexts": containers,
+        "LeafNodeText": leaf,
+        "State": state,
+        "RunTime": 1_500_000_000,
+    } | failure
+
+
+def test_report_keeps_what_ran_and_what_a_spec_itself_skipped() -> None:
+    read = results.read_report(
+        report(
+            spec("passed", "[sig-network] Services", "should serve"),
+            spec("skipped", "[sig-network] Services", "should be left out by a filter"),
+            spec("skipped", "[sig-network] Traffic", "should need zones", message="no\n  zones"),
+            spec("timedout", "[sig-network] Networking", "Granular Checks: Services [Feature:X]", "should last"),
+        )
+    )
+    assert read == [
+        Spec("Networking Granular Checks: Services", "[sig-network] Networking Granular Checks: Services [Feature:X] "
+             "should last", "failed", 1.5),
+        Spec("Services", "[sig-network] Services should serve", "passed", 1.5),
+        Spec("Traffic", "[sig-network] Traffic should need zones", "skipped", 1.5, "no zones"),
+    ]  # fmt: skip
+
+
+def test_suite_that_could_not_begin_is_a_failure() -> None:
+    read = results.read_report(
+        report(
+            spec("failed", "", message="no API server", kind="SynchronizedBeforeSuite"),
+            spec("passed", "", kind="ReportAfterSuite"),
+        )
+    )
+    assert [(each.state, each.why) for each in read] == [("failed", "no API server")]
+
+
+def test_only_failures_without_a_known_reason_count() -> None:
+    specs = [Spec("a", "one works", "passed", 1), Spec("a", "two fails", "failed", 1), Spec("b", "three", "failed", 1)]
+    assert results.unexpected(specs, {"^two": "a reason"}) == [specs[2]]
+    assert results.unexpected(specs, {}) == specs[1:]
+
+
+def test_some_specs_replace_their_own_results_only(tmp_path: Path) -> None:
+    former = [Spec("a", "one", "failed", 1, "why"), Spec("b", "two", "passed", 2)]
+    (tmp_path / "ours.json").write_text(json.dumps({"specs": [dataclasses.asdict(each) for each in former]}))
+    again = Spec("a", "one", "passed", 3)
+    assert results.replaced("ours", [again], tmp_path) == [again, former[1]]
+    assert results.replaced("kube-proxy", [again], tmp_path) == [again]
+
+
+def test_filters_leave_out_what_cannot_run_here() -> None:
+    left_out = re.compile("|".join(specs.LEFT_OUT.values()))
+    assert left_out.search("[sig-network] LoadBalancers [Feature:LoadBalancer] [Slow] should")
+    assert not left_out.search("[sig-network] Services should be able to change the type from NodePort to ExternalName")
+
+
+def test_missing_program_is_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e", "up"],
+        cwd=ROOT,
+        env={"PATH": "/usr/sbin:/usr/bin", "PYEBPF_PROXY_CACHE": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(r"e2e: .* (is missing|needs root).*\n", done.stderr)
+
+
+def test_page_is_that_of_the_results() -> None:
+    assert (ROOT / "docs/kubernetes-e2e.md").read_text() == page.text(), "run python -m tests.e2e page"

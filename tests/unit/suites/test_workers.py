@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs with workers: what runs beside what, and that what did not run is listed as in a run without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import ROOT
+
+CONFTEST = "from tests.conftest import pytest_configure, pytest_terminal_summary\n"
+INI = "[pytest]\nmarkers = alone: nobody else meanwhile\naddopts = --import-mode=importlib\n"
+COMMON = """
+import os, time
+from pathlib import Path
+import pytest
+HERE = Path(__file__).parent
+def note(text):
+    with open(HERE / "notes", "a") as file:
+        file.write(text + "\\n")
+def noted(text):
+    return text in (HERE / "notes").read_text().splitlines()
+def wait_for(text, seconds):
+    end = time.monotonic() + seconds
+    while not noted(text):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+"""
+TOGETHER = """
+def test_both_are_there_at_once():
+    note("{name} is there")
+    assert wait_for("{other} is there", 60)
+    note(f"{name} {{os.getpid()}}")
+@pytest.mark.skip(reason="not today")
+def test_skipped(): ...
+def test_on_the_same_worker():
+    assert noted(f"{name} {{os.getpid()}}")
+def test_left_out(): ...
+"""
+ALONE = """
+@pytest.mark.alone
+@pytest.mark.parametrize("number", range(2))
+def test_alone(number):
+    before = (HERE / "notes").read_text() if (HERE / "notes").exists() else ""
+    note("alone")
+    # Somebody else would come in this time.
+    assert not wait_for("never", 0.3)
+    assert (HERE / "notes").read_text() == before + "alone\\n"
+"""
+MANY = """
+@pytest.mark.parametrize("number", range(200))
+def test_many(number):
+    note(f"{number} of {__name__}")
+    time.sleep(0.005)
+    note(f"{number} of {__name__} is done")
+"""
+
+
+def run(folder: Path, files: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "pytest.ini").write_text(INI)
+    for name, text in files.items():
+        (folder / name).write_text(COMMON + text)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments, str(folder)],
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_modules_run_at_once_and_what_did_not_run_is_listed(tmp_path: Path) -> None:
+    files = {
+        "test_one.py": TOGETHER.format(name="one", other="two"),
+        "test_two.py": TOGETHER.format(name="two", other="one"),
+    }
+    done = run(tmp_path, files, "-n", "2", "-k", "not left_out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "    2 × not today\n" in done.stdout
+    for module in files:
+        assert f"    1 × deselected on the command line: {module}\n" in done.stdout
+    assert " 4 passed, 2 skipped" in done.stdout
+
+
+def test_who_is_alone_is_alone(tmp_path: Path) -> None:
+    files = {"test_alone.py": ALONE, "test_many.py": MANY, "test_more.py": MANY}
+    done = run(tmp_path, files, "-n", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    notes = (tmp_path / "notes").read_text().split("\n")
+    # And those of one module came one after the other.
+    assert notes[notes.index("alone") + 1] == "alone"

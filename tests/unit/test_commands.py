@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands' front door: help, usage, and that kube-proxy's command line is as it was."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pyebpf_proxy import commands as see
+from pyebpf_proxy.cli import main
+from pyebpf_proxy.datapath import preflight
+from pyebpf_proxy.see import COMMANDS
+from pyebpf_proxy.see.reasons import MEANINGS, SLOW
+from tests import ROOT
+from tests.unit.tool_module import tool
+
+
+def test_every_command_is_known_to_the_front_door() -> None:
+    assert set(see.COMMANDS) == COMMANDS
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_help_has_an_example_that_can_be_read(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert f"example:\n  {see.COMMANDS[name].example}" in text
+    assert "exit status:" in text
+    for line in see.COMMANDS[name].example.splitlines():
+        words = line.split("#")[0].split("|")[0].strip().removeprefix("source <(").rstrip(")").split()
+        parsed = see.command_parser(words[1]).parse_args(words[2:])
+        assert parsed is not None
+
+
+def test_every_command_is_in_its_page() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert [name for name in sorted(COMMANDS) if f"`pyebpf-proxy {name}" not in page] == []
+
+
+def test_the_schema_is_the_one_of_the_code() -> None:
+    wanted = (ROOT / "docs" / "commands.schema.json").read_text()
+    assert wanted == tool("commands_schema").text(), (
+        "run .venv/bin/python tools/commands_schema.py >docs/commands.schema.json"
+    )
+
+
+def enumerators(enum: str) -> set[str]:
+    text = (ROOT / "bpf" / "reason.h").read_text()
+    body = text[text.index(f"enum {enum} {{") :].partition("};")[0]
+    return {name.lower() for name in re.findall(r"^\t(\w+)", body, re.MULTILINE)}
+
+
+def test_every_refusal_has_a_meaning() -> None:
+    refusals = enumerators("drop_reason") - {"not_dropped", "drop_reasons_end"}
+    assert len(refusals) >= 10
+    assert refusals == MEANINGS.keys()
+
+
+def test_every_reason_for_the_slow_path_is_explained() -> None:
+    explained = {name for name in enumerators("slow_path_reason") if name.startswith(("slow_", "stack_"))}
+    assert explained - {"slow_path_reasons_end"} == SLOW.keys()
+
+
+def test_usage_errors_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["services", "--no-such-flag"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error == "Error: unrecognized arguments: --no-such-flag; see pyebpf-proxy services --help\n"
+
+
+def test_a_word_that_is_no_command_is_refused_as_kube_proxy_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nonsense"]) == 1
+    assert capsys.readouterr().err == 'Error: "pyebpf-proxy" does not take any arguments, got ["nonsense"]\n'
+    assert main(["sevrices"]) == 1
+    assert capsys.readouterr().err.endswith('got ["sevrices"]; did you mean services?\n')
+
+
+def test_the_help_of_all_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [name for name in COMMANDS if not any(line.startswith(f"  {name} ") for line in lines)] == []
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("asked", [["--help"], ["status", "--help"], ["completion", "zsh"], ["--version"]])
+def test_a_reader_that_went_away(asked: list[str]) -> None:
+    """Nobody reads from the beginning, so there is no race of who is quicker."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "pyebpf_proxy", *asked], stdout=writing, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(writing)
+    assert (ran.returncode, ran.stderr) == (141, b"")
+
+
+def test_old_kernels_and_kernels_without_types_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = SimpleNamespace(release="5.10.0-30-amd64")
+    monkeypatch.setattr(preflight.os, "uname", lambda: release)
+    monkeypatch.setattr(preflight, "_BTF", Path("/none"))
+    assert main(["doctor"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "this kernel, 5.10.0-30-amd64, is older than 6.1 boot a kernel of 6.1 or newer" in text
+    assert "the kernel has no BTF (/none does not exist)" in text
