@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ from typing import Self
 
 from pyebpf_proxy.lab.namespace import die_with_parent
 from tests import ROOT
+from tests.support.tool_module import tool
 
 #: Services of a machine that would change this one, or that nothing here needs.
 _MASKED = (
@@ -45,11 +45,7 @@ exec chroot "$root" env -i container=chroot PATH=/usr/sbin:/usr/bin:/sbin:/bin /
 
 def make_root(folder: Path, packages: tuple[Path, Path]) -> Path:
     """A Debian in which apt has installed systemd, and the package with all that it depends on."""
-    sys.path.insert(0, str(ROOT / "deploy" / "image"))
-    try:
-        import root as recipe
-    finally:
-        sys.path.pop(0)
+    recipe = tool("root", ROOT / "deploy" / "image")
     folder.mkdir(parents=True, exist_ok=True)
     stage = recipe.Stage(folder / "root")
     shutil.rmtree(stage.root, ignore_errors=True)

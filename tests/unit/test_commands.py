@@ -18,7 +18,7 @@ from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.see import COMMANDS
 from pyebpf_proxy.see.reasons import MEANINGS, SLOW
 from tests import ROOT
-from tests.unit.tool_module import tool
+from tests.support.tool_module import tool
 
 
 def test_every_command_is_known_to_the_front_door() -> None:

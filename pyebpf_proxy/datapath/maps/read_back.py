@@ -14,11 +14,11 @@ from pyebpf_proxy.datapath.maps.adopt import adopt
 from pyebpf_proxy.datapath.maps.changes import Record
 from pyebpf_proxy.datapath.maps.mirror import Mirror
 
-#: At most this share of the time is spent on digests, and on readings: 1/1000. Of long readings only 1/2000: a hundred
-#: thousand endpoints are read in 0.6 s, and take 50 MB meanwhile.
-_SHARE, _LONG_SHARE = 1000, 2000
-#: Seconds.
-_LONG = 0.1
+#: At most this share of the time is spent on digests, and on readings: 1/1000.
+_SHARE = 1000
+#: Seconds. A hundred thousand endpoints are read in 0.6 s, which takes 50 MB, and nothing else happens meanwhile.
+#: After such a reading there is none for an hour.
+_LONG, _LONG_PAUSE = 0.1, 3600.0
 
 
 class ReadBack:
@@ -55,7 +55,7 @@ class ReadBack:
         self._known = None if different or leaving else seen
         end = time.monotonic()
         is_long = end - now > _LONG
-        self._read_after = end + (_LONG_SHARE if is_long else _SHARE) * (end - now)
+        self._read_after = end + (_LONG_PAUSE if is_long else _SHARE * (end - now))
         if is_long:
             memory.give_back()
         return different

@@ -11,7 +11,7 @@ import yaml
 
 from tests.deployment import manifests
 from tests.deployment.manifests import DEPLOY, Object, build, one
-from tests.unit.tool_module import tool
+from tests.support.tool_module import tool
 
 COMPONENT = DEPLOY / "components" / "prometheus-operator"
 

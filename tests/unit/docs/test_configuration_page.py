@@ -12,7 +12,7 @@ from pyebpf_proxy.config.model import KubeProxyConfiguration
 from pyebpf_proxy.config.writer import document
 from tests import ROOT
 from tests.parity import recordings
-from tests.unit.tool_module import tool
+from tests.support.tool_module import tool
 
 
 def test_the_page_is_what_the_models_say() -> None:

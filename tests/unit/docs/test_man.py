@@ -12,7 +12,7 @@ import pytest
 
 from pyebpf_proxy.commands import COMMANDS, command_parser
 from pyebpf_proxy.config.flag_table import GROUPS
-from tests.unit.tool_module import tool
+from tests.support.tool_module import tool
 
 OPTION = re.compile(r"\\fB(-[^ ]*?)\\fR")
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests import ROOT
-from tests.unit.tool_module import tool
+from tests.support.tool_module import tool
 
 DOCS = ROOT / "docs"
 SOURCES = sorted((DOCS / "pictures").glob("*.dot"))

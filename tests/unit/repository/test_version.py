@@ -12,13 +12,17 @@ import yaml
 
 from pyebpf_proxy import __version__
 from tests import ROOT
-from tests.unit.tool_module import tool
+from tests.support.tool_module import tool
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 #: An image of this project with a tag, a package of it, or the version in its label.
 NAMED = re.compile(r"(?:pyebpf-proxy[:_-]|newTag: |app\.kubernetes\.io/version: )(\d+\.\d+\.\d+)\b")
 #: Examples of other versions.
-OTHERS = {"tests/unit/test_deploy_manifests.py", "tests/unit/test_version.py", "tests/cluster/test_chart.py"}
+OTHERS = {
+    "tests/unit/deploy/test_manifests.py",
+    "tests/unit/repository/test_version.py",
+    "tests/cluster/test_chart.py",
+}
 
 
 def test_the_package_and_the_chart_have_the_version_of_the_project() -> None:

@@ -19,7 +19,7 @@ from pyebpf_proxy.datapath.loader.programs import SCHEDULERS
 from pyebpf_proxy.datapath.maps.layouts import Layouts
 from pyebpf_proxy.datapath.node import plan
 from pyebpf_proxy.services.model import FrontendKind, IPFamily, Protocol, ServicePortName
-from tests.unit.tool_module import tool
+from tests.support.tool_module import tool
 
 
 @pytest.fixture(scope="module")
