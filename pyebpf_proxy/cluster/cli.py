@@ -120,10 +120,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         import kubernetes  # noqa: F401
     except ImportError:
-        return fail(
-            "the package kubernetes is missing: install pyebpf-proxy with its extra cluster (docs/cluster.md)",
-            NO_ANSWER,
-        )
+        return fail("the package kubernetes is missing: docs/cluster.md installs it", NO_ANSWER)
     from pyebpf_proxy.cluster.api import Api, RefusedError
     from pyebpf_proxy.cluster.output import Output
 
