@@ -21,6 +21,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dual", action="store_true", help="both families")
     parser.add_argument("--processes", type=int, default=4, help="specs that run at once")
     parser.add_argument("--focus", default=specs.FOCUS, help="specs to run, as a regular expression")
+    parser.add_argument("--load-balancer", action="store_true", help="a load-balancer controller, and the specs for it")
     parser.add_argument("--here", action="store_true", help="in the cluster that is up, which stays")
     parser.add_argument(
         "--record", action="store_true", help="write the results below tests/e2e/recorded, and the page"
@@ -40,7 +41,8 @@ def main(arguments: list[str]) -> int:
             with cluster.exclusive():
                 cluster.down()
             return 0
-        status = specs.run(options.proxy, options.dual, options.processes, options.focus, options.here, options.record)
+        focus = specs.BALANCED_FOCUS if options.load_balancer else options.focus
+        status = specs.run(options.proxy, options.dual, options.processes, focus, options.here, options.record)
         if options.record:
             page.write()
         return status

@@ -8,6 +8,7 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -136,6 +137,13 @@ class Cluster:
             "subjects": [{"kind": "ServiceAccount", **_named("kube-proxy", "kube-system")}],
         }
         return [account, binding, config_map, daemon_set]
+
+    def start_load_balancer(self) -> None:
+        """The controller of load_balancer.py, until the cluster is removed."""
+        if not self.state.runs("load-balancer"):
+            command = [sys.executable, "-m", "tests.e2e.load_balancer", str(self.kubeconfig)]
+            environment = ["env", f"PYTHONPATH={REPOSITORY}"]
+            self.state.spawn("load-balancer", [*environment, *control_plane.INSIDE, *command])
 
     @contextmanager
     def overlay(self, base: str) -> Iterator[Path]:

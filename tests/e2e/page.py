@@ -22,6 +22,8 @@ repository. `PROXY=kube-proxy` does the same with the real kube-proxy.
 make test-e2e                            # pyebpf-proxy
 make test-e2e PROXY=kube-proxy           # the same list with kube-proxy
 make test-e2e ARGS='--focus EndpointSlice'
+make test-e2e ARGS=--load-balancer       # a load-balancer controller, and the specs that need one
+make test-e2e DUAL=1                     # both families, and the specs that need them
 make test-e2e ARGS=--record              # writes the results that this page shows
 make cluster-up                          # a cluster that stays; PROXY=kube-proxy, DUAL=1
 make cluster-down                        # removes it, and what a killed run has left
@@ -48,6 +50,8 @@ _CLUSTER = """## The cluster
 * **A node** has its own network, mount, UTS and PID namespace, its own `/run` and bpffs, and a cgroup. The kubelet
   cannot change the machine's kernel settings. Folders such as `/var/lib/kubelet` exist in the node only.
 * **Network.** The nodes are connected by a bridge. Pods have CNI's `ptp` and `portmap`. Each node is a zone of its own.
+* **Load balancer.** `tests/e2e/load_balancer.py` writes `status.loadBalancer` and sets a route to the nodes that may
+  serve the address. With `externalTrafficPolicy: Local` it asks their health check node ports.
 * **kube-proxy** is installed as kubeadm does it: DaemonSet, ConfigMap, ServiceAccount. For pyebpf-proxy it is parked by
   `deploy/kube-proxy/park.yaml`, as in [migrating-from-kube-proxy.md](migrating-from-kube-proxy.md).
 * **Clean-up.** Everything is found by its name, `pep-e2e-…`, so `make cluster-down` also removes what a killed run has

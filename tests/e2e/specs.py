@@ -20,7 +20,7 @@ DUAL_FOCUS = r"\[sig-network\].*\[Feature:IPv6DualStack\]"
 #: Why a spec is left out, and by which words of its name.
 LEFT_OUT = {
     "run for many minutes, or need the cluster for themselves": r"\[Slow\]|\[Serial\]|\[Disruptive\]",
-    "need a load balancer": r"Feature:LoadBalancer",
+    "need a load balancer; these run with `ARGS=--load-balancer`": r"Feature:LoadBalancer",
     "need a CNI with NetworkPolicy": r"Netpol|Feature:NetworkPolicy|NetworkPolicyLegacy",
     "need an Ingress controller": r"Ingress",
     "need SCTP in the kernel": r"SCTP|sctp",
@@ -29,6 +29,12 @@ LEFT_OUT = {
     "need a cloud": r"Provider:GCE|Feature:KubeProxyDaemonSet",
 }
 DUAL = r"Feature:IPv6DualStack"
+#: With the load-balancer controller: these, also those that take minutes.
+BALANCED_FOCUS = r"\[sig-network\] LoadBalancers"
+BALANCED = (
+    "run for many minutes, or need the cluster for themselves",
+    "need a load balancer; these run with `ARGS=--load-balancer`",
+)
 #: Specs that may fail: regular expressions of their names, with reasons.
 KNOWN: dict[str, dict[str, str]] = {"kube-proxy": {}, "ours": {}}
 _LIMIT = 3600
@@ -65,6 +71,8 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _judge(made: clusters.Cluster, processes: int, focus: str, record: bool) -> int:
+    if focus == BALANCED_FOCUS:
+        made.start_load_balancer()
     began = time.monotonic()
     specs = _run(made, processes, focus)
     if not specs:
@@ -85,13 +93,14 @@ def _judge(made: clusters.Cluster, processes: int, focus: str, record: bool) -> 
 
 
 def _run(made: clusters.Cluster, processes: int, focus: str) -> list[results.Spec]:
+    left_out = [pattern for why, pattern in LEFT_OUT.items() if focus != BALANCED_FOCUS or why not in BALANCED]
     folder = STORE / "reports" / made.proxy
     folder.mkdir(parents=True, exist_ok=True)
     report, log = folder / "report.json", folder / "e2e.log"
     report.unlink(missing_ok=True)
     if made.network.dual and focus == FOCUS:
         focus = DUAL_FOCUS
-    skip = "|".join([*LEFT_OUT.values(), *([] if made.network.dual else [DUAL])])
+    skip = "|".join([*left_out, *([] if made.network.dual else [DUAL])])
     command = [
         *("nice", "-n", "10", "nsenter", f"--net=/run/netns/{CONTROL}", str(PROGRAMS / "ginkgo"), "run"),
         *(f"--procs={processes}", "--no-color", f"--timeout={_LIMIT}s", "--silence-skips"),
