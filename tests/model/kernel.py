@@ -204,7 +204,7 @@ def _dumps(maps: Path) -> dict[str, dict[bytes, bytes]]:
 
 
 def _text(raw: bytes) -> str:
-    return raw.rstrip(b"\0").decode()
+    return raw.rstrip(b"\0").decode(errors="replace")  # others may have written it
 
 
 def _words(maps: Path, name: str, numbers: Iterator[int]) -> list[int]:
