@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,22 @@ def soak() -> str:
         f"| {words} | {first / scale:.{digits[scale]}f} | {last / scale:.{digits[scale]}f} |"
         for words, (first, last), scale in rows
     )
-    verdict = "; ".join(soak_problems(run)) or "nothing grew, and no connection failed"
+    found = soak_problems(run)
+    grew = any(" grew from " in each for each in found)
+    verdict = "; ".join([*([] if grew else ["nothing grew"]), *(found or ["no connection failed"])])
+    full = sum(each.conntrack >= run.conntrack_max - 1 for each in run.samples)
+    if full:
+        verdict += f". Conntrack was full in {full} of {len(run.samples)} samples; new connections time out then"
+    text = (
+        f"`make soak` keeps a node under load for a long time: {run.rate} new connections a second, {LONG} long"
+        " connections, and two changes of a Service a second. Other entries fill conntrack almost to its limit of"
+        f" {run.conntrack_max}. The last run lasted {run.minutes:.0f} minutes, with {run.tried} connections and"
+        f" {run.changes} changes: {verdict}."
+    )
     return f"""
 ## A soak
 
-`make soak` keeps a node under load for a long time: {run.rate} new connections a second, {LONG} long connections, and
-two changes of a Service a second. Other entries fill conntrack almost to its limit of {run.conntrack_max}. The last run
-lasted {run.minutes:.0f} minutes, with {run.tried} connections and {run.changes} changes: {verdict}.
+{textwrap.fill(text, 120)}
 
 | median | first third | last third |
 |---|---|---|

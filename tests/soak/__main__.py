@@ -22,8 +22,8 @@ from tests.soak.samples import Sample, Soak, problems, sample
 from tests.support.damage import full_conntrack
 
 RESULTS = Path(__file__).with_name("results.json")
-#: Entries of conntrack that are left free: the limit is near all the time.
-ROOM = 3000
+#: Entries of conntrack that are left free: the limit is near all the time, and the load just fits.
+ROOM = 15_000
 PERIOD = 15.0
 #: A Service changes its endpoints so often a second; every tenth time it is deleted and made again.
 CHANGES = 2.0
