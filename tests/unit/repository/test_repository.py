@@ -250,3 +250,29 @@ def test_links_of_the_pages_lead_somewhere() -> None:
             if not target.exists() or (heading and heading not in anchors(target)):
                 lost.append(f"{page.name}: {place}#{heading}")
     assert lost == []
+
+
+#: Pages that programs write.
+GENERATED_PAGES = {"docs/performance.md", "docs/configuration.md"}
+
+
+def too_long(page: str) -> list[int]:
+    """The numbers of lines of prose with more than 120 characters. Tables, code and long words may be longer."""
+    found, code = [], False
+    for number, line in enumerate(page.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            code = not code
+        elif not code and len(line) > 120 and not line.startswith(("|", "    ")) and max(map(len, line.split())) < 60:
+            found.append(number)
+    return found
+
+
+def test_lines_of_pages_are_short() -> None:
+    pages = [path for path in own_files() if path.suffix == ".md" and relative(path) not in GENERATED_PAGES]
+    assert len(pages) > 30
+    assert {relative(page): lines for page in pages if (lines := too_long(page.read_text()))} == {}
+
+
+def test_a_long_line_of_prose_is_found() -> None:
+    long = "word " * 30
+    assert too_long(f"short\n{long}\n| {long} |\n```\n{long}\n```\n{long}") == [2, 7]
