@@ -340,23 +340,23 @@ def test_datagrams(router: Router, family: int, masqueraded: bool, first: str) -
 
 
 def _vanish(name: str) -> None:
-    it = tcp_ends._connections.pop(name, None)
+    it = tcp_ends.connections.pop(name, None)
     if it is not None:
         it.setsockopt(socket.IPPROTO_TCP, tcp_ends._REPAIR, 1)
         it.close()
 
 
 def _patience(name: str, seconds: float) -> None:
-    tcp_ends._connections[name].settimeout(seconds)
+    tcp_ends.connections[name].settimeout(seconds)
 
 
 def _shut(name: str) -> None:
-    tcp_ends._connections[name].shutdown(socket.SHUT_WR)
+    tcp_ends.connections[name].shutdown(socket.SHUT_WR)
 
 
 def _fill(name: str) -> int:
     """Send until nothing more fits anywhere."""
-    it = tcp_ends._connections[name]
+    it = tcp_ends.connections[name]
     size = 0
     it.settimeout(0.3)
     try:
@@ -368,19 +368,19 @@ def _fill(name: str) -> int:
 
 
 def _datagrams(name: str, address: str, port: int) -> None:
-    it = tcp_ends._connections.pop(name, None)
+    it = tcp_ends.connections.pop(name, None)
     if it is not None:
         it.close()
     made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
     made.bind((address, port))
     made.settimeout(5.0)
-    tcp_ends._connections[name] = made
+    tcp_ends.connections[name] = made
 
 
 def _send(name: str, data: bytes, to: tuple[str, int]) -> None:
-    tcp_ends._connections[name].sendto(data, to)
+    tcp_ends.connections[name].sendto(data, to)
 
 
 def _receive(name: str) -> tuple[bytes, tuple[str, int]]:
-    data, peer = tcp_ends._connections[name].recvfrom(1000)
+    data, peer = tcp_ends.connections[name].recvfrom(1000)
     return data, peer[:2]
