@@ -90,7 +90,10 @@ class Table:
         since the proxy's own last change. The result: whether the table, or a part of it, was missing. Raises NftError.
         """
         if behaviour == self._behaviour and self._known is not None and self._generation() == self._known:
-            return False
+            # A commit of others may have been counted as the proxy's own, if its own changed nothing at that moment.
+            with self._in_words("read the table"):
+                if self._channel.has_table(self.name):
+                    return False
         with self._in_words("read the table"):
             self._known = self._channel.generation()
             chains = self._channel.chains(self.name) if self._channel.has_table(self.name) else None

@@ -12,6 +12,7 @@ import re
 import socket
 import struct
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -231,6 +232,28 @@ def test_a_change_before_our_own_is_not_overlooked(table: Table, shell: Shell) -
     shell(f"nft flush chain inet {table.name} translate")
     table.update(TARGETS)
     table.ensure(Behaviour(MARK))
+    assert shell(f"nft list table inet {table.name}").count("dnat ip") == 2
+
+
+def test_a_table_that_is_deleted_right_after_a_change_without_effect_is_restored(
+    table: Table, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a change makes no new generation of the rules, and the deletion one: together they look like a change."""
+    other = Table()
+    for each in (table, other):
+        each.ensure(Behaviour(MARK))
+    other.update(TARGETS)
+    table.ensure(Behaviour(MARK))
+    change = table._channel.change
+
+    def change_and_lose(*arguments: Any) -> None:
+        change(*arguments)
+        shell(f"nft delete table inet {table.name}")
+
+    monkeypatch.setattr(table._channel, "change", change_and_lose)
+    table.update(TARGETS)
+    monkeypatch.undo()
+    assert table.ensure(Behaviour(MARK))
     assert shell(f"nft list table inet {table.name}").count("dnat ip") == 2
 
 
