@@ -241,7 +241,7 @@ def test_bad_input(
 def test_rights_are_named_before_anything_is_asked(nodes: SimulatedNodes, server: ApiServer, folder: Path) -> None:
     server.account("looker", [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "get"]}])
     server.kubeconfig(folder / "admin.conf", {"token": server.token("looker")})
-    said = run(folder, "services", status=1)
-    assert "this user may not get daemonsets.apps in kube-system, get pods/exec in kube-system" in said
+    said = run(folder, "services", status=3)
+    assert "this user may not get daemonsets.apps in kube-system; get, create pods/exec in kube-system" in said
     server.kubeconfig(folder / "admin.conf", {"token": ADMIN_TOKEN})
     assert Api(str(folder / "admin.conf")).missing_rights([("get", "", "pods/exec", "kube-system")]) == []

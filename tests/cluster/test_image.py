@@ -96,7 +96,7 @@ def test_the_errand_of_the_way_back_cleans_up(small: Lab) -> None:
     with contained(only, specification, None, root, entry_point, environment) as container:
         container.start()
         container.wait_for(lambda: (clean / "done").exists(), "the file that its readiness probe asks for")
-        Log(container).some(" clean ")
+        Log(container).some("clean directory=")
     assert "pyebpf-proxy" not in only.namespace.run("nft", "list", "tables")
     # The folder itself is mounted into the pod, which therefore cannot remove it.
     assert not list((only.agent.directory / "bpf").glob("pyebpf-proxy/*"))
