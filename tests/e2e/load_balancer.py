@@ -17,6 +17,8 @@ from typing import Any
 from kubernetes import client, config
 
 FINALIZER = "service.kubernetes.io/load-balancer-cleanup"
+#: Where requests to load balancers come from. A spec takes an address of the nodes' network for a masqueraded one.
+CLIENT = "198.51.100.1"
 ADDRESSES = [f"192.168.79.{number}" for number in range(1, 255)]
 _PAUSE = 0.5
 
@@ -81,7 +83,7 @@ class Controller:
         hops = [word for node in nodes for word in ("nexthop", "via", node)]
         # Without a node that may serve it, the address is not reachable at all.
         where = hops if hops else ["unreachable", address]
-        command = ["ip", "route", "replace", *([address, *where] if hops else where)]
+        command = ["ip", "route", "replace", *([address, "src", CLIENT, *where] if hops else where)]
         subprocess.run(command, check=True)
         self._routes[address] = tuple(nodes)
         print(f"{address} goes to {' '.join(nodes) or 'nowhere'}", flush=True)
@@ -111,6 +113,7 @@ def _is_healthy(node: str, spec: Object) -> bool:
 
 def main(arguments: list[str]) -> int:
     """Until it is killed."""
+    subprocess.run(["ip", "addr", "replace", f"{CLIENT}/32", "dev", "lo"], check=True)
     config.load_kube_config(arguments[0])  # type: ignore[no-untyped-call]
     controller = Controller()
     while True:
