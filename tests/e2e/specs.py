@@ -35,8 +35,12 @@ BALANCED = (
     "run for many minutes, or need the cluster for themselves",
     "need a load balancer; these run with `ARGS=--load-balancer`",
 )
+_ONE_NODE = (
+    "the load balancer of this cluster sends all requests of a client to one node: the kernel hashes addresses only"
+)
 #: Specs that may fail: regular expressions of their names, with reasons.
-KNOWN: dict[str, dict[str, str]] = {"kube-proxy": {}, "ours": {}}
+_KNOWN = {r"LoadBalancers .*switch session affinity for LoadBalancer service with Local traffic policy": _ONE_NODE}
+KNOWN: dict[str, dict[str, str]] = {"kube-proxy": _KNOWN, "ours": _KNOWN}
 _LIMIT = 3600
 
 
