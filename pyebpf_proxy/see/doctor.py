@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pyebpf_proxy.common.errors import FatalError
+from pyebpf_proxy.common.kernel_files import kernel_number
 from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.see import facts, model
@@ -141,7 +142,7 @@ def _conntrack() -> Found:
     else:
         yield _good("conntrack", f"{fill.used} of {fill.room} entries in use")
     for name in ("nf_conntrack_acct", "nf_conntrack_timestamp"):
-        if facts.number(_PROC / "net/netfilter" / name) == 0:
+        if kernel_number(_PROC / "net/netfilter" / name) == 0:
             what = "bytes" if name.endswith("acct") else "age"
             yield _good(
                 name, f"off: pyebpf-proxy flows does not show the {what} of flows (sysctl -w net.netfilter.{name}=1)"
@@ -150,7 +151,7 @@ def _conntrack() -> Found:
 
 def _sysctls() -> Found:
     for family, path in (("IPv4", "net/ipv4/ip_forward"), ("IPv6", "net/ipv6/conf/all/forwarding")):
-        if facts.number(_PROC / path) == 0:
+        if kernel_number(_PROC / path) == 0:
             name = path.replace("/", ".")
             yield _warn(name, f"{family} packets are not forwarded: remote pods are unreachable", f"sysctl -w {name}=1")
         else:
@@ -158,7 +159,7 @@ def _sysctls() -> Found:
     strict = [
         path.parent.name
         for path in sorted((_PROC / "net/ipv4/conf").glob("*/rp_filter"))
-        if facts.number(path) == 1 and path.parent.name not in ("lo", "default")
+        if kernel_number(path) == 1 and path.parent.name not in ("lo", "default")
     ]
     if strict:
         yield _warn(
@@ -166,7 +167,7 @@ def _sysctls() -> Found:
             f"strict on {', '.join(strict[:5])}: packets on asymmetric routes are dropped",
             "sysctl -w net.ipv4.conf.all.rp_filter=2 (and for each device), if routes are asymmetric here",
         )
-    if (_PROC / "net/bridge").is_dir() and facts.number(_PROC / "net/bridge/bridge-nf-call-iptables") == 0:
+    if (_PROC / "net/bridge").is_dir() and kernel_number(_PROC / "net/bridge/bridge-nf-call-iptables") == 0:
         yield _good("bridge-nf-call-iptables", "0: the tc programs lift replies between its pods (docs/data-plane.md)")
 
 
@@ -269,7 +270,7 @@ def _limits() -> Found:
         yield _warn("open files", f"limit {files}", f"ulimit -n {_FILES_LEAST}, or LimitNOFILE= of the service")
     else:
         yield _good("open files", f"limit {files}")
-    watches = facts.number(_PROC / "fs/inotify/max_user_instances")
+    watches = kernel_number(_PROC / "fs/inotify/max_user_instances")
     if watches is not None and watches < _WATCHES_LEAST:
         yield _warn("inotify", f"{watches} instances per user", "sysctl -w fs.inotify.max_user_instances=128")
 

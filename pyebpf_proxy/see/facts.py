@@ -7,20 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pyebpf_proxy.common.kernel_files import kernel_number
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.see import model
 
 _NETFILTER = Path("/proc/sys/net/netfilter")
 #: PROC_PID_INIT_INO of include/linux/proc_ns.h, the same on every kernel.
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
-
-
-def number(path: Path) -> int | None:
-    """The number in a file of /proc or /sys; None: it cannot be read."""
-    try:
-        return int(path.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def in_container() -> bool:
@@ -33,7 +26,7 @@ def in_container() -> bool:
 
 def conntrack_fill() -> model.Fill | None:
     """Usage of the conntrack table. The limit applies to all network namespaces, the count to this one."""
-    used, room = number(_NETFILTER / "nf_conntrack_count"), number(_NETFILTER / "nf_conntrack_max")
+    used, room = kernel_number(_NETFILTER / "nf_conntrack_count"), kernel_number(_NETFILTER / "nf_conntrack_max")
     return model.Fill(name="conntrack", used=used, room=room) if used is not None and room is not None else None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pyebpf_proxy import __version__
+from pyebpf_proxy.common.kernel_files import kernel_number
 from pyebpf_proxy.datapath.node.plan import REDIRECTS
 from pyebpf_proxy.see import drops, facts, fast_path, local, model, programs
 from pyebpf_proxy.see.agent import running_agent
@@ -228,7 +229,7 @@ def _about_programs(status: model.Status, attached: Programs) -> Iterator[model.
             what=f"only {len(status.socket_programs)} of {_SOCKET_PROGRAMS} socket programs are attached",
             remedy="restart the agent",
         )
-    if facts.number(Path("/proc/sys/net/ipv4/ip_forward")) == 0:
+    if kernel_number(Path("/proc/sys/net/ipv4/ip_forward")) == 0:
         yield model.Trouble(
             what="net.ipv4.ip_forward is 0: this node does not forward packets",
             remedy="sysctl -w net.ipv4.ip_forward=1, and find out what turned it off",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from pyebpf_proxy.common.kernel_files import kernel_number
 from pyebpf_proxy.datapath.node.plan import REDIRECTS
 from pyebpf_proxy.servers.health import FAMILIES
 from pyebpf_proxy.servers.numbers import EXP15, NETPROG, Counter, Gauge, Histogram, Labels, Read, Registry
@@ -131,10 +132,11 @@ class Metrics:
 
 def _read(datapath: DatapathNumbers, localhost_node_ports: bool) -> Iterable[Read]:
     last: Mapping[str, int] = {}
+    view: Mapping[str, Any] = {}
 
     def reasons() -> Iterable[tuple[Labels, float]]:
-        nonlocal last
-        last = datapath.reasons()
+        nonlocal last, view
+        last, view = datapath.reasons(), datapath.view()
         return [((name,), number) for name, number in last.items()]
 
     def paths() -> Iterable[tuple[Labels, float]]:
@@ -167,7 +169,7 @@ def _read(datapath: DatapathNumbers, localhost_node_ports: bool) -> Iterable[Rea
     )
     if localhost_node_ports:
         yield _localhost_node_ports(lambda: last)
-    yield from _read_fast_path(datapath, lambda: last)
+    yield from _read_fast_path(lambda: last, lambda: view)
     yield Read(
         GaugeMetricFamily,
         "pyebpf_proxy_xdp_device",
@@ -197,10 +199,8 @@ def _netfilter(name: str, text: str, file: str) -> Read:
     """One of netfilter's numbers, as of this scrape; no sample while conntrack is not loaded."""
 
     def number() -> Iterable[tuple[Labels, float]]:
-        try:
-            return [((), int((_NETFILTER / file).read_text()))]
-        except (OSError, ValueError):
-            return []
+        found = kernel_number(_NETFILTER / file)
+        return [] if found is None else [((), found)]
 
     return Read(GaugeMetricFamily, name, text, (), number)
 
@@ -226,8 +226,8 @@ def _localhost_node_ports(last: Callable[[], Mapping[str, int]]) -> Read:
     )
 
 
-def _read_fast_path(datapath: DatapathNumbers, last: Callable[[], Mapping[str, int]]) -> Iterable[Read]:
-    """``last``: the reasons read at this scrape."""
+def _read_fast_path(last: Callable[[], Mapping[str, int]], view: Callable[[], Mapping[str, Any]]) -> Iterable[Read]:
+    """``last``, ``view``: the reasons and the view read at this scrape."""
 
     def packets() -> Iterable[tuple[Labels, float]]:
         counts = last()
@@ -239,23 +239,23 @@ def _read_fast_path(datapath: DatapathNumbers, last: Callable[[], Mapping[str, i
         return [((_EVENTS[name],), number) for name, number in last().items() if name in _EVENTS]
 
     def closed() -> Iterable[tuple[Labels, float]]:
-        found = datapath.view().get("closed", {})
+        found = view().get("closed", {})
         return [((f"IPv{family}", why["reason"]), 1) for family, why in sorted(found.items())]
 
     def devices() -> Iterable[tuple[Labels, float]]:
-        found = datapath.view().get("devices", {}).values()
+        found = view().get("devices", {}).values()
         return [((each["name"], REDIRECTS[each["redirect"]]), 1) for each in found]
 
     def failures() -> Iterable[tuple[Labels, float]]:
-        failed = datapath.view().get("promotion", {}).get("failed", {})
+        failed = view().get("promotion", {}).get("failed", {})
         return [((outcome,), count) for outcome, count in sorted(failed.items())]
 
     def refusals() -> Iterable[tuple[Labels, float]]:
-        total = datapath.view().get("conntrackRefusals", {}).get("total", {})
+        total = view().get("conntrackRefusals", {}).get("total", {})
         return [((reason,), count) for reason, count in sorted(total.items())]
 
     def young() -> Iterable[tuple[Labels, float]]:
-        promotion = datapath.view().get("promotion")
+        promotion = view().get("promotion")
         return [] if promotion is None else [((), promotion["young"])]
 
     yield Read(
