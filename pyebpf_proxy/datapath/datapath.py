@@ -166,11 +166,10 @@ class Datapath:
 
         True: others have written into the service maps, and :meth:`apply` must be called with everything.
         """
-        overwritten = False
         with _in_words():
             for manager in self._started():
-                overwritten |= manager.refresh()
-        return overwritten
+                manager.refresh()
+            return self._service_maps.writer.was_overwritten()
 
     async def collect(self) -> None:
         """Remove old versions once no program can be reading them; then end stale UDP flows and sockets."""

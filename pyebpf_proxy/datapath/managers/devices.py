@@ -41,10 +41,9 @@ class NodeMaps(Manager):
     def node_changed(self, facts: NodeFacts) -> None:
         self.node.configure(node_config(self._effective, facts))
 
-    def refresh(self) -> bool:
+    def refresh(self) -> None:
         for name in self.node.read_back():
             _log.error("others have written into a map, it is repaired", map=name)
-        return False
 
 
 class TcPrograms(Manager):
@@ -83,11 +82,10 @@ class XdpPrograms(Manager):
             self._opened.callback(self.frames.close)
             self.frames.follow(asyncio.get_running_loop())
 
-    def refresh(self) -> bool:
+    def refresh(self) -> None:
         """Retry where another program was in the way."""
         if self.frames is not None:
             self.frames.look()
-        return False
 
     def attached(self) -> Mapping[str, str]:
         """Devices that carry the program, and its mode. Safe in any thread."""

@@ -20,6 +20,5 @@ class KubeProxy(Manager):
         self._opened.callback(self._monitor.close)
         self._monitor.replaced()
 
-    def refresh(self) -> bool:
+    def refresh(self) -> None:
         self._monitor.look()
-        return False

@@ -33,9 +33,8 @@ class Manager:
     def node_changed(self, facts: NodeFacts) -> None:
         """Apply new facts about the Nodes."""
 
-    def refresh(self) -> bool:
-        """Repair what other programs may have changed. True: all service ports must be applied again."""
-        return False
+    def refresh(self) -> None:
+        """Repair what other programs may have changed."""
 
     async def collect(self) -> None:
         """Remove what recent changes have left over. Other methods may be called meanwhile."""

@@ -52,10 +52,9 @@ class NftTable(Manager):
         self._behaviour = beside_fast_path(self._behaviour, there_is_one)
         self.table.ensure(self._behaviour)
 
-    def refresh(self) -> bool:
+    def refresh(self) -> None:
         """Costs little if no other program has changed the table."""
         self.table.ensure(self._behaviour)
-        return False
 
     def restore(self) -> None:
         """Restore the table at once if another program has deleted or flushed it; errors are logged."""

@@ -25,10 +25,9 @@ class Pins(Manager):
         self._opened.callback(self._kept.close)
         self._kept.follow(asyncio.get_running_loop())
 
-    def refresh(self) -> bool:
+    def refresh(self) -> None:
         if self._kept is not None:
             self._kept.check()
-        return False
 
     @property
     def why_gone(self) -> str:

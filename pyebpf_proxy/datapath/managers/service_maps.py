@@ -43,10 +43,9 @@ class ServiceMaps(Manager):
         if complete:
             self._nft.table.replace(self.writer.netfilter_backends)
 
-    def refresh(self) -> bool:
-        """Recount the clients with session affinity, and compare the maps with what was written."""
+    def refresh(self) -> None:
+        """Recount the clients with session affinity."""
         self.writer.recount_clients()
-        return self.writer.was_overwritten()
 
     async def collect(self) -> None:
         """Remove old versions once no program can be reading them."""

@@ -223,17 +223,17 @@ def _mounted_cgroup2(table: Path) -> Iterator[Path]:
 
 
 def _detached_cgroup2() -> int:
-    context = _checked(_libc.syscall(SYS_FSOPEN, b"cgroup2", FSOPEN_CLOEXEC))
+    context = checked(_libc.syscall(SYS_FSOPEN, b"cgroup2", FSOPEN_CLOEXEC))
     try:
-        _checked(_libc.syscall(SYS_FSCONFIG, context, FSCONFIG_CMD_CREATE, None, None, 0))
-        return _checked(_libc.syscall(SYS_FSMOUNT, context, FSMOUNT_CLOEXEC, 0))
+        checked(_libc.syscall(SYS_FSCONFIG, context, FSCONFIG_CMD_CREATE, None, None, 0))
+        return checked(_libc.syscall(SYS_FSMOUNT, context, FSMOUNT_CLOEXEC, 0))
     finally:
         os.close(context)
 
 
 def mount_bpffs(path: Path) -> None:
     """Mount a new bpffs in this mount namespace. OSError."""
-    _checked(_libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, b"mode=0700"))
+    checked(_libc.mount(b"bpf", os.fsencode(path), b"bpf", 0, b"mode=0700"))
 
 
 def _mark(bpffs: Path) -> None:
@@ -256,9 +256,9 @@ def _release_mount(bpffs: Path) -> list[str]:
     try:
         if bpffs.is_relative_to(root_of_host()):
             target = Path("/") / bpffs.relative_to(root_of_host())
-            in_mount_namespace_of_init(lambda: _checked(_libc.umount2(os.fsencode(target), 0)))
+            in_mount_namespace_of_init(lambda: checked(_libc.umount2(os.fsencode(target), 0)))
         else:
-            _checked(_libc.umount2(os.fsencode(bpffs), 0))
+            checked(_libc.umount2(os.fsencode(bpffs), 0))
     except OSError as error:
         if error.errno == errno.EBUSY:
             return []  # it is in use
@@ -338,7 +338,7 @@ def in_mount_namespace_of_init(work: Callable[[], object]) -> None:
         if child == 0:
             code = errno.EIO
             try:
-                _checked(_libc.setns(namespace, CLONE_NEWNS))
+                checked(_libc.setns(namespace, CLONE_NEWNS))
                 work()
                 code = 0
             except OSError as error:
@@ -354,7 +354,8 @@ def in_mount_namespace_of_init(work: Callable[[], object]) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def _checked(result: int) -> int:
+def checked(result: int) -> int:
+    """The result of a system call; OSError if it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -190,12 +190,14 @@ def _open_tree(target: Path, mount: int) -> int:
     """Clone the mount at ``target``, or that of the descriptor ``mount``, whatever covers it."""
     if mount >= 0:
         flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_EMPTY_PATH
-        return _checked(_libc.syscall(SYS_OPEN_TREE, mount, b"", flags))
-    return _checked(_libc.syscall(SYS_OPEN_TREE, AT_FDCWD, os.fsencode(target), OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC))
+        return mounts.checked(_libc.syscall(SYS_OPEN_TREE, mount, b"", flags))
+    return mounts.checked(
+        _libc.syscall(SYS_OPEN_TREE, AT_FDCWD, os.fsencode(target), OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC)
+    )
 
 
 def _move(mount: int, target: Path) -> None:
-    _checked(
+    mounts.checked(
         _libc.syscall(SYS_MOVE_MOUNT, mount, b"", AT_FDCWD, os.fsencode(target), MOVE_MOUNT_F_EMPTY_PATH),
     )
 
@@ -215,10 +217,3 @@ def _pin_again(inside: Path, folder: Path) -> None:
                 tcx.pin(pinned, copy)
             finally:
                 os.close(pinned)
-
-
-def _checked(result: int) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return result
