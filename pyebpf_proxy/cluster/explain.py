@@ -14,6 +14,7 @@ from pyebpf_proxy.cluster.api import PODS, SERVICES, Api, Object
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import View
 from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.config.addresses import join_host_port
 from pyebpf_proxy.see import explain_text, model
 from pyebpf_proxy.see.answers import NO_ANSWER, QUESTION, SeeError
 
@@ -108,8 +109,7 @@ def _questions(service: Object, port: dict[str, Any], sources: list[str]) -> Ite
     if not shared:
         raise ClusterError("pod and Service have no IP family in common", QUESTION)
     for source, address in shared:
-        place = f"[{address}]" if ":" in address else address
-        yield Question(source, f"{place}:{port['port']}", port.get("protocol", "TCP"))
+        yield Question(source, join_host_port(address, port["port"]), port.get("protocol", "TCP"))
 
 
 def _family(address: str) -> int:

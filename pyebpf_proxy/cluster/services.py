@@ -15,6 +15,7 @@ from pyebpf_proxy.cluster.api import SLICES, Api, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import View
 from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.config.addresses import join_host_port
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QUESTION, listed
 
@@ -33,6 +34,11 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} {self.protocol} IPv{self.family}"
+
+
+def key_of(service: model.ServiceView | model.ClusterService) -> Key:
+    """The service port's key."""
+    return Key(service.name, service.protocol, service.family)
 
 
 class Facts(NamedTuple):
@@ -61,7 +67,7 @@ class Compared(NamedTuple):
 def facts(service: model.ServiceView) -> Facts:
     """One node's view of a service port, as far as nodes are alike."""
     return Facts(
-        frozenset(f"{_place(each)} {each.kind}" for each in service.frontends),
+        frozenset(f"{join_host_port(each.address, each.port)} {each.kind}" for each in service.frontends),
         frozenset(each.address for each in service.endpoints if "cluster" in each.lists),
         (
             f"internal policy {service.internal_traffic_policy}",
@@ -72,17 +78,12 @@ def facts(service: model.ServiceView) -> Facts:
     )
 
 
-def _place(frontend: model.FrontendView) -> str:
-    address = f"[{frontend.address}]" if ":" in frontend.address else frontend.address
-    return f"{address}:{frontend.port}"
-
-
 def compare(answers: Mapping[str, model.Services | None], hinted: Collection[str] = ()) -> list[model.ClusterService]:
     """Each service port as most nodes have it, and the nodes that differ. ``hinted``: Services with topology hints."""
     seen: dict[Key, dict[str, Facts]] = {}
     for node, answer in answers.items():
         for each in answer.services if answer is not None else ():
-            seen.setdefault(Key(each.name, each.protocol, each.family), {})[node] = facts(each)
+            seen.setdefault(key_of(each), {})[node] = facts(each)
     result = []
     for key, by_node in sorted(seen.items()):
         # Counter keeps the order of nodes, so that of equally many the first counts.
@@ -132,15 +133,11 @@ def read(api: Api, found: View, name: str, seconds: float) -> Compared:
     services = compare(answers)
     if any(each.differences for each in services):
         time.sleep(_SETTLE_SECONDS)
-        before = {
-            (each.name, each.protocol, each.family, d.node, d.text) for each in services for d in each.differences
-        }
+        before = {(key_of(each), d.node, d.text) for each in services for d in each.differences}
         answers, problems = ask.everywhere(api, found, command, model.Services, seconds)
         services = compare(answers, _hinted(api))
         for each in services:
-            each.differences = [
-                d for d in each.differences if (each.name, each.protocol, each.family, d.node, d.text) in before
-            ]
+            each.differences = [d for d in each.differences if (key_of(each), d.node, d.text) in before]
     if name and not services and answers:
         try:
             ask.one(api, found.agents[next(iter(answers))], command, model.Services, seconds)
@@ -185,7 +182,7 @@ def _row(service: model.ClusterService, nodes: Sequence[str]) -> list[str]:
 def say_differences(compared: Compared, output: Output) -> None:
     """One line for each difference and each node without an answer, then a summary."""
     for service in compared.services:
-        key = Key(service.name, service.protocol, service.family)
+        key = key_of(service)
         for each in service.differences:
             why = " (topology hints)" if each.expected else ""
             output.say(f"{'expected' if each.expected else 'differs '}  {key}: {each.node} {each.text}{why}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pyebpf_proxy.config.addresses import join_host_port
 from pyebpf_proxy.see import model
 from pyebpf_proxy.see.text import Cell, Terminal, duration, fields, table, wrapped
 
@@ -43,7 +44,7 @@ def _row(view: model.ServiceView) -> list[Cell | str]:
 def _place(view: model.FrontendView) -> str:
     if view.kind == "NodePort":
         return str(view.port)
-    return f"[{view.address}]:{view.port}" if ":" in view.address else f"{view.address}:{view.port}"
+    return join_host_port(view.address, view.port)
 
 
 def _count(view: model.ServiceView) -> Cell:
