@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests import CACHE
 from tests.support.apiserver import ADMIN_TOKEN, ApiServer
-from tests.support.reference import cache, kube_proxy
+from tests.support.reference import kube_proxy
 
 from . import workload
 from .measure import say
@@ -47,7 +48,7 @@ _REGISTRY = {
 
 def missing() -> str:
     """A message about missing requirements of this figure; empty if all are present."""
-    server = cache() / "go" / "kube-apiserver"
+    server = CACHE / "go" / "kube-apiserver"
     files = [str(path) for path in (kube_proxy(), server) if not path.exists()]
     if files:
         return f"{' and '.join(files)} (tests/cluster/build.sh makes them)"
@@ -140,7 +141,7 @@ def loaded(services: int, endpoints: int = workload.ENDPOINTS) -> Iterator[ApiSe
     """An API server with the workload. It is written once, directly into etcd, whose data are then cached."""
     items = list(_objects(services, endpoints))
     text = json.dumps([ARGUMENTS, items])
-    kept = cache() / "bench" / f"etcd-{services}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    kept = CACHE / "bench" / f"etcd-{services}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not kept.exists():
         with ApiServer(ARGUMENTS) as server:
             say(f"writing {len(items)} objects into etcd, once: its data are kept in {kept.parent}")

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import ROOT
+from tests import CACHE, ROOT
 from tests.support import workers
 
 BTF = Path("/sys/kernel/btf/vmlinux")
@@ -71,9 +71,6 @@ def _no_zsh() -> str | None:
 
 def _no_fish() -> str | None:
     return None if shutil.which("fish") else "fish is missing: make setup, or apt-get install fish"
-
-
-CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy"))
 
 
 def _no_helm() -> str | None:

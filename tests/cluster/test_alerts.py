@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 
 import yaml
 
-from tests import ROOT
+from tests import CACHE, ROOT
 
 FOLDER = ROOT / "deploy" / "prometheus"
 RULES = FOLDER / "pyebpf-proxy.rules.yaml"
 TESTS = FOLDER / "pyebpf-proxy.rules_test.yaml"
-PROMTOOL = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "bin" / "promtool"
+PROMTOOL = CACHE / "bin" / "promtool"
 
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

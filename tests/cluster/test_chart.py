@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from pyebpf_proxy import __version__
-from tests import ROOT
+from tests import CACHE, ROOT
 from tests.deployment import manifests
 from tests.deployment.manifests import DEPLOY, Object
 
 pytestmark = [pytest.mark.needs_kubectl, pytest.mark.needs_helm]
 
-HELM = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "go" / "helm"
+HELM = CACHE / "go" / "helm"
 IMAGE = "registry.example/team/pyebpf-proxy"
 #: The blanks that the base has, too.
 BLANKS = {"clusterCIDR": "<10.244.0.0/16>", "controlPlaneEndpoint": "<control-plane-endpoint>:6443"}

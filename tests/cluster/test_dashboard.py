@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from pyebpf_proxy.lab.client import ask
 from pyebpf_proxy.lab.cluster import Lab
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
 from pyebpf_proxy.lab.namespace import Namespace, die_with_parent
+from tests import CACHE
 from tests.deployment.manifests import DEPLOY
 
 pytestmark = [
@@ -29,7 +28,7 @@ pytestmark = [
     *(pytest.mark.needs_prometheus, pytest.mark.slow),
 ]
 
-PROMETHEUS = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "bin" / "prometheus"
+PROMETHEUS = CACHE / "bin" / "prometheus"
 PORTS = [Port("http", 80, 8080)]
 #: Panels whose queries ask for a rate over five minutes; the test has no time for that.
 RANGE, SHORT = "[5m]", "[10s]"

@@ -24,7 +24,7 @@ from pyebpf_proxy.lab.addresses import POD_CIDR, cluster_ip
 from pyebpf_proxy.lab.client import ANSWERED, REFUSED, ask
 from pyebpf_proxy.lab.cluster import Lab, Node
 from pyebpf_proxy.lab.manifests import Port, node, service, slices
-from tests import ROOT
+from tests import CACHE, ROOT
 from tests.cluster.account import Account
 from tests.deployment import manifests
 from tests.deployment.container import Container, die_with_parent
@@ -33,7 +33,6 @@ from tests.deployment.node import ACCOUNT_FOLDER, add_volume, contained, pod_of,
 from tests.support import kubeadm
 from tests.support.apiserver import ADMIN_TOKEN, ApiServer
 from tests.support.logs import Log, Message
-from tests.support.reference import cache
 from tests.support.relay import Relay
 
 DAEMON_SET = "/apis/apps/v1/namespaces/kube-system/daemonsets/pyebpf-proxy"
@@ -129,7 +128,7 @@ def kube_proxy(server: ApiServer, on: Node, folder: Path) -> Iterator[subprocess
     admin = server.kubeconfig(folder / "kube-proxy.conf", {"token": ADMIN_TOKEN})
     command = [
         *("ip", "netns", "exec", on.namespace.name),
-        *(str(cache() / "go" / "kube-proxy"), f"--kubeconfig={admin}", f"--hostname-override={on.name}"),
+        *(str(CACHE / "go" / "kube-proxy"), f"--kubeconfig={admin}", f"--hostname-override={on.name}"),
         *("--proxy-mode=iptables", f"--cluster-cidr={','.join(POD_CIDR)}", "--conntrack-max-per-core=0"),
     ]
     with open(folder / "kube-proxy.log", "wb") as log:

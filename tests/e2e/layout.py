@@ -7,10 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests import ROOT
+from tests import CACHE, ROOT
 
 REPOSITORY = ROOT
-CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy"))
 #: Built programs; unpacked packages and images; the cluster itself, which `cluster-down` removes.
 PROGRAMS = CACHE / "go"
 STORE = CACHE / "e2e"

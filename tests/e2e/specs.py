@@ -17,10 +17,12 @@ from tests.e2e.problem import E2EError
 
 FOCUS = r"\[sig-network\]"
 DUAL_FOCUS = r"\[sig-network\].*\[Feature:IPv6DualStack\]"
+_LONG = "run for many minutes, or need the cluster for themselves"
+_NEEDS_BALANCER = "need a load balancer; these run with `ARGS=--load-balancer`"
 #: Why a spec is left out, and by which words of its name.
 LEFT_OUT = {
-    "run for many minutes, or need the cluster for themselves": r"\[Slow\]|\[Serial\]|\[Disruptive\]",
-    "need a load balancer; these run with `ARGS=--load-balancer`": r"Feature:LoadBalancer",
+    _LONG: r"\[Slow\]|\[Serial\]|\[Disruptive\]",
+    _NEEDS_BALANCER: r"Feature:LoadBalancer",
     "need a CNI with NetworkPolicy": r"Netpol|Feature:NetworkPolicy|NetworkPolicyLegacy",
     "need an Ingress controller": r"Ingress",
     "need SCTP in the kernel": r"SCTP|sctp",
@@ -31,10 +33,7 @@ LEFT_OUT = {
 DUAL = r"Feature:IPv6DualStack"
 #: With the load-balancer controller: these, also those that take minutes.
 BALANCED_FOCUS = r"\[sig-network\] LoadBalancers"
-BALANCED = (
-    "run for many minutes, or need the cluster for themselves",
-    "need a load balancer; these run with `ARGS=--load-balancer`",
-)
+BALANCED = (_LONG, _NEEDS_BALANCER)
 _ONE_NODE = (
     "the load balancer of this cluster sends all requests of a client to one node: the kernel hashes addresses only"
 )

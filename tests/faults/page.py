@@ -13,7 +13,7 @@ from tests import ROOT
 from tests.faults.faults import FAULTS
 from tests.faults.ground import LONG, RATE
 from tests.faults.measure import LEAST_RATE, NEVER, SOON, SOON_API, Outcome, counters, problems
-from tests.soak.samples import Soak, growth
+from tests.soak.samples import Soak, grown, growth
 from tests.soak.samples import problems as soak_problems
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -146,9 +146,8 @@ def soak() -> str:
         f"| {words} | {first / scale:.{digits[scale]}f} | {last / scale:.{digits[scale]}f} |"
         for words, (first, last), scale in rows
     )
-    found = soak_problems(run)
-    grew = any(" grew from " in each for each in found)
-    verdict = "; ".join([*([] if grew else ["nothing grew"]), *(found or ["no connection failed"])])
+    flat = [] if grown(run.samples) else ["nothing grew"]
+    verdict = "; ".join([*flat, *(soak_problems(run) or ["no connection failed"])])
     full = sum(each.conntrack >= run.conntrack_max - 1 for each in run.samples)
     if full:
         verdict += f". Conntrack was full in {full} of {len(run.samples)} samples; new connections time out then"

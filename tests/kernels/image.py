@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+import tests
 from tests import ROOT
 from tests.kernels.cpio import Archive
 from tests.kernels.debian import Apt, codename, mirrors
 from tests.kernels.problem import KernelsError
 
 REPOSITORY = ROOT
-CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "kernels"
+CACHE = tests.CACHE / "kernels"
 #: SideBySide Debian's essential packages.
 PACKAGES = (
     *("apparmor", "bpftool", "conntrack", "curl", "ethtool", "iperf3", "iproute2", "iptables", "iputils-ping", "jq"),

@@ -17,8 +17,6 @@ from tests.faults.ground import Ground
 
 _ENTRIES = re.compile(r'^pyebpf_proxy_map_entries\{map="(\w+)"\} (\S+)$', re.MULTILINE)
 _MEMLOCK = re.compile(r"^memlock:\s+(\d+)$", re.MULTILINE)
-#: Maps that traffic fills; their entries come and go with flows.
-TRAFFIC_MAPS = ("flows", "permits", "recent_flows")
 #: The first part of a run warms up: caches fill, and the rings of flows.
 WARM_UP = 0.15
 #: The last third may have so much more than the first third after the warm-up, and this in absolute numbers.
@@ -69,16 +67,17 @@ def sample(ground: Ground, start: float) -> Sample:
     assert rss is not None
     fds = [path.name for path in Path(f"/proc/{pid}/fd").iterdir()]
     with Pinned(ground.node.agent.directory) as pinned:
-        flows = len(pinned.map("flows").dump()[0]) // pinned.map("flows").key_size
         memory = sum(_memlock(pinned.map(name).fd) for name in pinned.names)
-    entries = {name: float(value) for name, value in _ENTRIES.findall(ground.proxy.metrics())}
+    entries = {name: int(float(value)) for name, value in _ENTRIES.findall(ground.proxy.metrics())}
+    # Traffic fills the flow table, Services fill the others.
+    flows = entries.pop("flows")
     return Sample(
         seconds=round(time.monotonic() - start, 1),
         rss_kib=int(rss[1]),
         fds=len(fds),
         map_kib=memory // 1024,
         flows=flows,
-        map_entries=int(sum(value for name, value in entries.items() if name not in TRAFFIC_MAPS)),
+        map_entries=sum(entries.values()),
         conntrack=int(ground.node.namespace.run("sysctl", "-n", "net.netfilter.nf_conntrack_count")),
         made=sum(load.made for load in ground.news),
         rounds=min(each.status()[1] for each in ground.long),
@@ -98,13 +97,19 @@ def growth(samples: Sequence[Sample], name: str) -> tuple[float, float]:
     return float(statistics.median(first)), float(statistics.median(last))
 
 
-def problems(run: Soak) -> list[str]:
-    """What is not flat, and which connections were not answered."""
+def grown(samples: Sequence[Sample]) -> list[str]:
+    """What is not flat."""
     found = []
     for name, slack in SLACK.items():
-        first, last = growth(run.samples, name)
+        first, last = growth(samples, name)
         if last > first * (1 + MOST_GROWTH) + slack:
             found.append(f"{name} grew from {first:.0f} to {last:.0f}")
+    return found
+
+
+def problems(run: Soak) -> list[str]:
+    """What is not flat, and which connections were not answered."""
+    found = grown(run.samples)
     if run.failed:
         how = ", ".join(f"{count} {end}" for end, count in sorted(run.how.items()))
         found.append(f"{run.failed} of {run.tried} connections failed ({how})")

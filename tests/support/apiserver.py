@@ -25,8 +25,8 @@ from typing import Any
 
 import yaml
 
+from tests import CACHE
 from tests.support.ports import free_port
-from tests.support.reference import cache
 
 ADMIN_TOKEN = "the-tests-own-administrator"
 SERVICE_RANGES = "10.96.0.0/16,fd00:10:96::/112"
@@ -91,7 +91,7 @@ class ApiServer:
             self._etcd = self._run("etcd", *self._etcd_arguments())
             _wait_for("etcd", self._etcd_answers, self._etcd, self.folder / "etcd.log")
         if self._server is None:
-            self._server = self._run(str(cache() / "go" / "kube-apiserver"), *self._server_arguments())
+            self._server = self._run(str(CACHE / "go" / "kube-apiserver"), *self._server_arguments())
             _wait_for("kube-apiserver", self._is_ready, self._server, self.folder / "kube-apiserver.log")
 
     def kill(self) -> None:

@@ -11,22 +11,17 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests import CACHE
 from tests.parity.answer import Answer, of_kube_proxy
 from tests.parity.case import Case
 
 RELEASE = "v1.36.3"
-DEFAULT_CACHE = Path("/var/cache/pyebpf-proxy")
 TIMEOUT = 120.0
-
-
-def cache() -> Path:
-    """The folder of what was built, never inside the repository: ``PYEBPF_PROXY_CACHE``, or a default."""
-    return Path(os.environ.get("PYEBPF_PROXY_CACHE", DEFAULT_CACHE))
 
 
 def kube_proxy() -> Path:
     """The real kube-proxy; tests/cluster/build.sh makes it."""
-    return cache() / "go" / "kube-proxy"
+    return CACHE / "go" / "kube-proxy"
 
 
 def version(program: Path) -> str:

@@ -19,13 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
+import tests
 from tests.kernels import guest
 from tests.kernels.problem import KernelsError
 from tests.vagrant.course import HEAD, Course, summary
 from tests.vagrant.nodes import BUILT, FOLDER, LOGS, Node, Vagrant
 from tests.vagrant.problem import VagrantError
 
-CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy")) / "vagrant"
+CACHE = tests.CACHE / "vagrant"
 INSIDE = "--inside"
 _NEEDED = {"vagrant": "vagrant", "qemu-system-x86_64": "qemu-system-x86", "rsync": "rsync", "ssh": "openssh-client"}
 #: Seconds until both have booted; provisioning.
