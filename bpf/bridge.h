@@ -36,7 +36,7 @@ static __noinline int is_translated_reply(struct __sk_buff *skb, const struct pa
 }
 
 /* Gives the frame the MAC address of its port's bridge. */
-static __always_inline bool lift(struct __sk_buff *skb, const struct node_device *port)
+static __always_inline bool set_bridge_mac(struct __sk_buff *skb, const struct node_device *port)
 {
 	__u8 mac[6];
 
@@ -62,17 +62,17 @@ static __noinline int redirect_reply_to_bridge(struct __sk_buff *skb, const stru
 {
 	struct node_device *port;
 	struct fragments key = {};
-	__u32 lifted = 1;
+	__u32 redirected = 1;
 
 	if (!p || !settings.conntrack_lookup || !comes_from_endpoint(p))
 		return 0;
 	port = port_of_bridge(skb->ifindex);
 	if (!port || is_for_bridge(skb, port) ||
-	    !is_translated_reply(skb, p) || !lift(skb, port))
+	    !is_translated_reply(skb, p) || !set_bridge_mac(skb, port))
 		return 0;
 	count(BRIDGED_REPLY_REDIRECTED);
 	if (is_fragment(skb, &key))
-		bpf_map_update_elem(&bridged_fragments, &key, &lifted, BPF_ANY);
+		bpf_map_update_elem(&bridged_fragments, &key, &redirected, BPF_ANY);
 	return 1;
 }
 
@@ -85,7 +85,7 @@ static __noinline int redirect_fragment_to_bridge(struct __sk_buff *skb)
 	if (!is_fragment(skb, &key) || !bpf_map_lookup_elem(&bridged_fragments, &key))
 		return 0;
 	port = port_of_bridge(skb->ifindex);
-	return port && lift(skb, port);
+	return port && set_bridge_mac(skb, port);
 }
 
 #endif

@@ -57,6 +57,12 @@ struct flow_rewrite {
 	__u32 tag_again;
 };
 
+enum agent_request {
+	NO_REQUEST = 0,
+	PROMOTION = 1,		/* hand the young flow to the kernel */
+	CLOSE = 2,		/* close the conntrack entry of a kernel flow that was reset */
+};
+
 /*
  * One direction of a flow.
  * Young: conntrack does not have the flow; only this entry can translate its packets.
@@ -76,7 +82,7 @@ struct flow {
 	__u8 young;
 	__u8 reply;		/* the direction from the endpoint to the client */
 	__u8 closing;		/* RST or FIN seen, and nothing since */
-	__u8 promote;		/* the agent was asked to hand the flow to the kernel */
+	__u8 promote;		/* enum agent_request: what the agent was asked to do */
 	__u8 bulk;		/* XDP leaves this direction to tc */
 	__u8 zero[3];
 };
@@ -128,7 +134,7 @@ struct {
 	__type(value, __u32);
 } recent_next SEC(".maps");
 
-/* Keys (from the client to the frontend) of young flows that the agent is to hand to conntrack. */
+/* Keys (from the client to the frontend) of flows for which the agent has something to do: enum agent_request. */
 struct {
 	__uint(type, BPF_MAP_TYPE_QUEUE);
 	__uint(max_entries, 8192);

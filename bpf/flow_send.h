@@ -135,7 +135,7 @@ static __always_inline int rewrite_and_send(struct context *ctx, const struct pa
 {
 	int verdict;
 
-		/* Must not go on half rewritten, or rewritten by an entry that changed meanwhile. */
+		/* Must not continue half rewritten, or rewritten by an entry that changed meanwhile. */
 	if (rewrite(ctx, p, a, ETH_HLEN) || (verdict = send(ctx, a), is_another_flows(a, tag_of(p)))) {
 		count(DROP_REWRITE_FAILED);
 		return DROPPED;
@@ -157,7 +157,7 @@ static __noinline __attribute__((unused)) int request_promotion(const struct flo
 		client = *key;
 	if (bpf_map_push_elem(&promotions, &client, 0))
 		return 0;
-	f->promote = 1;
+	f->promote = PROMOTION;
 	return 1;
 }
 
@@ -166,7 +166,7 @@ static __noinline __attribute__((unused)) int request_promotion(const struct flo
 
 enum closing {
 	CLOSING = 1,		/* a FIN or RST was seen; it may have been forged */
-	CLOSING_IN_SEQUENCE = 2,	/* its sequence number was the expected one */
+	CLOSING_IN_SEQUENCE = 2,	/* its sequence number was the expected one; of a kernel flow: a RST */
 };
 
 /*
@@ -204,13 +204,13 @@ __noinline int may_keep_endpoint(const struct packet *p, const struct flow_rewri
 	enum drop_reason reason = NOT_DROPPED;
 	struct endpoint_selection e = {};
 	struct frontend f = {};
-	struct service_config *table;
-	__u32 table_id;
+	struct service_config *config;
+	__u32 config_id;
 
 	if (!p || !a || !find_frontend(p, &f))
 		return 0;
-	table = active_config(f.service, &table_id);
-	if (!table || decide(p, &f, table, table_id, a->device_in, &e, &reason) != VERDICT_SERVE)
+	config = active_config(f.service, &config_id);
+	if (!config || decide(p, &f, config, config_id, a->device_in, &e, &reason) != VERDICT_SERVE)
 		return 0;
 		/* Not `backends`, which keeps a backend for some time after it has left.  Searching the list is too deep. */
 	__builtin_memcpy(&endpoint, a->destination, 16);
@@ -277,7 +277,7 @@ static __noinline int send_young(struct context *ctx, const struct packet *p, st
 	if (p->protocol == TCP && p->tcp_flags & (TCP_RST | TCP_FIN))
 		over = end_young(p, a, known);
 	else if (known->closing && p->length > p->headers)
-		/* Data: the flow goes on. */
+		/* Data: the flow continues. */
 		known->closing = 0;
 	note_sent(known, p, now);
 	verdict = rewrite_and_send(ctx, p, a);
@@ -289,25 +289,28 @@ static __noinline int send_young(struct context *ctx, const struct packet *p, st
 /* A packet of a flow that the kernel knows, too. */
 static __noinline int send_kernels(struct context *ctx, const struct packet *p, struct flow *known)
 {
-	struct fast_path *word = fast_path_state();
+	struct fast_path *state = fast_path_state();
 	const struct flow_rewrite *a;
 	enum slow_path_reason reason;
 	struct flow *other;
 	__u64 now;
 
-	if (!p || !known || !word)
+	if (!p || !known || !state)
 		return NOT_SENT;
 	a = &known->rewrite;
 	now = bpf_ktime_get_coarse_ns();
-	reason = fast_path_closed(word, p->ipv6, now);
+	reason = fast_path_closed(state, p->ipv6, now);
 	if (!reason && is_syn_fin_rst(p)) {
 		/* The kernel must see the end of the flow; later packets are confirmed again. */
 		reason = STACK_ENDING;
 		known->confirmed_until = 0;
 		known->closing = CLOSING;
 		other = other_direction(a, p);
-		if (other)
+		if (other) {
 			other->confirmed_until = 0;
+			if (p->tcp_flags & TCP_RST && other->acknowledged && p->sequence == other->acknowledged)
+				known->closing = CLOSING_IN_SEQUENCE;
+		}
 	}
 	if (!reason && !is_plain(ctx))
 		reason = STACK_NOT_PLAIN;
@@ -315,7 +318,8 @@ static __noinline int send_kernels(struct context *ctx, const struct packet *p, 
 		count_left(reason);
 		return NOT_SENT;
 	}
-	if (now >= known->confirmed_until || known->generation != *(volatile __u32 *)&word->generation) {
+	known->acknowledged = p->acknowledged;
+	if (now >= known->confirmed_until || known->generation != *(volatile __u32 *)&state->generation) {
 		count_left(STACK_NOT_CONFIRMED);
 		return NOT_CONFIRMED;
 	}
@@ -348,7 +352,7 @@ static __noinline int has_lost_endpoint(const struct packet *p, const struct flo
 static __noinline int send_by_table(struct context *ctx, const struct packet *p, __u32 device)
 {
 	const struct flow_rewrite *a;
-	struct fast_path *word;
+	struct fast_path *state;
 	struct flow *known;
 
 	if (!p)
@@ -357,26 +361,27 @@ static __noinline int send_by_table(struct context *ctx, const struct packet *p,
 	if (!known || is_another_flows(&known->rewrite, tag_of(p)))
 		return NOT_KNOWN;
 	a = &known->rewrite;
-	if (a->device_in != device) {
+	/* No device: enter_tracked() did not know it, and the flow is not confirmed. */
+	if (a->device_in && a->device_in != device) {
 		count_left(STACK_OTHER_DEVICE);
 		return NOT_SENT;
 	}
-	if (!is_for(ctx, a->mac_in) || is_bulk(ctx, p, known))
+	if ((a->device_in && !is_for(ctx, a->mac_in)) || is_bulk(ctx, p, known))
 		return NOT_SENT;
 	if (is_new_connection(p) && known->young && begins_anew(p, a, known)) {
 		forget_flow((const struct flow_key *)p, a, known->reply, true);
 		return NOT_KNOWN;
 	}
-	word = fast_path_state();
-	if (!word)
+	state = fast_path_state();
+	if (!state)
 		return NOT_SENT;
-	if (p->protocol == UDP && known->generation != *(volatile __u32 *)&word->generation) {
+	if (p->protocol == UDP && known->generation != *(volatile __u32 *)&state->generation) {
 		if (has_lost_endpoint(p, known, a)) {
 			forget_flow((const struct flow_key *)p, a, false, known->young);
 			return NOT_KNOWN;
 		}
 		if (known->young)
-			known->generation = *(volatile __u32 *)&word->generation;
+			known->generation = *(volatile __u32 *)&state->generation;
 	}
 	if (!known->young)
 		return send_kernels(ctx, p, known);

@@ -56,11 +56,11 @@ static __always_inline struct fast_path *fast_path_state(void)
 }
 
 /* NOT_SLOW: the agent is alive and has not closed the fast path for this family. */
-static __always_inline enum slow_path_reason fast_path_closed(const struct fast_path *word, bool ipv6, __u64 now)
+static __always_inline enum slow_path_reason fast_path_closed(const struct fast_path *state, bool ipv6, __u64 now)
 {
-	if (now >= word->alive_until)
+	if (now >= state->alive_until)
 		return STACK_NO_AGENT;
-	return ipv6 ? word->closed6 : word->closed4;
+	return ipv6 ? state->closed6 : state->closed4;
 }
 
 /* Orders the loads before this call before those after it. x86 keeps that order by itself. */

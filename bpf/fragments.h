@@ -85,6 +85,7 @@ static __noinline int send_first_fragment(struct __sk_buff *skb, const struct pa
 {
 	struct fragments key = {};
 	__be16 ports[2];
+	int verdict;
 
 	if (!p || !a || p->protocol != UDP || p->hops <= 1 || p->length > a->out.mtu || !is_fragment(skb, &key))
 		return NOT_SENT;
@@ -92,12 +93,15 @@ static __noinline int send_first_fragment(struct __sk_buff *skb, const struct pa
 	ports[0] = bpf_htons(a->source_port);
 	ports[1] = bpf_htons(a->destination_port);
 	if (update_transport_check(skb, p, a, p->transport + UDP_CHECK) ||
-	    bpf_skb_store_bytes(skb, p->transport, ports, sizeof(ports), 0) || rewrite_addresses(skb, a, p->ipv6)) {
+	    bpf_skb_store_bytes(skb, p->transport, ports, sizeof(ports), 0) || rewrite_addresses(skb, a, p->ipv6) ||
+	    (verdict = send(skb, a), is_another_flows(a, tag_of(p)))) {
+		/* As in rewrite_and_send(); the later fragments must not follow it either. */
+		bpf_map_delete_elem(&flow_fragments, &key);
 		count(DROP_REWRITE_FAILED);
 		return DROPPED;
 	}
 	count_sent();
-	return send(skb, a);
+	return verdict;
 }
 
 /* A packet without ports: if a young flow sent its first fragment, it takes the same path. */

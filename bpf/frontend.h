@@ -105,20 +105,20 @@ static __always_inline bool find_frontend(const struct packet *p, struct fronten
 }
 
 /* The current version of a service; NULL while it is being removed. */
-static __always_inline struct service_config *active_config(__u32 id, __u32 *table_id)
+static __always_inline struct service_config *active_config(__u32 id, __u32 *config_id)
 {
 	struct service *service = bpf_map_lookup_elem(&services, &id);
-	struct service_config *table;
+	struct service_config *config;
 
 	if (!service)
 		return NULL;
-	*table_id = *(volatile __u32 *)&service->table;
-	if (!*table_id)
+	*config_id = *(volatile __u32 *)&service->config;
+	if (!*config_id)
 		return NULL;
-	table = bpf_map_lookup_elem(&service_configs, table_id);
-	if (!table)
-		count(TABLE_MISSING);
-	return table;
+	config = bpf_map_lookup_elem(&service_configs, config_id);
+	if (!config)
+		count(SERVICE_CONFIG_MISSING);
+	return config;
 }
 
 #endif

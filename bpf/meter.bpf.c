@@ -63,7 +63,7 @@ static __always_inline void measure(struct __sk_buff *skb, const struct packet *
 }
 
 /* The same as of_flow, from the flow table, which has flows that conntrack does not have. */
-static __noinline int of_table(struct packet *p, struct meter_key *key)
+static __noinline int of_flow_table(struct packet *p, struct meter_key *key)
 {
 	struct flow *f;
 
@@ -128,28 +128,28 @@ static __always_inline void count_for(const struct meter_key *key, const struct 
 	bpf_map_update_elem(&meters, key, &first, BPF_NOEXIST);
 }
 
-static __always_inline int look(struct __sk_buff *skb, __u32 link)
+static __always_inline int account(struct __sk_buff *skb, __u32 link)
 {
 	__u32 times = one_in();
 	struct meter_key key = {};
 	struct packet p = {};
 	struct frontend f = {};
 	struct meter m;
-	bool asked;
+	bool found;
 
 	if (times > 1 && bpf_get_prandom_u32() & (times - 1))
 		return LEFT;
 	if (!parse_packet(skb, link, &p))
 		return LEFT;
-	asked = find_frontend(&p, &f);
-	if (!asked && !comes_from_endpoint(&p))
+	found = find_frontend(&p, &f);
+	if (!found && !comes_from_endpoint(&p))
 		return LEFT;
 	measure(skb, &p, link, &m);
-	if (settings.fast_path && p.protocol != SCTP && of_table(&p, &key))
-		asked = find_frontend(&p, &f);
+	if (settings.fast_path && p.protocol != SCTP && of_flow_table(&p, &key))
+		found = find_frontend(&p, &f);
 	else if (settings.conntrack_lookup && p.protocol != SCTP && of_flow(skb, &p, &key))
-		asked = find_frontend(&p, &f);
-	if (!asked)
+		found = find_frontend(&p, &f);
+	if (!found)
 		return LEFT;
 	key.service = f.service;
 	key.protocol = p.protocol;
@@ -161,14 +161,14 @@ static __always_inline int look(struct __sk_buff *skb, __u32 link)
 SEC("tc")
 int meter_ethernet(struct __sk_buff *skb)
 {
-	return look(skb, ETH_HLEN);
+	return account(skb, ETH_HLEN);
 }
 
 /* A device whose packets begin with the IP header. */
 SEC("tc")
 int meter_l3(struct __sk_buff *skb)
 {
-	return look(skb, 0);
+	return account(skb, 0);
 }
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

@@ -69,7 +69,7 @@ static __always_inline bool is_same_link(const struct link *a, const struct link
 }
 
 /* The packet was rewritten as the entry has it. */
-static __always_inline bool is_as_said(const struct packet *p, const struct flow_rewrite *a)
+static __always_inline bool matches_rewrite(const struct packet *p, const struct flow_rewrite *a)
 {
 	const __u64 *source = (const void *)a->source, *destination = (const void *)a->destination;
 	const __u64 *s = (const void *)&p->source, *d = (const void *)&p->destination;
@@ -104,18 +104,23 @@ static __always_inline void change_link(struct flow_rewrite *a, const struct lin
 /* 1: the table has the flow, and its rewrite is right. A flow that netfilter translates differently is removed. */
 static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
 {
-	struct fast_path *word = fast_path_state();
+	struct fast_path *state = fast_path_state();
 	struct flow_key key;
 	struct link l = {};
 	struct flow *f;
 
-	if (!p || !h || !word || !read_link(skb, h, &l))
+	if (!p || !h || !state || !read_link(skb, h, &l))
 		return 0;
 	key = h->key;
 	f = bpf_map_lookup_elem(&flows, &key);
 	if (!f || f->young || is_another_flows(&f->rewrite, tag_of(&key)))
 		return 0;
-	if (!is_as_said(p, &f->rewrite) || f->rewrite.device_in != h->device) {
+	if (!f->rewrite.device_in) {
+		/* enter_tracked() did not know it. */
+		__builtin_memcpy(f->rewrite.mac_in, h->mac_to, 6);
+		f->rewrite.device_in = h->device;
+	}
+	if (!matches_rewrite(p, &f->rewrite) || f->rewrite.device_in != h->device) {
 		struct flow_rewrite a = f->rewrite;
 
 		forget_flow(&key, &a, f->reply, false);
@@ -124,7 +129,7 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 	}
 	if (!is_same_link(&f->rewrite.out, &l))
 		change_link(&f->rewrite, &l);
-	f->generation = *(volatile __u32 *)&word->generation;
+	f->generation = *(volatile __u32 *)&state->generation;
 	/* The fast path does not use a closed device. */
 	if (!l.redirect)
 		count(STACK_DEVICE);
@@ -140,12 +145,12 @@ static __noinline int confirm(struct __sk_buff *skb, const struct packet *p, con
 /* The draft's key, translation and links are set; neither direction is in the table yet. */
 static __always_inline void enter_kernel_flow(struct flow_draft *d, __u64 now, bool reply_confirmed)
 {
-	struct fast_path *word = fast_path_state();
+	struct fast_path *state = fast_path_state();
 	union address address = {};
 
-	if (!word || is_over_quota(d->there.rewrite.device_in))
+	if (!state || is_over_quota(d->there.rewrite.device_in))
 		return;
-	complete_draft(d, *(volatile __u32 *)&word->generation, now);
+	complete_draft(d, *(volatile __u32 *)&state->generation, now);
 	if (reply_confirmed && d->reply.rewrite.out.redirect)
 		d->reply.confirmed_until = now + CONFIRMED_NS;
 	if (bpf_map_update_elem(&flows, &d->reply_key, &d->reply, BPF_NOEXIST))
@@ -157,6 +162,36 @@ static __always_inline void enter_kernel_flow(struct flow_draft *d, __u64 now, b
 	__builtin_memcpy(&address, d->key.destination, 16);
 	set_hint(&address, d->key.destination_port, d->key.ipv6);
 	count(FLOW_LEARNED);
+}
+
+/*
+ * A masqueraded flow that conntrack had before the programs were attached: no young flow may take its source port.
+ * Its key, and its packets' addresses and ports after the translation.
+ */
+struct tracked_flow {
+	struct flow_key key;
+	__u8 source[16];
+	__u8 destination[16];
+	__u16 source_port;
+	__u16 destination_port;
+};
+
+/* Devices and links stay 0 until a packet of each direction has left netfilter.  1: the flow was entered. */
+static __always_inline int enter_tracked(const struct tracked_flow *t)
+{
+	struct flow_draft *d = flow_draft();
+
+	if (!d)
+		return 0;
+	__builtin_memset(&d->there, 0, sizeof(d->there));
+	__builtin_memset(&d->reply, 0, sizeof(d->reply));
+	d->key = t->key;
+	__builtin_memcpy(d->there.rewrite.source, t->source, 16);
+	__builtin_memcpy(d->there.rewrite.destination, t->destination, 16);
+	d->there.rewrite.source_port = t->source_port;
+	d->there.rewrite.destination_port = t->destination_port;
+	enter_kernel_flow(d, bpf_ktime_get_coarse_ns(), false);
+	return bpf_map_lookup_elem(&flows, &t->key) != NULL;
 }
 
 /* ---- the first packet of a flow ------------------------------------------------------------- */
@@ -181,12 +216,12 @@ static __always_inline bool was_seen_lately(const struct permit_key *key, __u64 
 
 static __noinline int grant_permit(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
 {
-	struct fast_path *word = fast_path_state();
+	struct fast_path *state = fast_path_state();
 	struct flow_draft *d = flow_draft();
 	union address client = {}, endpoint = {};
 	struct permit *known;
 
-	if (!p || !h || !d || !word)
+	if (!p || !h || !d || !state)
 		return 0;
 	__builtin_memcpy(&client, h->key.source, 16);
 	__builtin_memcpy(&endpoint, h->endpoint, 16);
@@ -201,7 +236,7 @@ static __noinline int grant_permit(struct __sk_buff *skb, const struct packet *p
 	if (!read_link(skb, h, &d->permit.out))
 		return 0;
 	d->permit.until = now + PERMIT_NS;
-	d->permit.generation = *(volatile __u32 *)&word->permit_generation;
+	d->permit.generation = *(volatile __u32 *)&state->permit_generation;
 	if (h->masquerade)
 		__builtin_memcpy(d->permit.snat, &p->source, 16);
 	bpf_map_update_elem(&permits, &d->permit_key, &d->permit, BPF_ANY);
@@ -209,7 +244,7 @@ static __noinline int grant_permit(struct __sk_buff *skb, const struct packet *p
 	return 1;
 }
 
-/* A flow may go on without a reply, and must keep its endpoint. */
+/* A flow may continue without a reply, and must keep its endpoint. */
 static __noinline int enter_opened(struct __sk_buff *skb, const struct packet *p, const struct handover *h, __u64 now)
 {
 	struct flow_draft *d = flow_draft();
@@ -254,7 +289,7 @@ static __always_inline int observe_open(struct __sk_buff *skb, const struct pack
 	if (!h->masquerade && !same_source) {
 		if (!is_taken_by_young(p, &p->destination, p->destination_port, h->device))
 			return TC_ACT_UNSPEC;
-		count(DROP_AWAITING_PROMOTION);
+		drop_until_promotion(p, h->device, h->service);
 		return TC_ACT_SHOT;
 	}
 	known_pair = grant_permit(skb, p, h, now);
@@ -298,7 +333,7 @@ static __noinline int enter_by_reply(struct __sk_buff *skb, const struct packet 
 				     __u64 now)
 {
 	struct flow_draft *d = flow_draft();
-	struct packet asked = {};
+	struct packet client_packet = {};
 	struct frontend f = {};
 
 	if (!p || !h || !d)
@@ -325,8 +360,8 @@ static __noinline int enter_by_reply(struct __sk_buff *skb, const struct packet 
 	__builtin_memcpy(d->there.rewrite.mac_in, d->reply.rewrite.out.mac_from, 6);
 	/* The link of the client's packets is learned when one is confirmed. */
 	d->there.rewrite.out.device = h->device;
-	__builtin_memcpy(&asked, &d->key, sizeof(d->key));
-	if (find_frontend(&asked, &f))
+	__builtin_memcpy(&client_packet, &d->key, sizeof(d->key));
+	if (find_frontend(&client_packet, &f))
 		d->there.service = f.service;
 	enter_kernel_flow(d, now, true);
 	return 0;

@@ -17,7 +17,7 @@ static __noinline int defer_to_tc(__u64 cookie, __u64 netns, __u32 service, __u3
 	return 0;
 }
 
-enum pod_standing {
+enum pod_state {
 	POD_UNKNOWN,
 	POD_STALE,	/* learned too long ago */
 	POD_LEFT,	/* must not be translated here */
@@ -32,7 +32,7 @@ static __always_inline bool is_same(const union address *a, const __u8 *address)
 }
 
 /* For a socket: what its packets will look like to tc. Fills `p->source` if the socket is unbound. */
-static __noinline int pod_standing(__u64 netns, struct packet *p, __u32 *device)
+static __noinline int pod_state(__u64 netns, struct packet *p, __u32 *device)
 {
 	struct pod_key key = { .netns = netns, .family = family_of(p->ipv6) };
 	struct pod_source *source = bpf_map_lookup_elem(&pod_sources, &key);

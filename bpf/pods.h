@@ -86,40 +86,41 @@ static __noinline int learn_pod(__u64 netns, struct __sk_buff *skb, const struct
 	return 0;
 }
 
-enum peer {
-	PEER_NONE,
-	PEER_SERVED,	/* still uses the endpoint that it was translated to */
-	PEER_MOVED,	/* tc has chosen another one since */
+enum socket_state {
+	SOCKET_UNTRANSLATED,
+	SOCKET_CURRENT,	/* still uses the endpoint that it was translated to */
+	SOCKET_MOVED,	/* tc has chosen another one since */
 };
 
 /*
- * Whether the socket of this datagram was translated: enum peer, and the original destination in `asked`.  `move`: it
- * gets another endpoint now.  A global function, so that the verifier checks it once.
+ * Whether the socket of this datagram was translated: enum socket_state.  `original`: receives the destination that the
+ * application used.  `move`: the socket gets another endpoint now.  A global function, so that the verifier checks it
+ * once.
  */
-__noinline int peer_of(struct __sk_buff *skb, const struct packet *p, struct place *asked, bool move)
+__noinline int find_socket_state(struct __sk_buff *skb, const struct packet *p, struct place *original, bool move)
 {
 	struct place at = {};
 	struct bpf_sock *sk;
 	__u64 cookie;
 	__u8 *moved;
 
-	if (!settings.pod_sockets || !p || !asked)
-		return PEER_NONE;
+	if (!settings.pod_sockets || !p || !original)
+		return SOCKET_UNTRANSLATED;
 	cookie = bpf_get_socket_cookie(skb);
 	if (!cookie)
-		return PEER_NONE;
+		return SOCKET_UNTRANSLATED;
 	at.address = p->destination;
 	at.port = p->destination_port;
-	__builtin_memset(asked, 0, sizeof(*asked));
+	__builtin_memset(original, 0, sizeof(*original));
 	sk = skb->sk;
 	if (sk)
 		sk = bpf_sk_fullsock(sk);
-	moved = find_peer(sk, cookie, &at, UDP, p->ipv6, asked);
+	moved = find_original(sk, cookie, &at, UDP, p->ipv6, original);
 	if (!moved)
-		return PEER_NONE;
+		return SOCKET_UNTRANSLATED;
 	if (move)
 		*moved = 1;
-	return *moved ? PEER_MOVED : PEER_SERVED;
+	return *moved ? SOCKET_MOVED : SOCKET_CURRENT;
 }
 
 /* Whether the packet's destination is a serving endpoint of that service (UDP). */
@@ -143,20 +144,20 @@ static __noinline int serves(__u32 service, const struct packet *p)
  * served as if its socket had not been translated; the application does not notice.  (A process of the node has to
  * connect again: its packets do not pass here.)
  */
-static __noinline int is_stale(struct __sk_buff *skb, struct packet *p, struct frontend *f, struct place *asked)
+static __noinline int is_stale(struct __sk_buff *skb, struct packet *p, struct frontend *f, struct place *original)
 {
-	int peer = peer_of(skb, p, asked, false);
+	int state = find_socket_state(skb, p, original, false);
 	bool found;
 
-	if (peer == PEER_NONE)
+	if (state == SOCKET_UNTRANSLATED)
 		return 0;
-	swap_destination(p, asked);
+	swap_destination(p, original);
 	found = find_frontend(p, f);
-	swap_destination(p, asked);
-	if (!found || (peer == PEER_SERVED && serves(f->service, p)))
+	swap_destination(p, original);
+	if (!found || (state == SOCKET_CURRENT && serves(f->service, p)))
 		return 0;
-	if (peer == PEER_SERVED)
-		peer_of(skb, p, asked, true);
+	if (state == SOCKET_CURRENT)
+		find_socket_state(skb, p, original, true);
 	return 1;
 }
 

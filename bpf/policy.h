@@ -55,15 +55,15 @@ static __always_inline bool is_pod_source(const struct packet *p, __u32 device)
 	return true;
 }
 
-static __always_inline bool in_source_ranges(const struct packet *p, __u32 table_id)
+static __always_inline bool in_source_ranges(const struct packet *p, __u32 config_id)
 {
 	if (p->ipv6) {
-		struct source_range6_key key = { .prefix_length = 32 + 128, .table = table_id };
+		struct source_range6_key key = { .prefix_length = 32 + 128, .config = config_id };
 
 		__builtin_memcpy(key.address, &p->source, 16);
 		return bpf_map_lookup_elem(&source_ranges6, &key);
 	} else {
-		struct source_range4_key key = { .prefix_length = 32 + 32, .table = table_id };
+		struct source_range4_key key = { .prefix_length = 32 + 32, .config = config_id };
 
 		__builtin_memcpy(key.address, &p->source, 4);
 		return bpf_map_lookup_elem(&source_ranges4, &key);
@@ -71,29 +71,31 @@ static __always_inline bool in_source_ranges(const struct packet *p, __u32 table
 }
 
 static __always_inline bool source_allowed(const struct packet *p, const struct frontend *f,
-					   const struct service_config *table, __u32 table_id)
+					   const struct service_config *config, __u32 config_id)
 {
 	struct frontend *own;
 
-	if (f->kind != LOAD_BALANCER || !table->source_ranges || in_source_ranges(p, table_id))
+	if (f->kind != LOAD_BALANCER || !config->source_ranges || in_source_ranges(p, config_id))
 		return true;
-	if (!table->vip_source_allowed)
+	if (!config->vip_source_allowed)
 		return false;
 	own = exact_frontend(&p->source, p->destination_port, p->protocol, p->ipv6);
 	return own && own->service == f->service && own->kind == LOAD_BALANCER;
 }
 
-static __always_inline void select_cluster(const struct service_config *table, struct endpoint_selection *e, bool masquerade)
+static __always_inline void select_cluster(const struct service_config *config, struct endpoint_selection *e,
+					   bool masquerade)
 {
-	e->first_slot = table->first_slot;
-	e->count = table->cluster_count;
+	e->first_slot = config->first_slot;
+	e->count = config->cluster_count;
 	e->masquerade = masquerade;
 }
 
-static __always_inline void select_local(const struct service_config *table, struct endpoint_selection *e, bool masquerade)
+static __always_inline void select_local(const struct service_config *config, struct endpoint_selection *e,
+					 bool masquerade)
 {
-	e->first_slot = table->first_slot + table->cluster_count;
-	e->count = table->local_count;
+	e->first_slot = config->first_slot + config->cluster_count;
+	e->count = config->local_count;
 	e->masquerade = masquerade;
 }
 
@@ -103,13 +105,13 @@ static __always_inline void select_local(const struct service_config *table, str
  * the node itself sends to an externalIP or VIP elsewhere are not refused, because
  * no rule checks them on output.
  */
-static __always_inline enum verdict refuse_unserved(const struct service_config *table, enum drop_reason *reason)
+static __always_inline enum verdict refuse_unserved(const struct service_config *config, enum drop_reason *reason)
 {
-	if (!table->any_endpoints) {
+	if (!config->any_endpoints) {
 		*reason = REJECT_NO_ENDPOINTS;
 		return VERDICT_REJECT;
 	}
-	if (!table->external_local || table->local_count)
+	if (!config->external_local || config->local_count)
 		return VERDICT_PASS;
 	*reason = DROP_NO_LOCAL_ENDPOINTS;
 	return VERDICT_DROP;
@@ -123,30 +125,30 @@ static __always_inline bool leaves_unfiltered(const struct packet *p, const stru
 }
 
 /* The row of a ClusterIP. True: only endpoints of this node are used. */
-static __always_inline bool select_for_cluster_ip(const struct packet *p, const struct service_config *table, bool pod,
+static __always_inline bool select_for_cluster_ip(const struct packet *p, const struct service_config *config, bool pod,
 					       struct endpoint_selection *e)
 {
 	bool masquerade = settings.masquerade_all || (has_detector(p->ipv6) && !pod);
 
-	if (table->internal_local)
-		select_local(table, e, masquerade);
+	if (config->internal_local)
+		select_local(config, e, masquerade);
 	else
-		select_cluster(table, e, masquerade);
-	return table->internal_local;
+		select_cluster(config, e, masquerade);
+	return config->internal_local;
 }
 
 /* The rows of externalIPs, load balancer addresses and NodePorts. True: as above. */
-static __always_inline bool select_for_external_address(const struct packet *p, const struct service_config *table, __u32 device,
-						    bool pod, struct endpoint_selection *e)
+static __always_inline bool select_for_external_address(const struct packet *p, const struct service_config *config,
+							__u32 device, bool pod, struct endpoint_selection *e)
 {
-	if (!table->external_local) {
-		select_cluster(table, e, true);
+	if (!config->external_local) {
+		select_cluster(config, e, true);
 	} else if (pod) {
-		select_cluster(table, e, false);
+		select_cluster(config, e, false);
 	} else if (!device || is_node_address(&p->source, p->ipv6)) {
-		select_cluster(table, e, true);
+		select_cluster(config, e, true);
 	} else {
-		select_local(table, e, false);
+		select_local(config, e, false);
 		return true;
 	}
 	return false;
@@ -157,37 +159,37 @@ static __always_inline bool select_for_external_address(const struct packet *p, 
  * the reason.  `device`: the device the packet came in by; 0 for a socket of the node.
  */
 static __always_inline enum verdict decide(const struct packet *p, const struct frontend *f,
-					   const struct service_config *table, __u32 table_id, __u32 device,
+					   const struct service_config *config, __u32 config_id, __u32 device,
 					   struct endpoint_selection *e, enum drop_reason *reason)
 {
 	bool local_only;
 	bool pod;
 
 	if (f->kind == UNSERVED_NODE_PORT)
-		return refuse_unserved(table, reason);
+		return refuse_unserved(config, reason);
 		/* The modes differ in which check comes first (service-semantics 7, 14). */
-	if (settings.nft_mode && !source_allowed(p, f, table, table_id)) {
+	if (settings.nft_mode && !source_allowed(p, f, config, config_id)) {
 		*reason = DROP_SOURCE_RANGE;
 		return VERDICT_DROP;
 	}
-	if (!table->any_endpoints) {
+	if (!config->any_endpoints) {
 		if (leaves_unfiltered(p, f, device))
 			return VERDICT_PASS;
 		*reason = REJECT_NO_ENDPOINTS;
 		return VERDICT_REJECT;
 	}
-	if (!settings.nft_mode && !source_allowed(p, f, table, table_id)) {
+	if (!settings.nft_mode && !source_allowed(p, f, config, config_id)) {
 		*reason = DROP_SOURCE_RANGE;
 		return VERDICT_DROP;
 	}
 
 	e->service = f->service;
-	e->affinity_seconds = table->affinity_seconds;
+	e->affinity_seconds = config->affinity_seconds;
 	pod = is_pod_source(p, device);
 	if (f->kind == CLUSTER_IP)
-		local_only = select_for_cluster_ip(p, table, pod, e);
+		local_only = select_for_cluster_ip(p, config, pod, e);
 	else
-		local_only = select_for_external_address(p, table, device, pod, e);
+		local_only = select_for_external_address(p, config, device, pod, e);
 	if (e->count)
 		return VERDICT_SERVE;
 	*reason = local_only ? DROP_NO_LOCAL_ENDPOINTS : REJECT_NO_ENDPOINTS;

@@ -29,7 +29,7 @@ enum drop_reason {
 	DROP_LOOPBACK_DESTINATION,
 	DROP_REWRITE_FAILED,
 	DROP_AWAITING_PROMOTION,
-	TABLE_MISSING,
+	SERVICE_CONFIG_MISSING,
 	DROP_REASONS_END,
 };
 
@@ -90,7 +90,7 @@ enum counter {
 	YOUNG_ENDED,
 	/* XDP: sent */
 	XDP_FLOW_HIT,
-	/* besides NEW_FLOW_SOCKET: of these, those to a NodePort on 127.0.0.0/8 */
+	/* a subset of NEW_FLOW_SOCKET: those to a NodePort on 127.0.0.0/8 */
 	LOCALHOST_NODE_PORT = SLOW_PATH_REASONS_END,
 	/* the first free number of all three enums */
 	COUNTERS_END = 50,

@@ -68,23 +68,24 @@ static __always_inline int record_dry_run(const struct endpoint_selection *e, co
 }
 
 /*
- * There is no flow yet.  `asked`, if not NULL: the socket was translated to an endpoint that is gone, and this is the
- * frontend it wanted.  `known`: the flow table has it as a flow of the kernel.  `fast`: it may become a young flow.
+ * There is no flow yet.  `original`, if not NULL: the socket was translated to an endpoint that is gone, and this is
+ * the frontend that it used.  `known`: the flow table has it as a flow of the kernel.  `fast`: it may become a young
+ * flow.
  */
 static __always_inline int open_flow(struct context *ctx, struct packet *p, const struct frontend *f,
-				     const struct service_config *table, __u32 table_id, struct place *asked, bool known,
-				     bool fast)
+				     const struct service_config *config, __u32 config_id, struct place *original,
+				     bool known, bool fast)
 {
 	enum slow_path_reason slow = NOT_SLOW;
 	enum drop_reason reason = NOT_DROPPED;
 	struct endpoint_selection e = { .service = f->service };
 	struct backend b = {};
 
-	if (asked)
-		swap_destination(p, asked);
-	switch (decide(p, f, table, table_id, receiving_device(ctx), &e, &reason)) {
+	if (original)
+		swap_destination(p, original);
+	switch (decide(p, f, config, config_id, receiving_device(ctx), &e, &reason)) {
 	case VERDICT_DROP:
-		/* The decision is for new flows: the kernel goes on with this flow if it still has it. */
+		/* The decision is for new flows: the kernel continues this flow if it still has it. */
 		if (known)
 			return LEFT;
 		return drop_flow(ctx, p, &e, NULL, reason);
@@ -97,9 +98,9 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 		break;
 	}
 	if (!chosen_before(ctx, p, &e, &b) && !choose_backend(p, &e, &b))
-		return drop_flow(ctx, p, &e, NULL, TABLE_MISSING);
-	if (asked)
-		swap_destination(p, asked);
+		return drop_flow(ctx, p, &e, NULL, SERVICE_CONFIG_MISSING);
+	if (original)
+		swap_destination(p, original);
 	/* Hairpin: the endpoint connects to itself and must not see its own address. */
 	if (same_address(&b.address, &p->source, p->ipv6))
 		e.masquerade = true;
@@ -117,7 +118,7 @@ static __always_inline int open_flow(struct context *ctx, struct packet *p, cons
 	}
 	if (HOOK == AT_TC && settings.fast_path && !known && !e.masquerade &&
 	    is_taken_by_young(p, &b.address, b.port, receiving_device(ctx))) {
-		count(DROP_AWAITING_PROMOTION);
+		drop_until_promotion(p, receiving_device(ctx), e.service);
 		return DROPPED;
 	}
 	hand_to_netfilter(ctx, p, &e, &b);

@@ -88,7 +88,7 @@ struct {
  * at once and may be filled with another service while a reader looks at it.)
  */
 struct service {
-	__u32 table;
+	__u32 config;
 	__u32 zero;
 };
 
@@ -110,7 +110,7 @@ struct service_config {
 	__u8 any_endpoints;	/* service-semantics 3: "any endpoints" */
 	__u8 internal_local;	/* internalTrafficPolicy: Local */
 	__u8 external_local;	/* externalTrafficPolicy: Local */
-	__u8 source_ranges;	/* LoadBalancer VIPs accept only source_ranges{4,6} of this table */
+	__u8 source_ranges;	/* LoadBalancer VIPs accept only source_ranges{4,6} of this configuration */
 	__u32 vip_source_allowed;	/* service-semantics 7: the node is inside a range, its VIPs may be sources */
 };
 
@@ -272,14 +272,14 @@ struct {
 /* ---- loadBalancerSourceRanges ------------------------------------------- */
 
 struct source_range4_key {
-	__u32 prefix_length;	/* 32 for the table + the prefix length of the range */
-	__u32 table;
+	__u32 prefix_length;	/* 32 for the configuration + the prefix length of the range */
+	__u32 config;
 	__u8 address[4];
 };
 
 struct source_range6_key {
 	__u32 prefix_length;
-	__u32 table;
+	__u32 config;
 	__u8 address[16];
 };
 

@@ -207,39 +207,40 @@ static __always_inline int outgoing6(struct bpf_sock_addr *ctx, bool datagram)
 }
 
 /* Reverse translation: the application sees the address that it connected or sent to. */
-static __noinline int asked_for(struct bpf_sock_addr *ctx, const struct place *at, bool ipv6, struct place *asked)
+static __noinline int original_destination(struct bpf_sock_addr *ctx, const struct place *at, bool ipv6,
+					   struct place *original)
 {
-	return !!find_peer(socket_of(ctx), bpf_get_socket_cookie(ctx), at, protocol_of(ctx), ipv6, asked);
+	return !!find_original(socket_of(ctx), bpf_get_socket_cookie(ctx), at, protocol_of(ctx), ipv6, original);
 }
 
 static __always_inline int incoming4(struct bpf_sock_addr *ctx)
 {
-	struct place at = {}, asked = {};
+	struct place at = {}, original = {};
 
 	if (!may_be_served(ctx))
 		return ALLOW;
 	at.address.v4 = ctx->user_ip4;
 	at.port = bpf_ntohs(ctx->user_port);
-	if (asked_for(ctx, &at, false, &asked)) {
-		ctx->user_ip4 = asked.address.v4;
-		ctx->user_port = bpf_htons(asked.port);
+	if (original_destination(ctx, &at, false, &original)) {
+		ctx->user_ip4 = original.address.v4;
+		ctx->user_port = bpf_htons(original.port);
 	}
 	return ALLOW;
 }
 
 static __always_inline int incoming6(struct bpf_sock_addr *ctx)
 {
-	struct place at = {}, asked = {};
+	struct place at = {}, original = {};
 	bool mapped;
 
 	if (!may_be_served(ctx))
 		return ALLOW;
 	at.port = bpf_ntohs(ctx->user_port);
 	mapped = read_address6(ctx, &at.address);
-	if (!asked_for(ctx, &at, !mapped, &asked))
+	if (!original_destination(ctx, &at, !mapped, &original))
 		return ALLOW;
-	write_address6(ctx, &asked.address, mapped);
-	ctx->user_port = bpf_htons(asked.port);
+	write_address6(ctx, &original.address, mapped);
+	ctx->user_port = bpf_htons(original.port);
 	return ALLOW;
 }
 

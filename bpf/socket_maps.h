@@ -16,9 +16,9 @@
 struct connected_revnat_value {
 	struct bpf_spin_lock lock;
 	__u16 port;
-	__u16 asked_port;
-	__u8 address[16];	/* the backend the socket talks to; IPv4 in the first four bytes */
-	__u8 asked[16];		/* the destination as the application sees it */
+	__u16 original_port;
+	__u8 address[16];	/* the backend the socket translations to; IPv4 in the first four bytes */
+	__u8 original[16];	/* the destination as the application sees it */
 	__u8 ipv6;
 	__u8 moved;		/* tc has chosen another endpoint for the socket since (pods.h) */
 	__u8 zero[2];
@@ -41,9 +41,9 @@ struct socket_translation {
 	__u32 position;		/* as in struct affinity */
 	__u32 kind;		/* enum frontend_kind; 0: the socket uses another endpoint of the service by now */
 	__u8 address[16];
-	__u8 asked[16];
+	__u8 original[16];
 	__u16 port;
-	__u16 asked_port;
+	__u16 original_port;
 	__u8 ipv6;
 	__u8 moved;
 	__u8 zero[2];
@@ -52,7 +52,7 @@ struct socket_translation {
 struct socket_translations {
 	struct bpf_spin_lock lock;
 	__u32 marked;		/* the proxy set the masquerade bit of the socket (sock.bpf.c) */
-	struct socket_translation talks[SOCKET_PEERS];
+	struct socket_translation translations[SOCKET_PEERS];
 };
 
 struct {
@@ -64,7 +64,7 @@ struct {
 
 struct socket_revnat4_key {
 	__u64 cookie;
-	__u8 address[4];	/* the backend the socket talks to */
+	__u8 address[4];	/* the backend the socket translations to */
 	__u16 port;
 	enum protocol protocol;
 	__u8 zero;

@@ -39,26 +39,28 @@ static __always_inline struct socket_translations *translations_of(struct bpf_so
 /* ---- from an endpoint to the original destination ----------------------------- */
 
 /*
- * From socket storage: fills `asked` and returns the `moved` flag, else NULL.  `at`: the endpoint; an IPv4 address is
- * followed by zeros.
+ * From socket storage: fills `original` and returns the `moved` flag, else NULL.  `at`: the endpoint; an IPv4 address
+ * is followed by zeros.
  */
-static __always_inline __u8 *stored_peer(struct bpf_sock *sk, const struct place *at, bool ipv6, struct place *asked)
+static __always_inline __u8 *stored_original(struct bpf_sock *sk, const struct place *at, bool ipv6,
+					     struct place *original)
 {
-	struct connected_revnat_value *peer = connected_revnat_of(sk, 0);
+	struct connected_revnat_value *revnat = connected_revnat_of(sk, 0);
 	struct socket_translations *all;
 	__u64 newest = 0;
 	__u32 found = 0;
 	__u8 *moved = NULL;
 	int i;
 
-	if (peer) {
-		bpf_spin_lock(&peer->lock);
-		if (peer->port && peer->port == at->port && peer->ipv6 == ipv6 && is_at(peer->address, &at->address)) {
-			__builtin_memcpy(&asked->address, peer->asked, 16);
-			asked->port = peer->asked_port;
-			moved = &peer->moved;
+	if (revnat) {
+		bpf_spin_lock(&revnat->lock);
+		if (revnat->port && revnat->port == at->port && revnat->ipv6 == ipv6 &&
+		    is_at(revnat->address, &at->address)) {
+			__builtin_memcpy(&original->address, revnat->original, 16);
+			original->port = revnat->original_port;
+			moved = &revnat->moved;
 		}
-		bpf_spin_unlock(&peer->lock);
+		bpf_spin_unlock(&revnat->lock);
 		if (moved)
 			return moved;
 	}
@@ -67,7 +69,7 @@ static __always_inline __u8 *stored_peer(struct bpf_sock *sk, const struct place
 		return NULL;
 	bpf_spin_lock(&all->lock);
 	for (i = 0; i < SOCKET_PEERS; i++) {
-		struct socket_translation *t = &all->talks[i];
+		struct socket_translation *t = &all->translations[i];
 
 		/* An endpoint of two services: use the service that was used last. */
 		if (t->backend && t->last_used > newest && t->port == at->port && t->ipv6 == ipv6 &&
@@ -77,51 +79,51 @@ static __always_inline __u8 *stored_peer(struct bpf_sock *sk, const struct place
 		}
 	}
 	if (found) {
-		struct socket_translation *t = &all->talks[(found - 1) % SOCKET_PEERS];
+		struct socket_translation *t = &all->translations[(found - 1) % SOCKET_PEERS];
 
-		__builtin_memcpy(&asked->address, t->asked, 16);
-		asked->port = t->asked_port;
+		__builtin_memcpy(&original->address, t->original, 16);
+		original->port = t->original_port;
 		moved = &t->moved;
 	}
 	bpf_spin_unlock(&all->lock);
 	return moved;
 }
 
-static __always_inline __u8 *shared_peer(__u64 cookie, const struct place *at, enum protocol protocol, bool ipv6,
-					 struct place *asked)
+static __always_inline __u8 *shared_original(__u64 cookie, const struct place *at, enum protocol protocol, bool ipv6,
+					     struct place *original)
 {
 	if (ipv6) {
 		struct socket_revnat6_key key = { .cookie = cookie, .port = at->port, .protocol = protocol };
-		struct socket_revnat6_value *peer;
+		struct socket_revnat6_value *revnat;
 
 		__builtin_memcpy(key.address, &at->address, 16);
-		peer = bpf_map_lookup_elem(&socket_revnat6, &key);
-		if (!peer)
+		revnat = bpf_map_lookup_elem(&socket_revnat6, &key);
+		if (!revnat)
 			return NULL;
-		__builtin_memcpy(&asked->address, peer->address, 16);
-		asked->port = peer->port;
-		return &peer->moved;
+		__builtin_memcpy(&original->address, revnat->address, 16);
+		original->port = revnat->port;
+		return &revnat->moved;
 	} else {
 		struct socket_revnat4_key key = { .cookie = cookie, .port = at->port, .protocol = protocol };
-		struct socket_revnat4_value *peer;
+		struct socket_revnat4_value *revnat;
 
 		__builtin_memcpy(key.address, &at->address, 4);
-		peer = bpf_map_lookup_elem(&socket_revnat4, &key);
-		if (!peer)
+		revnat = bpf_map_lookup_elem(&socket_revnat4, &key);
+		if (!revnat)
 			return NULL;
-		__builtin_memcpy(&asked->address, peer->address, 4);
-		asked->port = peer->port;
-		return &peer->moved;
+		__builtin_memcpy(&original->address, revnat->address, 4);
+		original->port = revnat->port;
+		return &revnat->moved;
 	}
 }
 
-/* As stored_peer; `asked` must be zero before the call. */
-static __always_inline __u8 *find_peer(struct bpf_sock *sk, __u64 cookie, const struct place *at,
-				       enum protocol protocol, bool ipv6, struct place *asked)
+/* As stored_original; `original` must be zero before the call. */
+static __always_inline __u8 *find_original(struct bpf_sock *sk, __u64 cookie, const struct place *at,
+					   enum protocol protocol, bool ipv6, struct place *original)
 {
-	__u8 *moved = stored_peer(sk, at, ipv6, asked);
+	__u8 *moved = stored_original(sk, at, ipv6, original);
 
-	return moved ? moved : shared_peer(cookie, at, protocol, ipv6, asked);
+	return moved ? moved : shared_original(cookie, at, protocol, ipv6, original);
 }
 
 #endif

@@ -21,18 +21,18 @@ static __noinline int share_peer(__u64 cookie, enum protocol protocol, const str
 
 	if (t->ipv6) {
 		struct socket_revnat6_key key = { .cookie = cookie, .port = t->port, .protocol = protocol };
-		struct socket_revnat6_value peer = { .port = t->asked_port };
+		struct socket_revnat6_value revnat = { .port = t->original_port };
 
 		__builtin_memcpy(key.address, t->address, 16);
-		__builtin_memcpy(peer.address, t->asked, 16);
-		failed = bpf_map_update_elem(&socket_revnat6, &key, &peer, BPF_ANY);
+		__builtin_memcpy(revnat.address, t->original, 16);
+		failed = bpf_map_update_elem(&socket_revnat6, &key, &revnat, BPF_ANY);
 	} else {
 		struct socket_revnat4_key key = { .cookie = cookie, .port = t->port, .protocol = protocol };
-		struct socket_revnat4_value peer = { .port = t->asked_port };
+		struct socket_revnat4_value revnat = { .port = t->original_port };
 
 		__builtin_memcpy(key.address, t->address, 4);
-		__builtin_memcpy(peer.address, t->asked, 4);
-		failed = bpf_map_update_elem(&socket_revnat4, &key, &peer, BPF_ANY);
+		__builtin_memcpy(revnat.address, t->original, 4);
+		failed = bpf_map_update_elem(&socket_revnat4, &key, &revnat, BPF_ANY);
 	}
 	if (failed)
 		count(SOCKET_REVNAT_FULL);
@@ -66,9 +66,9 @@ static __noinline int share_translation(const struct socket_flow_key *key, __u32
 static __always_inline void set_places(struct socket_translation *t, const struct packet *p, const struct backend *b)
 {
 	__builtin_memcpy(t->address, &b->address, 16);
-	__builtin_memcpy(t->asked, &p->destination, 16);
+	__builtin_memcpy(t->original, &p->destination, 16);
 	t->port = b->port;
-	t->asked_port = p->destination_port;
+	t->original_port = p->destination_port;
 	t->ipv6 = p->ipv6;
 }
 
@@ -85,20 +85,20 @@ static __noinline int share_places(__u64 cookie, const struct packet *p, const s
 /* `share`: the agent must be able to read it. */
 __noinline int note_connected(struct bpf_sock_addr *ctx, const struct packet *p, const struct backend *b, bool share)
 {
-	struct connected_revnat_value *peer;
+	struct connected_revnat_value *revnat;
 
 	if (!p || !b)
 		return 0;
-	peer = connected_revnat_of(socket_of(ctx), BPF_SK_STORAGE_GET_F_CREATE);
-	if (peer) {
-		bpf_spin_lock(&peer->lock);
-		__builtin_memcpy(peer->address, &b->address, 16);
-		__builtin_memcpy(peer->asked, &p->destination, 16);
-		peer->port = b->port;
-		peer->asked_port = p->destination_port;
-		peer->ipv6 = p->ipv6;
-		peer->moved = 0;
-		bpf_spin_unlock(&peer->lock);
+	revnat = connected_revnat_of(socket_of(ctx), BPF_SK_STORAGE_GET_F_CREATE);
+	if (revnat) {
+		bpf_spin_lock(&revnat->lock);
+		__builtin_memcpy(revnat->address, &b->address, 16);
+		__builtin_memcpy(revnat->original, &p->destination, 16);
+		revnat->port = b->port;
+		revnat->original_port = p->destination_port;
+		revnat->ipv6 = p->ipv6;
+		revnat->moved = 0;
+		bpf_spin_unlock(&revnat->lock);
 		if (!share)
 			return 0;
 	}
@@ -121,7 +121,7 @@ __noinline int last_translation(struct bpf_sock_addr *ctx, const struct socket_f
 	if (all) {
 		bpf_spin_lock(&all->lock);
 		for (i = 0; i < SOCKET_PEERS; i++) {
-			struct socket_translation *t = &all->talks[i];
+			struct socket_translation *t = &all->translations[i];
 
 			if (t->service == key->service && t->kind == key->kind) {
 				last->last_used = t->last_used;
@@ -149,7 +149,7 @@ static __noinline int move_out(__u64 cookie, struct socket_translations *all, __
 	struct socket_translation was;
 
 	bpf_spin_lock(&all->lock);
-	was = all->talks[at % SOCKET_PEERS];
+	was = all->translations[at % SOCKET_PEERS];
 	bpf_spin_unlock(&all->lock);
 	if (!was.last_used || bpf_ktime_get_ns() - was.last_used > LEFT_FLOW_SECONDS * NANOSECONDS)
 		return 0;
@@ -173,7 +173,7 @@ static __noinline int place_for(struct socket_translations *all, const struct so
 
 	bpf_spin_lock(&all->lock);
 	for (i = 0; i < SOCKET_PEERS; i++) {
-		struct socket_translation *t = &all->talks[i];
+		struct socket_translation *t = &all->translations[i];
 
 		if (again)
 			continue;
@@ -215,9 +215,9 @@ __noinline int note_translation(struct bpf_sock_addr *ctx, const struct socket_f
 	bpf_spin_lock(&all->lock);
 	/* Only one entry may name the socket's backend for that service, and there must always be one. */
 	for (i = 0; i < SOCKET_PEERS; i++)
-		if (all->talks[i].service == key->service && all->talks[i].kind == key->kind)
-			all->talks[i].kind = 0;
-	t = &all->talks[at % SOCKET_PEERS];
+		if (all->translations[i].service == key->service && all->translations[i].kind == key->kind)
+			all->translations[i].kind = 0;
+	t = &all->translations[at % SOCKET_PEERS];
 	t->last_used = now;
 	t->service = key->service;
 	t->kind = key->kind;

@@ -23,7 +23,7 @@ struct sweep {
 	__u32 pressed;		/* half of the table is in use */
 };
 
-/* Nanoseconds since `then`; 0 if that is later than the begin of the sweep: flows go on, and begin, while it runs. */
+/* Nanoseconds since `then`; 0 if that is later than the begin of the sweep: flows continue, and begin, while it runs. */
 static __always_inline __u64 since(const struct sweep *s, __u64 then)
 {
 	return s->now > then ? s->now - then : 0;
@@ -48,7 +48,7 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 		return true;
 	if (key->protocol == UDP)
 		return idle > s->udp_idle || (s->pressed && may_make_room(f, reply, UDP, s->now));
-	/* A half-closed connection may go on, and one packet may have been forged: the kernel has to end those. */
+	/* A half-closed connection may continue, and one packet may have been forged: the kernel has to end those. */
 	if (f->closing && reply->closing && idle > CLOSING_NS)
 		return true;
 	/* Even if the client keeps sending: no rule of netfilter, however new, would see its packets. */
@@ -56,7 +56,7 @@ static __always_inline bool young_flow_is_over(const struct flow_key *key, const
 }
 
 /*
- * A flow that goes on, which would be in conntrack by now.  Its ends cannot keep it young longer by what they send or
+ * A flow that continues, which would be in conntrack by now.  Its ends cannot keep it young longer by what they send or
  * do not send, even if both cooperate: only the kernel's flows pass netfilter again.
  */
 static __always_inline bool is_due_for_kernel(const struct flow_key *key, const struct flow *f,
@@ -74,8 +74,27 @@ static __always_inline bool is_due_for_kernel(const struct flow_key *key, const 
 		return idle > CLOSING_NS || age > ENDING_NS;
 	if (age < YOUNG_NS)
 		return false;
-	/* Two UDP requests and their replies are not a stream. */
-	return key->protocol == TCP || (idle < YOUNG_NS && f->packets + reply->packets > 5);
+	return key->protocol == TCP || (idle < YOUNG_NS && is_stream(f, reply));
+}
+
+/*
+ * A RST ends both directions.  conntrack knows the sequence numbers of the packets that it has seen only, so it takes the
+ * RST for one that may be forged and keeps the entry ESTABLISHED for ten seconds.  A new connection with the same ports
+ * would follow that entry to the old endpoint.  The flow table has seen the numbers of all packets.
+ */
+static __always_inline bool flow_was_reset(const struct flow_key *key, const struct flow *f, const struct flow *other)
+{
+	return key->protocol == TCP && other &&
+	       (f->closing == CLOSING_IN_SEQUENCE || other->closing == CLOSING_IN_SEQUENCE);
+}
+
+/* `f`: the client's direction of a kernel flow. Each end of the flow is reported once. */
+static __always_inline bool request_close(const struct flow_key *key, struct flow *f)
+{
+	if (f->promote == CLOSE || bpf_map_push_elem(&promotions, key, 0))
+		return false;
+	f->promote = CLOSE;
+	return true;
 }
 
 static long sweep_entry(void *map __attribute__((unused)), const struct flow_key *entry_key, struct flow *f,
@@ -101,6 +120,10 @@ static long sweep_entry(void *map __attribute__((unused)), const struct flow_key
 			return 0;
 		if (kernel_flow_is_stale(&key, f, other, idle, s->pressed) && !bpf_map_delete_elem(&flows, &key))
 			count(FLOW_FORGOTTEN);
+		else if (!f->reply && flow_was_reset(&key, f, other))
+			s->found.requested += request_close(&key, f);
+		else if (!f->reply && f->promote)
+			f->promote = NO_REQUEST;
 		return 0;
 	}
 	if (f->reply) {
@@ -111,7 +134,7 @@ static long sweep_entry(void *map __attribute__((unused)), const struct flow_key
 	}
 	s->found.young++;
 	over = young_flow_is_over(&key, f, other, idle, s);
-	/* What was read may have been another flow's, which goes on. */
+	/* What was read may have been that of another flow, which continues. */
 	if (is_another_flows(&f->rewrite, tag) || (other && is_another_flows(&other->rewrite, tag_of(&other_key))))
 		return 0;
 	if (over) {
@@ -122,7 +145,7 @@ static long sweep_entry(void *map __attribute__((unused)), const struct flow_key
 	if (!other || !is_due_for_kernel(&key, f, other, idle, s))
 		return 0;
 	/* The agent retries with each sweep what failed before: the conntrack table may have been full. */
-	f->promote = 0;
+	f->promote = NO_REQUEST;
 	s->found.requested += request_promotion(&key, &a, f);
 	return 0;
 }
@@ -131,13 +154,13 @@ static __always_inline int sweep(void)
 {
 	__u32 zero = 0;
 	struct sweep_result *result = bpf_map_lookup_elem(&sweep_results, &zero);
-	struct fast_path *word = fast_path_state();
+	struct fast_path *state = fast_path_state();
 	struct sweep s = {};
 
-	if (!result || !word)
+	if (!result || !state)
 		return 0;
 	s.now = bpf_ktime_get_coarse_ns();
-	s.draining = word->draining;
+	s.draining = state->draining;
 	s.pressed = result->entries > settings.flow_quota * 2;
 	/* As long as conntrack would keep it; shorter when the table fills up. */
 	s.udp_idle = (s.pressed ? 2 : result->entries > settings.flow_quota ? 10 : 30) * NANOSECONDS;
@@ -181,6 +204,9 @@ static __always_inline int promote(const struct flow_read *read)
 	    is_another_flows(&other->rewrite, tag_of(&other_key)))
 		return 0;
 	f->confirmed_until = other->confirmed_until = 0;
+	/* Of a young flow this may be a FIN. */
+	f->closing = f->closing ? CLOSING : 0;
+	other->closing = other->closing ? CLOSING : 0;
 	other->young = 0;
 	f->young = 0;
 	uncount_young(f->rewrite.device_in);

@@ -41,7 +41,7 @@ static __always_inline int leave_young(struct __sk_buff *skb, const struct packe
 	__builtin_memcpy(&source, a->source, 16);
 	if (f->reply || !f->backend || a->source_port != p->source_port ||
 	    !same_address(&source, &p->source, p->ipv6)) {
-		count(DROP_AWAITING_PROMOTION);
+		drop_until_promotion(p, receiving_device(skb), f->service);
 		return DROPPED;
 	}
 	set_choice(skb, f->backend, false);
@@ -79,25 +79,25 @@ static __always_inline void note_handover(struct __sk_buff *skb, const struct pa
 
 /* `known`: the flow table has this flow as one of the kernel's. */
 static __always_inline int serve(struct __sk_buff *skb, struct packet *p, const struct frontend *f,
-				 struct place *asked, bool known, bool fast)
+				 struct place *original, bool known, bool fast)
 {
-	struct service_config *table;
+	struct service_config *config;
 	bool gone = false;
-	__u32 table_id;
+	__u32 config_id;
 
-	table = active_config(f->service, &table_id);
-	if (!table)
+	config = active_config(f->service, &config_id);
+	if (!config)
 		return TC_ACT_UNSPEC;
 		/* SCTP entries cannot be looked up from here; an INIT opens an SCTP flow. */
 	if (settings.conntrack_lookup && p->protocol != SCTP) {
-		if (flow_exists(skb, p, f->service, table->any_endpoints)) {
+		if (flow_exists(skb, p, f->service, config->any_endpoints)) {
 			if (known)
 				hand_over_confirm(skb, p, ip_device(skb));
 			return TC_ACT_UNSPEC;
 		}
 		gone = known;
 	}
-	return open_flow(skb, p, f, table, table_id, asked, known && !gone, fast && !known && !asked);
+	return open_flow(skb, p, f, config, config_id, original, known && !gone, fast && !known && !original);
 }
 
 /*
@@ -142,7 +142,7 @@ static __always_inline int leave(struct __sk_buff *skb, const struct packet *p, 
 				 int verdict)
 {
 	if (fast && p->starts_flow && verdict == NOT_KNOWN && clashes_with_young(skb, p)) {
-		count(DROP_AWAITING_PROMOTION);
+		drop_until_promotion(p, receiving_device(skb), 0);
 		return DROPPED;
 	}
 	if (bridge_port && redirect_reply_to_bridge(skb, p))
@@ -178,11 +178,18 @@ static __always_inline bool is_midstream(const struct packet *p)
 	return p->protocol == TCP && !p->starts_flow && is_hinted(&p->destination, p->destination_port, p->ipv6);
 }
 
+/* For a packet without hints, which most packets of a node are: only NodePorts and moved UDP sockets remain possible. */
+static __always_inline bool is_of_no_service(const struct packet *p)
+{
+	return !(p->starts_flow && may_be_node_port(p->destination_port)) &&
+	       !(settings.pod_sockets && p->protocol == UDP);
+}
+
 static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridge_port)
 {
 	int verdict = NOT_KNOWN;
 	struct packet p = {};
-	struct place asked;
+	struct place original;
 	struct frontend f;
 	bool stale = false, midstream = false;
 	bool parsed, fast;
@@ -212,23 +219,27 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 link, bool bridg
 	if (!bridge_port && link && skb->pkt_type == PACKET_OTHERHOST)
 		return TC_ACT_UNSPEC;
 	fast = settings.fast_path && link == ETH_HLEN;
-	if (fast && p.protocol != SCTP && may_be_known(&p)) {
-		verdict = send_by_table(skb, &p, skb->ifindex);
-		if (verdict != NOT_SENT && verdict != NOT_KNOWN && verdict != NOT_CONFIRMED)
-			return verdict;
-		midstream = verdict == NOT_KNOWN && is_midstream(&p);
+	if (fast && p.protocol != SCTP) {
+		if (may_be_known(&p)) {
+			verdict = send_by_table(skb, &p, skb->ifindex);
+			if (verdict != NOT_SENT && verdict != NOT_KNOWN && verdict != NOT_CONFIRMED)
+				return verdict;
+			midstream = verdict == NOT_KNOWN && is_midstream(&p);
+		} else if (is_of_no_service(&p)) {
+			return TC_ACT_UNSPEC;
+		}
 	}
 	if ((p.starts_flow || bridge_port || midstream) && find_frontend(&p, &f)) {
 		if (midstream)
 			skb->priority = PRIORITY_MIDSTREAM;
 		if (!p.starts_flow)
 			return leave(skb, &p, false, fast, verdict);
-	} else if (settings.pod_sockets && p.protocol == UDP && is_stale(skb, &p, &f, &asked)) {
+	} else if (settings.pod_sockets && p.protocol == UDP && is_stale(skb, &p, &f, &original)) {
 		stale = true;
 	} else {
 		return leave(skb, &p, bridge_port, fast, verdict);
 	}
-	return serve(skb, &p, &f, stale ? &asked : NULL, verdict != NOT_KNOWN, fast);
+	return serve(skb, &p, &f, stale ? &original : NULL, verdict != NOT_KNOWN, fast);
 }
 
 /* A device with Ethernet frames. */
@@ -261,7 +272,7 @@ int tc_egress(struct __sk_buff *skb)
 	return observe(skb);
 }
 
-/* sweep_flows, promote_flow and end_flow are run by the agent only. */
+/* The agent alone runs sweep_flows, promote_flow, end_flow and enter_flow. */
 SEC("tc")
 int sweep_flows(struct __sk_buff *skb __attribute__((unused)))
 {
@@ -293,6 +304,16 @@ int end_flow(struct __sk_buff *skb)
 	struct flow_read read;
 
 	return read_flow(skb, &read) ? end(&read) : 0;
+}
+
+SEC("tc")
+int enter_flow(struct __sk_buff *skb)
+{
+	struct tracked_flow tracked;
+
+	if (!settings.fast_path || bpf_skb_load_bytes(skb, ETH_HLEN, &tracked, sizeof(tracked)))
+		return 0;
+	return enter_tracked(&tracked);
 }
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

@@ -61,8 +61,8 @@ static __noinline int is_wanted(const struct tracing *t, const struct decision *
 	return has_address(t, event) && has_port(t, event) && has_service(t, event);
 }
 
-static __noinline int tell(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
-			   const struct backend *b, __u32 reason)
+static __noinline int emit_event(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
+				 const struct backend *b, __u32 reason)
 {
 	struct decision event = { .when = bpf_ktime_get_boot_ns(), .reason = reason, .hook = HOOK };
 	struct tracing *t;
@@ -113,7 +113,7 @@ static __always_inline void decided(struct context *ctx, const struct packet *p,
 	count(reason);
 	t = bpf_map_lookup_elem(&tracing, &zero);
 	if (t && *(volatile __u32 *)&t->process)
-		tell(ctx, p, e, b, reason);
+		emit_event(ctx, p, e, b, reason);
 }
 
 _Static_assert(COUNTERS_END <= 64, "a bit of struct tracing for each reason");

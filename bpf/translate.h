@@ -132,8 +132,8 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 	enum drop_reason reason = NOT_DROPPED;
 	struct endpoint_selection e = {};
 	struct frontend f = {};
-	struct service_config *table;
-	__u32 table_id;
+	struct service_config *config;
+	__u32 config_id;
 	bool bound;
 
 	if (!p || !b)
@@ -146,14 +146,14 @@ __noinline long translate(struct bpf_sock_addr *ctx, struct packet *p, bool data
 	/* A local cache, such as NodeLocal DNSCache, listens at the ClusterIP itself. */
 	if (f.kind == CLUSTER_IP && node_address(&p->destination, p->ipv6))
 		return ALLOW;
-	table = active_config(f.service, &table_id);
-	if (!table)
+	config = active_config(f.service, &config_id);
+	if (!config)
 		return ALLOW;
 	e.service = f.service;
 	bound = is_specified(&p->source);
 	if (!bound)
 		likely_source(p);
-	switch (decide(p, &f, table, table_id, 0, &e, &reason)) {
+	switch (decide(p, &f, config, config_id, 0, &e, &reason)) {
 	case VERDICT_SERVE:
 		break;
 	case VERDICT_PASS:
@@ -215,10 +215,10 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	__u64 netns = bpf_get_netns_cookie(ctx);
 	enum drop_reason reason = NOT_DROPPED;
 	struct endpoint_selection e = {};
-	int talk = SOCKET_FLOW_NEW;
+	int earlier = SOCKET_FLOW_NEW;
 	struct frontend f;
-	struct service_config *table;
-	__u32 table_id;
+	struct service_config *config;
+	__u32 config_id;
 	__u32 device = 0;
 
 	/* As in judge_syn(): the verifier checks this function also where pod_sockets is off. */
@@ -227,17 +227,17 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	key.service = f.service;
 	key.kind = f.kind;
 	if (datagram)
-		talk = earlier_translation(ctx, &key, p);
-	if (talk == SOCKET_FLOW_DEFERRED)
+		earlier = earlier_translation(ctx, &key, p);
+	if (earlier == SOCKET_FLOW_DEFERRED)
 		return ALLOW;
-	switch (pod_standing(netns, p, &device)) {
+	switch (pod_state(netns, p, &device)) {
 	case POD_LEFT:
 		return ALLOW;
 	case POD_SERVED:
 		break;
 	case POD_STALE:
 			/* It must keep its endpoint. */
-		if (talk == SOCKET_FLOW_TRANSLATED)
+		if (earlier == SOCKET_FLOW_TRANSLATED)
 			break;
 		fallthrough;
 	default:
@@ -245,8 +245,8 @@ __noinline long translate_for_pod(struct bpf_sock_addr *ctx, struct packet *p, b
 	}
 	if (!leaves_unchanged(netns, p->ipv6))
 		return ALLOW;
-	table = active_config(f.service, &table_id);
-	if (!table || decide(p, &f, table, table_id, device, &e, &reason) != VERDICT_SERVE || e.masquerade)
+	config = active_config(f.service, &config_id);
+	if (!config || decide(p, &f, config, config_id, device, &e, &reason) != VERDICT_SERVE || e.masquerade)
 		return ALLOW;
 	if (!find_backend(ctx, p, &e, &key, datagram, b)) {
 		b->id = 0;

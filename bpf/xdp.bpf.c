@@ -43,13 +43,13 @@ static __always_inline struct xdp_device *device_of_node(struct xdp_md *ctx)
 
 static __always_inline int serve(struct xdp_md *ctx, struct packet *p, const struct frontend *f)
 {
-	struct service_config *table;
-	__u32 table_id;
+	struct service_config *config;
+	__u32 config_id;
 
-	table = active_config(f->service, &table_id);
-	if (!table)
+	config = active_config(f->service, &config_id);
+	if (!config)
 		return XDP_PASS;
-	return open_flow(ctx, p, f, table, table_id, NULL, false, settings.fast_path);
+	return open_flow(ctx, p, f, config, config_id, NULL, false, settings.fast_path);
 }
 
 static __always_inline int ingress(struct xdp_md *ctx)

@@ -6,6 +6,7 @@
 #include "backend.h"
 #include "ctx.h"
 #include "flow_send.h"
+#include "refused.h"
 
 #define SNAT_PORT_TRIES 4
 #define EXCHANGE_NS (NANOSECONDS / 20)
@@ -77,14 +78,14 @@ static __always_inline struct flow_draft *flow_draft(void)
 }
 
 /* Why this new flow cannot be young, whether or not its pair has a permit. */
-static __always_inline enum slow_path_reason why_not_young(const struct packet *p, const struct fast_path *word,
+static __always_inline enum slow_path_reason why_not_young(const struct packet *p, const struct fast_path *state,
 							   __u64 now)
 {
-	enum slow_path_reason reason = fast_path_closed(word, p->ipv6, now);
+	enum slow_path_reason reason = fast_path_closed(state, p->ipv6, now);
 
 	if (reason)
 		return reason;
-	if (word->draining)
+	if (state->draining)
 		return STACK_DRAINING;
 	/* The schedulers that count connections in the kernel must see each of them. */
 	if (p->protocol == SCTP || settings.scheduler >= LEAST_CONNECTIONS)
@@ -140,7 +141,7 @@ static __always_inline enum slow_path_reason insert_young(struct flow_draft *d, 
 	}
 	if (i == SNAT_PORT_TRIES)
 		return SLOW_NO_PORT;
-	/* First, because whoever removes the flow lowers the count. */
+	/* First, because the removal of the flow lowers the count. */
 	count_young(d->there.rewrite.device_in);
 	if (!bpf_map_update_elem(&flows, &d->key, &d->there, BPF_NOEXIST))
 		return NOT_SLOW;
@@ -166,15 +167,24 @@ static __always_inline bool is_complete(const struct flow *f, const struct flow 
 	return reply->packets > f->packets;
 }
 
+/* UDP: more than two requests and their replies. */
+static __always_inline bool is_stream(const struct flow *f, const struct flow *reply)
+{
+	return f->packets + reply->packets > 5;
+}
+
 /*
  * A complete flow whose entries other flows may have.  A UDP client on another machine sees the reply, and can send
  * the flow's next datagram, only after a round trip: the second flight of QUIC or DTLS must reach the same endpoint.
+ * A stream may pause for longer: it keeps its endpoint until the agent hands it to the kernel, or ends it.
  */
 static __always_inline bool may_make_room(const struct flow *f, const struct flow *reply, enum protocol protocol,
 					  __u64 now)
 {
 	bool distant = protocol == UDP && reply->rewrite.out.redirect != REDIRECT_PEER;
 
+	if (protocol == UDP && is_stream(f, reply))
+		return false;
 	return is_complete(f, reply, protocol, now) && !(distant && now <= newest(f, reply) + ROUND_TRIP_NS);
 }
 
@@ -192,6 +202,17 @@ static __always_inline struct flow *young_answers(const struct packet *p, const 
 	answer->ipv6 = p->ipv6;
 	f = bpf_map_lookup_elem(&flows, answer);
 	return f && f->young && f->reply && !is_another_flows(&f->rewrite, tag_of(answer)) ? f : NULL;
+}
+
+#define HALF_CLOSED_NS (5 * NANOSECONDS)
+
+/*
+ * One side has closed, and nothing came since.  The FIN of the other side may have been overtaken by its data.  The
+ * agent hands such a flow to the kernel after a second; without an agent it would keep its port for good.
+ */
+static __always_inline bool is_half_closed(const struct flow *f, const struct flow *other)
+{
+	return (f->closing || other->closing) && bpf_ktime_get_coarse_ns() > newest(f, other) + HALF_CLOSED_NS;
 }
 
 /*
@@ -212,7 +233,7 @@ static __noinline int is_taken_by_young(const struct packet *p, const union addr
 	/* From another device the packet is forged, or not of this client: it changes nothing here. */
 	if (client && client->rewrite.device_in != device)
 		return 0;
-	if (!client || (f->closing && client->closing) ||
+	if (!client || (f->closing && client->closing) || is_half_closed(f, client) ||
 	    (p->protocol == UDP && is_complete(client, f, UDP, bpf_ktime_get_coarse_ns()))) {
 		/* It is over, except for retransmissions.  Without an agent nothing else removes it. */
 		if (forget_flow(&answer, &f->rewrite, true, true))
@@ -273,18 +294,18 @@ static __always_inline bool takes_stranger(__u64 now)
  */
 __noinline int is_proven(const struct packet *p, enum slow_path_reason reason)
 {
-	struct fast_path *word;
+	struct fast_path *state;
 	struct flow_draft *d;
 	__u64 now;
 
 	if (!settings.fast_path || !p || p->protocol != UDP || reason != SLOW_NO_PERMIT)
 		return 0;
-	word = fast_path_state();
+	state = fast_path_state();
 	d = flow_draft();
 	now = bpf_ktime_get_coarse_ns();
-	if (!word || !d || d->permit.generation != *(volatile __u32 *)&word->permit_generation)
+	if (!state || !d || d->permit.generation != *(volatile __u32 *)&state->permit_generation)
 		return 0;
-	/* Some are compared all the same: a flow that goes on without a reply is entered. */
+	/* Some are compared all the same: a flow that continues without a reply is entered. */
 	return now + PERMIT_NS / 2 < d->permit.until && !takes_stranger(now);
 }
 
@@ -292,7 +313,7 @@ __noinline int is_proven(const struct packet *p, enum slow_path_reason reason)
 static __noinline int open_young(struct context *ctx, const struct packet *p, const struct endpoint_selection *e,
 				 const struct backend *b)
 {
-	struct fast_path *word = fast_path_state();
+	struct fast_path *state = fast_path_state();
 	struct flow_draft *d = flow_draft();
 	struct flow_rewrite *there, *reply;
 	struct permit *permit;
@@ -300,11 +321,11 @@ static __noinline int open_young(struct context *ctx, const struct packet *p, co
 	__u32 device;
 	__u64 now;
 
-	if (!p || !e || !b || !word || !d)
+	if (!p || !e || !b || !state || !d)
 		return SLOW_NO_PERMIT;
 	d->permit.until = 0;
 	now = bpf_ktime_get_coarse_ns();
-	reason = why_not_young(p, word, now);
+	reason = why_not_young(p, state, now);
 	if (reason)
 		return reason;
 	if (!is_plain(ctx))
@@ -317,7 +338,7 @@ static __noinline int open_young(struct context *ctx, const struct packet *p, co
 	/* A copy: the element may be given to another pair meanwhile, and its key would not show that. */
 	d->permit = *permit;
 	if (now >= d->permit.until || now >= d->permit.back_until ||
-	    d->permit.generation != *(volatile __u32 *)&word->permit_generation)
+	    d->permit.generation != *(volatile __u32 *)&state->permit_generation)
 		return SLOW_NO_PERMIT;
 	if (!d->permit.out.redirect || !d->permit.back.redirect)
 		return STACK_DEVICE;
@@ -346,7 +367,7 @@ static __noinline int open_young(struct context *ctx, const struct packet *p, co
 	d->there.young = d->reply.young = 1;
 	d->there.service = e->service;
 	d->there.backend = b->id;
-	d->there.generation = *(volatile __u32 *)&word->generation;
+	d->there.generation = *(volatile __u32 *)&state->generation;
 	d->there.started = now;
 	reason = insert_young(d, e->masquerade);
 	if (reason)
@@ -354,6 +375,19 @@ static __noinline int open_young(struct context *ctx, const struct packet *p, co
 	/* From now on the table is looked up for packets to this address. */
 	set_hint(&p->destination, p->destination_port, p->ipv6);
 	return NOT_SLOW;
+}
+
+/*
+ * A packet that must wait until a young flow is in conntrack.  `p` is never NULL.  Not inlined, because several places
+ * need it and none is on the path of a packet that is served.  Global, as judge_syn().
+ */
+__noinline int drop_until_promotion(const struct packet *p, __u32 device, __u32 service)
+{
+	if (!settings.fast_path || !p)
+		return 0;
+	count(DROP_AWAITING_PROMOTION);
+	remember_refused(p, device, service, DROP_AWAITING_PROMOTION);
+	return 0;
 }
 
 #endif
