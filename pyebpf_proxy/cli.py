@@ -135,8 +135,8 @@ def _configuration(flags: Flags) -> KubeProxyConfiguration:
     warnings: list[tuple[str, str | None]] = []
     try:
         config = complete(flags, lambda text, file: warnings.append((text, file)))
-        rooms = [(entry.file_pattern, entry.verbosity) for entry in config.logging.vmodule or ()]
-        log.configure("json" if config.logging.format == "json" else "text", config.logging.verbosity, rooms)
+        verbosities = [(entry.file_pattern, entry.verbosity) for entry in config.logging.vmodule or ()]
+        log.configure("json" if config.logging.format == "json" else "text", config.logging.verbosity, verbosities)
     finally:
         logger = log.Logger("config")
         for text, file in warnings:
@@ -198,7 +198,7 @@ def _cluster(settings: Effective) -> ClusterConnection:
         metrics = ClientMetrics()
         source = api_server(settings.api, settings.node_name, metrics, service_cidrs=settings.nft_mode)
         source.start()  # listing overlaps with the slow imports below
-        return ClusterConnection(source, source.events, metrics.families)
+        return ClusterConnection(source, source.events, metrics.families, source.troubles)
     from pyebpf_proxy.common.log import Logger
     from pyebpf_proxy.kube.manifests import ManifestSource
     from pyebpf_proxy.servers.source_metrics import SourceMetrics
@@ -206,9 +206,9 @@ def _cluster(settings: Effective) -> ClusterConnection:
     if not settings.manifests.is_dir():
         what = "is not a folder" if settings.manifests.exists() else "does not exist"
         raise FatalError(f"the manifests folder {settings.manifests} {what}; give an existing one with --manifests")
-    told = SourceMetrics()
+    numbers = SourceMetrics()
     return ClusterConnection(
-        ManifestSource(settings.manifests, Logger("manifests").error, critic=told), metrics=told.families
+        ManifestSource(settings.manifests, Logger("manifests").error, critic=numbers), metrics=numbers.families
     )
 
 

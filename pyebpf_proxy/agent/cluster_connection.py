@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -20,3 +20,5 @@ class ClusterConnection(NamedTuple):
     events: Recorder | None = None
     #: Metrics of the connection.
     metrics: Sequence[MetricFamily] = ()
+    #: Why objects do not arrive at present, by resource; "" stands for all. Safe in any thread.
+    troubles: Callable[[], Mapping[str, str]] = dict

@@ -8,22 +8,22 @@ from pathlib import Path
 from pyebpf_proxy.common.errors import FatalError
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config import families
-from pyebpf_proxy.config.families import Stated
+from pyebpf_proxy.config.families import FamilyValues
 from pyebpf_proxy.services.model import IPFamily
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 _log = Logger("config")
 
 
-def check(stated: Stated, facts: NodeFacts, proc: Path = Path("/proc")) -> None:
+def check(values: FamilyValues, facts: NodeFacts, proc: Path = Path("/proc")) -> None:
     """Warn about inconsistencies; FatalError where kube-proxy does not start either."""
     primary = families.primary_family(facts.node_ips)
     pod_cidrs = list(facts.node_cidrs.values())
-    _warn(families.node_ports(stated, facts.node_ips, pod_cidrs))
+    _warn(families.node_ports(values, facts.node_ips, pod_cidrs))
     dual_stack = has_ipv6(proc)
     if primary == IPFamily.IPV6 and not dual_stack:
         raise FatalError('no support for primary IP family "IPv6"')
-    finding = families.wrong_families(stated, primary, dual_stack=dual_stack, pod_cidrs=pod_cidrs)
+    finding = families.wrong_families(values, primary, dual_stack=dual_stack, pod_cidrs=pod_cidrs)
     if finding.fatal:
         raise FatalError(f"{families.INCORRECT}: {finding}")
     _warn(finding)

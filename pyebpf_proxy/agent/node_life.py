@@ -102,7 +102,7 @@ class NodeLife:
             now, then = (" ".join(map(str, cidrs)) or "none" for cidrs in (view.pod_cidrs, first.pod_cidrs))
             self._why = f'PodCIDRs changed for the node "{self._name}": now {now}, at the start {then}'
             self._over.set()
-        told = before is not None and list(before.ips.values()) == list(view.ips.values())
-        if not told and list(view.ips.values()) != list(first.ips.values()):
+        is_same = before is not None and list(before.ips.values()) == list(view.ips.values())
+        if not is_same and list(view.ips.values()) != list(first.ips.values()):
             now, then = (" ".join(map(format_address, ips.values())) or "none" for ips in (view.ips, first.ips))
             _log.info("NodeIPs changed for the node", node=self._name, now=now, at_start=then)

@@ -21,9 +21,9 @@ from pyebpf_proxy.common.cycles import without_cycle_search
 from pyebpf_proxy.common.errors import DatapathError, FatalError
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
-from pyebpf_proxy.kube.events import About, Recorder
+from pyebpf_proxy.kube.events import ObjectReference, Recorder
 from pyebpf_proxy.kube.source import Batch, Change, Source
-from pyebpf_proxy.services.losses import Said
+from pyebpf_proxy.services.losses import LossMessage
 from pyebpf_proxy.services.model import ServicePort, ServicePortName
 from pyebpf_proxy.services.node_facts import NodeFacts
 
@@ -42,7 +42,7 @@ class Planner(Protocol):
     def lost(self) -> int:
         """The number of addresses that are not handled as their Services specify."""
 
-    def news(self) -> tuple[list[Said], list[Said]]:
+    def new_messages(self) -> tuple[list[LossMessage], list[LossMessage]]:
         """New problems of these addresses, and new notes on surprising cases; each is returned once."""
 
     @property
@@ -86,7 +86,7 @@ class Observer(Protocol):
 
 
 class Proxy:
-    """One agent. ``run`` returns after SIGTERM or SIGINT; FatalError if it cannot go on."""
+    """One agent. ``run`` returns after SIGTERM or SIGINT; FatalError if it cannot continue."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Proxy:
         self._running = False
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
-        self._told: frozenset[str] = frozenset()
+        self._logged: frozenset[str] = frozenset()
         self._collecting: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -205,7 +205,7 @@ class Proxy:
             _log.error("sync failed, will retry", error=str(error))
         else:
             self._tell(problems)
-            self._say()
+            self._log_problems()
         self._failed = not ok
         end = time.monotonic()
         self._metrics.synced(end - begin, ok, full, len(problems) + self._planner.lost)
@@ -273,20 +273,20 @@ class Proxy:
     def _tell(self, problems: Collection[str]) -> None:
         """Log each problem once, and again if it recurs after it was resolved."""
         for problem in problems:
-            if problem not in self._told:
+            if problem not in self._logged:
                 _log.error(problem)
-        self._told = frozenset(problems)
+        self._logged = frozenset(problems)
 
-    def _say(self) -> None:
+    def _log_problems(self) -> None:
         """Log the planner's new problems and notes of Services."""
-        problems, notes = self._planner.news()
-        for said in problems:
-            _log.error(said.text)
-            if said.reason and self._events is not None:
-                about = About("Service", said.namespace, said.name)
-                self._events.event(about, "Warning", said.reason, "Serve", said.text)
-        for said in notes:
-            _log.info(said.text)
+        problems, notes = self._planner.new_messages()
+        for message in problems:
+            _log.error(message.text)
+            if message.reason and self._events is not None:
+                about = ObjectReference("Service", message.namespace, message.name)
+                self._events.event(about, "Warning", message.reason, "Serve", message.text)
+        for message in notes:
+            _log.info(message.text)
 
     async def _mend(self) -> None:
         """Check table and maps as often as kube-proxy does its rules: a firewall reload may remove the table."""

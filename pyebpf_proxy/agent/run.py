@@ -20,7 +20,7 @@ from pyebpf_proxy.datapath import preflight
 from pyebpf_proxy.datapath.datapath import Datapath
 from pyebpf_proxy.datapath.node import sysctls
 from pyebpf_proxy.datapath.preparation import Preparation
-from pyebpf_proxy.kube.events import About
+from pyebpf_proxy.kube.events import ObjectReference
 from pyebpf_proxy.kube.source import Source
 from pyebpf_proxy.servers.health import Health
 from pyebpf_proxy.servers.local import Local
@@ -35,7 +35,7 @@ _log = Logger("agent")
 
 
 def run(settings: Effective, cluster: ClusterConnection, shown: Shown, watch: ConfigWatch | None = None) -> None:
-    """Run the agent until SIGTERM or SIGINT; FatalError or DatapathError if it cannot start or go on.
+    """Run the agent until SIGTERM or SIGINT; FatalError or DatapathError if it cannot start or continue.
 
     ``shown``: the configuration that the servers show.
     ``watch``: of the configuration files; a change ends the agent with a FatalError. Programs stay attached.
@@ -46,7 +46,7 @@ def run(settings: Effective, cluster: ClusterConnection, shown: Shown, watch: Co
 
     def warn_node(reason: str, note: str) -> None:
         if cluster.events is not None:
-            node = About("Node", "", settings.node_name)
+            node = ObjectReference("Node", "", settings.node_name)
             cluster.events.event(node, "Warning", reason, "StartKubeProxy", note)
 
     datapath = Datapath(settings, warn_node)
@@ -102,7 +102,7 @@ def _facts(planner: Planner) -> Callable[[], NodeFacts]:
 
 
 def _checks(settings: Effective) -> Callable[[NodeFacts], None]:
-    return lambda facts: node_checks.check(settings.stated, facts)
+    return lambda facts: node_checks.check(settings.family_values, facts)
 
 
 async def _serve(
@@ -110,14 +110,16 @@ async def _serve(
 ) -> None:
     planner = _planner(settings)
     numbers = DatapathNumbers(datapath.reasons, datapath.fill, datapath.xdp_devices, datapath.view)
-    local = Local(settings.directory, planner.pods, datapath.refusals, datapath.view)
+    local = Local(settings.directory, planner.pods, datapath.refusals, datapath.view, cluster.troubles)
     servers = Servers(settings, shown, planner, numbers, datapath.addresses, cluster.events, cluster.metrics, local)
     observer = servers.observer
     datapath.on_cleaned = lambda cleaned: observer.reconciled(cleaned.family, cleaned.seconds, cleaned.flows)
     guards = [servers.guard, *([watch.wait] if watch is not None else [])]
     servers.start()
     if cluster.events is not None:
-        cluster.events.event(About("Node", "", settings.node_name), "Normal", "Starting", "StartKubeProxy", "")
+        cluster.events.event(
+            ObjectReference("Node", "", settings.node_name), "Normal", "Starting", "StartKubeProxy", ""
+        )
     try:
         proxy = Proxy(
             settings,

@@ -205,10 +205,11 @@ class Api:
                 return dict(self.request("GET", kind.path(metadata.get("namespace", ""), metadata["name"])))
             raise
 
-    def patch(self, kind: Kind, name: str, change: Object, namespace: str = "") -> Object:
-        """A merge patch."""
+    def patch(self, kind: Kind, name: str, change: Object, namespace: str = "", part: str = "") -> Object:
+        """A merge patch. ``part``: of that subresource, such as ``status``."""
         query = {"fieldManager": MANAGER}
-        return dict(self.request("PATCH", kind.path(namespace, name), change, MERGE, query))
+        path = f"{kind.path(namespace, name)}/{part}".rstrip("/")
+        return dict(self.request("PATCH", path, change, MERGE, query))
 
     def delete(self, kind: Kind, name: str, namespace: str = "", uid: str = "") -> bool:
         """False: it did not exist. ``uid``: only that object, not another one of its name."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from pyebpf_proxy.cluster import errand, model, objects
+from pyebpf_proxy.cluster import model, objects, task_pod
 from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NAMESPACES, PODS, Api, Object, RefusedError
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import View
@@ -31,9 +31,11 @@ RIGHTS = (
     ),
 )
 READ = (("list", "", "nodes", ""), ("list", "", "pods", NAMESPACE), ("get", "apps", "daemonsets", NAMESPACE))
-_OLDEST_SERVER = 1, 29
+#: Of the API server: this release is made for these.
+_VERSIONS = (1, 33), (1, 36)
 _OLDEST_KERNEL, _TESTED_KERNEL = (5, 14), (6, 1)
 _ARCHITECTURES = frozenset({"amd64", "arm64"})
+_TESTED_ARCHITECTURE = "amd64"
 _AT_ONCE = 8
 #: DaemonSets of CNIs that serve Services themselves, always or by a setting.
 _CNI = {
@@ -41,6 +43,9 @@ _CNI = {
     "ovnkube-node": ("OVN-Kubernetes implements Services itself", "do not install pyebpf-proxy"),
     "kube-router": ("kube-router may implement Services itself", "start it with --run-service-proxy=false"),
 }
+
+#: Findings about the image: one of each node.
+IMAGE = "image"
 
 
 def rights(api: Api, wanted: Iterable[tuple[str, str, str, str]]) -> None:
@@ -67,6 +72,18 @@ def blocking(api: Api, found: View) -> None:
     model.installed_image(found)
 
 
+def fit_nodes(found: View, nodes: Iterable[str]) -> None:
+    """ClusterError names the nodes on which the agent cannot run, as far as their objects tell."""
+    unfit = [
+        f"{each.where}: {each.text} ({each.remedy})"
+        for name in nodes
+        for each in _node(name, found.nodes[name])
+        if each.state == "bad"
+    ]
+    if unfit:
+        raise ClusterError(f"{'; '.join(unfit)}; nothing was changed; --nodes leaves nodes out")
+
+
 def examine(api: Api, found: View, image: str, seconds: float) -> Iterator[Finding]:
     """Every finding; those of the nodes last. ``image``: "" to leave it out."""
     yield from _server(api)
@@ -86,15 +103,17 @@ def examine(api: Api, found: View, image: str, seconds: float) -> Iterator[Findi
     if image:
         yield from _image(api, found, image, seconds)
     else:
-        yield Finding("image", "warning", "not checked", "name it: --image REGISTRY/pyebpf-proxy:TAG")
+        yield Finding(IMAGE, "warning", "not checked", "name it: --image REGISTRY/pyebpf-proxy:TAG")
 
 
 def _server(api: Api) -> Iterator[Finding]:
     version = api.request("GET", "/version")
     number: tuple[int, ...] = tuple(int(re.sub(r"\D", "", version[part]) or 0) for part in ("major", "minor"))
     text = f"{version['gitVersion']} at {api.url}"
-    if number < _OLDEST_SERVER:
-        yield Finding("API server", "warning", f"{text} is older than 1.29", "it is not tested")
+    first, last = _VERSIONS
+    if not first <= number <= last:
+        text += f": not tested; this release is made for {first[0]}.{first[1]} to {last[0]}.{last[1]}"
+        yield Finding("API server", "warning", text, "docs/compatibility.md")
     else:
         yield Finding("API server", "good", text)
 
@@ -156,6 +175,8 @@ def _node(name: str, node: Object) -> Iterator[Finding]:
         yield Finding("node", "bad", f"{text}: no image for this architecture", "build one there", name)
     elif number < _TESTED_KERNEL:
         yield Finding("node", "warning", f"{text}: kernels from 6.1 are tested", "docs/kernels.md", name)
+    elif info.get("architecture") != _TESTED_ARCHITECTURE:
+        yield Finding("node", "warning", f"{text}: not tested on this architecture", "docs/compatibility.md", name)
     elif old := _old_runtime(runtime):
         yield Finding("node", "warning", f"{text}: {old}", "docs/deploy.md, seccomp", name)
     else:
@@ -178,11 +199,11 @@ def _image(api: Api, found: View, image: str, seconds: float) -> Iterator[Findin
 
     def one(node: str) -> Finding:
         try:
-            errand.run(api, "check", node, image, ["pyebpf-proxy", "cluster", "on-node", "fit"], seconds)
+            task_pod.run(api, "check", node, image, ["pyebpf-proxy", "cluster", "on-node", "fit"], seconds)
         except ClusterError as error:
             remedy = "make it pullable there, or name another one" if "pull" in str(error) else ""
-            return Finding("image", "bad", str(error), remedy, node)
-        return Finding("image", "good", f"{image} runs, and the kernel has BTF", "", node)
+            return Finding(IMAGE, "bad", str(error), remedy, node)
+        return Finding(IMAGE, "good", f"{image} runs, and the kernel has BTF", "", node)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         yield from pool.map(one, found.nodes)

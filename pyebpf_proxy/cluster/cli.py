@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from pyebpf_proxy.cluster.canary import Canary, canary
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.common.arguments import Parser, fail
 from pyebpf_proxy.common.closed_pipe import closed_pipe
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "check": "whether this cluster is fit; nothing is changed",
-    "status": "what runs on each node; exit status 1 if something is wrong",
+    "status": "what runs on each node, what its agent says, differences; exit status 1 if something is wrong",
     "services": "the service ports of all nodes side by side; exit status 1 if nodes differ",
     "explain": "what happens to a connection of a pod to a Service, by its node's agent; then where nodes differ",
     "install": "take nodes over from kube-proxy, one after the other, each verified; goes on where it was stopped",
     "upgrade": "replace the agents by those of another image, one after the other, each verified",
     "rollback": "give nodes back to kube-proxy; after the last one, remove all objects",
     "test": "connectivity: pods and nodes ask Services of the test's own, on every node; cleans up after itself",
-    "sysdump": "one archive for a bug report: objects and logs, without secrets",
+    "sysdump": "one archive for a bug report: objects, logs and what each agent says, without secrets",
 }
 _CHANGING = frozenset({"install", "upgrade", "rollback", "test"})
 _STATUSES = "exit status: 0 done, no problem found; 1 a problem; 2 wrong usage; 3 no answer; 130 Ctrl-C"
@@ -76,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
         if name == "sysdump":
             each.add_argument("--file", default="", metavar="FILE", help="default: pyebpf-proxy-sysdump-TIME.tar.gz")
         if name == "install":
-            each.add_argument("--canary", type=_count, metavar="N", help="stop when N nodes are taken over")
+            each.add_argument(
+                "--canary", type=_canary, metavar="N", help="stop when N nodes, or N%% of all, are taken over"
+            )
             each.add_argument("--dry-run", action="store_true", help="print objects and nodes; change nothing")
         if name in _CHANGING:
             each.add_argument("--yes", action="store_true", help="do not ask whether this is the right cluster")
@@ -93,10 +96,11 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 1, not {text}")
-    return int(text)
+def _canary(text: str) -> Canary:
+    try:
+        return canary(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number from 1, or a share from 1% to 100%, not {text}") from None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -163,17 +167,24 @@ def _check(api: Api, output: Output, options: argparse.Namespace) -> int:
     from pyebpf_proxy.cluster.model import view
 
     check.rights(api, check.READ)
-    findings = list(check.examine(api, view(api, options.nodes), options.image, options.timeout))
+    found = view(api, options.nodes)
+    findings = []
+    with output.progress("nodes have run the image", len(found.nodes) if options.image else 0) as step:
+        for finding in check.examine(api, found, options.image, options.timeout):
+            findings.append(finding)
+            if finding.what == check.IMAGE:
+                step()
     output.findings(findings)
     return NOT_RIGHT if any(each.state == "bad" for each in findings) else 0
 
 
 def _status(api: Api, output: Output, options: argparse.Namespace) -> int:
-    from pyebpf_proxy.cluster import check, status
+    from pyebpf_proxy.cluster import agents, check, status
     from pyebpf_proxy.cluster.model import view
 
     check.rights(api, check.READ)
-    return NOT_RIGHT if status.show(view(api, options.nodes), output) else 0
+    found = view(api, options.nodes)
+    return NOT_RIGHT if status.show(found, agents.ask_all(api, found, options.timeout), output) else 0
 
 
 def _services(api: Api, output: Output, options: argparse.Namespace) -> int:
@@ -227,7 +238,7 @@ def _test(api: Api, output: Output, options: argparse.Namespace) -> int:
 def _sysdump(api: Api, output: Output, options: argparse.Namespace) -> int:
     from pyebpf_proxy.cluster import sysdump
 
-    return NOT_RIGHT if sysdump.write(api, output, options.file) else 0
+    return NOT_RIGHT if sysdump.write(api, output, options.file, options.nodes, options.timeout) else 0
 
 
 _CALLS: dict[str, Callable[..., int]] = {

@@ -5,22 +5,28 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from pyebpf_proxy.cluster import check, errand, peer
+from pyebpf_proxy.cluster import check, peer, task_pod
 from pyebpf_proxy.cluster.api import NAMESPACES, PODS, SERVICES, Api, Object
-from pyebpf_proxy.cluster.errand import wait_until
 from pyebpf_proxy.cluster.errors import ClusterError
 from pyebpf_proxy.cluster.model import Pod, View, installed_image, pod_of
 from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.cluster.task_pod import wait_until
 from pyebpf_proxy.see.answers import QUESTION
 
 NAMESPACE = "pyebpf-proxy-test"
 _LABEL = {"app": "pyebpf-proxy-test"}
+_SERVICES = ("web", "local", "balanced")
+#: Of the ranges for documentation: no network routes them, so that only a proxy on the way can answer.
+_VIPS = {4: "203.0.113.253", 6: "2001:db8:7a:7a::253"}
+#: No load balancer's controller knows this class, so that none makes a load balancer for the test.
+_CLASS = "pyebpf-proxy/test"
 RIGHTS = (
     *((verb, "", "namespaces", "") for verb in ("get", "create", "delete")),
     *((verb, "", "services", NAMESPACE) for verb in ("create", "delete")),
+    ("patch", "", "services/status", NAMESPACE),
     *((verb, "", "pods", NAMESPACE) for verb in ("list", "create", "delete")),
     ("get", "", "pods/log", NAMESPACE),
 )
@@ -49,12 +55,13 @@ def run(api: Api, output: Output, found: View, image: str, seconds: float) -> bo
         api.create(
             NAMESPACES, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": label}}
         )
-        services = {name: api.create(SERVICES, _service(name)) for name in ("web", "local")}
+        services = {name: api.create(SERVICES, _service(name)) for name in _SERVICES}
+        services["balanced"] = _balance(api, services["balanced"])
         for node in found.nodes:
             for host in (False, True):
                 api.create(PODS, _pod(found, node, host, image, services))
         output.say(f"{2 * len(found.nodes)} pods ask, on {len(found.nodes)} nodes, with {image}")
-        rows = list(_results(api, seconds))
+        rows = list(_results(api, output, 2 * len(found.nodes), seconds))
         rows += _from_outside(found, services["web"])
     finally:
         _remove(api, seconds)
@@ -67,8 +74,18 @@ def _service(name: str) -> Object:
     specification["ipFamilyPolicy"] = "PreferDualStack"
     if name == "local":
         specification |= {"internalTrafficPolicy": "Local", "externalTrafficPolicy": "Local"}
+    if name == "balanced":
+        specification |= {"type": "LoadBalancer", "loadBalancerClass": _CLASS, "allocateLoadBalancerNodePorts": False}
     metadata = {"name": name, "namespace": NAMESPACE}
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": specification}
+
+
+def _balance(api: Api, service: Object) -> Object:
+    """Give the Service its VIPs, as a load balancer's controller does."""
+    families = {ipaddress.ip_address(address).version for address in _cluster_ips(service)}
+    vips = [{"ip": _VIPS[family]} for family in sorted(families)]
+    change = {"status": {"loadBalancer": {"ingress": vips}}}
+    return api.patch(SERVICES, service["metadata"]["name"], change, NAMESPACE, "status")
 
 
 def _pod(found: View, node: str, host: bool, image: str, services: dict[str, Object]) -> Object:
@@ -81,7 +98,7 @@ def _pod(found: View, node: str, host: bool, image: str, services: dict[str, Obj
         "env": [{"name": name, "value": value} for name, value in environment.items()],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
-    name = errand.name_of("host" if host else "pod", node)
+    name = task_pod.name_of("host" if host else "pod", node)
     specification = {
         "nodeName": node,
         "hostNetwork": host,
@@ -113,6 +130,10 @@ def _plan(found: View, node: str, host: bool, services: dict[str, Object]) -> It
             yield row("ClusterIP, hairpin", address, 80, only=node)
     for address in _cluster_ips(services["local"]):
         yield row("ClusterIP, policy Local", address, 80, only=node, always=True)
+    for vip in services["balanced"]["status"]["loadBalancer"]["ingress"]:
+        # A node without a default route refuses the address before any proxy sees it.
+        yield row("load balancer VIP", vip["ip"], 80, unreachable=host)
+        yield row("load balancer VIP", vip["ip"], 80, "UDP", unreachable=host)
     ports = {each["protocol"]: each["nodePort"] for each in services["web"]["spec"]["ports"]}
     families = {ipaddress.ip_address(address).version for address in _cluster_ips(services["web"])}
     for other in found.nodes:
@@ -131,11 +152,11 @@ def _addresses(node: Object) -> list[str]:
     return [each["address"] for each in listed if each["type"] == "InternalIP"]
 
 
-def _results(api: Api, seconds: float) -> Iterator[Row]:
+def _results(api: Api, output: Output, pods: int, seconds: float) -> Iterator[Row]:
     """The rows of each pod, as soon as all have asked."""
     logs: dict[str, str] = {}
 
-    def ended() -> bool:
+    def ended(step: Callable[[], None]) -> bool:
         for item in api.objects(PODS, NAMESPACE):
             pod: Pod = pod_of(item)
             if pod.name in logs:
@@ -143,11 +164,13 @@ def _results(api: Api, seconds: float) -> Iterator[Row]:
             log = api.log(pod.name, NAMESPACE)
             if peer.DONE in log.splitlines():
                 logs[pod.name] = log
+                step()
             elif pod.hopeless:
                 raise ClusterError(f"{pod.node}: a pod of the test does not run: {pod.hopeless}")
         return len(logs) == len(api.objects(PODS, NAMESPACE))
 
-    wait_until(ended, "not all pods have asked", seconds)
+    with output.progress("pods have asked", pods) as step:
+        wait_until(lambda: ended(step), "not all pods have asked", seconds)
     for _, log in sorted(logs.items()):
         for line in log.splitlines():
             if line.startswith("{"):
@@ -170,7 +193,7 @@ def _from_outside(found: View, service: Object) -> Iterator[Row]:
 
 def _remove(api: Api, seconds: float) -> None:
     """Everything in the namespace that the test makes."""
-    for name in ("web", "local"):
+    for name in _SERVICES:
         api.delete(SERVICES, name, NAMESPACE)
     for item in api.objects(PODS, NAMESPACE):
         api.delete(PODS, item["metadata"]["name"], NAMESPACE)

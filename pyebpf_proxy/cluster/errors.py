@@ -12,3 +12,7 @@ class ClusterError(Exception):
     def __init__(self, text: str, status: int = NOT_RIGHT) -> None:
         super().__init__(text)
         self.status = status
+
+
+class NodeLostError(ClusterError):
+    """A node's kubelet has stopped reporting: nothing that is asked of the node will happen."""

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import yaml
 
-from pyebpf_proxy.cluster import check, errand, model, objects, takeover
+from pyebpf_proxy.cluster import check, model, objects, takeover, task_pod
 from pyebpf_proxy.cluster.api import Api, RefusedError, kind_of
-from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.canary import Canary
+from pyebpf_proxy.cluster.errors import ClusterError, NodeLostError
 from pyebpf_proxy.cluster.lease import Lease
 from pyebpf_proxy.cluster.model import View, installed_image, view
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, PARKED
@@ -31,34 +32,39 @@ class Command:
 
     # ---- install -------------------------------------------------------------------------------------------------
 
-    def install(self, image: str, canary: int | None, dry_run: bool) -> None:
+    def install(self, image: str, canary: Canary | None, dry_run: bool) -> None:
         """Take nodes over. ClusterError: the node that failed has kube-proxy again, the nodes before it are done."""
         api, say = self._api, self._output.say
         check.rights(api, check.RIGHTS)
         found = view(api, self._selector)
         check.blocking(api, found)
         image = self._image(found, image)
+        todo = self._todo(found, canary)
+        check.fit_nodes(found, todo)
         if dry_run:
-            self._dry_run(found, image, self._todo(found, canary))
+            self._dry_run(found, image, todo)
             return
         with Lease(api, "install") as lease:
             self._prepare(found, image)
-            errand.remove_all(api)
+            task_pod.remove_all(api)
             found = view(api, self._selector)
             todo = self._todo(found, canary)
             done = sum(map(found.is_done, found.nodes))
             say(f"{counted(len(todo), 'node')} to take over, {done} done: {', '.join(todo) or 'nothing to do'}")
             self._tell_down(found)
-            for node, tell in self._each(lease, todo):
-                self._take(node, image, tell)
+            with self._output.progress("nodes taken over", len(todo)) as step:
+                for node, tell in self._each(lease, todo, step):
+                    self._take(node, image, tell)
         left = len(found.nodes) - done - len(todo)
         if left:
             say(f"{counted(left, 'node')} left to kube-proxy; to go on: pyebpf-proxy cluster install")
 
     @staticmethod
-    def _todo(found: View, canary: int | None) -> list[str]:
+    def _todo(found: View, canary: Canary | None) -> list[str]:
         todo = [node for node in found.nodes if not found.is_done(node) and found.is_up(node)]
-        return todo if canary is None else todo[: max(0, canary - sum(map(found.is_done, found.nodes)))]
+        if canary is None:
+            return todo
+        return todo[: max(0, canary.of(len(found.nodes)) - sum(map(found.is_done, found.nodes)))]
 
     def _tell_down(self, found: View) -> None:
         if down := [node for node in found.nodes if not found.is_up(node)]:
@@ -111,30 +117,43 @@ class Command:
             except RefusedError as refused:
                 raise ClusterError(f"{item['kind']} {item['metadata']['name']} is refused: {refused}") from None
 
-    def _each(self, lease: Lease, todo: list[str]) -> Iterator[tuple[str, Say]]:
+    def _each(self, lease: Lease, todo: list[str], step: Callable[[], None]) -> Iterator[tuple[str, Say]]:
         """One node after the other, with what says its lines. ClusterError if another command has taken over."""
         for number, node in enumerate(todo, 1):
             lease.check()
             yield node, _prefixed(self._output.say, f"[{number}/{len(todo)}] {node}: ")
             self._done.append(node)
+            step()
 
     def _take(self, node: str, image: str, say: Say) -> None:
+        done = f"; done before: {', '.join(self._done)}" if self._done else ""
         try:
-            takeover.take(self._api, node, image, errand.targets(self._api), self._seconds, say)
+            if not takeover.has(self._api, node, AGENT):
+                takeover.try_image(self._api, node, image, self._seconds)
+                say("the image runs there, and the kernel is fit")
+        except (ClusterError, RefusedError) as error:
+            raise ClusterError(f"{node}: {error}; nothing was changed there{done}") from None
+        try:
+            takeover.take(self._api, node, image, task_pod.targets(self._api), self._seconds, say)
         except KeyboardInterrupt:
             say("stopped here; a proxy serves the node. Go on with cluster install, or undo it with cluster rollback")
             raise
+        except NodeLostError as lost:
+            takeover.unpark_lost(self._api, node)
+            raise ClusterError(
+                f"{node}: {lost}. Once it is back, both proxies start there: then cluster install goes on, or cluster"
+                f" rollback gives it back to kube-proxy{done}"
+            ) from None
         except (ClusterError, RefusedError) as error:
             say(f"failed: {error}")
             say("the node goes back to kube-proxy")
             try:
-                takeover.give_back(self._api, node, image, errand.targets(self._api), self._seconds, say)
+                takeover.give_back(self._api, node, image, task_pod.targets(self._api), self._seconds, say)
             except (ClusterError, RefusedError) as second:
                 raise ClusterError(
                     f"{node}: {error}; it could not be given back either: {second}; a proxy serves it:"
                     " repeat cluster rollback --nodes"
                 ) from None
-            done = f"; done before: {', '.join(self._done)}" if self._done else ""
             raise ClusterError(f"{node}: {error}; the node was given back to kube-proxy{done}") from None
         say("taken over, and verified")
 
@@ -153,12 +172,13 @@ class Command:
         say(f"{counted(len(todo), 'node')} to give back: {', '.join(todo) or 'nothing to do'}")
         self._tell_down(found)
         with Lease(api, "rollback") as lease:
-            errand.remove_all(api)
+            task_pod.remove_all(api)
             if last:
                 # kube-proxy starts beside the agents, with the very template that it had: no pod is replaced later.
                 takeover.patch_kube_proxy(api, objects.unprepare, self._seconds)
-            for node, tell in self._each(lease, todo):
-                takeover.give_back(api, node, image, errand.targets(api), self._seconds, tell)
+            with self._output.progress("nodes given back", len(todo)) as step:
+                for node, tell in self._each(lease, todo, step):
+                    self._give_back(node, image, tell)
             if last:
                 takeover.patch_kube_proxy(api, objects.restore_strategy, self._seconds)
                 if image:
@@ -166,6 +186,12 @@ class Command:
                         metadata = item["metadata"]
                         api.delete(kind_of(item), metadata["name"], metadata.get("namespace", ""))
                 say("all objects of pyebpf-proxy are removed; kube-proxy's DaemonSet is as it was")
+
+    def _give_back(self, node: str, image: str, say: Say) -> None:
+        try:
+            takeover.give_back(self._api, node, image, task_pod.targets(self._api), self._seconds, say)
+        except (ClusterError, RefusedError) as error:
+            raise ClusterError(f"{node}: {error}; repeat the command to go on") from None
 
     @staticmethod
     def _is_ours(found: View, node: str) -> bool:
@@ -186,9 +212,10 @@ class Command:
         todo.sort()
         say(f"{counted(len(todo), 'node')} to upgrade to {image}: {', '.join(todo) or 'nothing to do'}")
         with Lease(api, "upgrade") as lease:
-            errand.remove_all(api)
-            for node, tell in self._each(lease, todo):
-                self._upgrade(node, found, image, tell)
+            task_pod.remove_all(api)
+            with self._output.progress("nodes upgraded", len(todo)) as step:
+                for node, tell in self._each(lease, todo, step):
+                    self._upgrade(node, found, image, tell)
             self._set_image(image)
 
     def _set_image(self, image: str) -> None:
@@ -196,24 +223,31 @@ class Command:
 
     def _upgrade(self, node: str, found: View, image: str, say: Say) -> None:
         api, old = self._api, found.agents[node]
-        command = ["pyebpf-proxy", "cluster", "on-node", "fit"]
         # The old agent runs until the image is on the node and has run there.
         try:
-            errand.run(api, "pull", node, image, command, self._seconds)
-        except ClusterError as error:
+            takeover.try_image(api, node, image, self._seconds)
+        except (ClusterError, RefusedError) as error:
             raise ClusterError(f"{node}: {error}; the agent of {old.image} stays") from None
         self._set_image(image)
         say("the image is there; the agent is replaced")
         try:
             takeover.replace(api, node, old, self._seconds, say)
-            takeover.verify(api, node, image, errand.targets(api), self._seconds)
+            takeover.verify(api, node, image, task_pod.targets(api), self._seconds)
+        except NodeLostError as lost:
+            raise ClusterError(f"{node}: {lost}. Once it is back, cluster upgrade --image {image} goes on") from None
         except (ClusterError, RefusedError) as error:
             say(f"failed: {error}; the agent of {old.image} comes back")
             self._set_image(old.image)
-            failed = model.pods(api, f"k8s-app={NAME}", node).get(node)
-            if failed is not None and failed.image != old.image:
-                takeover.replace(api, node, failed, self._seconds, say)
-            takeover.wait_ready(api, node, self._seconds)
+            try:
+                failed = model.pods(api, f"k8s-app={NAME}", node).get(node)
+                if failed is not None and failed.image != old.image:
+                    takeover.replace(api, node, failed, self._seconds, say)
+                takeover.wait_ready(api, node, self._seconds)
+            except (ClusterError, RefusedError) as second:
+                raise ClusterError(
+                    f"{node}: {error}; the agent of {old.image} does not come back either: {second}; what the last"
+                    " agent attached carries the traffic: pyebpf-proxy cluster rollback --nodes"
+                ) from None
             raise ClusterError(f"{node}: {error}; the agent of {old.image} runs there again") from None
         say("upgraded, and verified")
 

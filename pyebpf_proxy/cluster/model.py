@@ -11,7 +11,7 @@ import yaml
 
 from pyebpf_proxy.cluster import objects
 from pyebpf_proxy.cluster.api import CONFIG_MAPS, DAEMON_SETS, NODES, PODS, Api, Object
-from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.errors import ClusterError, NodeLostError
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, PARKED
 
 #: Reasons of a waiting container that do not go away by themselves.
@@ -52,7 +52,7 @@ class Pod(NamedTuple):
 
     @property
     def usable(self) -> bool:
-        """Runs, and is not on its way out."""
+        """It runs and is not terminating."""
         return self.started and not self.deleted
 
 
@@ -65,7 +65,10 @@ def pod_of(item: Object) -> Pod:
     reason = waiting.get("reason", "")
     hopeless = ""
     if reason in _HOPELESS:
-        hopeless = f"{_HOPELESS[reason]}: {waiting.get('message') or ended.get('message') or reason}".strip()
+        # For a container that ends again and again, the kubelet's own message says only how long it waits.
+        said = [waiting.get("message"), ended.get("message")]
+        why = next(filter(None, reversed(said) if reason == "CrashLoopBackOff" else said), "") or reason
+        hopeless = f"{_HOPELESS[reason]}: {_one_line(why)}"
     elif status.get("phase") == "Failed":
         hopeless = (ended.get("message") or status.get("message") or status.get("reason") or "the pod failed").strip()
     conditions = {each["type"]: each["status"] for each in status.get("conditions") or ()}
@@ -118,6 +121,17 @@ class View(NamedTuple):
         """Taken over: the agent alone, and ready."""
         pod = self.agents.get(node)
         return self.has(node, PARKED) and pod is not None and pod.ready and node not in self.kube_proxies
+
+
+def require_kubelet(api: Api, node: str) -> Object:
+    """The node's object. NodeLostError if there is none, or if the node's controller has given its kubelet up."""
+    found = api.get(NODES, node)
+    if found is None:
+        raise NodeLostError("the node does not exist any more")
+    conditions = found["status"].get("conditions") or ()
+    if any(each["type"] == "Ready" and each["status"] == "Unknown" for each in conditions):
+        raise NodeLostError("the node's kubelet does not report any more")
+    return found
 
 
 def has_label(node: Object, label: str) -> bool:

@@ -23,8 +23,8 @@ AGENT = "pyebpf-proxy/agent"
 PARKED = "pyebpf-proxy/parked"
 #: On kube-proxy's DaemonSet: what was changed, as it was before.
 BEFORE = "pyebpf-proxy/before"
-#: On errands: the command that made them.
-ERRAND = "pyebpf-proxy/errand"
+#: On task pods.
+TASK = "pyebpf-proxy/task"
 _READ = {AGENT: "true"}
 
 
@@ -49,14 +49,14 @@ def template_image(daemon_set: Object) -> str:
     return str(daemon_set["spec"]["template"]["spec"]["containers"][0]["image"])
 
 
-def errand(name: str, node: str, image: str, command: list[str], environment: dict[str, str] | None = None) -> Object:
+def task_pod(name: str, node: str, image: str, command: list[str], environment: dict[str, str] | None = None) -> Object:
     """A pod that does one thing on one node and ends: the clean-up's of deploy/, with another command."""
     daemon_set = _load("cleanup.yaml")[-1]
     specification = copy.deepcopy(daemon_set["spec"]["template"]["spec"])
     (container,) = specification["containers"]
     for field in ("readinessProbe", "resources"):
         container.pop(field, None)
-    container |= {"image": image, "command": command, "terminationMessagePolicy": "FallbackToLogsOnError"}
+    container |= {"image": image, "command": command}
     if command != CLEAN_UP:
         container["securityContext"]["capabilities"]["add"].remove("BPF")  # only the clean-up opens maps
     container["env"] += [{"name": key, "value": value} for key, value in (environment or {}).items()]
@@ -67,7 +67,7 @@ def errand(name: str, node: str, image: str, command: list[str], environment: di
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": name, "namespace": NAMESPACE, "labels": {ERRAND: "true"}},
+        "metadata": {"name": name, "namespace": NAMESPACE, "labels": {TASK: "true"}},
         "spec": specification,
     }
 

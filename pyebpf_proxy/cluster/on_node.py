@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errands' side, inside a pod on the node: needs nothing of the kubernetes library.
+"""What task pods run, inside a pod on the node: needs nothing of the kubernetes library.
 
 ``pyebpf-proxy cluster on-node fit`` checks what only the node itself shows. ``verify [ADDRESS PORT …]`` removes rules
 that kube-proxy wrote while both ran, then connects to Services. ``kube-proxy [ADDRESS PORT …]`` waits until kube-proxy

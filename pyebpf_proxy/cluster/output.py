@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from typing import Any, Literal, NamedTuple
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pyebpf_proxy.common.closed_pipe import closed_pipe
 from pyebpf_proxy.see import text as texts
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 State = Literal["good", "warning", "bad"]
 
@@ -40,10 +47,16 @@ class Output:
         self.document: dict[str, Any] = {}
         #: Exit status if the command itself is successful: 0, or that of a closed pipe.
         self.status = 0
+        self._bar: Progress | None = None
 
     def _print(self, text: str) -> None:
         try:
-            print(text, flush=True)
+            if self._bar is None:
+                print(text, flush=True)
+            else:
+                from rich.text import Text
+
+                self._bar.console.print(Text.from_ansi(text), soft_wrap=True)
         except BrokenPipeError:
             self.status = closed_pipe()
 
@@ -52,6 +65,26 @@ class Output:
         if not self.as_json:
             # Names and messages come from the cluster.
             self._print("\n".join(map(texts.safe, text.split("\n"))))
+
+    @contextlib.contextmanager
+    def progress(self, what: str, total: int | None) -> Iterator[Callable[[], None]]:
+        """A bar below the lines, on a terminal only. The result is called after each of ``total`` steps.
+
+        None: their number is not known; 0: no bar.
+        """
+        if self.as_json or total == 0 or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+            yield lambda: None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+            task = bar.add_task(what, total=total)
+            self._bar = bar
+            try:
+                yield lambda: bar.advance(task)
+            finally:
+                self._bar = None
 
     def findings(self, findings: list[Finding]) -> None:
         """All of them, the good ones too, and what to do about the others."""

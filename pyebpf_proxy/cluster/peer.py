@@ -8,6 +8,7 @@ stdout, then ``done``. A row is repeated until it succeeds or its time is over.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -35,7 +36,7 @@ def main(environment: dict[str, str] | None = None) -> int:
     failed = 0
     for row in json.loads(environment.get("PEER_PLAN", "[]")):
         answer = ask(row)
-        failed += not answer["ok"]
+        failed += answer["ok"] is False
         print(json.dumps(answer), flush=True)
     print(DONE, flush=True)
     if name:
@@ -47,13 +48,18 @@ def main(environment: dict[str, str] | None = None) -> int:
 
 
 def ask(row: dict[str, Any], patience: float = _PATIENCE) -> dict[str, Any]:
-    """The row with ``ok``, and ``detail``: who answered, or why nobody did."""
+    """The row with ``ok``, and ``detail``: the server that answered, or the reason why none did.
+
+    ``ok`` is None if the row may lack a route (``unreachable``), and does.
+    """
     end = time.monotonic() + patience
     while True:
         try:
             who = _wanted(row)
         except (OSError, ValueError) as error:
             detail = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            if row.get("unreachable") and getattr(error, "errno", 0) == errno.ENETUNREACH:
+                return row | {"ok": None, "detail": "the node has no route for this address"}
             if time.monotonic() > end:
                 return row | {"ok": False, "detail": detail}
             time.sleep(0.3)

@@ -5,32 +5,37 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pyebpf_proxy.cluster import model
+from pyebpf_proxy.cluster import agents, model
+from pyebpf_proxy.cluster.agents import Asked
 from pyebpf_proxy.cluster.model import View
 from pyebpf_proxy.cluster.objects import AGENT, NAME, NAMESPACE, PARKED, PROXIES, is_prepared
 from pyebpf_proxy.cluster.output import Finding, Output, counted
 
-HEAD = ["NODE", "PROXY", "STATE", "RESTARTS", "IMAGE OF THE AGENT"]
-KEYS = ["node", "proxy", "state", "restarts", "image"]
+HEAD = ["NODE", "PROXY", "STATE", "RESTARTS", "VERSION", "FAST PATH", "DROPS", "BEHIND"]
+KEYS = ["node", "proxy", "state", "restarts", "version", "fastPath", "drops", "behind"]
 
 
-def show(found: View, output: Output) -> list[Finding]:
-    """The table, and what is wrong."""
+def show(found: View, asked: Asked, output: Output) -> list[Finding]:
+    """The table, and what an administrator has to look at."""
     # ClusterError before the table: the labels of nodes mean nothing for a DaemonSet that was made by hand.
     wanted = model.installed_image(found)
     rows = []
     for node in found.nodes:
         pod = found.agents.get(node)
-        rows.append(
-            [node, found.proxy(node), state(found, node), str(pod.restarts if pod else 0), pod.image if pod else ""]
-        )
+        row = [node, found.proxy(node), state(found, node), str(pod.restarts if pod else 0)]
+        rows.append([*row, *agents.cells(asked.answers.get(node))])
     output.table("nodes", HEAD, rows, KEYS)
-    findings = list(problems(found, wanted))
+    for each in output.document["nodes"]:
+        pod = found.agents.get(each["node"])
+        each |= {"image": pod.image if pod else "", "agent": agents.document(asked.answers.get(each["node"]))}
+    if asked.why:
+        output.say(f"the agents were not asked: {asked.why}")
+    findings = [*problems(found, wanted), *agents.findings(asked)]
     output.findings(findings)
     done = sum(map(found.is_done, found.nodes))
     output.document["takenOver"] = done
-    output.say(f"{done} of {counted(len(found.nodes), 'node')} served by {NAME}")
-    return findings
+    output.say(f"{done} of {counted(len(found.nodes), 'node')} served by {NAME}{f', image {wanted}' if wanted else ''}")
+    return [each for each in findings if each.state != "good"]
 
 
 def state(found: View, node: str) -> str:

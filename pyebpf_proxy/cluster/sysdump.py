@@ -8,15 +8,17 @@ import io
 import re
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from pyebpf_proxy import __version__
-from pyebpf_proxy.cluster import status
+from pyebpf_proxy.cluster import agents, ask, status
 from pyebpf_proxy.cluster.api import (
     CONFIG_MAPS,
     DAEMON_SETS,
@@ -32,15 +34,20 @@ from pyebpf_proxy.cluster.api import (
     RefusedError,
 )
 from pyebpf_proxy.cluster.errors import ClusterError
-from pyebpf_proxy.cluster.model import view
+from pyebpf_proxy.cluster.model import View, view
 from pyebpf_proxy.cluster.objects import KUBE_PROXY, NAME, NAMESPACE, PROXIES
 from pyebpf_proxy.cluster.output import Output
+from pyebpf_proxy.see import model
 from pyebpf_proxy.see.answers import QUESTION
 from pyebpf_proxy.see.text import Terminal
 
 BLOT = "REDACTED"
 #: Of each log, the beginning.
 _LOG_BYTES = 4 << 20
+#: A node with more entries in conntrack is not asked for its flows: it would cost its processor, and the answer is big.
+_MOST_FLOWS = 20_000
+#: Services in the summary of flows.
+_MOST_SERVICES = 50
 #: Names of fields and variables that hold credentials. "token-file" and "secretName" do not.
 _SENSITIVE = (
     r"[\w.-]*(?:token|password|passwd|credentials?|secret|access[-_]?key|api[-_]?key|private[-_]?key|"
@@ -57,8 +64,11 @@ _URL_USER = re.compile(r"(?<=://)[^/\s\"'@]+:[^/\s\"'@]*(?=@)")
 Part = tuple[str, Callable[[], Any]]
 
 
-def write(api: Api, output: Output, path: str) -> list[str]:
-    """Write the archive. The result: parts that are missing from it, each with the reason."""
+def write(api: Api, output: Output, path: str, nodes: str, seconds: float) -> list[str]:
+    """Write the archive. The result: parts that are missing from it, each with the reason.
+
+    ``nodes``: the selector of those whose agents are asked.
+    """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     folder = f"pyebpf-proxy-sysdump-{stamp}"
     target = Path(path or f"{folder}.tar.gz")
@@ -67,13 +77,15 @@ def write(api: Api, output: Output, path: str) -> list[str]:
         # "x": an archive that is there already is not replaced.
         with tarfile.open(target, "x:gz") as archive:
             target.chmod(0o600)
-            for name, read in _parts(api):
-                try:
-                    content = read()
-                except (RefusedError, ClusterError) as error:
-                    missing.append(f"{name}: {error}")
-                    continue
-                _add(archive, f"{folder}/{name}", _text(content))
+            with output.progress("parts of the archive", None) as step:
+                for name, read in _parts(api, nodes, seconds):
+                    step()
+                    try:
+                        content = read()
+                    except (RefusedError, ClusterError) as error:
+                        missing.append(f"{name}: {error}")
+                        continue
+                    _add(archive, f"{folder}/{name}", _text(content))
             _add(archive, f"{folder}/missing.txt", "".join(f"{line}\n" for line in missing))
     except FileExistsError:
         raise ClusterError(f"{target} exists already", QUESTION) from None
@@ -86,21 +98,16 @@ def write(api: Api, output: Output, path: str) -> list[str]:
     return missing
 
 
-def _parts(api: Api) -> Iterator[Part]:
+def _parts(api: Api, nodes: str, seconds: float) -> Iterator[Part]:
     yield "version.yaml", lambda: {"client": __version__, "server": api.request("GET", "/version"), "url": api.url}
-    yield "status.txt", lambda: _status(api)
+    yield from _asked(api, nodes, seconds)
     yield from _objects(api)
     for name, place in (("kube-proxy.config.yaml", KUBE_PROXY), ("pyebpf-proxy.config.yaml", NAME)):
         yield name, partial(_config_map, api, place)
     try:
         pods = api.objects(PODS, NAMESPACE, PROXIES)
     except RefusedError as error:
-        refused = error
-
-        def fail() -> None:
-            raise refused
-
-        yield "logs", fail
+        yield "logs", partial(_fail, error)
         return
     for pod in pods:
         name = pod["metadata"]["name"]
@@ -127,7 +134,76 @@ def _config_map(api: Api, name: str) -> Object:
     return api.get(CONFIG_MAPS, name, NAMESPACE) or {}
 
 
-def _status(api: Api) -> str:
+def _fail(error: Exception) -> None:
+    raise error
+
+
+def _same(content: Any) -> Any:
+    return content
+
+
+def _asked(api: Api, nodes: str, seconds: float) -> Iterator[Part]:
+    """What ``cluster status`` prints, and what each agent says of itself."""
+    try:
+        found = view(api, nodes)
+        asked = agents.ask_all(api, found, seconds)
+    except (RefusedError, ClusterError) as error:
+        yield "status.txt", partial(_fail, error)
+        return
+    yield "status.txt", lambda: _status(found, asked)
+    if asked.why:
+        yield "agents", partial(_fail, ClusterError(asked.why))
+    for problem in asked.problems:
+        yield f"agents/{problem.node}", partial(_fail, ClusterError(problem.text))
+    for node, answer in asked.answers.items():
+        yield f"agents/{node}/status.yaml", partial(msgspec.to_builtins, answer)
+    yield from _more(api, found, asked, seconds)
+
+
+def _more(api: Api, found: View, asked: agents.Asked, seconds: float) -> Iterator[Part]:
+    """Of the nodes that answer: drops, and flows in short."""
+    busy = [
+        node
+        for node, answer in asked.answers.items()
+        if answer.conntrack is not None and answer.conntrack.used > _MOST_FLOWS
+    ]
+    for node in busy:
+        text = f"conntrack has more than {_MOST_FLOWS} entries, so that the node was not asked"
+        yield f"agents/{node}/flows.yaml", partial(_fail, ClusterError(text))
+    kinds: tuple[tuple[str, type[model.Answer], list[str]], ...] = (
+        ("drops", model.Drops, []),
+        ("flows", model.Flows, busy),
+    )
+    for what, kind, left_out in kinds:
+        wanted = found._replace(agents={node: found.agents[node] for node in asked.answers if node not in left_out})
+        if not wanted.agents:
+            continue
+        try:
+            answers, problems = ask.everywhere(api, wanted, [what], kind, seconds)
+        except (RefusedError, ClusterError) as error:
+            yield f"agents/{what}", partial(_fail, error)
+            continue
+        for problem in problems:
+            yield f"agents/{problem.node}/{what}.yaml", partial(_fail, ClusterError(problem.text))
+        for node, answer in answers.items():
+            content = summary(answer.flows) if isinstance(answer, model.Flows) else msgspec.to_builtins(answer)
+            yield f"agents/{node}/{what}.yaml", partial(_same, content)
+
+
+def summary(flows: Sequence[model.FlowView]) -> dict[str, Any]:
+    """How many flows there are of each kind; addresses of clients stay on the node."""
+    services = Counter(each.service for each in flows).most_common(_MOST_SERVICES)
+    return {
+        "flows": len(flows),
+        "byService": dict(services),
+        **{f"by{name.title()}": dict(Counter(getattr(each, name) for each in flows)) for name in _SUMMED},
+    }
+
+
+_SUMMED = ("protocol", "state", "age", "path")
+
+
+def _status(found: View, asked: agents.Asked) -> str:
     lines: list[str] = []
 
     class Collected(Output):
@@ -135,7 +211,7 @@ def _status(api: Api) -> str:
             lines.append(text)
 
     try:
-        status.show(view(api), Collected(as_json=False, terminal=Terminal()))
+        status.show(found, asked, Collected(as_json=False, terminal=Terminal()))
     except ClusterError as error:  # the agent was not installed by these commands
         lines.append(str(error))
     return "\n".join(lines) + "\n"

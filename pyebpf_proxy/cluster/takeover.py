@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pyebpf_proxy.cluster import errand, objects
+from pyebpf_proxy.cluster import objects, task_pod
 from pyebpf_proxy.cluster.api import DAEMON_SETS, NODES, PODS, Api, Object
-from pyebpf_proxy.cluster.errand import wait_until
-from pyebpf_proxy.cluster.errors import ClusterError
+from pyebpf_proxy.cluster.errors import ClusterError, NodeLostError
 from pyebpf_proxy.cluster.model import Pod, has_label, is_programmed, pods
 from pyebpf_proxy.cluster.objects import AGENT, KUBE_PROXY, NAME, NAMESPACE, PARKED
+from pyebpf_proxy.cluster.task_pod import wait_on_node, wait_until
 
 Say = Callable[[str], None]
 _AGENTS, _KUBE_PROXIES = f"k8s-app={NAME}", f"k8s-app={KUBE_PROXY}"
@@ -28,7 +28,8 @@ def take(api: Api, node: str, image: str, targets: list[str], seconds: float, sa
     wait_programmed(api, node, seconds)
     say("the agent has programmed the node; kube-proxy is parked")
     label(api, node, PARKED, True)
-    wait_until(lambda: node not in pods(api, _KUBE_PROXIES, node), "kube-proxy's pod does not end", seconds)
+    gone = "kube-proxy's pod does not end"
+    wait_on_node(api, node, lambda: node not in pods(api, _KUBE_PROXIES, node), gone, seconds)
     wait_ready(api, node, seconds)
     verify(api, node, image, targets, seconds)
 
@@ -63,15 +64,28 @@ def _wait_pod(
             raise ClusterError(f"{hopeless}: {found.hopeless}")
         return found is not None and found.usable and good(found)
 
-    wait_until(come, late, seconds)
+    wait_on_node(api, node, come, late, seconds)
     assert found is not None
     return found
+
+
+def try_image(api: Api, node: str, image: str, seconds: float) -> None:
+    """Run the image on the node for a moment: it can be pulled, and the kernel is fit. ClusterError if not."""
+    task_pod.run(api, "fit", node, image, ["pyebpf-proxy", "cluster", "on-node", "fit"], seconds)
+
+
+def unpark_lost(api: Api, node: str) -> None:
+    """For a node that was lost on its way to the agent: once it is back, kube-proxy starts there, too."""
+    try:
+        label(api, node, PARKED, False)
+    except NodeLostError:
+        pass  # it does not exist any more
 
 
 def verify(api: Api, node: str, image: str, targets: list[str], seconds: float) -> None:
     """From the node through real Services; removes the rules that kube-proxy wrote while both ran."""
     command = ["pyebpf-proxy", "cluster", "on-node", "verify", *" ".join(targets).split()]
-    errand.run(api, "verify", node, image, command, seconds)
+    task_pod.run(api, "verify", node, image, command, seconds)
 
 
 def give_back(api: Api, node: str, image: str, targets: list[str], seconds: float, say: Say) -> None:
@@ -92,13 +106,14 @@ def give_back(api: Api, node: str, image: str, targets: list[str], seconds: floa
     if attached:
         # Its health page cannot tell: the agent holds the port.
         command = ["pyebpf-proxy", "cluster", "on-node", "kube-proxy", *" ".join(targets).split()]
-        errand.run(api, "await", node, image, command, seconds)
+        task_pod.run(api, "await", node, image, command, seconds)
     say("kube-proxy has programmed the node; the agent ends")
     label(api, node, AGENT, False)
-    wait_until(lambda: node not in pods(api, _AGENTS, node), "the agent's pod does not end", seconds)
+    gone = "the agent's pod does not end"
+    wait_on_node(api, node, lambda: node not in pods(api, _AGENTS, node), gone, seconds)
     if attached:
         # Its programs are attached until here.
-        errand.run(api, "clean", node, image, objects.CLEAN_UP, seconds)
+        task_pod.run(api, "clean", node, image, objects.CLEAN_UP, seconds)
     say("kube-proxy serves the node")
 
 
@@ -115,7 +130,7 @@ def _wait_new(api: Api, labels: str, node: str, old: Pod, late: str, seconds: fl
         found = pods(api, labels, node).get(node)
         return found is not None and found.uid != old.uid
 
-    wait_until(replaced, late, seconds)
+    wait_on_node(api, node, replaced, late, seconds)
 
 
 def replace(api: Api, node: str, old: Pod, seconds: float, say: Say) -> Pod:
@@ -131,7 +146,7 @@ def has(api: Api, node: str, name: str) -> bool:
     """Whether the node has one of our labels."""
     found = api.get(NODES, node)
     if found is None:
-        raise ClusterError("the node does not exist any more")
+        raise NodeLostError("the node does not exist any more")
     return has_label(found, name)
 
 

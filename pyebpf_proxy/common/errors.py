@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 class FatalError(Exception):
-    """The program cannot go on. It logs the error and exits with status 1."""
+    """The program cannot continue. It logs the error and exits with status 1."""
 
 
 class DatapathError(Exception):

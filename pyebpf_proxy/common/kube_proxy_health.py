@@ -32,7 +32,7 @@ def wait(address: str | None = None, sleep: Callable[[float], None] = time.sleep
     if not host or not port.isdigit():
         print(f"Error: {VARIABLE}: {address} is not HOST:PORT", file=sys.stderr)
         return 2
-    said = ""
+    logged = ""
     since: float | None = None
     while True:
         families, why = programmed(host.strip("[]"), int(port))
@@ -42,9 +42,9 @@ def wait(address: str | None = None, sleep: Callable[[float], None] = time.sleep
             names = ", ".join(sorted(families)) or "it is an old one, which names no family"
             print(f"kube-proxy has programmed this node: {names}")
             return 0
-        if why != said:
+        if why != logged:
             print(f"waiting for kube-proxy at {address}: {why}", flush=True)
-            said = why
+            logged = why
         sleep(_PERIOD)
 
 
@@ -60,7 +60,7 @@ def programmed(host: str, port: int) -> tuple[set[str] | None, str]:
         if "healthy" in body or "currentTime" not in body:
             families = set(body.get("status") or ())
             return (families, "only one family so far") if families else (None, "it has not programmed the node yet")
-        # An older one names no family, and says 200 also before its first sync.
+        # An older one names no family, and answers 200 also before its first sync.
         return (set(), "it answers") if answer.status == 200 else (None, f"status {answer.status}")
     except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
         return None, f"no answer ({error})"

@@ -63,14 +63,14 @@ DEBUG_VERBOSITY = 2
 def configure(
     format: Literal["text", "json"] = "text",  # noqa: A002
     verbosity: int = 0,
-    rooms: Sequence[tuple[str, int]] = (),
+    verbosities: Sequence[tuple[str, int]] = (),
 ) -> None:
     """Send every log line to standard error in ``format``; those of libraries from level warning on.
 
-    ``rooms``: patterns of package names with their verbosities; the first match applies.
+    ``verbosities``: of packages, by patterns of their names; the first match applies.
     """
     handler = logging.StreamHandler()
-    handler.addFilter(_Verbosity(verbosity, rooms))
+    handler.addFilter(_Verbosity(verbosity, verbosities))
     handler.setFormatter(_Json() if format == "json" else _Text())
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -91,22 +91,22 @@ def set_verbosity(verbosity: int) -> None:
 
 
 class _Verbosity(logging.Filter):
-    def __init__(self, verbosity: int, rooms: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, verbosity: int, verbosities: Sequence[tuple[str, int]]) -> None:
         super().__init__()
         self.verbosity = verbosity
-        self._rooms = rooms
+        self._verbosities = verbosities
 
     def highest(self) -> int:
         """The highest verbosity of any package."""
-        return max([self.verbosity, *(level for _, level in self._rooms)])
+        return max([self.verbosity, *(level for _, level in self._verbosities)])
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno > logging.DEBUG:
             return True
         from fnmatch import fnmatchcase
 
-        room = record.name.partition(".")[2]
-        fitting = (level for pattern, level in self._rooms if fnmatchcase(room, pattern))
+        package = record.name.partition(".")[2]
+        fitting = (level for pattern, level in self._verbosities if fnmatchcase(package, pattern))
         return next(fitting, self.verbosity) >= DEBUG_VERBOSITY
 
 

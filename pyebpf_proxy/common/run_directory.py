@@ -22,6 +22,8 @@ _FOLDER_MODE, _LOCK_MODE, _OTHERS = 0o700, 0o600, 0o077
 _OURS = frozenset((LOCK, SOCKET, "bpf", "clsact", "node-settings.json"))
 _PROC = Path("/proc")
 _COMMAND_CHARACTERS = 160
+#: Bytes that must be free: all files of the agent together are smaller.
+_LEAST_FREE = 1 << 16
 
 
 class RunDirectory:
@@ -123,6 +125,22 @@ class RunDirectory:
             except OSError:
                 break
         self._made.clear()
+
+
+def obstacle(directory: Path) -> str:
+    """Why the agent cannot write to its run folder; empty: it can, or there is none."""
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return ""
+    if found.f_flag & os.ST_RDONLY:
+        return "it is read-only"
+    # Root may use the blocks that are reserved.
+    if found.f_blocks and found.f_bfree * found.f_frsize < _LEAST_FREE:
+        return "its file system is full"
+    if found.f_files and not found.f_ffree:
+        return "its file system has no inode left"
+    return ""
 
 
 def lock_holder(lock: Path) -> int | None:

@@ -11,8 +11,8 @@ from pyebpf_proxy.config import addresses, gates, loader
 from pyebpf_proxy.config.defaults import (
     HEALTHZ_PORT,
     METRICS_PORT,
-    in_force,
     with_defaults,
+    with_effective_values,
     with_platform_defaults,
 )
 from pyebpf_proxy.config.flags import Flags
@@ -35,7 +35,7 @@ def complete(flags: Flags, warn: Callable[[str, str | None], None]) -> KubeProxy
         read = loader.read(Path(flags.config))
         for warning in read.warnings:
             warn(warning, flags.config)
-        config = in_force(with_defaults(read.config))
+        config = with_effective_values(with_defaults(read.config))
         config = config.model_copy(update={"logging": _logging(config, flags, from_file=True)})
     else:
         config = _from_flags(flags)
@@ -64,7 +64,7 @@ def complete(flags: Flags, warn: Callable[[str, str | None], None]) -> KubeProxy
 def _from_flags(flags: Flags) -> KubeProxyConfiguration:
     """Defaults, overridden by the flags. An explicit zero of a flag is kept, unlike one of a file."""
     # kube-proxy computes its defaults for mode "": periods and masqueradeAll are those of iptables.
-    config = in_force(with_defaults(KubeProxyConfiguration()))
+    config = with_effective_values(with_defaults(KubeProxyConfiguration()))
     changes: dict[str, Any] = {}
     for path, value in flags.fields():
         _put(changes, path, value)

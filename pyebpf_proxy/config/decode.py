@@ -2,7 +2,7 @@
 """Plain values to a typed configuration: the rules and messages of Go's strict decoder (spec/configuration §1.1).
 
 Every value is checked against the models. Unknown and duplicate fields are collected as strict errors, wrong types as
-errors. The first error is the one that kube-proxy reports: a bad value with a reader of its own (duration, quantity)
+errors. The first error is the one that kube-proxy reports: a bad value that has its own reader (duration, quantity)
 ends kube-proxy's pass at once, other wrong types are only collected.
 """
 

@@ -91,7 +91,7 @@ def with_platform_defaults(config: KubeProxyConfiguration) -> KubeProxyConfigura
     return config.model_copy(update=update)
 
 
-def in_force(config: KubeProxyConfiguration) -> KubeProxyConfiguration:
+def with_effective_values(config: KubeProxyConfiguration) -> KubeProxyConfiguration:
     """Zero the values that kube-proxy keeps only once, except in the section of the mode (spec/configuration §3).
 
     These are ``syncPeriod`` and ``minSyncPeriod``, and ``masqueradeAll``, which mode ipvs takes from ``iptables``.

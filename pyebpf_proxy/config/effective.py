@@ -12,7 +12,7 @@ from typing import Literal, cast, get_args
 from pyebpf_proxy.config import addresses, durations, gates, validation
 from pyebpf_proxy.config.addresses import Address, Network
 from pyebpf_proxy.config.datapath_model import DatapathConfiguration
-from pyebpf_proxy.config.families import Stated
+from pyebpf_proxy.config.families import FamilyValues
 from pyebpf_proxy.config.flags import Flags
 from pyebpf_proxy.config.kernel import KernelSettings, kernel_settings, localhost_node_ports
 from pyebpf_proxy.config.loader import ConfigError
@@ -37,7 +37,7 @@ class ApiServer:
 
 @dataclass(frozen=True, slots=True)
 class Effective:
-    """The settings in force. Immutable; a changed file takes effect with a restart."""
+    """The settings in effect. Immutable; a changed file takes effect with a restart."""
 
     node_name: str
     #: Services behave as in kube-proxy's nftables mode, otherwise as in its iptables mode (also for ``ipvs``).
@@ -57,7 +57,7 @@ class Effective:
     interface_name_prefix: str
     #: CIDRs, or only ``primary``; empty: every local address (spec/service-semantics §8).
     node_port_addresses: tuple[str, ...]
-    #: Whether it is in force: requested, and a loopback address is among those that serve NodePorts.
+    #: Whether it is in effect: requested, and a loopback address is among those that serve NodePorts.
     localhost_node_ports: bool
     kernel: KernelSettings
     #: Seconds.
@@ -72,7 +72,7 @@ class Effective:
     bind_address_hard_fail: bool
     enable_profiling: bool
     #: Values that must fit the IP families of the Node.
-    stated: Stated
+    family_values: FamilyValues
     #: The clean-up after kube-proxy keeps IPVS virtual servers in these ranges.
     ipvs_exclude_cidrs: tuple[Network, ...]
     directory: Path
@@ -159,7 +159,7 @@ def effective(config: KubeProxyConfiguration, flags: Flags, own: DatapathConfigu
         healthz_address=None if healthz is None else (healthz[0], int(healthz[1])),
         bind_address_hard_fail=config.bind_address_hard_fail,
         enable_profiling=config.enable_profiling,
-        stated=Stated(
+        family_values=FamilyValues(
             cluster_cidrs=tuple(config.cluster_cidr.split(",")) if config.cluster_cidr else (),
             node_port_addresses=tuple(config.node_port_addresses or ()),
             exclude_cidrs=tuple(config.ipvs.exclude_cidrs or ()),

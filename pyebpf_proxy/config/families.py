@@ -21,7 +21,7 @@ PRIMARY = "primary"
 
 
 @dataclass(frozen=True, slots=True)
-class Stated:
+class FamilyValues:
     """The values of the configuration that depend on IP families, as validated texts."""
 
     cluster_cidrs: tuple[str, ...] = ()
@@ -61,14 +61,14 @@ def node_port_cidrs(words: tuple[str, ...], node_ips: Mapping[IPFamily, bytes]) 
     return found
 
 
-def node_ports(stated: Stated, node_ips: Mapping[IPFamily, bytes], pod_cidrs: Iterable[Network]) -> Finding:
+def node_ports(values: FamilyValues, node_ips: Mapping[IPFamily, bytes], pod_cidrs: Iterable[Network]) -> Finding:
     """Warnings about NodePorts on more addresses than probably intended. Never fatal."""
     primary = primary_family(node_ips)
     here, other = _name(primary), _name(_other(primary))
-    cidrs = node_port_cidrs(stated.node_port_addresses, node_ips)
+    cidrs = node_port_cidrs(values.node_port_addresses, node_ips)
     of_primary = [cidr for cidr in cidrs if _family(cidr) == primary]
     pods = [str(cidr) for cidr in pod_cidrs]
-    lists = (stated.cluster_cidrs, cidrs, stated.exclude_cidrs, pods)
+    lists = (values.cluster_cidrs, cidrs, values.exclude_cidrs, pods)
     dual_stack = any({_family(text) for text in texts} == {IPFamily.IPV4, IPFamily.IPV6} for texts in lists)
     if not cidrs:
         return Finding(
@@ -94,26 +94,28 @@ def node_ports(stated: Stated, node_ips: Mapping[IPFamily, bytes], pod_cidrs: It
     return Finding([])
 
 
-def wrong_families(stated: Stated, primary: IPFamily, *, dual_stack: bool, pod_cidrs: Collection[Network]) -> Finding:
+def wrong_families(
+    values: FamilyValues, primary: IPFamily, *, dual_stack: bool, pod_cidrs: Collection[Network]
+) -> Finding:
     """Values of the other family only. ``dual_stack``: the kernel has both families; ``pod_cidrs``: of this Node."""
     wrong = _other(primary)
     cluster = f"cluster is {_name(primary)}-{'primary' if dual_stack else 'only'} but"
     only = f"contains only {_name(wrong)} addresses"
     texts = []
     fatal = False
-    if _all(stated.cluster_cidrs, wrong):
+    if _all(values.cluster_cidrs, wrong):
         texts.append(f"{cluster} clusterCIDRs {only}")
-        fatal |= stated.detect_local_mode == "ClusterCIDR" and not dual_stack
+        fatal |= values.detect_local_mode == "ClusterCIDR" and not dual_stack
     if _all([str(cidr) for cidr in pod_cidrs], wrong):
         texts.append(f"{cluster} node.spec.podCIDRs {only}")
-        fatal |= stated.detect_local_mode == "NodeCIDR"
-    vip = addresses.parse_ip(stated.source_vip)
+        fatal |= values.detect_local_mode == "NodeCIDR"
+    vip = addresses.parse_ip(values.source_vip)
     if vip is not None and IPFamily(vip.version) == wrong:
         texts.append(f"{cluster} winkernel.sourceVip is {_name(wrong)}")
     if not dual_stack:
-        if _all(stated.exclude_cidrs, wrong):
+        if _all(values.exclude_cidrs, wrong):
             texts.append(f"{cluster} ipvs.excludeCIDRs {only}")
-        for field, text in (("healthz", stated.healthz_address), ("metrics", stated.metrics_address)):
+        for field, text in (("healthz", values.healthz_address), ("metrics", values.metrics_address)):
             parts = addresses.split_host_port(text)
             ip = addresses.parse_ip(parts[0]) if parts else None
             if ip is not None and IPFamily(ip.version) == wrong and not ip.is_unspecified:

@@ -38,7 +38,7 @@ class Flags:
 
     @property
     def write_config_to(self) -> str:
-        """Where the configuration in force is to be written, or ""."""
+        """Where the effective configuration is to be written, or ""."""
         return str(self.values.get("write-config-to", ""))
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration, flags and gates in force, as texts for the metrics server."""
+"""The effective configuration, flags and gates, as texts for the metrics server."""
 
 from __future__ import annotations
 

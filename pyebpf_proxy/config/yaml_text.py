@@ -34,7 +34,7 @@ _TIMESTAMP = re.compile(
     r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?:[Tt][0-9]{1,2}:[0-9]{1,2}:[0-9]{1,2}(?:\.[0-9]+)?(?:Z|[-+][0-9]{2}:[0-9]{2})"
     r"| [0-9]{1,2}:[0-9]{1,2}:[0-9]{1,2}(?:\.[0-9]+)?)?"
 )
-_ENDLESS = {".inf": "+Inf", "+.inf": "+Inf", "-.inf": "-Inf", ".nan": "NaN"}
+_NON_FINITE = {".inf": "+Inf", "+.inf": "+Inf", "-.inf": "-Inf", ".nan": "NaN"}
 
 
 class Number(str):
@@ -43,7 +43,7 @@ class Number(str):
     __slots__ = ()
 
 
-class Endless(Number):
+class NonFinite(Number):
     """Infinity or not-a-number, which JSON cannot represent."""
 
     __slots__ = ()
@@ -280,8 +280,8 @@ def _implicit(text: str) -> tuple[str, object]:
         return ("null" if value is None else "bool"), value
     if first == "." or text[:2] in ("+.", "-."):
         lower = text.lower()
-        if lower in _ENDLESS and text[-3:] in ("inf", "Inf", "INF", "nan", "NaN", "NAN"):
-            return "float", Endless(_ENDLESS[lower])
+        if lower in _NON_FINITE and text[-3:] in ("inf", "Inf", "INF", "nan", "NaN", "NAN"):
+            return "float", NonFinite(_NON_FINITE[lower])
     if first and first in "+-0123456789.":
         number = _number(text if first == "." else text.replace("_", ""))
         if number is not None:
@@ -307,7 +307,7 @@ def _number(text: str) -> Number | None:
 
 def _key(value: object) -> Any:
     """The identity of a key: Go's maps distinguish 1, "1" and true."""
-    if isinstance(value, Endless):
+    if isinstance(value, NonFinite):
         return "float", {"+Inf": ".inf", "-Inf": "-.inf", "NaN": ".nan"}[value]
     if isinstance(value, Number):
         return "number", str(value)
@@ -348,7 +348,7 @@ def _plain_keys(root: object) -> object:
     while waiting:
         value, children_done = waiting.pop()
         if not isinstance(value, (list, dict)) or id(value) in done:
-            if isinstance(value, Endless):
+            if isinstance(value, NonFinite):
                 raise ValueError(f"json: unsupported value: {value}")
             continue
         children = list(value.values()) if isinstance(value, dict) else value

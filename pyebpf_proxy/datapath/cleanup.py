@@ -10,8 +10,8 @@ fail. Only what belongs to the instance is removed:
 * the table by its name; other tables, and the conntrack entries of live flows, stay;
 * pins in the instance's folder only; the bpffs is unmounted only if the proxy mounted it and it is empty (``mounts``);
 * node settings are restored first, while the programs still protect what they open, and only those that still have the
-  value that the proxy wrote (``sysctls``); the settings of the fast path are restored last, when it is gone; beside a
-  kube-proxy only the latter: it has asked for the others, and asks only once;
+  value that the proxy wrote (``sysctls``); the settings of the fast path are restored last, when it is gone; if
+  kube-proxy runs, only the latter: it has set the others, and sets them only once;
 * of the run directory only files named by their owners, and the directory itself if it is then empty.
 """
 
@@ -60,7 +60,7 @@ def cleanup(directory: Path, own_files: Iterable[str] = (), keep_settings: bool 
             report.removed += step(directory)
         except OSError as error:
             report.problems.append(str(error))
-    # The fast path is gone; conntrack, strict again, must go on translating the connections that used it.
+    # The fast path is gone; conntrack, strict again, must continue to translate the connections that used it.
     if held(LIBERAL, directory):
         try:
             make_liberal()

@@ -9,6 +9,7 @@ from typing import Any
 
 from pyebpf_proxy.common.errors import DatapathError
 from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.common.run_directory import obstacle
 from pyebpf_proxy.config.addresses import Address
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.datapath.cleanup import cleanup
@@ -30,6 +31,7 @@ from pyebpf_proxy.datapath.managers.programs import Programs
 from pyebpf_proxy.datapath.managers.service_maps import ServiceMaps
 from pyebpf_proxy.datapath.managers.sockets import SocketPrograms
 from pyebpf_proxy.datapath.managers.udp_flows import UdpFlows
+from pyebpf_proxy.datapath.netlink.subscription import overruns
 from pyebpf_proxy.datapath.node import mounts
 from pyebpf_proxy.datapath.node.sysctls import WarnNode
 from pyebpf_proxy.datapath.view import flow_table, view
@@ -192,7 +194,7 @@ class Datapath:
         return self._programs.reasons()
 
     def refusals(self) -> Mapping[str, str]:
-        """Configured features that are not available, and why."""
+        """Features that are not available, and why."""
         return self._programs.loaded.refusals if self._running else {}
 
     def xdp_devices(self) -> Mapping[str, str]:
@@ -216,7 +218,13 @@ class Datapath:
             return {}
         fast_path = self._fast_path
         found = view(self._programs.loaded, self._node_maps.node, fast_path.fast_path, fast_path.promoter)
-        return {**found, "pinsGone": self._pins.why_gone, "conntrackRefusals": self._conntrack.refusals()}
+        return {
+            **found,
+            "pinsGone": self._pins.why_gone,
+            "conntrackRefusals": self._conntrack.refusals(),
+            "netlinkOverruns": overruns(),
+            "runFolder": obstacle(self._effective.directory),
+        }
 
 
 @contextmanager

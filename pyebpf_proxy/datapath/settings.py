@@ -143,11 +143,11 @@ def snat_ports(local: tuple[int, int]) -> SnatPorts | None:
     return SnatPorts(range(_FIRST_PORT, end), range(end, _LAST_PORT + 1))
 
 
-def beside_fast_path(behaviour: Behaviour, there_is_one: bool) -> Behaviour:
+def with_fast_path_support(behaviour: Behaviour, enabled: bool) -> Behaviour:
     """Support for the fast path in the nft table: it marks first packets and avoids the fast path's source ports."""
-    ports = snat_ports(local_ports()) if there_is_one else None
+    ports = snat_ports(local_ports()) if enabled else None
     kernels = None if ports is None else (ports.netfilter.start, ports.netfilter.stop - 1)
-    return behaviour._replace(prove_new=there_is_one, masquerade_ports=kernels)
+    return behaviour._replace(prove_new=enabled, masquerade_ports=kernels)
 
 
 def local_ports() -> tuple[int, int]:

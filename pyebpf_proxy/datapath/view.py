@@ -23,7 +23,7 @@ class FlowTable(NamedTuple):
     """The result of the last sweep: entries (two per flow), capacity, and young flows."""
 
     entries: int
-    room: int
+    capacity: int
     young: int
 
 

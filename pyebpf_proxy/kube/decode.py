@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import chain
 from sys import intern
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ class UnreadableError(Exception):
 class _Group(NamedTuple):
     type: type[Object]
     group: str
+    bound: Callable[[Any], Iterator[validation.Finding]] | None
     check: Callable[[Any], Iterator[validation.Finding]]
     default: Callable[[Any], None] | None
     label: bool  # the name is a DNS label
@@ -59,18 +61,30 @@ class _Group(NamedTuple):
 
 #: The kinds that are used.
 KINDS: dict[str, _Group] = {
-    "Service": _Group(Service, "", validation.check_service, validation.default_service, True, True),
+    "Service": _Group(
+        Service, "", validation.bound_service, validation.check_service, validation.default_service, True, True
+    ),
     "EndpointSlice": _Group(
         EndpointSlice,
         "discovery.k8s.io",
+        None,
         validation.check_endpoint_slice,
         validation.default_endpoint_slice,
         False,
         True,
     ),
-    "Node": _Group(Node, "", validation.check_node, None, False, False),
-    "ServiceCIDR": _Group(ServiceCIDR, "networking.k8s.io", validation.check_service_cidr, None, False, False),
+    "Node": _Group(Node, "", None, validation.check_node, None, False, False),
+    "ServiceCIDR": _Group(ServiceCIDR, "networking.k8s.io", None, validation.check_service_cidr, None, False, False),
 }
+
+#: Maximum of values of one object, so that it takes little memory and time: several times what etcd's 1.5 MiB can hold.
+MOST_VALUES = 200_000
+#: Bytes of JSON that cannot hold so many values; only larger objects are counted.
+_FEW_BYTES = MOST_VALUES
+_PIECE = 1 << 16
+TOO_MANY = f"one object has more than {MOST_VALUES} values"
+#: Maximum of messages about one object.
+MOST_MESSAGES = 100
 
 # YAML's anchors can make a list its own item.
 _DEEPEST_LIST = 3
@@ -83,18 +97,59 @@ _read_any = msgspec.json.Decoder()
 _READERS = {kind: msgspec.json.Decoder(group.type) for kind, group in KINDS.items()}
 
 
+class _Name(msgspec.Struct, gc=False):
+    """The name in ``metadata``."""
+
+    name: str | None = None
+    namespace: str | None = None
+
+
 class _Header(msgspec.Struct, rename="camel", gc=False):
-    """The fields that identify a JSON text without decoding all of it twice."""
+    """The fields that identify a JSON text. All others are skipped: no Python objects are made of them."""
 
     api_version: Any = None
     kind: Any = None
+    metadata: msgspec.Raw = msgspec.Raw(b"{}")
 
 
+class _Items(msgspec.Struct, gc=False):
+    """The items of a list, as texts."""
+
+    items: list[msgspec.Raw] | None = None
+
+
+_read_name = msgspec.json.Decoder(_Name)
 _read_header = msgspec.json.Decoder(_Header)
+_read_items = msgspec.json.Decoder(_Items)
 
 
 class _Loader(yaml.CSafeLoader):
-    """The C loader without YAML 1.1's dates (creationTimestamp is a string) and without the ``=`` value type."""
+    """The C loader without YAML 1.1's dates (creationTimestamp is a string) and without the ``=`` value type.
+
+    It counts the values of each object, and stops at the limit, before it has made Python objects of all of them.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._depth = self._values = 0
+        self._in_items = False
+
+    def descend_resolver(self, parent: Any, index: Any) -> None:
+        """Called for each node, with the node that contains it, and its position or the node of its key there."""
+        self._depth += 1
+        if self._depth == 1:
+            self._values = 0
+        elif self._depth == 2:
+            self._in_items = getattr(index, "value", None) == "items"
+        elif self._depth == 3 and self._in_items:
+            self._values = 0  # the next object of a list
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise UnreadableError(f"line {parent.start_mark.line + 1}: {TOO_MANY}")
+
+    def ascend_resolver(self) -> None:
+        """Called after each node."""
+        self._depth -= 1
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -111,6 +166,9 @@ def decode_json(data: bytes) -> Iterator[Decoded]:
     try:
         header = _read_header.decode(data)
         kind = header.kind if isinstance(header.kind, str) else ""
+        if _is_large(data):
+            yield from _large(header, data)
+            return
         if kind in KINDS and header.api_version == _api_version(KINDS[kind]):
             yield _finish(kind, _READERS[kind].decode(data))
             return
@@ -125,9 +183,51 @@ def decode_json(data: bytes) -> Iterator[Decoded]:
     yield from decode_document(document)
 
 
+def _is_large(data: bytes | msgspec.Raw) -> bool:
+    """Whether a JSON text has more values than one object may have; commas are between them, and perhaps in strings."""
+    if len(data) <= _FEW_BYTES:
+        return False
+    view = memoryview(data)
+    pieces = (view[at : at + _PIECE].tobytes() for at in range(0, len(view), _PIECE))
+    return sum(piece.count(b",") for piece in pieces) > MOST_VALUES
+
+
+def _large(header: _Header, data: bytes) -> Iterator[Decoded]:
+    """A JSON text with more values than one object may have: the items of a list one by one, or a refusal."""
+    kind, version = header.kind, header.api_version
+    if not isinstance(kind, str) or not kind.endswith("List"):
+        yield _too_large(header)
+        return
+    default_kind = kind.removesuffix("List")
+    default_version = version if default_kind and isinstance(version, str) else ""
+    for item in _read_items.decode(data).items or ():
+        if _is_large(item):
+            header = _read_header.decode(item)
+            header.kind, header.api_version = header.kind or default_kind, header.api_version or default_version
+            yield _too_large(header)
+        else:
+            yield from decode_document(_read_any.decode(item), default_kind, default_version, 1)
+
+
+def _too_large(header: _Header) -> Decoded:
+    """The refusal of an object of which only the header was read; one that is not used is ignored as always."""
+    try:
+        name = msgspec.structs.asdict(_read_name.decode(header.metadata))
+    except msgspec.ValidationError:
+        name = {}
+    decoded = next(decode_document({"kind": header.kind, "apiVersion": header.api_version, "metadata": name}))
+    if decoded.key is None:
+        return decoded
+    return Decoded(decoded.key, None, (f"{decoded.key}: {TOO_MANY}",))
+
+
 def decode_object(kind: Kind, data: bytes | msgspec.Raw) -> Decoded:
     """One object of a known kind, as the API server writes it (in a list without its kind). Raises UnreadableError."""
     try:
+        if _is_large(data):
+            header = _read_header.decode(data)
+            header.kind, header.api_version = kind, _api_version(KINDS[kind])
+            return _too_large(header)
         try:
             return _finish(kind, _READERS[kind].decode(data))
         except msgspec.ValidationError:
@@ -195,7 +295,7 @@ def decode_document(
         if depth == _DEEPEST_LIST:
             yield Decoded(messages=(f"{kind}: more than {_DEEPEST_LIST} lists inside each other",))
             return
-        # Items of a typed list may be bare, as the API server writes them; those of a List say what they are.
+        # Items of a typed list may be bare, as the API server writes them; those of a List name their kind.
         item_version = version if item_kind and isinstance(version, str) else ""
         for item in document["items"] or ():
             yield from decode_document(item, item_kind, item_version, depth + 1)
@@ -240,13 +340,18 @@ def _finish(kind: str, value: Object) -> Decoded:
         where = f"{kind} in namespace {namespace}" if namespace else kind
         return Decoded(messages=(f"{where}: metadata.name: {problem}",))
     key = ObjectKey(kind, namespace, metadata.name or "")  # type: ignore[arg-type]
+    bound = tuple(group.bound(value)) if group.bound is not None else ()
     if group.default is not None:
         group.default(value)
-    findings = tuple(group.check(value))
-    if not findings:
-        return Decoded(key, value)
-    messages = tuple(f"{key}: {finding.text}" for finding in findings)
-    return Decoded(key, None if any(finding.refused for finding in findings) else value, messages)
+    messages: list[str] = []
+    number = refused = 0
+    for number, finding in enumerate(chain(bound, group.check(value)), 1):
+        refused += finding.refused
+        if number <= MOST_MESSAGES:
+            messages.append(f"{key}: {finding.text}")
+    if number > MOST_MESSAGES:
+        messages.append(f"{key}: {number - MOST_MESSAGES} more")
+    return Decoded(key, None if refused else value, tuple(messages))
 
 
 def _api_version(group: _Group) -> str:

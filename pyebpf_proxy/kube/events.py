@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 EventType = Literal["Normal", "Warning"]
 
 
-class About(NamedTuple):
+class ObjectReference(NamedTuple):
     """The object that an event is about. A Node's namespace is empty."""
 
     kind: Literal["Node", "Service"]
@@ -19,5 +19,5 @@ class About(NamedTuple):
 class Recorder(Protocol):
     """Records events. Never blocks and never fails: an event that cannot be sent is dropped and logged."""
 
-    def event(self, about: About, event_type: EventType, reason: str, action: str, note: str) -> None:
+    def event(self, about: ObjectReference, event_type: EventType, reason: str, action: str, note: str) -> None:
         """Record one event; safe in any thread."""

@@ -330,7 +330,7 @@ class ManifestSource:
             self._leaving.setdefault(name, time.monotonic() + DELETION_DELAY)
 
     def _bury(self) -> None:
-        """Remove files that have been missing long enough. One that is back causes an event of its own."""
+        """Remove files that have been missing long enough. A file that is back causes its own event."""
         now = time.monotonic()
         for name in [name for name, final in self._leaving.items() if final <= now]:
             del self._leaving[name]

@@ -7,8 +7,13 @@ this module only has the types.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 from msgspec import field
+
+#: A number of at most 64 bits: JSON has larger ones, which cannot be encoded again.
+Number = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class Annotations(msgspec.Struct, gc=False):
@@ -33,14 +38,14 @@ class ServicePort(msgspec.Struct, rename="camel", gc=False):
 
     name: str | None = None
     protocol: str | None = None
-    port: int | None = None
-    node_port: int | None = None
+    port: Number | None = None
+    node_port: Number | None = None
 
 
 class ClientIPConfig(msgspec.Struct, rename="camel", gc=False):
     """``spec.sessionAffinityConfig.clientIP``."""
 
-    timeout_seconds: int | None = None
+    timeout_seconds: Number | None = None
 
 
 class SessionAffinityConfig(msgspec.Struct, gc=False):
@@ -63,7 +68,7 @@ class ServiceSpec(msgspec.Struct, rename="camel", gc=False):
     session_affinity: str | None = None
     session_affinity_config: SessionAffinityConfig | None = None
     load_balancer_source_ranges: tuple[str, ...] | None = None
-    health_check_node_port: int | None = None
+    health_check_node_port: Number | None = None
 
 
 class Ingress(msgspec.Struct, rename="camel", gc=False):
@@ -139,7 +144,7 @@ class EndpointPort(msgspec.Struct, gc=False):
 
     name: str | None = None
     protocol: str | None = None
-    port: int | None = None
+    port: Number | None = None
 
 
 class EndpointSlice(msgspec.Struct, rename="camel", gc=False):
@@ -176,7 +181,7 @@ class NodeSpec(msgspec.Struct, gc=False):
 class DaemonEndpoint(msgspec.Struct, gc=False):
     """``status.daemonEndpoints.kubeletEndpoint`` of a Node."""
 
-    port: int | None = field(default=None, name="Port")
+    port: Number | None = field(default=None, name="Port")
 
 
 class NodeDaemonEndpoints(msgspec.Struct, rename="camel", gc=False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -25,6 +26,11 @@ _NAMES = re.compile(rf"(?:(?:{_SUBDOMAIN.pattern})?/)*(?:{_SUBDOMAIN.pattern})?"
 _PROTOCOLS = ("TCP", "UDP", "SCTP")
 _POLICIES = (None, "", "Cluster", "Local")
 _FAMILY_NAMES = {"IPv4": IPFamily.IPV4, "IPv6": IPFamily.IPV6}
+
+
+#: Maximum of entries of each list of a Service that are read at all, addresses and ranges per family. What one Service
+#: may have is less (services/frontends.py); this bounds the cost of finding that out.
+MOST_ENTRIES = 16_384
 
 
 class Finding(NamedTuple):
@@ -54,6 +60,35 @@ def check_name(name: str | None, *, label: bool) -> str | None:
     elif len(name) > 253 or _SUBDOMAIN.fullmatch(name) is None:
         return f"{quote(name)} is not a DNS subdomain (a-z, 0-9, - and ., at most 253 characters)"
     return None
+
+
+def bound_service(service: Service) -> Iterator[Finding]:
+    """Leave out what is beyond :data:`MOST_ENTRIES`, before each entry is read."""
+    spec = service.spec
+    balancer = service.status.load_balancer if service.status else None
+    ingress = (balancer.ingress if balancer else None) or ()
+    for path, number in (
+        ("spec.externalIPs", len(spec.external_ips or ())),
+        ("spec.loadBalancerSourceRanges", len(spec.load_balancer_source_ranges or ())),
+        ("spec.ports", len(spec.ports or ())),
+        ("status.loadBalancer.ingress", len(ingress)),
+    ):
+        if number > MOST_ENTRIES:
+            yield Finding(f"{path}: {number} are more than {MOST_ENTRIES}: the others are left out", False)
+    spec.external_ips = _first(spec.external_ips)
+    spec.load_balancer_source_ranges = _first(spec.load_balancer_source_ranges)
+    if spec.ports is not None:
+        spec.ports = spec.ports[:MOST_ENTRIES]
+    if balancer is not None and len(ingress) > MOST_ENTRIES:
+        balancer.ingress = ingress[:MOST_ENTRIES]
+
+
+def _first(texts: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """The first texts of each family: a family that had source ranges still has some."""
+    if texts is None or len(texts) <= MOST_ENTRIES:
+        return texts
+    of_family = ((text for text in texts if (":" in text) == six) for six in (False, True))
+    return tuple(text for each in of_family for text in islice(each, MOST_ENTRIES))
 
 
 def check_service(service: Service) -> Iterator[Finding]:
@@ -112,7 +147,7 @@ def _check_cluster_ips(service: Service) -> Iterator[Finding]:
         for address in (spec.cluster_ips or ())[i : i + 1]:
             packed = parse_address(address)
             if packed is not None and family_of(packed) != _FAMILY_NAMES[name]:
-                what = f"{quote(address)} is not an {name} address, as spec.ipFamilies says"
+                what = f"{quote(address)} is not an {name} address, as spec.ipFamilies requires"
                 yield Finding(f"spec.clusterIPs[{i}]: {what}", True)
 
 

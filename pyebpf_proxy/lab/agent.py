@@ -31,6 +31,11 @@ START_DEADLINE = 120.0
 FAST_PATH = "PEP_FAST_PATH"
 #: With 1 every agent has XDP on its node's eth0 (and the fast path on), unless the test sets the devices.
 XDP = "PEP_XDP"
+#: With 1 every agent has the DaemonSet's capabilities and no others, unless the test sets the command that enters.
+FEW_RIGHTS = "PEP_FEW_RIGHTS"
+_KEPT = "-all,+bpf,+net_admin,+perfmon"
+#: A command behind this one has the capabilities that the DaemonSet gives the agent, and no others.
+THREE_CAPABILITIES = ("setpriv", f"--bounding-set={_KEPT}", f"--inh-caps={_KEPT}")
 
 
 def command() -> list[str]:
@@ -98,7 +103,7 @@ class Agent:
         path = self.folder / "config.yaml"
         path.write_text(yaml.safe_dump(self.configuration(config), sort_keys=False))
         arguments = ["--config", str(path), "--manifests", str(self.manifests), *self._directory()]
-        own = _as_the_run_says(own)
+        own = _with_run_defaults(own)
         if own is not None:
             path = self.folder / "datapath.yaml"
             path.write_text(yaml.safe_dump({"apiVersion": API_VERSION, "kind": KIND, **own}, sort_keys=False))
@@ -107,13 +112,19 @@ class Agent:
         self._ever_started = True
         with open(self.log_file, "ab") as log:
             self.process = subprocess.Popen(
-                [*(enter or ("ip", "netns", "exec", self.namespace.name)), *command(), *arguments],
+                [*(enter or self._enter()), *command(), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 preexec_fn=die_with_parent,
                 start_new_session=True,  # Ctrl-C reaches only the lab, which ends the agent
             )
+
+    def _enter(self) -> tuple[str, ...]:
+        if not _wanted(FEW_RIGHTS):
+            return ("ip", "netns", "exec", self.namespace.name)
+        # As a container has it: /sys as the host's, which ``ip netns exec`` would mount anew.
+        return ("nsenter", f"--net={self.namespace.path}", *THREE_CAPABILITIES)
 
     def _directory(self) -> list[str]:
         return ["--directory", str(self.directory)]
@@ -204,22 +215,22 @@ def _stamps(which: re.Pattern[str], page: str) -> dict[str, float]:
     return {family: float(value) for family, value in which.findall(page)}
 
 
-def _as_the_run_says(own: dict[str, Any] | None) -> dict[str, Any] | None:
+def _with_run_defaults(own: dict[str, Any] | None) -> dict[str, Any] | None:
     """The test's fields, with defaults for the whole test run from the environment."""
-    said: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if _wanted(XDP):
-        said = {"fastPath": True, "xdpDevices": ["eth0"]}
+        options = {"fastPath": True, "xdpDevices": ["eth0"]}
     if (fast := _wanted(FAST_PATH)) is not None:
-        said["fastPath"] = fast
-    return {**said, **(own or {})} if said else own
+        options["fastPath"] = fast
+    return {**options, **(own or {})} if options else own
 
 
 def _wanted(variable: str) -> bool | None:
     """None: it is not set."""
-    said = os.environ.get(variable, "")
-    if said not in ("", "0", "1"):
-        raise LabError(f"{variable} is {said}: must be 1 (on) or 0 (off)")
-    return said == "1" if said else None
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise LabError(f"{variable} is {value}: must be 1 (on) or 0 (off)")
+    return value == "1" if value else None
 
 
 def _scrape() -> str:

@@ -25,7 +25,7 @@ LINE = "{:<9} {:<26} {:<5} {:<4} {:<14} {:<38} {}"
 class Row(NamedTuple):
     """One line of the final table."""
 
-    who: str
+    name: str
     what: str
     family: str
     protocol: str
@@ -163,14 +163,14 @@ def _change_under_load(lab: Lab) -> list[Row]:
     lab.wait_synced(removed[1])
     time.sleep(1.0)
     rows = []
-    for who, several in loads.items():
+    for name, several in loads.items():
         for load in several:
-            rows.append(_judge(who, load, load.stop(), added[0], removed[0]))
+            rows.append(_judge(name, load, load.stop(), added[0], removed[0]))
             print(rows[-1].text())
     return rows
 
 
-def _judge(who: str, load: Load, samples: Sequence[Sample], added: float, removed: float) -> Row:
+def _judge(name: str, load: Load, samples: Sequence[Sample], added: float, removed: float) -> Row:
     arrived = first_answer(samples, "web-3", added)
     gone = last_answer(samples, "web-3", removed)
     broken = failed(samples)
@@ -186,7 +186,7 @@ def _judge(who: str, load: Load, samples: Sequence[Sample], added: float, remove
     took = "-" if arrived is None else f"in after {arrived * 1000:.0f} ms, out after {gone * 1000:.0f} ms"
     protocol, _, target = load.name.partition(" to ")
     family = "IPv6" if target.count(":") > 1 else "IPv4"
-    return Row(who, f"web under load: {len(samples)}", family, protocol, f"{len(broken)} failed", took, problem)
+    return Row(name, f"web under load: {len(samples)}", family, protocol, f"{len(broken)} failed", took, problem)
 
 
 def _replace(path: Path, text: str) -> tuple[float, float]:

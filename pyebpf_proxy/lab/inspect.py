@@ -35,9 +35,9 @@ def follow(node: Node, pins: Path, address: str, port: int, protocol: str = "TCP
     step = _lookup(node, pins / f"frontends{family}", key)
     yield step
     yield (step := _lookup(node, pins / "services", _bytes(step.entry["value"]["service"], 4)))
-    yield (step := _lookup(node, pins / "service_configs", _bytes(step.entry["value"]["table"], 4)))
-    table = step.entry["value"]
-    for slot in range(table["first_slot"], table["first_slot"] + table["cluster_count"] + table["local_count"]):
+    yield (step := _lookup(node, pins / "service_configs", _bytes(step.entry["value"]["config"], 4)))
+    config = step.entry["value"]
+    for slot in range(config["first_slot"], config["first_slot"] + config["cluster_count"] + config["local_count"]):
         yield (step := _lookup(node, pins / "slots", _bytes(slot, 4)))
         yield _lookup(node, pins / f"backends{family}", _bytes(step.entry["value"]["backend"], 4))
 

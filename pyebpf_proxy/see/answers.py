@@ -22,6 +22,10 @@ class SeeError(Exception):
     status = NO_ANSWER
 
 
+class OtherLayoutError(SeeError):
+    """The pinned maps are of another version."""
+
+
 class QuestionError(SeeError):
     """The arguments are wrong."""
 

@@ -75,13 +75,13 @@ def _clashes(plugin: Plugin, mark: int, cilium: Path) -> Iterator[Clash]:
 
 def _cilium(state: Path) -> Iterator[Clash]:
     try:
-        said = json.loads(state.read_bytes()).get("KubeProxyReplacement")
+        mode = json.loads(state.read_bytes()).get("KubeProxyReplacement")
     except (OSError, ValueError, AttributeError):
         return  # another check finds its maps
-    if str(said).lower() not in ("none", "", "false", "disabled"):
+    if str(mode).lower() not in ("none", "", "false", "disabled"):
         yield Clash(
             True,
-            f"Cilium runs with kubeProxyReplacement {said}: it implements Services itself, before pyebpf-proxy",
+            f"Cilium runs with kubeProxyReplacement {mode}: it implements Services itself, before pyebpf-proxy",
             "set kubeProxyReplacement: false (Helm), or do not run pyebpf-proxy",
         )
 

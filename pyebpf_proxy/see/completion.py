@@ -164,8 +164,8 @@ fi"""
 
 def zsh(commands: Sequence[Command]) -> str:
     """The script for zsh, also usable as a file in $fpath."""
-    told = {command.name: command.help for command in commands} | {"lab": _LAB}
-    listed = [f"        {_zsh_quoted(f'{name}:{text}')}" for name, text in told.items()]
+    texts = {command.name: command.help for command in commands} | {"lab": _LAB}
+    listed = [f"        {_zsh_quoted(f'{name}:{text}')}" for name, text in texts.items()]
     cases = []
     for command in commands:
         lines = [f"            {_zsh_option(option)}" for option in command.options]
@@ -185,8 +185,8 @@ _ZSH_KINDS: Mapping[Kind, str] = {
 
 
 def _zsh_option(option: Option) -> str:
-    said = option.help.replace("[", "\\[").replace("]", "\\]")
-    text = f"[{said}]"
+    description = option.help.replace("[", "\\[").replace("]", "\\]")
+    text = f"[{description}]"
     if option.takes:
         values = f"({' '.join(option.values)})" if option.values else " "
         text += f":{option.metavar}:{_ZSH_KINDS.get(option.kind, values)}"
@@ -216,8 +216,8 @@ complete -c pyebpf-proxy -f
 
 def fish(commands: Sequence[Command]) -> str:
     """The script for fish."""
-    told = {command.name: command.help for command in commands} | {"lab": _LAB}
-    lines = [f"{_FISH_FIRST} -a {name} -d {_fish_quoted(text)}" for name, text in told.items()]
+    texts = {command.name: command.help for command in commands} | {"lab": _LAB}
+    lines = [f"{_FISH_FIRST} -a {name} -d {_fish_quoted(text)}" for name, text in texts.items()]
     for command in commands:
         begin = f"complete -c pyebpf-proxy -n '__pyebpf_proxy_asked {command.name}'"
         lines += [f"{begin} {words}" for words in _fish_words(command)]

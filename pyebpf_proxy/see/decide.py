@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decision table in Python: what must happen to a packet (spec/service-semantics §5–§9). Pure.
 
-It decides about one packet from this node's maps and says which rules apply; ``explain`` compares it with a dry run of
-the programs. ``lab.rules`` is another model, which tests compare with: it knows Services and pods but no maps, so it
-also finds an error in the maps, and in this module.
+It decides about one packet from this node's maps and names the rules that apply; ``explain`` compares it with a dry
+run of the programs. ``lab.rules`` is another model, which tests compare with: it knows Services and pods but no maps,
+so it also finds an error in the maps, and in this module.
 """
 
 from __future__ import annotations

@@ -25,16 +25,19 @@ def differences(kernel: ServicePort, wanted: ServicePort | None) -> list[str]:
         return ["in the kernel, but not desired"]
     found = sets("address", set(kernel.frontends), set(wanted.frontends), _frontend_text)
     for what in ("cluster", "local"):
-        ours = {(e.address, e.port, e.local) for e in getattr(kernel, what)}
-        theirs = {(e.address, e.port, e.local) for e in getattr(wanted, what)}
+        actual = {(e.address, e.port, e.local) for e in getattr(kernel, what)}
+        desired = {(e.address, e.port, e.local) for e in getattr(wanted, what)}
         found += sets(
-            f"endpoint ({what})", ours, theirs, lambda e: format_address_port(e[0], e[1]) + (" (local)" if e[2] else "")
+            f"endpoint ({what})",
+            actual,
+            desired,
+            lambda e: format_address_port(e[0], e[1]) + (" (local)" if e[2] else ""),
         )
     found += sets("source range", set(kernel.source_ranges), set(wanted.source_ranges), format_prefix)
     for field, text in _FIELDS.items():
-        ours, theirs = getattr(kernel, field), getattr(wanted, field)
-        if ours != theirs:
-            found.append(f"{text}: {ours} in the kernel, {theirs} desired")
+        actual, desired = getattr(kernel, field), getattr(wanted, field)
+        if actual != desired:
+            found.append(f"{text}: {actual} in the kernel, {desired} desired")
     return found
 
 
@@ -47,11 +50,11 @@ _FIELDS = {
 }
 
 
-def sets(what: str, ours: set[T], theirs: set[T], text: Callable[[T], str]) -> list[str]:
+def sets(what: str, actual: set[T], desired: set[T], text: Callable[[T], str]) -> list[str]:
     """Elements of one side only."""
     return [
-        *(f"{what} {text(each)} is in the kernel, but not desired" for each in sorted(ours - theirs)),  # type: ignore[type-var]
-        *(f"{what} {text(each)} is desired, but not in the kernel" for each in sorted(theirs - ours)),  # type: ignore[type-var]
+        *(f"{what} {text(each)} is in the kernel, but not desired" for each in sorted(actual - desired)),  # type: ignore[type-var]
+        *(f"{what} {text(each)} is desired, but not in the kernel" for each in sorted(desired - actual)),  # type: ignore[type-var]
     ]
 
 

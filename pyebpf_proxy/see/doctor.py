@@ -98,7 +98,8 @@ def _rights() -> Found:
 def _programs() -> Found:
     """Load the programs with each option."""
     from pyebpf_proxy.datapath.loader.libbpf import BpfError
-    from pyebpf_proxy.see.loading import ATTEMPTS, OPTIONAL, attempt
+    from pyebpf_proxy.datapath.loader.programs import OPTIONAL
+    from pyebpf_proxy.see.loading import ATTEMPTS, attempt
 
     for name, text, settings, object_name, without in ATTEMPTS:
         try:
@@ -135,12 +136,14 @@ def _conntrack() -> Found:
     fill = facts.conntrack_fill()
     if fill is None:
         yield _warn("conntrack", "nf_conntrack is not loaded; the agent loads it", "modprobe nf_conntrack")
-    elif fill.used >= 0.9 * fill.room:
+    elif fill.used >= 0.9 * fill.capacity:
         yield _bad(
-            "conntrack", f"{fill.used} of {fill.room} entries in use", "raise nf_conntrack_max (conntrack.maxPerCore)"
+            "conntrack",
+            f"{fill.used} of {fill.capacity} entries in use",
+            "raise nf_conntrack_max (conntrack.maxPerCore)",
         )
     else:
-        yield _good("conntrack", f"{fill.used} of {fill.room} entries in use")
+        yield _good("conntrack", f"{fill.used} of {fill.capacity} entries in use")
     for name in ("nf_conntrack_acct", "nf_conntrack_timestamp"):
         if kernel_number(_PROC / "net/netfilter" / name) == 0:
             what = "bytes" if name.endswith("acct") else "age"
@@ -168,7 +171,9 @@ def _sysctls() -> Found:
             "sysctl -w net.ipv4.conf.all.rp_filter=2 (and for each device), if routes are asymmetric here",
         )
     if (_PROC / "net/bridge").is_dir() and kernel_number(_PROC / "net/bridge/bridge-nf-call-iptables") == 0:
-        yield _good("bridge-nf-call-iptables", "0: the tc programs lift replies between its pods (docs/data-plane.md)")
+        yield _good(
+            "bridge-nf-call-iptables", "0: the tc programs redirect replies between its pods to it (docs/data-plane.md)"
+        )
 
 
 def _others(directory: Path) -> Found:
@@ -218,7 +223,7 @@ def _mark_users(directory: Path, mark: int) -> Found:
     try:
         rules = [entry["rule"] for entry in facts.nft("list ruleset") or [] if "rule" in entry]
     except OSError as error:
-        yield _warn("masquerade bit", str(error), "apt-get install python3-nftables")
+        yield _warn("masquerade bit", str(error), facts.nft_remedy())
         return
     users = sorted(
         {

@@ -84,19 +84,19 @@ def _lately(maps: Pinned) -> dict[int, int] | None:
     return found
 
 
-def whose(drops: Sequence[model.Drop], maps: Pinned) -> None:
+def fill_services(drops: Sequence[model.Drop], maps: Pinned) -> None:
     """Fill in the service port of each latest packet."""
-    from pyebpf_proxy.see.partial_maps import Asked, PartialMaps
+    from pyebpf_proxy.see.partial_maps import DestinationLookup, PartialMaps
     from pyebpf_proxy.see.services import name_text
     from pyebpf_proxy.see.state import read_names
     from pyebpf_proxy.services.addresses import parse_address
 
-    asked = Asked(maps)
+    lookup = DestinationLookup(maps)
     for drop in drops:
         if not drop.destination:
             continue
         address, _, port = drop.destination.rpartition(":")
-        number = asked.service(parse_address(address.strip("[]")) or b"", int(port), Protocol[drop.protocol])
+        number = lookup.service(parse_address(address.strip("[]")) or b"", int(port), Protocol[drop.protocol])
         names, _ = read_names(PartialMaps(maps, {number: 0}))
         drop.service = name_text(names[number]) if number in names else ""
 
@@ -150,6 +150,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     with Pinned(arguments.directory) as maps:
         found = read(maps)
-        whose(found, maps)
+        fill_services(found, maps)
     show(arguments, model.Drops(drops=found), text(found, terminal()), (drop.reason for drop in found))
     return NOT_RIGHT if recent(found) else RIGHT

@@ -2,7 +2,7 @@
 """A dry run of the real program on a made-up packet: with the maps in use, and without side effects.
 
 A second copy of the program is loaded with the constants of the attached one and ``dry_run`` set (bpf/settings.h). It
-has maps of its own for everything that programs write: counters, affinity, round-robin cursors.
+has its own maps for everything that programs write: counters, affinity, round-robin cursors.
 """
 
 from __future__ import annotations

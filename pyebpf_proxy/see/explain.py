@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from pyebpf_proxy.see.wanted import Wanted
 
 #: The route is looked up for at most this many endpoints.
-_MOST_WAYS = 16
+_MOST_ROUTES = 16
 _PORT = 49152
 
 
 class Node:
     """The node's state that decides about packets, read once."""
 
-    def __init__(self, maps: Pinned, attached: Programs, told: Mapping[str, Any] | None = None) -> None:
-        """``told``: the agent's state (see/local.py); None if the agent does not answer."""
+    def __init__(self, maps: Pinned, attached: Programs, agent_state: Mapping[str, Any] | None = None) -> None:
+        """``agent_state``: the agent's state (see/local.py); None if the agent does not answer."""
         if attached.settings is None:
             raise SeeError(
                 attached.hidden
@@ -46,7 +46,7 @@ class Node:
         self.maps = maps
         self.attached = attached
         self.settings = attached.settings
-        self.told = told or {}
+        self.agent_state = agent_state or {}
         self.own: dict[bytes, bool] = {}
         for family in "46":
             value, key = maps.packer("node_address", "node_ports"), maps.packer(f"address{family}", "address")
@@ -70,29 +70,29 @@ class Node:
             return known[name].ifindex
         if source in self.own or ip_address(source).is_loopback:
             return 0
-        way = routes.way(source)
-        if way is None:
+        route = routes.lookup_route(source)
+        if route is None:
             raise QuestionError(f"no route to {format_address(source)}: name the ingress device with --device")
-        if way.local:
+        if route.local:
             return 0
-        ports = [device for device, bridge in self.bridges.items() if bridge == way.device]
-        return min(ports) if ports else way.device
+        ports = [device for device, bridge in self.bridges.items() if bridge == route.device]
+        return min(ports) if ports else route.device
 
     def ip_device(self, device: int) -> int:
         """The device that the IP layer sees: of a bridge port, the bridge."""
         return self.bridges.get(device) or device
 
-    def masquerade(self, way: routes.Way, destination: bytes) -> bytes:
+    def masquerade(self, route: routes.Route, destination: bytes) -> bytes:
         """The address that netfilter masquerades with: the device's address nearest to the next hop.
 
         An approximation of inet_select_addr() and ipv6_dev_get_saddr() of the kernel.
         """
-        hop = int.from_bytes(destination if len(destination) == 16 else way.gateway or destination, "big")
+        hop = int.from_bytes(destination if len(destination) == 16 else route.gateway or destination, "big")
         bits = 8 * len(destination)
         there = [
             each
             for each in self.attached.node.addresses.values()
-            if each.device == way.device
+            if each.device == route.device
             and each.scope == SCOPE_UNIVERSE
             and each.address.max_prefixlen == bits
             and not (bits == 32 and each.flags & IFA_F_SECONDARY)
@@ -138,28 +138,29 @@ def explain(maps: Pinned, packet: Packet, node: Node, known: state.State, wanted
             if _by_socket(packet, node):
                 other = "; masqueraded if it is bound to another address" if decision.masquerade else ""
                 decision.say(f"the socket connects to the endpoint from the route's source address{other}")
-            ways = decision.eligible[:_MOST_WAYS]
+            routed = decision.eligible[:_MOST_ROUTES]
             sockets = bool(node.attached.links)
-            paths = Paths(
-                maps, node.attached, sockets, packet, node.told.get("datapath", {}), node.told.get("refusals", {})
-            )
-            view.endpoints = [_choice(packet, each, decision, node, paths, each in ways) for each in decision.eligible]
+            of_datapath, refusals = (node.agent_state.get(name, {}) for name in ("datapath", "refusals"))
+            paths = Paths(maps, node.attached, sockets, packet, of_datapath, refusals)
+            view.endpoints = [
+                _choice(packet, each, decision, node, paths, each in routed) for each in decision.eligible
+            ]
     view.program = _program(maps, packet, node, bound)
     view.xdp = _xdp(maps, packet, node, bound)
     if view.program.ran and not _is_known(packet, view):
         view.disagreements = list(disagreements(view, decision, view.program))
         if view.xdp is not None and view.xdp.verdict != "left":
             view.disagreements += [f"XDP: {each}" for each in disagreements(view, decision, view.xdp)]
-    _say_full(view)
+    _add_full_conntrack(view)
     return view
 
 
-def _say_full(view: model.Explanation) -> None:
+def _add_full_conntrack(view: model.Explanation) -> None:
     """The kernel makes the conntrack entry after the programs. If the table is full, its drop is not counted here."""
     fill = facts.conntrack_fill()
-    if view.verdict != "served" or not view.device or fill is None or fill.used < fill.room:
+    if view.verdict != "served" or not view.device or fill is None or fill.used < fill.capacity:
         return
-    full = f"conntrack is full, {fill.used} of {fill.room} entries"
+    full = f"conntrack is full, {fill.used} of {fill.capacity} entries"
     if any(each.path == "fast" for each in view.endpoints):
         view.steps.append(f"{full}: a new flow through netfilter is dropped, a fast-path flow needs no entry")
         return
@@ -173,9 +174,9 @@ def _is_known(packet: Packet, view: model.Explanation) -> bool:
         return False
     from pyebpf_proxy.see.flows import dump
 
-    asked = ((packet.source, packet.source_port), (packet.destination, packet.destination_port))
+    wanted = ((packet.source, packet.source_port), (packet.destination, packet.destination_port))
     flow = next(
-        (flow for flow in dump() if (flow.client, flow.asked) == asked and flow.protocol == packet.protocol), None
+        (flow for flow in dump() if (flow.client, flow.frontend) == wanted and flow.protocol == packet.protocol), None
     )
     if flow is None:
         return False
@@ -220,7 +221,7 @@ def _by_socket(packet: Packet, node: Node) -> bool:
 
 
 def _choice(
-    packet: Packet, backend: Backend, decision: Decision, node: Node, paths: Paths, with_way: bool
+    packet: Packet, backend: Backend, decision: Decision, node: Node, paths: Paths, with_route: bool
 ) -> model.ChoiceView:
     hairpin = backend.address == packet.source
     masquerade = decision.masquerade or hairpin
@@ -230,32 +231,32 @@ def _choice(
         local=backend.local,
         masquerade=masquerade,
         masquerade_as="",
-        way_out="",
+        egress="",
     )
     if _by_socket(packet, node):
         # The socket connects to the endpoint itself, from the route's source address.
         view.masquerade = False
-    if with_way:
+    if with_route:
         source = packet.source if packet.device else b""
-        way = routes.way(backend.address, source, node.ip_device(packet.device))
-        if way is None:
-            view.way_out = "no route"
+        route = routes.lookup_route(backend.address, source, node.ip_device(packet.device))
+        if route is None:
+            view.egress = "no route"
         else:
-            through = f" through {format_address(way.gateway)}" if way.gateway else ""
-            view.way_out = f"{device_name(way.device)}{through}"
-            path = paths.to(backend, masquerade, way.device)
+            through = f" through {format_address(route.gateway)}" if route.gateway else ""
+            view.egress = f"{device_name(route.device)}{through}"
+            path = paths.to(backend, masquerade, route.device)
             view.path, view.path_reason, view.path_why = path.path, path.reason, path.why
             if view.masquerade:
-                view.masquerade_as = format_address(path.snat or node.masquerade(way, backend.address))
+                view.masquerade_as = format_address(path.snat or node.masquerade(route, backend.address))
     return view
 
 
 def _program(maps: Pinned, packet: Packet, node: Node, affinity: bytes | None) -> model.ProgramView:
     if not packet.device:
-        who = "socket programs have no test run"
+        why = "socket programs have no test run"
         if not _by_socket(packet, node):
-            who = f"nftables handles {packet.protocol.name} packets of this node"
-        return model.ProgramView(ran=False, why=f"{who}; the answer is from the rules alone")
+            why = f"nftables handles {packet.protocol.name} packets of this node"
+        return model.ProgramView(ran=False, why=f"{why}; the answer is from the rules alone")
     device = next((each for each in node.attached.devices if each.ifindex == packet.device), None)
     if device is None or device.program is None:
         name = device_name(packet.device)
@@ -343,14 +344,14 @@ def ask(
     wanted: Callable[[int], Wanted | None] = lambda service_ports: None,
 ) -> model.Explanation:
     """The answer to a question in words. ``wanted`` takes the number of service ports. SeeError."""
-    asked = parse_packet(source, destination, protocol)
+    places = parse_packet(source, destination, protocol)
     with Pinned(directory) as maps:
         node = Node(maps, programs.read(maps), local.state(directory))
-        packet = Packet(*asked, node.entrance(asked[0], device))
+        packet = Packet(*places, node.entrance(places[0], device))
         known = state.read(reached(maps, packet.destination, packet.protocol))
         objects = wanted(sum(word != 0 for word in maps.words("services")))
         view = explain(maps, packet, node, known, objects)
-    pods.tell([*view.endpoints, *view.left_out], pods.known_to(directory, objects))
+    pods.fill_pod_names([*view.endpoints, *view.left_out], pods.pod_name_lookup(directory, objects))
     return view
 
 

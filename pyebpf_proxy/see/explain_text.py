@@ -60,7 +60,7 @@ def _ran_text(which: str, program: model.ProgramView, view: model.Explanation) -
 
 def _row(view: model.ChoiceView) -> list[Cell | str]:
     masquerade = view.masquerade_as or ("an address of this node" if view.masquerade else "-")
-    return [view.address, view.pod, "local" if view.local else "remote", view.path, masquerade, view.way_out]
+    return [view.address, view.pod, "local" if view.local else "remote", view.path, masquerade, view.egress]
 
 
 def _whys(view: model.Explanation) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ _OPEN = "not_slow"
 MAPS = {"fast_path", "flows", "permits", "sweep_results", "young_counts"}
 
 
-class Word(NamedTuple):
+class FastPathState(NamedTuple):
     """The map ``fast_path``. ``alive``: an agent follows rules and routes. ``closed``: reason by family, "" if open."""
 
     alive: bool
@@ -25,7 +25,7 @@ class Word(NamedTuple):
     draining: bool
 
 
-def word(maps: Pinned) -> Word | None:
+def read_state(maps: Pinned) -> FastPathState | None:
     """None: there is no fast path. SeeError."""
     if not maps.names >= MAPS:
         return None
@@ -38,18 +38,18 @@ def word(maps: Pinned) -> Word | None:
         family: names.get(each, str(each)).replace(_OPEN, "") for family, each in zip((4, 6), closed, strict=True)
     }
     alive = alive_until > time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    return Word(alive, generation, permit_generation, by_family, bool(draining))
+    return FastPathState(alive, generation, permit_generation, by_family, bool(draining))
 
 
-def read(maps: Pinned, counts: Mapping[str, int], told: Mapping[str, Any]) -> model.FastPathView | None:
-    """The fast path's view, None without one. ``counts``: by reason. ``told``: the agent's state. SeeError."""
-    found = word(maps)
+def read(maps: Pinned, counts: Mapping[str, int], agent_state: Mapping[str, Any]) -> model.FastPathView | None:
+    """The fast path's view, None without one. ``counts``: by reason. ``agent_state``: the agent's state. SeeError."""
+    found = read_state(maps)
     if found is None:
         return None
     swept = maps.packer("sweep_result", "entries", "young")
     entries, young = swept.unpack(maps.map("sweep_results").lookup(U32.pack(0)) or bytes(swept.size))
-    closed = told.get("closed", {})
-    promotion = told.get("promotion", {})
+    closed = agent_state.get("closed", {})
+    promotion = agent_state.get("promotion", {})
     return model.FastPathView(
         watched=found.alive,
         draining=found.draining,
@@ -57,9 +57,9 @@ def read(maps: Pinned, counts: Mapping[str, int], told: Mapping[str, Any]) -> mo
         closed6=found.closed[6],
         why4=_why(closed, 4, found),
         why6=_why(closed, 6, found),
-        rules={f"IPv{family}": text for family, text in told.get("warnings", {}).items()},
+        rules={f"IPv{family}": text for family, text in agent_state.get("warnings", {}).items()},
         used=entries,
-        room=maps.map("flows").max_entries,
+        capacity=maps.map("flows").max_entries,
         young=young,
         permits=_permits(maps, found),
         sent=counts["flow_hit"] + counts["xdp_flow_hit"],
@@ -72,13 +72,13 @@ def read(maps: Pinned, counts: Mapping[str, int], told: Mapping[str, Any]) -> mo
     )
 
 
-def _why(closed: Mapping[str, Any], family: int, found: Word) -> str:
-    said = closed.get(str(family), {})
+def _why(closed: Mapping[str, Any], family: int, found: FastPathState) -> str:
+    closed_by = closed.get(str(family), {})
     # The agent's report and the map may be of different times.
-    return str(said["text"]) if said.get("reason") == found.closed[family] else ""
+    return str(closed_by["text"]) if closed_by.get("reason") == found.closed[family] else ""
 
 
-def _permits(maps: Pinned, found: Word) -> int:
+def _permits(maps: Pinned, found: FastPathState) -> int:
     """How many are valid now. A permit lasts about a second."""
     layout = maps.packer("permit", "until", "back_until", "generation")
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
@@ -89,19 +89,29 @@ def _permits(maps: Pinned, found: Word) -> int:
     )
 
 
+def kernel_flows(view: model.FastPathView) -> int:
+    """About how many flows of the table are in conntrack: each has two entries, as a young one."""
+    return max(0, view.used - 2 * view.young) // 2
+
+
+def closed(view: model.FastPathView) -> dict[str, str]:
+    """By family, the reason for which its packets take the slow path, with the cause. Empty: both are open."""
+    if not view.watched:
+        return dict.fromkeys(("IPv4", "IPv6"), "stack_no_agent, no agent follows rules and routes")
+    return view.closed()
+
+
 def text(view: model.FastPathView) -> list[str]:
     """Lines of text: its contents, then what closes it."""
-    kernel = max(0, view.used - 2 * view.young) // 2
     lines = [
-        f"{view.young} young flows, about {kernel} in conntrack, {view.used} of {view.room} entries,"
+        f"{view.young} young flows, about {kernel_flows(view)} in conntrack, {view.used} of {view.capacity} entries,"
         f" {view.permits} permits; {view.sent} packets sent, {view.promoted} flows promoted"
     ]
     if not view.watched:
         lines.append("closed: no agent follows rules and routes (stack_no_agent)")
     if view.draining:
         lines.append("draining: new flows take the slow path")
-    closed = (("IPv4", view.closed4, view.why4), ("IPv6", view.closed6, view.why6))
-    lines += [f"closed for {family}: {reason}{f', {why}' if why else ''}" for family, reason, why in closed if reason]
+    lines += [f"closed for {family}: {cause}" for family, cause in view.closed().items()]
     lines += [f"{family}: packets bypass other rules: {text}" for family, text in view.rules.items()]
     if view.failed:
         failed = ", ".join(f"{outcome} {count}" for outcome, count in view.failed.items())

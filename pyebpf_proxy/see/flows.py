@@ -39,11 +39,11 @@ Place = tuple[bytes, int]
 
 
 class Flow(NamedTuple):
-    """One flow. ``client`` sends to ``asked``, ``endpoint`` replies to ``seen``. Counters: None if not counted."""
+    """One flow. ``client`` sends to ``frontend``, ``endpoint`` replies to ``seen``. Counters: None if not counted."""
 
     protocol: Protocol
     client: Place
-    asked: Place
+    frontend: Place
     endpoint: Place
     seen: Place
     status: int
@@ -146,7 +146,7 @@ def busiest(most: int = 5) -> list[model.Fill]:
         model.Fill(
             name=f"source ports of {format_address(seen)} to {format_address_port(*endpoint)} {protocol.name}",
             used=count,
-            room=_PORTS,
+            capacity=_PORTS,
         )
         for (endpoint, seen, protocol), count in top
     ]
@@ -166,7 +166,7 @@ class Names:
 
     def service(self, flow: Flow) -> str:
         """The service port that the client sent to, "" for none."""
-        address, port = flow.asked
+        address, port = flow.frontend
         key = (address, port, int(flow.protocol))
         found = self._state.frontends.get(key)
         if found is None and address in self._own:
@@ -185,7 +185,7 @@ def view(flow: Flow, names: Names, cached: Callable[[Flow], bool | None], now: f
         protocol=flow.protocol.name,
         client=format_address_port(*flow.client),
         client_name=names.place(flow.client[0]),
-        destination=format_address_port(*flow.asked),
+        destination=format_address_port(*flow.frontend),
         service=names.service(flow),
         endpoint=format_address_port(*flow.endpoint),
         endpoint_name=names.place(flow.endpoint[0]),

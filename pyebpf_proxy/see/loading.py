@@ -59,10 +59,6 @@ ATTEMPTS = (
 )
 
 
-#: Optional features.
-OPTIONAL = frozenset(("conntrack lookup",))
-
-
 def attempt(object_name: str, settings: Mapping[str, int]) -> None:
     """Load an object with these constants. BpfError: the kernel rejects it; FatalError: it was not built."""
     lookup = object_name != "tc" or bool(settings.get("conntrack_lookup"))

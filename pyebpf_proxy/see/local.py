@@ -56,12 +56,13 @@ def samples(directory: Path) -> dict[str, list[float]]:
 
 
 def state(directory: Path) -> Mapping[str, Any] | None:
-    """``version``; ``refusals``: configured features that are unavailable, and why; ``datapath``: datapath/view.py.
+    """``version``; ``refusals``: configured features that are unavailable, and why; ``datapath``: datapath/view.py;
+    ``source``: why objects do not arrive, by resource.
 
     None: the agent does not answer.
     """
     data = _ask(directory, "/state")
-    return {"version": "", "refusals": {}, "datapath": {}, **_object(data)} if data else None
+    return {"version": "", "refusals": {}, "datapath": {}, "source": {}, **_object(data)} if data else None
 
 
 def pods(directory: Path, addresses: Iterable[bytes]) -> dict[bytes, str]:

@@ -26,7 +26,7 @@ from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object
 from pyebpf_proxy.datapath.loader.programs import OBJECTS
 from pyebpf_proxy.datapath.loader.reasons import reasons
 from pyebpf_proxy.datapath.node import mounts
-from pyebpf_proxy.see.answers import SeeError, listed
+from pyebpf_proxy.see.answers import OtherLayoutError, SeeError, listed
 
 Row = tuple[Any, ...]
 
@@ -171,7 +171,7 @@ def _find(directory: Path) -> Path:
             layouts += [path.name for path in (every / name).glob("v*")]
             others |= {path.name for path in every.iterdir() if path.name not in (name, mounts.MARK)}
     if layouts:
-        raise SeeError(
+        raise OtherLayoutError(
             f"the maps of {directory} have layout {listed(layouts)}, this program reads v{LAYOUT_VERSION}: {_OTHER}"
         )
     there = f" (other instances have pins: {listed(sorted(others))})" if others else ""

@@ -51,7 +51,7 @@ class ServiceView(Answer, kw_only=True):
     protocol: str
     family: int
     id: int
-    table: int
+    config: int
     frontends: list[FrontendView]
     endpoints: list[EndpointView]
     any_endpoints: bool
@@ -124,7 +124,10 @@ class Trouble(Answer, kw_only=True):
 
 
 class AgentView(Answer, kw_only=True):
-    """The agent, if it runs. Seconds: null if its metrics lack the value. ``answers``: on the socket in its folder."""
+    """The agent, if it runs. Seconds: null if its metrics lack the value. ``answers``: on the socket in its folder.
+    ``behindSeconds``: since when it may not know the API server's latest objects, because a watch is lost, or has not
+    programmed what it knows; 0 if it is up to date.
+    """
 
     running: bool
     pid: int = 0
@@ -134,6 +137,7 @@ class AgentView(Answer, kw_only=True):
     source_complete: bool | None = None
     version: str = ""
     answers: bool = False
+    behind_seconds: float | None = None
 
 
 class DeviceView(Answer, kw_only=True):
@@ -169,7 +173,7 @@ class FastPathView(Answer, kw_only=True):
     why6: str
     rules: dict[str, str]
     used: int
-    room: int
+    capacity: int
     young: int
     permits: int
     sent: int
@@ -180,13 +184,18 @@ class FastPathView(Answer, kw_only=True):
     new_flows: dict[str, int]
     slow: dict[str, int]
 
+    def closed(self) -> dict[str, str]:
+        """By family, the reason for which its packets take the slow path while an agent runs, with the cause."""
+        families = (("IPv4", self.closed4, self.why4), ("IPv6", self.closed6, self.why6))
+        return {family: f"{reason}{f', {why}' if why else ''}" for family, reason, why in families if reason}
+
 
 class Fill(Answer, kw_only=True):
-    """Usage of a table: ``used`` of ``room`` entries."""
+    """Usage of a table: ``used`` of ``capacity`` entries."""
 
     name: str
     used: int
-    room: int
+    capacity: int
 
 
 class Status(Answer, kw_only=True, tag_field="kind", tag="Status"):
@@ -278,11 +287,26 @@ class TopDrops(Answer, kw_only=True):
     drops: float
 
 
+class TopFastPath(Answer, kw_only=True):
+    """The node's fast path at the end of the interval. ``closed``: by family ("IPv4", "IPv6"), why it takes the slow
+    path, empty if both are open. ``draining``: no new flow is young. ``young``, ``kernel``: flows in the flow table, by
+    the last sweep; the kernel's are in conntrack, too. ``permits``: valid now. ``newFlows``: per second, by path, of
+    all services.
+    """
+
+    closed: dict[str, str]
+    draining: bool
+    young: int
+    kernel: int
+    permits: int
+    new_flows: dict[str, float]
+
+
 class Top(Answer, kw_only=True, tag_field="kind", tag="Top"):
     """``pyebpf-proxy top``: one object for each interval, one per line. ``time``: Unix time of its end. ``seconds``:
     its length. The first rates are totals of these services; ``drops``, by ``reasons``, are those of the node.
     ``services``, with backends: those with traffic, and all that are named. ``atRest``: the number of other services.
-    ``oneIn``: one of this many packets was sampled.
+    ``oneIn``: one of this many packets was sampled. ``fastPath``: null without a fast path.
     """
 
     time: float
@@ -296,10 +320,11 @@ class Top(Answer, kw_only=True, tag_field="kind", tag="Top"):
     at_rest: int
     one_in: int
     notes: list[str]
+    fast_path: TopFastPath | None = None
 
 
 class ChoiceView(Answer, kw_only=True):
-    """An endpoint that the packet may go to. ``wayOut``: the egress interface, as text. ``path``: the path that a new
+    """An endpoint that the packet may go to. ``egress``: the egress interface, as text. ``path``: the path that a new
     flow to it takes now. ``pathReason``: the programs' counter, "" for "fast" and "socket". ``pathWhy``: as text.
     """
 
@@ -308,7 +333,7 @@ class ChoiceView(Answer, kw_only=True):
     local: bool
     masquerade: bool
     masquerade_as: str
-    way_out: str
+    egress: str
     pod: str = ""
     path: Literal["", "fast", "netfilter", "socket"] = ""
     path_reason: str = ""
@@ -394,7 +419,7 @@ class Decision(Answer, kw_only=True, tag_field="kind", tag="Decision"):
 class KernelDrop(Answer, kw_only=True, tag_field="kind", tag="KernelDrop"):
     """A line of ``pyebpf-proxy trace``: the kernel dropped a packet of a flow with an earlier decision.
 
-    ``client`` and ``asked``: the flow's client and frontend. ``reason``: enum skb_drop_reason. ``where``: a kernel
+    ``client`` and ``frontend``: the flow's client and frontend. ``reason``: enum skb_drop_reason. ``where``: a kernel
     function. ``netns``: 0 for the network namespace of ``trace``, else its number; ``device`` is of that namespace.
     """
 
@@ -403,7 +428,7 @@ class KernelDrop(Answer, kw_only=True, tag_field="kind", tag="KernelDrop"):
     source: str
     destination: str
     client: str
-    asked: str
+    frontend: str
     service: str
     reason: str
     where: str
@@ -422,7 +447,7 @@ class TcpState(Answer, kw_only=True, tag_field="kind", tag="TcpState"):
     source: str
     destination: str
     client: str
-    asked: str
+    frontend: str
     service: str
     before: str
     now: Literal["ESTABLISHED", "CLOSE"]

@@ -19,10 +19,10 @@ class PartialMaps:
     ``whole``: maps that are read completely. Other maps, for example of addresses and ranges, appear empty.
     """
 
-    def __init__(self, maps: Pinned, tables: dict[int, int], whole: Container[str] = ()) -> None:
-        """``tables``: by service id."""
+    def __init__(self, maps: Pinned, configs: dict[int, int], whole: Container[str] = ()) -> None:
+        """``configs``: ids of the active configurations, by service id."""
         self._maps = maps
-        self._tables = tables
+        self._configs = configs
         self._whole = whole
         self._ids: set[int] = set()
         self.packer = maps.packer
@@ -32,21 +32,21 @@ class PartialMaps:
         words = self._maps.words(name)
         if name != "services":
             return words
-        return [word if number in self._tables else 0 for number, word in enumerate(words)]
+        return [word if number in self._configs else 0 for number, word in enumerate(words)]
 
     def rows(self, name: str, key: Struct, value: Struct) -> Iterator[tuple[Row, Row]]:
         """Entries of these services."""
         if name in self._whole:
             return self._maps.rows(name, key, value)
         if name == "service_configs":
-            return self._tables_rows(value)
+            return self._config_rows(value)
         if name == "service_names":
-            return self._looked_up(name, self._tables, value)
+            return self._looked_up(name, self._configs, value)
         return self._looked_up(name, self._ids, value) if name.startswith("backends") else iter(())
 
-    def _tables_rows(self, value: Struct) -> Iterator[tuple[Row, Row]]:
+    def _config_rows(self, value: Struct) -> Iterator[tuple[Row, Row]]:
         slots = self._maps.words("slots")
-        for row in self._looked_up("service_configs", self._tables.values(), value):
+        for row in self._looked_up("service_configs", self._configs.values(), value):
             _, first, cluster, local, *_ = row[1]
             self._ids |= {halves(word)[0] for word in slots[first : first + cluster + local]}
             yield row
@@ -79,7 +79,7 @@ def reached(maps: Pinned, address: bytes, protocol: Protocol) -> PartialMaps:
     return PartialMaps(maps, {number: halves(words[number])[0] for number in numbers if words[number]}, whole)
 
 
-class Asked:
+class DestinationLookup:
     """Looks up the service of a destination."""
 
     def __init__(self, maps: Pinned) -> None:

@@ -32,7 +32,7 @@ class Path(NamedTuple):
 
 
 class Paths:
-    """For one packet. ``told``: the data plane's state, ``refusals``: unavailable features, both from the agent."""
+    """For one packet. ``agent_state``: the data plane's, ``refusals``: unavailable features, both from the agent."""
 
     def __init__(
         self,
@@ -40,48 +40,48 @@ class Paths:
         attached: Programs,
         sockets: bool,
         packet: Packet,
-        told: Mapping[str, Any],
+        agent_state: Mapping[str, Any],
         refusals: Mapping[str, str],
     ) -> None:
         self._maps = maps
         self._settings = attached.settings or {}
         self._sockets = sockets
         self._packet = packet
-        self._told = told
+        self._agent_state = agent_state
         self._refusals = refusals
-        self._word = fast_path.word(maps) if self._settings.get("fast_path") else None
+        self._state = fast_path.read_state(maps) if self._settings.get("fast_path") else None
         self._program = next((d.program.name for d in attached.devices if d.ifindex == packet.device and d.program), "")
         #: The path if it does not depend on the endpoint.
         self._all = self._of_packet()
 
-    def to(self, backend: Backend, masquerade: bool, way_out: int) -> Path:
-        """The path to an endpoint. ``way_out``: the egress interface of the route to it, 0: none."""
+    def to(self, backend: Backend, masquerade: bool, egress: int) -> Path:
+        """The path to an endpoint. ``egress``: the egress interface of the route to it, 0: none."""
         if self._all is not None:
             return self._all
-        for device in (self._packet.device, way_out):
+        for device in (self._packet.device, egress):
             if closed := self._closed_device(device):
                 return closed
         return self._permitted(backend, masquerade)
 
     def _of_packet(self) -> Path | None:
-        packet, word = self._packet, self._word
+        packet, state = self._packet, self._state
         family = 4 if len(packet.source) == 4 else 6
         if not packet.device:
             return self._own()
-        if word is None:
+        if state is None:
             why = self._refusals.get("fast path", "")
             return Path("netfilter", "", "the fast path is off" + (f": {why}" if why else ""))
         if self._program == "tc_l3":
             return Path("netfilter", "", "packets of this device have no Ethernet header")
         if packet.protocol is Protocol.SCTP:
             return Path("netfilter", "slow_no_permit", "SCTP never takes the fast path")
-        if not word.alive:
+        if not state.alive:
             return _slow("stack_no_agent")
-        if reason := word.closed[family]:
-            said = self._told.get("closed", {}).get(str(family), {})
-            text = said.get("text", "") if said.get("reason") == reason else ""
+        if reason := state.closed[family]:
+            agent_reason = self._agent_state.get("closed", {}).get(str(family), {})
+            text = agent_reason.get("text", "") if agent_reason.get("reason") == reason else ""
             return _slow(reason, f"the fast path is closed for IPv{family}: {text or SLOW.get(reason, reason)}")
-        if word.draining:
+        if state.draining:
             return _slow("stack_draining")
         if self._settings["scheduler"] >= LEAST_CONNECTIONS:
             return _slow("slow_no_permit", "the scheduler uses connection counts, which conntrack keeps")
@@ -92,8 +92,8 @@ class Paths:
     def _own(self) -> Path:
         if self._packet.protocol is not Protocol.SCTP and self._sockets:
             return Path("socket", "", "the socket programs translate its address when it connects or sends")
-        who = "SCTP" if self._packet.protocol is Protocol.SCTP else "socketLB: off"
-        return Path("netfilter", "", f"{who}: nftables translates packets of this node")
+        what = "SCTP" if self._packet.protocol is Protocol.SCTP else "socketLB: off"
+        return Path("netfilter", "", f"{what}: nftables translates packets of this node")
 
     def _quota(self) -> bool:
         found = self._maps.map("young_counts").lookup(U32.pack(self._packet.device))
@@ -107,12 +107,12 @@ class Paths:
         layout = self._maps.packer("node_device", "redirect")
         if found is not None and layout.unpack(found)[0]:
             return None
-        limit = self._told.get("devices", {}).get(str(device), {}).get("limit", "")
+        limit = self._agent_state.get("devices", {}).get(str(device), {}).get("limit", "")
         return _slow("stack_device", f"{device_name(device)} is closed" + (f": {limit}" if limit else ""))
 
     def _permitted(self, backend: Backend, masquerade: bool) -> Path:
-        packet, maps, word = self._packet, self._maps, self._word
-        assert word is not None
+        packet, maps, state = self._packet, self._maps, self._state
+        assert state is not None
         names = ("device", "port", "protocol", "ipv6", "client", "endpoint", "masquerade")
         key = maps.packer("permit_key", *names).pack(
             packet.device,
@@ -133,7 +133,7 @@ class Paths:
             if device and not redirect:
                 return _slow("stack_device", f"{device_name(device)} is closed")
         now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-        if generation != word.permit_generation:
+        if generation != state.permit_generation:
             return _slow("slow_no_permit", "its permit is invalid: rules or devices have changed since")
         if now >= until:
             return _slow("slow_no_permit", f"its permit expired {(now - until) / 1e9:.1f} s ago")

@@ -21,10 +21,10 @@ MOST = 2000
 _KEPT = 10.0
 #: Share of its time that a running command may wait for names, and seconds at its start.
 _PART, _AT_FIRST = 0.05, 1.0
-_ROOM = 32768
+_MOST_NAMES = 32768
 
 
-def known_to(directory: Path, wanted: Wanted | None) -> Callable[[Collection[bytes]], Mapping[bytes, str]]:
+def pod_name_lookup(directory: Path, wanted: Wanted | None) -> Callable[[Collection[bytes]], Mapping[bytes, str]]:
     """The lookup of pod names, ``namespace/name``, by address: in ``wanted``, else in the agent."""
     return wanted.pods if wanted is not None else partial(local.pods, directory)
 
@@ -32,7 +32,7 @@ def known_to(directory: Path, wanted: Wanted | None) -> Callable[[Collection[byt
 View = model.EndpointView | model.BackendView | model.ChoiceView | model.TopBackend
 
 
-def tell(views: Iterable[View], names: Callable[[Collection[bytes]], Mapping[bytes, str]]) -> None:
+def fill_pod_names(views: Iterable[View], names: Callable[[Collection[bytes]], Mapping[bytes, str]]) -> None:
     """Fill in the pod names of these views; of none if there are too many."""
     addresses = [(view, parse_address(view.address.rpartition(":")[0].strip("[]")) or b"") for view in views]
     found = names({address for _, address in addresses}) if len(addresses) <= MOST else {}
@@ -65,7 +65,7 @@ class Pods:
         if not new:
             return
         found = self._ask(new)
-        if len(self._names) > _ROOM:
+        if len(self._names) > _MOST_NAMES:
             self._names.clear()
         self._names |= {each: (found.get(each, ""), now) for each in new}
         self._at = self._clock()

@@ -75,7 +75,7 @@ def read(maps: Pinned) -> Programs:
         except BpfError as error:
             if error.errno != errno.EPERM:
                 raise
-            infos, settings = _told(maps, ids, own)
+            infos, settings = _from_agent(maps, ids, own)
             hidden = _HIDDEN if ids and settings is None else ""
         devices = [
             _device(link, node, infos, own, modes)._replace(by_tcx=link.ifindex in by_tcx)
@@ -117,14 +117,14 @@ def _info(number: int) -> ProgramInfo | None:
         return None
 
 
-_Told = tuple[dict[int, ProgramInfo], Mapping[str, Any] | None]
+_FromAgent = tuple[dict[int, ProgramInfo], Mapping[str, Any] | None]
 _HIDDEN = (
     "reading the programs' settings requires CAP_SYS_ADMIN, and the agent, which knows them, does not answer:"
     " run this command on the node as root"
 )
 
 
-def _told(maps: Pinned, ids: Mapping[int, int], own: int) -> _Told:
+def _from_agent(maps: Pinned, ids: Mapping[int, int], own: int) -> _FromAgent:
     """The agent's report on the programs with these ids, by device: their names and settings."""
     known = (local.state(maps.directory) or {}).get("datapath", {})
     devices = known.get("devices", {})

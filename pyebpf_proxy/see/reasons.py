@@ -35,7 +35,9 @@ MEANINGS = {
         " gets through",
         "none if rare; if it persists, conntrack is full or rejects entries: pyebpf-proxy status",
     ),
-    "table_missing": Meaning("the endpoint was removed during its selection; the client retries", "none if rare"),
+    "service_config_missing": Meaning(
+        "the endpoint was removed during its selection; the client retries", "none if rare"
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from pyebpf_proxy.datapath.netlink.request import RequestSocket
 _SENT = (uapi.RTN_UNICAST, uapi.RTN_LOCAL)
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     """A route: egress interface ``device``, ``gateway`` (b"": the destination is on-link). ``local``: to this node."""
 
     device: int
@@ -21,7 +21,7 @@ class Way(NamedTuple):
     local: bool
 
 
-def way(destination: bytes, source: bytes = b"", device: int = 0) -> Way | None:
+def lookup_route(destination: bytes, source: bytes = b"", device: int = 0) -> Route | None:
     """The route of a packet from ``source`` to ``destination`` (packed) that entered by ``device``; None: no route.
 
     Without a device: of a packet that this node sends.
@@ -36,9 +36,14 @@ def way(destination: bytes, source: bytes = b"", device: int = 0) -> Way | None:
             answer = netlink.get(uapi.RTM_GETROUTE, body)
     except OSError:
         return None
+    return read(answer)
+
+
+def read(answer: bytes) -> Route | None:
+    """A route from the kernel's message."""
     kind = uapi.RTMSG.unpack_from(answer)[7]
     if kind not in _SENT:
         return None
     found = values(answer, uapi.RTMSG.size)
     gateway = found.get(uapi.RTA_GATEWAY, b"") or found.get(uapi.RTA_VIA, b"")[2:]
-    return Way(number(found.get(uapi.RTA_OIF, b"")), gateway, kind == uapi.RTN_LOCAL)
+    return Route(number(found.get(uapi.RTA_OIF, b"")), gateway, kind == uapi.RTN_LOCAL)

@@ -15,7 +15,7 @@ from pyebpf_proxy.see.answers import RIGHT
 from pyebpf_proxy.see.flows import Flow, Names, text
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.output import show
-from pyebpf_proxy.see.pods import known_to
+from pyebpf_proxy.see.pods import pod_name_lookup
 from pyebpf_proxy.see.text import terminal
 
 
@@ -41,10 +41,10 @@ def _pods(arguments: argparse.Namespace) -> Callable[[Collection[bytes]], Mappin
 
     flags = source_flags(arguments)
     if not flags:
-        return known_to(arguments.directory, None)
+        return pod_name_lookup(arguments.directory, None)
     from pyebpf_proxy.see.wanted import read_wanted
 
-    return known_to(arguments.directory, read_wanted(arguments.directory, flags))
+    return pod_name_lookup(arguments.directory, read_wanted(arguments.directory, flags))
 
 
 def _strangers(flows: Iterable[Flow], own: frozenset[bytes]) -> set[bytes]:
@@ -69,7 +69,9 @@ def _cache(maps: Pinned) -> Callable[[Flow], bool | None]:
 
     def has(flow: Flow) -> bool | None:
         size = len(flow.client[0])
-        packed = key.pack(*(flow.client[0], flow.asked[0], flow.client[1], flow.asked[1], flow.protocol, size == 16))
+        packed = key.pack(
+            *(flow.client[0], flow.frontend[0], flow.client[1], flow.frontend[1], flow.protocol, size == 16)
+        )
         return opened.lookup(packed) is not None
 
     return has

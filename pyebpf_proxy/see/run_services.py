@@ -63,7 +63,7 @@ def services(arguments: argparse.Namespace) -> int:
         answer = made.services(found, names, wanted, arguments.diff)
         if arguments.name:
             endpoints = (endpoint for view in answer.services for endpoint in view.endpoints)
-            pods.tell(endpoints, pods.known_to(arguments.directory, wanted))
+            pods.fill_pod_names(endpoints, pods.pod_name_lookup(arguments.directory, wanted))
         lines = services_text.services_text(answer, terminal(), arguments.name is not None)
     if arguments.diff and not answer.services and not answer.problems:
         lines = ["the kernel has the desired state"]
@@ -77,7 +77,7 @@ def backends(arguments: argparse.Namespace) -> int:
     with Pinned(arguments.directory) as maps:
         found = state.read(maps)
     answer = made.backends(found, made.chosen(found, arguments.name, arguments.namespace))
-    pods.tell(answer.backends, pods.known_to(arguments.directory, None))
+    pods.fill_pod_names(answer.backends, pods.pod_name_lookup(arguments.directory, None))
     show(arguments, answer, services_text.backends_text(answer, terminal()), (view.address for view in answer.backends))
     return RIGHT
 

@@ -71,7 +71,7 @@ def _details(view: model.ServiceView, terminal: Terminal) -> list[str]:
             "sources",
             f"LoadBalancer addresses: only from {', '.join(view.source_ranges)}" if view.source_ranges else "any",
         ),
-        ("in the kernel", f"service {view.id}, table {view.table}" if view.id else "no"),
+        ("in the kernel", f"service {view.id}, configuration {view.config}" if view.id else "no"),
     ]
     lines += fields(terminal, pairs)
     lines += [f"  difference: {text}" for text in view.differences]

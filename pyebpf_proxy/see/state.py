@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The service maps as objects: service ports with their frontends, policies and endpoints. It calls no kernel.
 
-The maps are not read atomically. A service that changes meanwhile may refer to a table that did not exist when tables
-were read: then everything is read again. Remaining inconsistencies are reported.
+The maps are not read atomically. A service that changes meanwhile may refer to a configuration that did not exist when
+they were read: then everything is read again. Remaining inconsistencies are reported.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Service(msgspec.Struct, gc=False):
 
     id: int
     name: ServicePortName
-    table: int
+    config: int
     first_slot: int
     affinity_seconds: int
     any_endpoints: bool
@@ -172,13 +172,13 @@ class _Reading:
             *("service", "first_slot", "cluster_count", "local_count", "affinity_seconds", "any_endpoints"),
             *("internal_local", "external_local", "source_ranges", "vip_source_allowed"),
         )
-        tables: dict[int, tuple[int, ...]] = {}
+        configs: dict[int, tuple[int, ...]] = {}
         for (number,), values in self.maps.rows("service_configs", u32, row):
-            tables[number] = values
-        for number, table in active.items():
-            found, name = tables.get(table), names.get(number)
+            configs[number] = values
+        for number, config in active.items():
+            found, name = configs.get(config), names.get(number)
             if found is None or name is None:
-                what = f"refers to table {table}, which is missing" if found is None else "has no name"
+                what = f"refers to configuration {config}, which is missing" if found is None else "has no name"
                 self.state.problems.append(f"service {number} {what}")
                 continue
             _, first, cluster, local, affinity, *rest = found
@@ -187,7 +187,7 @@ class _Reading:
             self.state.services[number] = Service(
                 number,
                 name,
-                table,
+                config,
                 first,
                 affinity,
                 any_endpoints,
@@ -237,15 +237,15 @@ class _Reading:
                     service.serving.add((address, port))
 
     def _ranges(self) -> None:
-        tables = {service.table: service for service in self.state.services.values() if service.has_ranges}
-        if not tables:
+        configs = {service.config: service for service in self.state.services.values() if service.has_ranges}
+        if not configs:
             return
         value = Struct("=I")
         for family in IPFamily:
-            key = self.maps.packer(f"source_range{family.value}_key", "prefix_length", "table", "address")
-            for (length, table, address), _ in self.maps.rows(f"source_ranges{family.value}", key, value):
-                if table in tables:
-                    tables[table].ranges.append(SourceRange(address, length - 32))
+            key = self.maps.packer(f"source_range{family.value}_key", "prefix_length", "config", "address")
+            for (length, config, address), _ in self.maps.rows(f"source_ranges{family.value}", key, value):
+                if config in configs:
+                    configs[config].ranges.append(SourceRange(address, length - 32))
 
     def _check(self) -> None:
         backends = self.state.backends

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pyebpf_proxy import __version__
 from pyebpf_proxy.common.kernel_files import kernel_number
+from pyebpf_proxy.common.run_directory import obstacle
+from pyebpf_proxy.datapath.loader.programs import OPTIONAL
 from pyebpf_proxy.datapath.node.plan import REDIRECTS
 from pyebpf_proxy.see import drops, facts, fast_path, local, model, programs
 from pyebpf_proxy.see.agent import running_agent
-from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, SeeError, listed
+from pyebpf_proxy.see.answers import NOT_RIGHT, RIGHT, OtherLayoutError, SeeError, listed
 from pyebpf_proxy.see.maps import U32, Pinned
 from pyebpf_proxy.see.programs import Programs
 from pyebpf_proxy.see.text import Cell, Terminal, ago, fields, table, terminal, wrapped
@@ -50,17 +53,15 @@ _FEATURES = {
 def read(directory: Path) -> model.Status:
     """The whole page. SeeError if no maps are pinned."""
     known = local.state(directory)
-    told = known["datapath"] if known is not None else {}
-    if gone := told.get("pinsGone"):
-        raise SeeError(f"the pins are gone: {gone}; traffic continues, restart the agent")
-    with Pinned(directory) as maps:
+    agent_state = known["datapath"] if known is not None else {}
+    with _pinned(directory, agent_state.get("pinsGone", "")) as maps:
         attached = programs.read(maps)
         refused = drops.read(maps)
-        drops.whose(drops.recent(refused), maps)
+        drops.fill_services(drops.recent(refused), maps)
         fills = list(_fills(maps))
         ports = sum(word != 0 for word in maps.words("services"))
         folder = maps.folder
-        flows = fast_path.read(maps, maps.counts(), told)
+        flows = fast_path.read(maps, maps.counts(), agent_state)
         redirects = dict(_redirects(maps))
     refusals = known.get("refusals") if known is not None else None
     made = model.Status(
@@ -70,7 +71,7 @@ def read(directory: Path) -> model.Status:
         pins=str(folder),
         agent=_agent(directory, known),
         features=[text for name, text in _FEATURES.items() if attached.settings and attached.settings.get(name)],
-        devices=[_device(device, redirects, told) for device in attached.devices],
+        devices=[_device(device, redirects, agent_state) for device in attached.devices],
         socket_programs=attached.links,
         service_ports=ports,
         maps=fills,
@@ -84,13 +85,51 @@ def read(directory: Path) -> model.Status:
         from pyebpf_proxy.see.flows import busiest
 
         made.source_ports = busiest()
-    made.warnings = [*_warnings(made, attached), *_about_refusals(refusals or {}), *_about_conntrack(told)]
+    made.warnings = [
+        *_warnings(made, attached),
+        *_about_source(known["source"] if known is not None else {}),
+        *_about_run_folder(directory),
+        *_about_refusals(refusals or {}),
+        *_about_conntrack(agent_state),
+    ]
     return made
 
 
-def _about_conntrack(told: Mapping[str, Any]) -> Iterator[model.Trouble]:
+@contextlib.contextmanager
+def _pinned(directory: Path, gone: str) -> Iterator[Pinned]:
+    """``gone``: why the agent does not find its pins; "": it does. SeeError."""
+    lost = SeeError(f"the pins are gone: {gone}; traffic continues, restart the agent") if gone else None
+    try:
+        pinned = Pinned(directory)
+    except SeeError as error:
+        raise error if lost is None or isinstance(error, OtherLayoutError) else lost from None
+    with pinned as maps:
+        if lost is not None:
+            raise lost
+        yield maps
+
+
+def _about_source(troubles: Mapping[str, str]) -> Iterator[model.Trouble]:
+    """``troubles``: by resource; "": of all."""
+    for resource, why in troubles.items():
+        yield model.Trouble(
+            what=f"{resource} cannot be watched: {why}" if resource else f"the API server fails: {why}",
+            remedy="programmed Services stay and changes are not applied: see the agent's log for the beginning",
+        )
+
+
+def _about_run_folder(directory: Path) -> Iterator[model.Trouble]:
+    if why := obstacle(directory):
+        yield model.Trouble(
+            what=f"the run folder {directory} cannot be written to: {why}",
+            remedy="traffic and changes continue, but an agent that is restarted now may not start: free space there,"
+            " or mount it read-write",
+        )
+
+
+def _about_conntrack(agent_state: Mapping[str, Any]) -> Iterator[model.Trouble]:
     """What conntrack refused in the last minute: netfilter drops these packets, and no program counts them."""
-    lately = told.get("conntrackRefusals", {}).get("lastMinute", {})
+    lately = agent_state.get("conntrackRefusals", {}).get("lastMinute", {})
     if no_port := lately.get("insert_failed", 0):
         yield model.Trouble(
             what=f"{no_port} times in the last minute: conntrack refused a new flow whose ports are in use, as when all"
@@ -106,6 +145,8 @@ def _about_conntrack(told: Mapping[str, Any]) -> Iterator[model.Trouble]:
 
 def _about_refusals(refusals: Mapping[str, str]) -> Iterator[model.Trouble]:
     for what, why in refusals.items():
+        if what in OPTIONAL:
+            continue
         yield model.Trouble(
             what=f"{what} is not available: {why}",
             remedy="run pyebpf-proxy doctor to test it, or remove it from the datapath configuration",
@@ -117,8 +158,8 @@ def _redirects(maps: Pinned) -> Iterator[tuple[int, int]]:
         yield index, redirect
 
 
-def _device(device: programs.Device, redirects: Mapping[int, int], told: Mapping[str, Any]) -> model.DeviceView:
-    said = told.get("devices", {}).get(str(device.ifindex), {})
+def _device(device: programs.Device, redirects: Mapping[int, int], agent_state: Mapping[str, Any]) -> model.DeviceView:
+    device_state = agent_state.get("devices", {}).get(str(device.ifindex), {})
     redirect = redirects.get(device.ifindex, -1)
     return model.DeviceView(
         name=device.name,
@@ -127,8 +168,8 @@ def _device(device: programs.Device, redirects: Mapping[int, int], told: Mapping
         xdp=device.xdp,
         attached="" if device.program is None else "tcx" if device.by_tcx else "clsact",
         redirect=REDIRECTS[redirect] if 0 <= redirect < len(REDIRECTS) else "",
-        limit=said.get("limit", ""),
-        others=list(said.get("others", [])),
+        limit=device_state.get("limit", ""),
+        others=list(device_state.get("others", [])),
     )
 
 
@@ -148,17 +189,32 @@ def _agent(directory: Path, known: Mapping[str, Any] | None) -> model.AgentView:
     view.synced_seconds_ago = now - min(synced) if synced and min(synced) else None
     view.delivered_seconds_ago = now - delivered[0] if delivered and delivered[0] else None
     view.source_complete = bool(complete[0]) if complete else None
+    view.behind_seconds = behind(values, now)
     return view
+
+
+def behind(values: Mapping[str, Sequence[float]], now: float) -> float | None:
+    """For how long an agent with these metrics has been behind its source; None: they do not tell."""
+    synced = values.get("kubeproxy_sync_proxy_rules_last_timestamp_seconds", ())
+    queued = values.get("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", ())
+    if not synced or not queued or not min(synced):
+        return None
+    since = [max(queued)] if max(queued) > min(synced) else []
+    # With manifests there is no API server. Bookmarks come every minute: without one, the last event tells.
+    heard = values.get("pyebpf_proxy_api_last_event_timestamp_seconds", ())
+    if heard and not all(values.get("pyebpf_proxy_api_connected", ())):
+        since.append(min(heard))
+    return max(0.0, now - min(since)) if since else 0.0
 
 
 def _fills(maps: Pinned) -> Iterator[model.Fill]:
     for name in _FILLED:
         opened = maps.map(name)
         keys, _ = opened.dump()
-        yield model.Fill(name=name, used=len(keys) // opened.key_size, room=opened.max_entries)
+        yield model.Fill(name=name, used=len(keys) // opened.key_size, capacity=opened.max_entries)
     for name in ("services", "slots"):
         words = maps.words(name)
-        yield model.Fill(name=name, used=len(words) - words.count(0), room=len(words))
+        yield model.Fill(name=name, used=len(words) - words.count(0), capacity=len(words))
 
 
 def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Trouble]:
@@ -186,15 +242,16 @@ def _warnings(status: model.Status, attached: Programs) -> Iterator[model.Troubl
     yield from _about_programs(status, attached)
     yield from _about_netfilter(Path(status.directory))
     flows = status.fast_path
-    fills = [model.Fill(name="flows", used=flows.used, room=flows.room)] if flows is not None else []
+    fills = [model.Fill(name="flows", used=flows.used, capacity=flows.capacity)] if flows is not None else []
     for fill in (
         *status.maps,
         *fills,
         *([status.conntrack] if status.conntrack is not None else []),
         *status.source_ports,
     ):
-        if fill.used >= _FULL * fill.room:
-            yield model.Trouble(what=f"{fill.name}: {fill.used} of {fill.room} in use", remedy=_fill_remedy(fill.name))
+        if fill.used >= _FULL * fill.capacity:
+            what = f"{fill.name}: {fill.used} of {fill.capacity} in use"
+            yield model.Trouble(what=what, remedy=_fill_remedy(fill.name))
     for drop in drops.recent(status.drops):
         whom = f", the latest from {drops.sender(drop)} to {drop.destination} {drop.protocol}" if drop.source else ""
         whom += f" ({drop.service})" if drop.service else ""
@@ -240,15 +297,14 @@ def _about_netfilter(directory: Path) -> Iterator[model.Trouble]:
     try:
         rules = facts.nft_rules(directory)
     except OSError as error:
-        yield model.Trouble(
-            what=f"the nftables table cannot be read: {error}", remedy="apt-get install python3-nftables"
-        )
+        why = error.strerror or str(error)
+        yield model.Trouble(what=f"the nftables table cannot be read: {why}", remedy=facts.AS_ROOT)
         return
     if not rules:
         yield model.Trouble(
             what=f"the nftables table of pyebpf-proxy is {'missing' if rules is None else 'empty'}:"
             " the kernel performs no NAT for services",
-            remedy="the agent restores it within syncPeriod, or when it restarts; find out what removed it",
+            remedy="a running agent restores it at once: start the agent or read its log; find out what removed it",
         )
 
 
@@ -349,16 +405,18 @@ def _agent_text(agent: model.AgentView) -> Cell:
         parts.append(f"synced {ago(agent.synced_seconds_ago)}")
     if agent.delivered_seconds_ago is not None:
         parts.append(f"last update {ago(agent.delivered_seconds_ago)}")
+    if agent.behind_seconds is not None and agent.behind_seconds >= 1:
+        parts.append(f"behind its source for {ago(agent.behind_seconds).removesuffix(' ago')}")
     return Cell(", ".join(parts))
 
 
 def _fill_text(fill: model.Fill) -> Cell:
-    return Cell(f"{fill.used} of {fill.room}", "red" if fill.used >= _FULL * fill.room else "")
+    return Cell(f"{fill.used} of {fill.capacity}", "red" if fill.used >= _FULL * fill.capacity else "")
 
 
 def _fill_row(fill: model.Fill) -> list[Cell | str]:
-    share = fill.used / fill.room
-    return [fill.name, str(fill.used), str(fill.room), Cell(f"{share:.0%}", "red" if share >= _FULL else "")]
+    share = fill.used / fill.capacity
+    return [fill.name, str(fill.used), str(fill.capacity), Cell(f"{share:.0%}", "red" if share >= _FULL else "")]
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -74,8 +74,8 @@ def table(terminal: Terminal, head: Sequence[str], rows: Sequence[Sequence[Cell 
 
 def wrapped(terminal: Terminal, text: str, indent: str = "", colour: Colour = "") -> list[str]:
     """A sentence, wrapped between words where possible."""
-    room = max(terminal.width - len(indent), 10)
-    return [indent + terminal.paint(part, colour) for part in _broken(printable(text), room)]
+    width = max(terminal.width - len(indent), 10)
+    return [indent + terminal.paint(part, colour) for part in _broken(printable(text), width)]
 
 
 def fields(terminal: Terminal, pairs: Sequence[tuple[str, str | Cell]], indent: str = "  ") -> list[str]:

@@ -17,12 +17,13 @@ from pyebpf_proxy.see.agent import running_agent
 from pyebpf_proxy.see.answers import SeeError
 from pyebpf_proxy.see.maps import Pinned
 from pyebpf_proxy.see.meter import Amount, Meter, Place
-from pyebpf_proxy.see.pods import Pods, tell
+from pyebpf_proxy.see.pods import Pods, fill_pod_names
 from pyebpf_proxy.see.rates import ordered, short, top
 from pyebpf_proxy.see.service_counters import ServiceCounters
 from pyebpf_proxy.see.state import State
 from pyebpf_proxy.see.text import Cell, Terminal, safe, table, terminal, wrapped
 from pyebpf_proxy.see.top_arguments import Order
+from pyebpf_proxy.see.top_fast_path import FastPath, line
 
 #: Packets a second that are all counted. At higher rates one in two, four, … is sampled.
 MOST_PACKETS = 50_000
@@ -36,6 +37,7 @@ class Watch:
         self._arguments = arguments
         self.notes: list[str] = []
         self._board = ServiceCounters(maps)
+        self._fast_path = FastPath(maps, arguments.directory)
         if not arguments.light:
             try:
                 self._board.meter = stack.enter_context(Meter(maps, len(self._board.backends)))
@@ -67,8 +69,9 @@ class Watch:
             whole=self._arguments.name is not None,
         )
         self._amounts, self._at = sample.amounts, now
-        tell((backend for view in found.services for backend in view.backends), self._pods.names)
+        fill_pod_names((backend for view in found.services for backend in view.backends), self._pods.names)
         found.time = time.time()
+        found.fast_path = self._fast_path.look(seconds)
         found.notes = list(self._notes(found))
         if self._board.meter is not None:
             found.one_in = self._board.meter.one_in
@@ -118,7 +121,7 @@ def text(found: model.Top, order: Order, backends: int, terminal: Terminal) -> l
     for view in ordered(found.services, order):
         rows.append([view.name, view.protocol, *_rates(view), short(view.drops), ""])
         rows += [[f"  {place(each)}", "", *_rates(each), "", f"{each.share:.0%}"] for each in view.backends[:backends]]
-    lines = wrapped(terminal, head(found)) + [line for note in notes(found) for line in wrapped(terminal, note)]
+    lines = [part for words in (head(found), line(found.fast_path), *notes(found)) for part in wrapped(terminal, words)]
     titles = ["SERVICE", "PROTO", "FLOWS/S", "PACKETS/S", "BYTES/S", "DROPS/S", "SHARE"]
     lines += table(terminal, titles, rows)
     if found.at_rest:

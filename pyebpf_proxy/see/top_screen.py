@@ -24,6 +24,7 @@ from pyebpf_proxy.see.rates import Part, ordered, short
 from pyebpf_proxy.see.text import Terminal, wrapped
 from pyebpf_proxy.see.top import Watch, head, notes, place
 from pyebpf_proxy.see.top_arguments import Order
+from pyebpf_proxy.see.top_fast_path import line
 
 #: Keys and their sort orders.
 ORDER_KEYS: dict[str, Order] = {"f": "flows", "p": "packets", "b": "bytes", "d": "drops", "n": "name"}
@@ -64,18 +65,20 @@ class Screen:
     def draw(self, found: model.Top, width: int, height: int) -> Group:
         """The picture, within this width and height."""
         terminal = Terminal(width)
-        parts: list[Text | Table] = [_line(line, "bold") for line in wrapped(terminal, head(found))]
-        said = [line for note in notes(found) for line in wrapped(terminal, note)]
-        parts += [_line(line, "yellow") for line in said[: max(0, height // 3)]]
-        room = max(0, height - len(parts) - 3)
-        parts.append(self._table(found, width, room))
+        parts: list[Text | Table] = [_line(words, "bold") for words in wrapped(terminal, head(found))]
+        # Cut, not wrapped: what closes it comes first.
+        parts.append(_line(line(found.fast_path), ""))
+        shown = [words for note in notes(found) for words in wrapped(terminal, note)]
+        parts += [_line(words, "yellow") for words in shown[: max(0, height // 3)]]
+        height_left = max(0, height - len(parts) - 3)
+        parts.append(self._table(found, width, height_left))
         rest = f"{found.at_rest} idle, " if found.at_rest else ""
         state = "paused" if self.paused else f"every {self.interval:g} s"
         parts.append(_line(f"{rest}{state}, by {self.order}", "dim"))
         parts.append(_line("q quit  f p b d n order  e endpoints  + - interval  space pause", "dim"))
         return Group(*parts)
 
-    def _table(self, found: model.Top, width: int, room: int) -> Table:
+    def _table(self, found: model.Top, width: int, height_left: int) -> Table:
         made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="bold")
         made.add_column("SERVICE", no_wrap=True, overflow="ellipsis", ratio=1)
         titles = {"FLOWS/S": 7, "BYTES/S": 7, "DROPS/S": 7}
@@ -87,7 +90,7 @@ class Screen:
             titles = {"FLOWS": 5, "BYTES": 5, "DROPS": 5}
         for title, least in titles.items():
             made.add_column(title, justify="left" if title == "PROTO" else "right", no_wrap=True, min_width=least)
-        for view in _lines(found, self.order, self.backends, room):
+        for view in _lines(found, self.order, self.backends, height_left):
             cells = _cells(view)
             made.add_row(_name(view), *(cells[title.removesuffix("/S")] for title in titles))
         return made

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.addresses import Address, parse_cidr
-from pyebpf_proxy.kube.events import About, Recorder
+from pyebpf_proxy.kube.events import ObjectReference, Recorder
 from pyebpf_proxy.servers.health import JSON_HEADERS, Health, Moment
 from pyebpf_proxy.servers.http import Handler, Request, Response
 from pyebpf_proxy.servers.server import BindError, Network, Open, Server
@@ -126,7 +126,7 @@ class HealthCheckPorts:
         _log.error("health check node port cannot be served, retrying", service=service, port=port, error=error)
         if self._events is not None:
             note = f'node {self._node_name} failed to start healthcheck "{service}" on port {port}: {error}'
-            about = About("Service", name.namespace, name.name)
+            about = ObjectReference("Service", name.namespace, name.name)
             self._events.event(about, "Warning", "FailedToStartServiceHealthcheck", "Listen", note)
 
     def _handler(self, name: HealthCheckName) -> Handler:

@@ -30,13 +30,16 @@ class Local(NamedTuple):
     refusals: Callable[[], Mapping[str, str]]
     #: The state of the data plane (datapath/view.py).
     datapath: Callable[[], Mapping[str, object]] = dict
+    #: Why objects do not arrive at present, by resource; "" stands for all resources.
+    source: Callable[[], Mapping[str, str]] = dict
 
 
 def pages(local: Local) -> Mapping[str, Handler]:
     """``/state``, and ``/pods`` for the addresses in the body."""
 
     def state(request: Request) -> Response:
-        return _json({"version": __version__, "refusals": dict(local.refusals()), "datapath": local.datapath()})
+        answer = {"version": __version__, "refusals": dict(local.refusals()), "datapath": local.datapath()}
+        return _json({**answer, "source": dict(local.source())})
 
     def pods(request: Request) -> Response:
         addresses = [parse_address(line) for line in request.body.decode("ascii", "replace").split()]

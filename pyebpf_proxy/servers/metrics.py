@@ -170,6 +170,7 @@ def _read(datapath: DatapathNumbers, localhost_node_ports: bool) -> Iterable[Rea
     if localhost_node_ports:
         yield _localhost_node_ports(lambda: last)
     yield from _read_fast_path(lambda: last, lambda: view)
+    yield from _read_node(lambda: view)
     yield Read(
         GaugeMetricFamily,
         "pyebpf_proxy_xdp_device",
@@ -189,7 +190,7 @@ def _read(datapath: DatapathNumbers, localhost_node_ports: bool) -> Iterable[Rea
         "pyebpf_proxy_map_max_entries",
         "Capacity of a BPF map, in entries",
         ("map",),
-        lambda: [((name,), room) for name, (_, room) in datapath.maps().items()],
+        lambda: [((name,), capacity) for name, (_, capacity) in datapath.maps().items()],
     )
     yield _netfilter("pyebpf_proxy_conntrack_entries", "Entries of the node's conntrack table", "nf_conntrack_count")
     yield _netfilter("pyebpf_proxy_conntrack_max_entries", "Capacity of that table, in entries", "nf_conntrack_max")
@@ -308,6 +309,32 @@ def _read_fast_path(last: Callable[[], Mapping[str, int]], view: Callable[[], Ma
         "Interfaces, by the way in which the fast path redirects to them; always 1",
         ("device", "redirect"),
         devices,
+    )
+
+
+def _read_node(view: Callable[[], Mapping[str, Any]]) -> Iterable[Read]:
+    """``view``: that of this scrape."""
+
+    def overruns() -> Iterable[tuple[Labels, float]]:
+        return [((protocol,), count) for protocol, count in sorted(view().get("netlinkOverruns", {}).items())]
+
+    def writable() -> Iterable[tuple[Labels, float]]:
+        return [((), float(not view()["runFolder"]))] if "runFolder" in view() else []
+
+    yield Read(
+        CounterMetricFamily,
+        "pyebpf_proxy_netlink_overruns_total",
+        "How often the kernel dropped notifications because they came faster than the agent read them, by protocol;"
+        " each time the agent listed everything again",
+        ("protocol",),
+        overruns,
+    )
+    yield Read(
+        GaugeMetricFamily,
+        "pyebpf_proxy_run_directory_writable",
+        "1 if the run folder can be written to, 0 if it is read-only or its file system is full",
+        (),
+        writable,
     )
 
 

@@ -233,7 +233,7 @@ class Server:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.set_exception_handler(_say)
+        self._loop.set_exception_handler(_log_exception)
         sweep = self._loop.create_task(self._sweep())
         try:
             self._loop.run_forever()
@@ -255,7 +255,7 @@ class Server:
                     connection.look(now)
 
 
-def _say(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log an error of a socket as one line, not as a traceback."""
     error = context.get("exception")
     if isinstance(error, OSError):

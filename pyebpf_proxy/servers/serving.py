@@ -13,7 +13,7 @@ from pyebpf_proxy.common.run_directory import SOCKET, listening_socket, remove_s
 from pyebpf_proxy.config.addresses import Address, join_host_port
 from pyebpf_proxy.config.effective import Effective
 from pyebpf_proxy.config.shown import Shown
-from pyebpf_proxy.kube.events import About, Recorder
+from pyebpf_proxy.kube.events import ObjectReference, Recorder
 from pyebpf_proxy.servers import server
 from pyebpf_proxy.servers.health import TEXT_HEADERS, Health, HealthPages
 from pyebpf_proxy.servers.health_checks import Addresses, HealthCheckPorts, listen_addresses
@@ -43,7 +43,7 @@ class Planner(SyncedObjects, Protocol):
 
     @property
     def facts(self) -> NodeFacts:
-        """What the Nodes say."""
+        """The facts from the Nodes."""
 
 
 class Servers:
@@ -145,7 +145,7 @@ class Servers:
             if what == "health":
                 reason, error = "FailedToStartProxierHealthcheck", f"healthz server failed: {error}"
             if self._events is not None:
-                node = About("Node", "", self._settings.node_name)
+                node = ObjectReference("Node", "", self._settings.node_name)
                 self._events.event(node, "Warning", reason, "StartKubeProxy", error)
             wait = 0 if self._events is None else EVENT_SECONDS
             self._loop.call_soon_threadsafe(self._loop.call_later, wait, self._end, error)

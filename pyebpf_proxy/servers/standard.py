@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import sys
@@ -14,7 +15,7 @@ import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import CollectorRegistry
 
-from pyebpf_proxy import KUBERNETES_VERSION
+from pyebpf_proxy import KUBERNETES_VERSION, __version__
 from pyebpf_proxy.servers.numbers import Labels, Registry
 
 #: The value shown for an unlimited RLIMIT_AS, as in Go's library.
@@ -69,7 +70,8 @@ def add_build(registry: Registry, gates: Mapping[str, tuple[str, bool]], alpha: 
         _family(f"{which}_metrics_total", f"[BETA] The count of {which} metrics.", (), [((), 0.0)], CounterMetricFamily)
         for which in ("disabled", "hidden")
     ]
-    fixed = [build, features, registered, *none]
+    own = _family("pyebpf_proxy_build_info", _OWN_BUILD, own_build(), [(tuple(own_build().values()), 1.0)])
+    fixed = [build, features, registered, *none, own]
     registry.add_collector(lambda: fixed)
 
 
@@ -90,6 +92,18 @@ def build_info() -> dict[str, str]:
     }
 
 
+def own_build() -> dict[str, str]:
+    """Labels of ``pyebpf_proxy_build_info``. ``commit``: "" unless the image was built with it (deploy/Dockerfile)."""
+    return {
+        "version": __version__,
+        "commit": os.environ.get(COMMIT, ""),
+        "python_version": platform.python_version(),
+    }
+
+
+#: Names the commit that an image was built from.
+COMMIT = "PYEBPF_PROXY_COMMIT"
+_OWN_BUILD = "Always 1: the version of pyebpf-proxy, the commit that it was built from, and the version of Python"
 _BUILD = (
     "[BETA] A metric with a constant '1' value labeled by major, minor, git version, git commit, git tree state, build"
     " date, Go version, and compiler from which Kubernetes was built, and platform on which it is running."
@@ -121,6 +135,4 @@ def _family(
 
 
 def _ticks() -> int:
-    import os
-
     return os.sysconf("SC_CLK_TCK")

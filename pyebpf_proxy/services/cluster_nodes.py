@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All Nodes and ServiceCIDRs of the cluster, and what they say about this node (spec/configuration §5.3)."""
+"""All Nodes and ServiceCIDRs of the cluster, and the facts about this node (spec/configuration §5.3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pyebpf_proxy.kube import objects
 
 
-class Differs(NamedTuple):
+class NodeChange(NamedTuple):
     """What has changed: something that every service port depends on; which Node has which address."""
 
     for_all: bool
@@ -70,7 +70,7 @@ class ClusterNodes:
         self.facts = replace(self.facts, service_cidrs=every)
         return True
 
-    def read(self) -> Differs:
+    def read(self) -> NodeChange:
         """Bring the attributes up to date with the Nodes."""
         own, facts = self._nodes.get(self._node_name, NO_NODE), self.facts
         node_ips = self._node_ips(own)
@@ -98,7 +98,7 @@ class ClusterNodes:
             if owners.keys() != facts.node_addresses:
                 facts = replace(facts, node_addresses=frozenset(owners))
         self.facts = facts
-        return Differs(for_all, others)
+        return NodeChange(for_all, others)
 
     def _node_ips(self, own: NodeView) -> dict[IPFamily, bytes]:
         if self._node_ip is None:

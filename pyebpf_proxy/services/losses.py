@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Addresses that a Service lists but that are not served for it: which, why, and the log lines about them.
 
-Lines are formatted only for changed Services, when news are requested. A Service with 20 000 conflicts costs nothing
-while others change, and never logs more than a few lines.
+Lines are formatted only for changed Services, when new messages are requested. A Service with 20 000 conflicts costs
+nothing while others change, and never logs more than a few lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REFUSED = "AddressRefused"
 OVER_LIMIT = "OverLimit"
 
 
-class Said(NamedTuple):
+class LossMessage(NamedTuple):
     """A log line about a Service. ``reason``: of its Event, empty for no Event."""
 
     namespace: str
@@ -46,18 +46,18 @@ class Loss(NamedTuple):
         return f"{which} is already used by Service {self.winner.namespace}/{self.winner.name}, not served there"
 
 
-class News:
+class LossReport:
     """Log lines of Services. Each is logged once, and again if the problem ends and comes back."""
 
     def __init__(self) -> None:
-        self._said: dict[tuple[str, str], frozenset[Said]] = {}
+        self._reported: dict[tuple[str, str], frozenset[LossMessage]] = {}
 
-    def of(self, key: tuple[str, str], lines: Iterable[Said]) -> list[Said]:
+    def new_lines(self, key: tuple[str, str], lines: Iterable[LossMessage]) -> list[LossMessage]:
         """The new ones among ``lines``, which are all current lines of a Service."""
         lines = list(lines)
-        before = self._said.pop(key, frozenset())
+        before = self._reported.pop(key, frozenset())
         if lines:
-            self._said[key] = frozenset(lines)
+            self._reported[key] = frozenset(lines)
         return [line for line in lines if line not in before]
 
 
@@ -70,7 +70,7 @@ class Losses:
     def __init__(self) -> None:
         self._of: dict[tuple[str, str], dict[ServicePortName, dict[Claim, Loss]]] = {}
         self._touched: dict[tuple[str, str], None] = {}
-        self._news = News()
+        self._report = LossReport()
         #: The current number of losses.
         self.count = 0
         #: Services over a limit, and what is left out, as ``field: what``.
@@ -114,17 +114,17 @@ class Losses:
             if not self._of[key]:
                 del self._of[key]
 
-    def news(self) -> list[Said]:
+    def new_messages(self) -> list[LossMessage]:
         """The lines that were not logged before."""
         touched, self._touched = self._touched, {}
-        return [line for key in touched for line in self._news.of(key, self._lines(key))]
+        return [line for key in touched for line in self._report.new_lines(key, self._lines(key))]
 
-    def _lines(self, key: tuple[str, str]) -> Iterator[Said]:
+    def _lines(self, key: tuple[str, str]) -> Iterator[LossMessage]:
         for what in self.over.get(key, ()):
-            yield Said(*key, f"Service {key[0]}/{key[1]}: {what}", OVER_LIMIT)
+            yield LossMessage(*key, f"Service {key[0]}/{key[1]}: {what}", OVER_LIMIT)
         ports = self._of.get(key, {})
         for loss in islice(chain.from_iterable(lost.values() for lost in ports.values()), LINES):
-            yield Said(*key, str(loss), REFUSED if loss.winner is None else "")
+            yield LossMessage(*key, str(loss), REFUSED if loss.winner is None else "")
         more = sum(map(len, ports.values())) - LINES
         if more > 0:
-            yield Said(*key, f"Service {key[0]}/{key[1]}: {more} more of its addresses and ports are not served")
+            yield LossMessage(*key, f"Service {key[0]}/{key[1]}: {more} more of its addresses and ports are not served")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.claims import FIELDS, Claim, claim_of
-from pyebpf_proxy.services.losses import LINES, News, Said
+from pyebpf_proxy.services.losses import LINES, LossMessage, LossReport
 from pyebpf_proxy.services.model import Frontend, FrontendKind, IPFamily, ServicePort, ServicePortName
 
 Key = tuple[str, str]
@@ -39,7 +39,7 @@ class Overlaps:
         self._found: dict[Key, tuple[Overlap, ...]] = {}
         self._by_port: dict[tuple[IPFamily, Claim], set[ServicePortName]] = {}
         self._touched: dict[Key, None] = {}
-        self._news = News()
+        self._report = LossReport()
         #: The current number of overlaps.
         self.count = 0
 
@@ -53,10 +53,10 @@ class Overlaps:
         family = IPFamily.IPV4 if len(node_port.address) == 4 else IPFamily.IPV6
         return self._by_port.get((family, node_port._replace(address=b"")), ())
 
-    def news(self) -> list[Said]:
+    def new_messages(self) -> list[LossMessage]:
         """The lines that were not logged before."""
         touched, self._touched = self._touched, {}
-        return [line for key in touched for line in self._news.of(key, self._lines(key))]
+        return [line for key in touched for line in self._report.new_lines(key, self._lines(key))]
 
     def service(self, key: Key, ports: Iterable[ServicePort]) -> None:
         """Set the ports of a Service; none: it is deleted."""
@@ -88,13 +88,13 @@ class Overlaps:
         for key, ports in services:
             self.service(key, ports)
 
-    def _lines(self, key: Key) -> Iterable[Said]:
+    def _lines(self, key: Key) -> Iterable[LossMessage]:
         found = self._found.get(key, ())
         for overlap in found[:LINES]:
-            yield Said(*key, str(overlap))
+            yield LossMessage(*key, str(overlap))
         if len(found) > LINES:
             more = f"{len(found) - LINES} more of its addresses and ports are those of Nodes"
-            yield Said(*key, f"Service {key[0]}/{key[1]}: {more}")
+            yield LossMessage(*key, f"Service {key[0]}/{key[1]}: {more}")
 
 
 def _by_port(overlap: Overlap) -> tuple[IPFamily, Claim]:

@@ -20,7 +20,7 @@ from pyebpf_proxy.services.cluster_nodes import ClusterNodes
 from pyebpf_proxy.services.disputes import Disputes
 from pyebpf_proxy.services.guard import API_SERVER, Check
 from pyebpf_proxy.services.health_checks import HealthCheck, HealthCheckName, HealthChecks, health_check_port
-from pyebpf_proxy.services.losses import Loss, Said
+from pyebpf_proxy.services.losses import Loss, LossMessage
 from pyebpf_proxy.services.model import IPFamily, Protocol, ServicePort, ServicePortName
 from pyebpf_proxy.services.node_facts import NodeFacts
 from pyebpf_proxy.services.overlaps import Overlap, Overlaps
@@ -95,7 +95,7 @@ class Planner:
 
     @property
     def facts(self) -> NodeFacts:
-        """What the Nodes and ServiceCIDRs say. Replaced when that changes, never modified."""
+        """The facts from the Nodes and ServiceCIDRs. Replaced when they change, never modified."""
         return self._nodes.facts
 
     @property
@@ -128,9 +128,9 @@ class Planner:
         """The number of ``overlaps``."""
         return self._overlaps.count
 
-    def news(self) -> tuple[list[Said], list[Said]]:
+    def new_messages(self) -> tuple[list[LossMessage], list[LossMessage]]:
         """Log lines about ``conflicts`` and ``overlaps`` that were not logged before; a few lines for each Service."""
-        return self._disputes.losses.news(), self._overlaps.news()
+        return self._disputes.losses.new_messages(), self._overlaps.new_messages()
 
     def differs(self, namespace: str, name: str, service: objects.Service | None) -> bool:
         """Whether a Service (None: deleted) differs from what the last update processed."""
@@ -327,9 +327,9 @@ class Planner:
 
     def _fill_service(self, key: ServiceKey, before: Delta) -> None:
         """Assign endpoints to the ports of a Service, within the limit of one Service."""
-        rooms = {family: self._endpoint_shares[family].room(key) for family in IPFamily}
-        left = {family: 2 * endpoints.MOST_ENDPOINTS if room is None else room for family, room in rooms.items()}
-        room = dict.fromkeys(IPFamily, endpoints.MOST_ENDPOINTS)
+        allowed = {family: self._endpoint_shares[family].allowed(key) for family in IPFamily}
+        left = {family: 2 * endpoints.MOST_ENDPOINTS if most is None else most for family, most in allowed.items()}
+        left_of_service = dict.fromkeys(IPFamily, endpoints.MOST_ENDPOINTS)
         views = self._slices.of(key)
         # Sorted by slice name: the choice between duplicates does not depend on the order of arrival.
         ordered = [views[slice_name] for slice_name in sorted(views)]
@@ -340,18 +340,18 @@ class Planner:
             name, family = template.name, template.name.family
             self._remember(name, before)
             of_family, each = by_family[family], endpoints.entries(name.protocol)
-            most = min(room[family], left[family] // each)
+            most = min(left_of_service[family], left[family] // each)
             self._wanted[name] = self._fill(template, of_family, most) if of_family else template
             number = endpoints.count(of_family, (name.port, name.protocol))
             wanted[family] += number
-            room[family] = max(0, room[family] - number)
+            left_of_service[family] = max(0, left_of_service[family] - number)
             left[family] = max(0, left[family] - number * each)
         over = [] if known is None else [*known.over, *self._shares.why(key), *self._slices.too_long(key)]
         for family, number in wanted.items():
             which = f"IPv{family.value} endpoints, counted by port,"
             if number > endpoints.MOST_ENDPOINTS:
                 over.append(f"{number} {which} are more than {endpoints.MOST_ENDPOINTS}: the first are served")
-            if rooms[family] is not None:
+            if allowed[family] is not None:
                 most = self._endpoint_shares[family].most
                 what = f"{number} {which} are more than older Services of namespace {key.namespace} leave of {most}"
                 over.append(f"{what}: the first are served")

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 # Characters that no name contains: the separator of names, and the mark of an endpoint that is not a pod.
-_BETWEEN, _NOBODY = "\0", "/"
+_SEPARATOR, _NO_POD = "\0", "/"
 
 
 def packed(names: Sequence[str]) -> bytes:
@@ -19,12 +19,12 @@ def packed(names: Sequence[str]) -> bytes:
     if not known:
         return b""
     common = os.path.commonprefix([min(known), max(known)])  # noqa: RUF071 (letters, not path components)
-    rests = (name[len(common) :] if name else _NOBODY for name in names)
-    return _BETWEEN.join((common, *rests)).encode()
+    rests = (name[len(common) :] if name else _NO_POD for name in names)
+    return _SEPARATOR.join((common, *rests)).encode()
 
 
 def unpacked(data: bytes) -> Iterator[str]:
     """The names, "" for an endpoint that is not a pod; empty if no endpoint is a pod."""
     if data:
-        common, *rests = data.decode().split(_BETWEEN)
-        yield from ("" if rest == _NOBODY else common + rest for rest in rests)
+        common, *rests = data.decode().split(_SEPARATOR)
+        yield from ("" if rest == _NO_POD else common + rest for rest in rests)

@@ -201,7 +201,7 @@ class EndpointShares:
         self._most = most
         self._counts: dict[str, dict[Key, int]] = {}
         self._totals: dict[str, int] = {}
-        self._rooms: dict[str, dict[Key, int]] = {}
+        self._allowed: dict[str, dict[Key, int]] = {}
         self._touched: set[str] = set()
 
     @property
@@ -219,18 +219,18 @@ class EndpointShares:
         total = self._totals[namespace] = self._totals.get(namespace, 0) + number - before
         if not counts:
             del self._counts[namespace], self._totals[namespace]
-        if namespace in self._rooms or total > self._most:
+        if namespace in self._allowed or total > self._most:
             self._touched.add(namespace)
 
-    def room(self, key: Key) -> int | None:
+    def allowed(self, key: Key) -> int | None:
         """The number that a Service may have; None: all of its endpoints."""
-        return self._rooms.get(key[0], {}).get(key)
+        return self._allowed.get(key[0], {}).get(key)
 
     def settle(self, age: Age) -> Collection[Key]:
         """Recompute the shares. Returns the Services whose share changed."""
         changed: set[Key] = set()
         for namespace in self._touched:
-            before = self._rooms.pop(namespace, {})
+            before = self._allowed.pop(namespace, {})
             now: dict[Key, int] = {}
             left = self._most
             if self._totals.get(namespace, 0) > left:
@@ -240,7 +240,7 @@ class EndpointShares:
                         now[key] = left
                     left -= min(left, counts[key])
             if now:
-                self._rooms[namespace] = now
+                self._allowed[namespace] = now
             changed |= {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
         self._touched.clear()
         return changed

@@ -82,7 +82,7 @@ def verdict_of(reason: str) -> Verdict:
         return "refused"
     if reason.endswith("_replaced"):
         return "replaced"
-    return "dropped" if reason.startswith("drop_") or reason == "table_missing" else "served"
+    return "dropped" if reason.startswith("drop_") or reason == "service_config_missing" else "served"
 
 
 def utc(seconds: float) -> str:

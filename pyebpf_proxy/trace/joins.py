@@ -9,10 +9,10 @@ from pyebpf_proxy.see import model
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import Protocol
 from pyebpf_proxy.trace.events import utc
-from pyebpf_proxy.trace.kernel import Said
+from pyebpf_proxy.trace.kernel import KernelEvent
 
 #: Remembered decisions; the oldest are evicted first.
-ROOM = 32768
+MOST_FLOWS = 32768
 _STATES = (
     *("", "ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "TIME_WAIT", "CLOSE", "CLOSE_WAIT"),
     *("LAST_ACK", "LISTEN", "CLOSING", "NEW_SYN_RECV"),
@@ -37,7 +37,7 @@ class Joins:
         self._put(decision, decision.source, decision.destination)
         if decision.endpoint:
             self._put(decision, decision.masqueraded_as or decision.source, decision.endpoint)
-        while len(self._flows) > ROOM:
+        while len(self._flows) > MOST_FLOWS:
             del self._flows[next(iter(self._flows))]
 
     def _put(self, decision: model.Decision, client: str, server: str) -> None:
@@ -46,32 +46,32 @@ class Joins:
         self._flows.pop(key, None)
         self._flows[key] = decision
 
-    def line(self, said: Said, booted: float) -> model.KernelDrop | model.TcpState | None:
+    def line(self, event: KernelEvent, booted: float) -> model.KernelDrop | model.TcpState | None:
         """The line for a kernel event, if a decision on its flow is known."""
-        if said.where == _NOT_LOST:
+        if event.where == _NOT_LOST:
             return None
         try:
-            protocol = Protocol(said.protocol).name
+            protocol = Protocol(event.protocol).name
         except ValueError:
             return None
-        source = format_address_port(bytes.fromhex(said.source), said.source_port)
-        destination = format_address_port(bytes.fromhex(said.destination), said.destination_port)
+        source = format_address_port(bytes.fromhex(event.source), event.source_port)
+        destination = format_address_port(bytes.fromhex(event.destination), event.destination_port)
         found = self._find(protocol, source, destination)
         if found is None:
             return None
-        client, asked, service = found.source, found.destination, found.service
-        time, netns = utc(booted + said.when / 1e9), said.netns if said.netns != self._own else 0
-        if said.state:
+        client, frontend, service = found.source, found.destination, found.service
+        time, netns = utc(booted + event.when / 1e9), event.netns if event.netns != self._own else 0
+        if event.state:
             return model.TcpState(
                 time=time,
                 protocol=protocol,
                 source=source,
                 destination=destination,
                 client=client,
-                asked=asked,
+                frontend=frontend,
                 service=service,
-                before=_STATES[said.reason] if said.reason < len(_STATES) else str(said.reason),
-                now="ESTABLISHED" if said.state == _ESTABLISHED else "CLOSE",
+                before=_STATES[event.reason] if event.reason < len(_STATES) else str(event.reason),
+                now="ESTABLISHED" if event.state == _ESTABLISHED else "CLOSE",
                 netns=netns,
             )
         return model.KernelDrop(
@@ -80,11 +80,11 @@ class Joins:
             source=source,
             destination=destination,
             client=client,
-            asked=asked,
+            frontend=frontend,
             service=service,
-            reason=self._reasons.get(said.reason, f"reason {said.reason:#x}"),
-            where=said.where,
-            device=self._device(said.ifindex) if said.ifindex and not netns else "",
+            reason=self._reasons.get(event.reason, f"reason {event.reason:#x}"),
+            where=event.where,
+            device=self._device(event.ifindex) if event.ifindex and not netns else "",
             netns=netns,
         )
 

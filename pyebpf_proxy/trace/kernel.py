@@ -48,7 +48,7 @@ def _remedy() -> str:
     return _INSTALL if os.access("/usr", os.W_OK) else _ELSEWHERE
 
 
-class Said(msgspec.Struct):
+class KernelEvent(msgspec.Struct):
     """A line of kernel_side. ``state``: the new TCP state, and ``reason`` the old one; 0: ``reason`` of a drop."""
 
     when: int = 0
@@ -73,7 +73,7 @@ class MissingError(Exception):
 class Kernel:
     """The kernel's events, until :meth:`close`. MissingError if they are unavailable."""
 
-    def __init__(self, pins: Path, room: int) -> None:
+    def __init__(self, pins: Path, ring_size: int) -> None:
         try:
             btf = Btf(_BTF.read_bytes(), str(_BTF))
             offsets = {name: btf.offset(*path) for name, path in _OFFSETS.items()}
@@ -82,16 +82,16 @@ class Kernel:
             raise MissingError(f"the kernel's types cannot be read: {error}") from None
         #: Names of the kernel's drop reasons, by number.
         self.reasons = {number: name.removeprefix("SKB_DROP_REASON_") for name, number in reasons.items()}
-        self._decoder = msgspec.json.Decoder(Said)
+        self._decoder = msgspec.json.Decoder(KernelEvent)
         self._rest = b""
         # In memory: the agent's pod has no folder that can be written.
         self._errors = os.fdopen(os.memfd_create("bcc"), "w+b")
         interpreter = os.environ.get(INTERPRETER_VARIABLE) or INTERPRETER
-        asked = {
+        request = {
             "parent": os.getpid(),
             "pins": str(pins),
             "offsets": offsets,
-            "pages": 1 << max(0, (room // 4096 - 1).bit_length()),
+            "pages": 1 << max(0, (ring_size // 4096 - 1).bit_length()),
         }
         try:
             self._process = subprocess.Popen(
@@ -104,21 +104,21 @@ class Kernel:
             self._errors.close()
             raise MissingError(f"{interpreter}: {error.strerror}; python3-bpfcc needs it: {_remedy()}") from None
         try:
-            self._start(msgspec.json.encode(asked), interpreter)
+            self._start(msgspec.json.encode(request), interpreter)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, asked: bytes, interpreter: str) -> None:
+    def _start(self, request: bytes, interpreter: str) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(asked + b"\n")
+            self._process.stdin.write(request + b"\n")
             self._process.stdin.close()
         except BrokenPipeError:
             pass
         end = time.monotonic() + _START_SECONDS
         while select.select([self.fd], [], [], max(0.0, end - time.monotonic()))[0]:
-            if any(said.ready for said in self.read()):
+            if any(event.ready for event in self.read()):
                 return
             if self._ended:
                 break
@@ -139,7 +139,7 @@ class Kernel:
 
     _ended = False
 
-    def read(self) -> list[Said]:
+    def read(self) -> list[KernelEvent]:
         """New events. Empty if there are none, or the process has ended."""
         if self._ended or not select.select([self.fd], [], [], 0)[0]:
             return []
@@ -148,11 +148,11 @@ class Kernel:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [self._decoder.decode(line) for line in lines]
 
-    def rest(self) -> list[Said]:
+    def rest(self) -> list[KernelEvent]:
         """Ask the process to end. The result: its remaining events of the next few seconds."""
         self._process.terminate()
         end = time.monotonic() + _END_SECONDS
-        found: list[Said] = []
+        found: list[KernelEvent] = []
         while not self._ended and select.select([self.fd], [], [], max(0.0, end - time.monotonic()))[0]:
             found += self.read()
         return found

@@ -28,7 +28,7 @@ BPF_TABLE_PINNED("hash", struct place4, u64, frontends4, 1, "@PINS@/frontends4")
 BPF_TABLE_PINNED("hash", struct place6, u64, frontends6, 1, "@PINS@/frontends6");
 BPF_TABLE_PINNED("hash", struct end4, u32, endpoints4, 1, "@PINS@/endpoints4");
 BPF_TABLE_PINNED("hash", struct end6, u32, endpoints6, 1, "@PINS@/endpoints6");
-BPF_PERF_OUTPUT(said);
+BPF_PERF_OUTPUT(events);
 BPF_ARRAY(missed, u64, 1);
 
 struct event {
@@ -41,7 +41,7 @@ struct event {
 
 #define READ(to, from, offset) bpf_probe_read_kernel(&(to), sizeof(to), (void *)((u64)(from) + (offset)))
 
-static int is_ours4(u8 *address, u16 port, u8 protocol)
+static int is_service4(u8 *address, u16 port, u8 protocol)
 {
     struct place4 place = { .port = port, .protocol = protocol };
     struct end4 end = { .port = port, .protocol = protocol };
@@ -51,7 +51,7 @@ static int is_ours4(u8 *address, u16 port, u8 protocol)
     return frontends4.lookup(&place) || endpoints4.lookup(&end);
 }
 
-static int is_ours6(u8 *address, u16 port, u8 protocol)
+static int is_service6(u8 *address, u16 port, u8 protocol)
 {
     struct place6 place = { .port = port, .protocol = protocol };
     struct end6 end = { .port = port, .protocol = protocol };
@@ -67,19 +67,19 @@ static int is_of_services(struct event *e)
     u8 any[16] = {};
 
     if (e->ipv6)
-        return is_ours6(e->source, e->source_port, e->protocol) ||
-               is_ours6(e->destination, e->destination_port, e->protocol) ||
-               is_ours6(any, e->destination_port, e->protocol);
-    return is_ours4(e->source, e->source_port, e->protocol) ||
-           is_ours4(e->destination, e->destination_port, e->protocol) ||
-           is_ours4(any, e->destination_port, e->protocol);
+        return is_service6(e->source, e->source_port, e->protocol) ||
+               is_service6(e->destination, e->destination_port, e->protocol) ||
+               is_service6(any, e->destination_port, e->protocol);
+    return is_service4(e->source, e->source_port, e->protocol) ||
+           is_service4(e->destination, e->destination_port, e->protocol) ||
+           is_service4(any, e->destination_port, e->protocol);
 }
 
-static void say(void *ctx, struct event *e)
+static void send(void *ctx, struct event *e)
 {
     int zero = 0;
 
-    if (said.perf_submit(ctx, e, sizeof(*e)))
+    if (events.perf_submit(ctx, e, sizeof(*e)))
         missed.atomic_increment(zero);
 }
 
@@ -150,7 +150,7 @@ RAW_TRACEPOINT_PROBE(kfree_skb)
         READ(net, device, DEV_NET);
     }
     e.netns = number_of(net);
-    say(ctx, &e);
+    send(ctx, &e);
     return 0;
 }
 
@@ -186,7 +186,7 @@ RAW_TRACEPOINT_PROBE(inet_sock_set_state)
     e.state = to;
     READ(net, sk, SOCK_NET);
     e.netns = number_of(net);
-    say(ctx, &e);
+    send(ctx, &e);
     return 0;
 }
 """
@@ -218,22 +218,22 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Print ``{"ready": true}``, then events, until the parent ends."""
-    asked = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != asked["parent"]:
+    if os.getppid() != request["parent"]:
         return 1
     # Ctrl-C is for the parent, which prints the remaining events.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ending: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: ending.append(number))
-    kernel = load(asked["pins"], asked["offsets"])
+    kernel = load(request["pins"], request["offsets"])
     lines: list[str] = []
-    missed, said = kernel["missed"], 0
+    missed, reported = kernel["missed"], 0
 
     def take(_cpu: int, data: Any, size: int) -> None:
-        lines.append(told(ctypes.string_at(data, size), kernel))
+        lines.append(event_line(ctypes.string_at(data, size), kernel))
 
-    kernel["said"].open_perf_buffer(take, page_cnt=asked["pages"], lost_cb=lambda count: None)
+    kernel["events"].open_perf_buffer(take, page_cnt=request["pages"], lost_cb=lambda count: None)
     print('{"ready": true}', flush=True)
     last = False
     while not last:
@@ -241,9 +241,9 @@ def main() -> int:
         last = bool(ending)
         kernel.perf_buffer_poll(timeout=0 if last else 200)
         lost = missed[0].value
-        if lost != said:
-            lines.append(json.dumps({"lost": lost - said}))
-            said = lost
+        if lost != reported:
+            lines.append(json.dumps({"lost": lost - reported}))
+            reported = lost
         if lines:
             sys.stdout.write("\n".join(lines) + "\n")
             sys.stdout.flush()
@@ -265,7 +265,7 @@ def load(pins: str, offsets: dict[str, int]) -> Any:
         return BPF(text=PROGRAM.replace("@PINS@", pins), cflags=flags)
 
 
-def told(raw: bytes, kernel: Any) -> str:
+def event_line(raw: bytes, kernel: Any) -> str:
     """One event as JSON: addresses in hexadecimal, in network order."""
     when, location, netns, ifindex, reason, *rest = EVENT.unpack_from(raw)
     source_port, destination_port, state, protocol, ipv6, source, destination = rest

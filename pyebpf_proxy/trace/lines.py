@@ -72,8 +72,8 @@ def _kernel(line: model.KernelDrop | model.TcpState) -> tuple[str, Colour]:
         words.append(f"dropped by {line.where}: {line.reason}" + (f" on {line.device}" if line.device else ""))
     else:
         words.append(f"{line.before} to {line.now}")
-    if (line.client, line.asked) != (line.source, line.destination):
-        words.append(f"of {line.client.removesuffix(':0')} > {line.asked}")
+    if (line.client, line.frontend) != (line.source, line.destination):
+        words.append(f"of {line.client.removesuffix(':0')} > {line.frontend}")
     if line.service:
         words.append(line.service)
     return ", ".join(words), "yellow" if isinstance(line, model.KernelDrop) else "dim"

@@ -16,7 +16,7 @@ from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.datapath.netlink.uapi import NETLINK_NETFILTER
 from pyebpf_proxy.see import local
 from pyebpf_proxy.see.maps import Pinned
-from pyebpf_proxy.see.partial_maps import Asked
+from pyebpf_proxy.see.partial_maps import DestinationLookup
 from pyebpf_proxy.see.pods import Pods
 from pyebpf_proxy.see.programs import device_name
 from pyebpf_proxy.see.services import name_text
@@ -38,7 +38,7 @@ class Lookup:
         self._names: dict[int, ServicePortName] = {}
         self._read_at = -_PATIENCE
         self._devices: dict[int, str] = {}
-        self._asked = Asked(maps)
+        self._destinations = DestinationLookup(maps)
         self._conntrack = RequestSocket(NETLINK_NETFILTER)
         self.read()
 
@@ -65,7 +65,7 @@ class Lookup:
 
     def _service(self, event: Event) -> str:
         # A decision may come before the service is looked up.
-        number = event.service or self._asked.service(*event.destination, event.protocol)
+        number = event.service or self._destinations.service(*event.destination, event.protocol)
         if number and number not in self._names and time.monotonic() - self._read_at > _PATIENCE:
             self.read()
         name = self._names.get(number)
@@ -81,12 +81,12 @@ class Lookup:
         if event.reason == "new_flow_fast":
             return self._young_masqueraded_as(event)
         try:
-            reply = ctnetlink.reply_of(self._conntrack, event.protocol, event.source, event.destination)
+            entry = ctnetlink.lookup(self._conntrack, event.protocol, event.source, event.destination)
         except OSError:
             return ""
-        if reply is None or reply.destination == event.source[0]:
+        if entry is None or entry.reply is None or entry.reply.destination == event.source[0]:
             return ""
-        return format_address_port(reply.destination, int.from_bytes(reply.destination_port, "big"))
+        return format_address_port(*entry.reply.ends[1])
 
     def _young_masqueraded_as(self, event: Event) -> str:
         value = self._maps.map("flows").lookup(

@@ -23,7 +23,7 @@ from pyebpf_proxy.see.text import terminal
 from pyebpf_proxy.trace import events
 from pyebpf_proxy.trace.filters import Filter, FilterNames
 from pyebpf_proxy.trace.joins import Joins
-from pyebpf_proxy.trace.kernel import Kernel, MissingError, Said
+from pyebpf_proxy.trace.kernel import Kernel, KernelEvent, MissingError
 from pyebpf_proxy.trace.lines import Line, printed
 from pyebpf_proxy.trace.names import Lookup
 from pyebpf_proxy.trace.session import Session
@@ -58,7 +58,7 @@ def run(parsed: argparse.Namespace) -> int:
         with Session(maps, parsed.buffer << 10) as session:
             kernel = _kernel(parsed, maps)
             try:
-                session.word.ask(chosen.wanted)
+                session.control.start(chosen.wanted)
                 print("tracing; press Ctrl-C to stop", file=sys.stderr, flush=True)
                 return _Trace(parsed, maps, lookup, chosen, session, known, kernel).follow(seconds)
             finally:
@@ -142,7 +142,7 @@ class _Trace:
         with _Signals() as signals:
             self._follow(seconds, signals)
             if self._kernel is not None:
-                self._print(self._news(self._kernel.rest()))
+                self._print(self._kernel_lines(self._kernel.rest()))
         self._look()
         if signals.received:
             return 128 + signals.received
@@ -172,18 +172,18 @@ class _Trace:
                 print("kernel events have ended", file=sys.stderr, flush=True)
             # Events that arrive while lines are printed are read in the next iteration.
             last = bool(signals.received)
-            self._print(self._news(self._kernel.read() if self._kernel is not None else []))
+            self._print(self._kernel_lines(self._kernel.read() if self._kernel is not None else []))
             if last:
                 break
             if time.monotonic() >= look:
                 look = time.monotonic() + _LOOK
                 self._look()
 
-    def _news(self, said: list[Said]) -> list[Line]:
+    def _kernel_lines(self, events: list[KernelEvent]) -> list[Line]:
         """New lines, in order of time. Kernel events were read first, so their decisions are known by now."""
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         lines = self._decisions(booted)
-        for each in said:
+        for each in events:
             self._kernel_lost += each.lost
             line = self._joins.line(each, booted) if not each.lost else None
             if line is not None:
@@ -209,7 +209,7 @@ class _Trace:
         return lines
 
     def _look(self) -> None:
-        lost, self._kernel_lost = (self._session.word.lost(), self._kernel_lost), 0
+        lost, self._kernel_lost = (self._session.control.lost(), self._kernel_lost), 0
         now = events.utc(time.time())
         lines = [model.Lost(time=now, what="decisions", count=lost[0])] if lost[0] else []
         lines += [model.Lost(time=now, what="kernel events", count=lost[1])] if lost[1] else []
@@ -218,9 +218,9 @@ class _Trace:
         if self._filter.names_services:
             before = dict(self._filter.wanted)
             if self._filter.renumber(self._lookup.read()) != before:
-                self._session.word.ask(self._filter.wanted)
-        if not self._session.word.asked():
-            self._session.word.ask(self._filter.wanted)
+                self._session.control.start(self._filter.wanted)
+        if not self._session.control.is_active():
+            self._session.control.start(self._filter.wanted)
 
     def _print(self, lines: Iterable[Line]) -> None:
         texts = [text for line in lines if (text := printed(line, self._form, self._sheet))]

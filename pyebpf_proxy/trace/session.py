@@ -26,7 +26,7 @@ _OLD = "the attached programs cannot report decisions: they are of an older vers
 _ORDER = sys.byteorder
 
 
-class Word:
+class TraceControl:
     """struct tracing of bpf/trace_maps.h, which the programs check before they report."""
 
     def __init__(self, tracing: Map, layout: Layout) -> None:
@@ -34,7 +34,7 @@ class Word:
         self._raw = tracing.mmap()
         self._lost = self._get("lost")
 
-    def ask(self, wanted: Mapping[str, Any]) -> None:
+    def start(self, wanted: Mapping[str, Any]) -> None:
         """Set the filter (fields of the struct) and start tracing, or continue."""
         services = tuple(wanted.get("services", ()))
         self.clear()
@@ -46,7 +46,7 @@ class Word:
         self._set("service_count", len(services))
         self._set("process", os.getpid())
 
-    def asked(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the programs still report. They stop when one of them runs on a CPU without a ring."""
         return self._get("process") == os.getpid()
 
@@ -72,22 +72,22 @@ class Word:
 class Session:
     """A tracing session, until :meth:`close`. SeeError: another one is running, or the programs are too old."""
 
-    def __init__(self, maps: Pinned, room: int) -> None:
+    def __init__(self, maps: Pinned, ring_size: int) -> None:
         if missing := [name for name in MAPS if name not in maps.names]:
             raise SeeError(f"{_OLD} (there is no map {missing[0]} in {maps.folder}/maps)")
         maps.packer("decision", "when")  # a missing layout is an error before anything is changed
         maps.packer("tracing", "process")
         self._lock = _lock(maps.folder / "maps")
         try:
-            self.word = Word(maps.map("tracing"), maps.btf.struct("tracing"))
-            self.rings = Rings(maps.map("decisions"), room)
+            self.control = TraceControl(maps.map("tracing"), maps.btf.struct("tracing"))
+            self.rings = Rings(maps.map("decisions"), ring_size)
         except BpfError as error:
             os.close(self._lock)
             raise SeeError(f"tracing cannot be turned on: {error}") from None
 
     def close(self) -> None:
         """Stop tracing."""
-        self.word.clear()
+        self.control.clear()
         self.rings.close()
         os.close(self._lock)
 

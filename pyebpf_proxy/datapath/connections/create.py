@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pyebpf_proxy.datapath.connections.ctnetlink import Place, Tuple, read_tuple, tuple_of
+from pyebpf_proxy.datapath.connections.ctnetlink import Place, lookup, tuple_of
 from pyebpf_proxy.datapath.netlink import uapi
-from pyebpf_proxy.datapath.netlink.messages import attribute, attributes
+from pyebpf_proxy.datapath.netlink.messages import attribute
 from pyebpf_proxy.datapath.netlink.request import RequestSocket
 from pyebpf_proxy.services.model import Protocol
 
@@ -30,15 +30,16 @@ _SYSCTLS = Path("/proc/sys/net/netfilter")
 
 
 class TcpState(enum.IntEnum):
-    """TCP states that an entry can be created with, from enum tcp_conntrack; the names are those of the sysctls."""
+    """TCP states that entries are given, from enum tcp_conntrack; the names are those of the sysctls."""
 
     ESTABLISHED = 3
     FIN_WAIT = 4
     CLOSE_WAIT = 5
+    CLOSE = 8
 
 
 #: Entries in these states need not be replaced.
-_ALIVE = {int(state) for state in TcpState}
+_ALIVE = {int(state) for state in TcpState} - {int(TcpState.CLOSE)}
 
 
 class Entry(NamedTuple):
@@ -114,13 +115,13 @@ def create(
     # The kernel ignores an address of the other family, and the flow would not be translated.
     mixed = Result(Outcome.REFUSED, errno.EAFNOSUPPORT)
     results = [mixed] * len(entries)
-    asked = [number for number, entry in enumerate(entries) if _is_of_one_family(entry)]
-    bodies = [message(entries[n], seconds[entries[n].protocol, entries[n].state]) for n in asked]
+    accepted = [number for number, entry in enumerate(entries) if _is_of_one_family(entry)]
+    bodies = [message(entries[n], seconds[entries[n].protocol, entries[n].state]) for n in accepted]
     answers = netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, uapi.NLM_F_CREATE | uapi.NLM_F_EXCL, bodies)
-    for number, body, answer in zip(asked, bodies, answers, strict=True):
+    for number, body, answer in zip(accepted, bodies, answers, strict=True):
         entry = entries[number]
         if answer == errno.EEXIST:
-            results[number] = _beside(netlink, entry, body, seconds[entry.protocol, entry.state])
+            results[number] = _replace_conflicting(netlink, entry, body, seconds[entry.protocol, entry.state])
         else:
             results[number] = _result(answer, Outcome.CREATED)
     return results
@@ -134,6 +135,23 @@ def close(netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tup
     """These TCP connections began to close while their entries were created: shorten their timeout of days. OSError."""
     ending = [entry._replace(state=TcpState.FIN_WAIT) for entry in entries if entry.protocol is Protocol.TCP]
     netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, [_key(e) + _state(e, seconds[e.protocol, e.state]) for e in ending])
+
+
+def reset(netlink: RequestSocket, entries: Sequence[Entry], seconds: Mapping[tuple[Protocol, TcpState], int]) -> None:
+    """These connections of the kernel were reset: a SYN with the same ports opens a new one. OSError.
+
+    conntrack keeps such an entry ESTABLISHED, with the timeout of CLOSE, because it does not know all sequence numbers
+    (nf_conntrack_tcp_packet()). An entry with a longer timeout has seen a packet since, and stays.
+    """
+    closed = seconds[Protocol.TCP, TcpState.CLOSE]
+    over = []
+    for entry in entries:
+        known = lookup(netlink, entry.protocol, entry.client, entry.frontend)
+        if known is None or known.tcp_state != TcpState.ESTABLISHED or known.seconds > closed:
+            continue
+        if known.reply and known.reply.ends == (entry.endpoint, entry.seen):
+            over.append(_key(entry) + _state(entry._replace(state=TcpState.CLOSE), known.seconds))
+    netlink.request_many(uapi.IPCTNL_MSG_CT_NEW, 0, over)
 
 
 def abandon(netlink: RequestSocket, entries: Sequence[Entry]) -> None:
@@ -194,16 +212,7 @@ def _state(entry: Entry, seconds: int) -> bytes:
     return status + attribute(uapi.CTA_PROTOINFO, attribute(uapi.CTA_PROTOINFO_TCP, info, nested=True), nested=True)
 
 
-class _Known(NamedTuple):
-    """An existing entry: both tuples as (source, destination), TCP state, and the attributes that identify it."""
-
-    original: tuple[Place, Place]
-    reply: tuple[Place, Place]
-    state: int
-    key: bytes
-
-
-def _beside(netlink: RequestSocket, entry: Entry, body: bytes, seconds: int) -> Result:
+def _replace_conflicting(netlink: RequestSocket, entry: Entry, body: bytes, seconds: int) -> Result:
     """After EEXIST: an existing entry may have one of the two tuples, in either direction.
 
     The programs send every packet with one of these tuples by the flow that is to be entered, so an entry of another
@@ -213,13 +222,13 @@ def _beside(netlink: RequestSocket, entry: Entry, body: bytes, seconds: int) -> 
     original, reply = (entry.client, entry.frontend), (entry.endpoint, entry.seen)
     for source, destination in (original, reply):
         try:
-            known = _known(netlink, entry, source, destination)
+            known = lookup(netlink, entry.protocol, source, destination)
         except OSError as error:
             return Result(Outcome.REFUSED, error.errno or errno.EIO)
-        if known is None:
+        if known is None or known.original is None or known.reply is None:
             continue
-        alive = entry.protocol is not Protocol.TCP or known.state in _ALIVE
-        if alive and (known.original, known.reply) == (original, reply):
+        alive = entry.protocol is not Protocol.TCP or known.tcp_state in _ALIVE
+        if alive and (known.original.ends, known.reply.ends) == (original, reply):
             # Its sequence numbers are out of date.
             number = netlink.request(uapi.IPCTNL_MSG_CT_NEW, _key(entry) + _state(entry, seconds))
             return _result(number, Outcome.KNOWN)
@@ -235,44 +244,6 @@ def _result(number: int, done: Outcome) -> Result:
     if number == 0:
         return Result(done)
     return Result(Outcome.FULL if number in _FULL else Outcome.REFUSED, number)
-
-
-def _known(netlink: RequestSocket, entry: Entry, source: Place, destination: Place) -> _Known | None:
-    """The entry that a packet of ``entry``'s protocol between these two places belongs to, in either direction."""
-    key = tuple_of(uapi.CTA_TUPLE_ORIG, entry.protocol, source, destination)
-    try:
-        answer = netlink.get(uapi.IPCTNL_MSG_CT_GET, header(entry) + key)
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            return None
-        raise
-    original, reply, state = None, None, 0
-    for kind, begin, end in attributes(answer, uapi.NFGENMSG.size, len(answer)):
-        if kind == uapi.CTA_TUPLE_ORIG:
-            original = read_tuple(answer, begin, end)
-        elif kind == uapi.CTA_TUPLE_REPLY:
-            reply = read_tuple(answer, begin, end)
-        elif kind == uapi.CTA_ID:
-            key += answer[begin - 4 : (end + 3) & ~3]
-        elif kind == uapi.CTA_PROTOINFO:
-            state = _tcp_state(answer, begin, end)
-    if original is None or reply is None:
-        return None
-    return _Known(_ends(original), _ends(reply), state, key)
-
-
-def _ends(found: Tuple) -> tuple[Place, Place]:
-    """Source and destination."""
-    source_port, destination_port = (int.from_bytes(raw, "big") for raw in (found.source_port, found.destination_port))
-    return (found.source, source_port), (found.destination, destination_port)
-
-
-def _tcp_state(answer: bytes, begin: int, end: int) -> int:
-    for _, section, section_end in attributes(answer, begin, end):
-        for kind, value, _ in attributes(answer, section, section_end):
-            if kind == uapi.CTA_PROTOINFO_TCP_STATE:
-                return answer[value]
-    return 0
 
 
 def create_now(entries: Iterable[Entry]) -> list[Result]:

@@ -26,6 +26,9 @@ from pyebpf_proxy.datapath.netlink.uapi import (
     CTA_PROTO_DST_PORT,
     CTA_PROTO_NUM,
     CTA_PROTO_SRC_PORT,
+    CTA_PROTOINFO,
+    CTA_PROTOINFO_TCP_STATE,
+    CTA_TIMEOUT,
     CTA_TUPLE_IP,
     CTA_TUPLE_ORIG,
     CTA_TUPLE_PROTO,
@@ -70,6 +73,24 @@ class Tuple(NamedTuple):
     source_port: bytes
     destination_port: bytes
 
+    @property
+    def ends(self) -> tuple[Place, Place]:
+        """Source and destination."""
+        source_port = int.from_bytes(self.source_port, "big")
+        return (self.source, source_port), (self.destination, int.from_bytes(self.destination_port, "big"))
+
+
+class TrackedEntry(NamedTuple):
+    """An entry: both directions, and what identifies it (:attr:`Flow.key`). None: a protocol without ports."""
+
+    original: Tuple | None
+    reply: Tuple | None
+    key: bytes
+    #: enum tcp_conntrack; 0: not TCP.
+    tcp_state: int = 0
+    #: Timeout.
+    seconds: int = 0
+
 
 def udp_flows(family: IPFamily) -> Iterator[Flow]:
     """Every UDP flow of ``family`` that the kernel tracks in this network namespace.
@@ -92,31 +113,32 @@ def delete(flows: Iterable[Flow]) -> int:
 
     A flow that got another endpoint since it was listed is a different entry, and stays.
     """
+    return delete_entries(((flow.family, flow.key) for flow in flows), "a UDP flow")
+
+
+def delete_entries(entries: Iterable[tuple[IPFamily, bytes]], what: str = "a flow") -> int:
+    """As :func:`delete`, for any protocol. ``entries``: family and :attr:`TrackedEntry.key`; ``what``: in the error."""
     with RequestSocket(NETLINK_NETFILTER) as netlink:
-        numbers = netlink.request_many(IPCTNL_MSG_CT_DELETE, 0, [_header(flow.family) + flow.key for flow in flows])
+        numbers = netlink.request_many(IPCTNL_MSG_CT_DELETE, 0, [header(family) + key for family, key in entries])
     for number in numbers:
         if number not in (0, errno.ENOENT):
-            raise OSError(number, f"conntrack: a UDP flow could not be deleted: {os.strerror(number)}")
+            raise OSError(number, f"conntrack: {what} could not be deleted: {os.strerror(number)}")
     return numbers.count(0)
 
 
-def reply_of(netlink: RequestSocket, protocol: int, source: Place, destination: Place) -> Tuple | None:
-    """The reply tuple of the flow with this original (address, port) pair; None: there is no such flow.
+def lookup(netlink: RequestSocket, protocol: int, source: Place, destination: Place) -> TrackedEntry | None:
+    """The entry that a packet between these two places belongs to, in either direction; None: there is none.
 
     OSError if the kernel refuses.
     """
     family = IPFamily.IPV4 if len(source[0]) == 4 else IPFamily.IPV6
     try:
         key = tuple_of(CTA_TUPLE_ORIG, protocol, source, destination)
-        message = netlink.get(IPCTNL_MSG_CT_GET, _header(family) + key)
+        return read_entry(netlink.get(IPCTNL_MSG_CT_GET, header(family) + key))
     except OSError as error:
         if error.errno == errno.ENOENT:
             return None
         raise
-    for kind, begin, end in attributes(message, NFGENMSG.size, len(message)):
-        if kind == CTA_TUPLE_REPLY:
-            return read_tuple(message, begin, end)
-    return None
 
 
 def tuple_of(kind: int, protocol: int, source: Place, destination: Place) -> bytes:
@@ -148,7 +170,35 @@ def read_tuple(message: bytes, begin: int, end: int) -> Tuple | None:
     return Tuple(fields[CTA_PROTO_NUM][0], source, destination, fields[CTA_PROTO_SRC_PORT], fields[CTA_PROTO_DST_PORT])
 
 
-def _header(family: IPFamily) -> bytes:
+def read_entry(message: bytes) -> TrackedEntry:
+    """The entry that a message of a dump describes."""
+    original = reply = None
+    key = b""
+    state = seconds = 0
+    for kind, begin, end in attributes(message, NFGENMSG.size, len(message)):
+        if kind == CTA_TUPLE_ORIG:
+            original = read_tuple(message, begin, end)
+        elif kind in (CTA_TUPLE_REPLY, CTA_ID, CTA_ZONE):
+            key += message[begin - 4 : (end + 3) & ~3]
+            if kind == CTA_TUPLE_REPLY:
+                reply = read_tuple(message, begin, end)
+        elif kind == CTA_TIMEOUT:
+            seconds = int.from_bytes(message[begin:end], "big")
+        elif kind == CTA_PROTOINFO:
+            state = _tcp_state(message, begin, end)
+    return TrackedEntry(original, reply, key, state, seconds)
+
+
+def _tcp_state(message: bytes, begin: int, end: int) -> int:
+    for _, section, section_end in attributes(message, begin, end):
+        for kind, value, _ in attributes(message, section, section_end):
+            if kind == CTA_PROTOINFO_TCP_STATE:
+                return message[value]
+    return 0
+
+
+def header(family: IPFamily) -> bytes:
+    """struct nfgenmsg of a message about this family."""
     return NFGENMSG.pack(_ADDRESS_FAMILY[family], 0, 0)
 
 
@@ -160,7 +210,7 @@ def _only_udp() -> bytes:
 
 def _flows(netlink: RequestSocket, family: IPFamily, wanted: bytes) -> Iterator[Flow]:
     try:
-        for message in netlink.dump(IPCTNL_MSG_CT_GET, _header(family) + wanted):
+        for message in netlink.dump(IPCTNL_MSG_CT_GET, header(family) + wanted):
             flow = _flow(family, message)
             if flow is not None:
                 yield flow
@@ -171,23 +221,8 @@ def _flows(netlink: RequestSocket, family: IPFamily, wanted: bytes) -> Iterator[
 
 
 def _flow(family: IPFamily, message: bytes) -> Flow | None:
-    original = reply = None
-    key = b""
-    for kind, begin, end in attributes(message, NFGENMSG.size, len(message)):
-        if kind == CTA_TUPLE_ORIG:
-            original = read_tuple(message, begin, end)
-        elif kind == CTA_TUPLE_REPLY:
-            reply = read_tuple(message, begin, end)
-            key += message[begin - 4 : (end + 3) & ~3]
-        elif kind in (CTA_ID, CTA_ZONE):
-            key += message[begin - 4 : (end + 3) & ~3]
+    entry = read_entry(message)
+    original, reply = entry.original, entry.reply
     if original is None or reply is None or original.protocol != Protocol.UDP:
         return None
-    return Flow(
-        family,
-        original.destination,
-        int.from_bytes(original.destination_port, "big"),
-        reply.source,
-        int.from_bytes(reply.source_port, "big"),
-        key,
-    )
+    return Flow(family, *original.ends[1], *reply.ends[0], entry.key)

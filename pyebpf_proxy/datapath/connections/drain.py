@@ -7,6 +7,7 @@ layout drain the flows of a former run.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Mapping
@@ -15,9 +16,10 @@ from pathlib import Path
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.datapath.connections.promotion import SOON_SECONDS, promoter
-from pyebpf_proxy.datapath.loader import tcx
+from pyebpf_proxy.datapath.loader import kernel_objects, tcx
 from pyebpf_proxy.datapath.loader._libbpf import lib
-from pyebpf_proxy.datapath.loader.libbpf import Map, Object, Program
+from pyebpf_proxy.datapath.loader.btf import Btf, StaleObjectError
+from pyebpf_proxy.datapath.loader.libbpf import BpfError, Map, Object, Program
 from pyebpf_proxy.datapath.loader.programs import OBJECTS
 
 #: Folder of pinned programs, next to that of the maps.
@@ -66,22 +68,23 @@ def drain(pins: Path, seconds: float = DRAIN_SECONDS) -> int:
     paths = [*(pins / "maps" / name for name in _MAPS), *(pins / PROGRAMS / name for name in _PROGRAMS)]
     if not all(path.exists() for path in paths):
         return 0
-    with ExitStack() as stack, Object.open(OBJECTS / "tc.bpf.o") as unset:
+    with ExitStack() as stack:
         maps = {name: Map.open_pinned(pins / "maps" / name) for name in _MAPS}
         for each in maps.values():
             stack.callback(each.close)
         programs = {name: _Pinned(pins / PROGRAMS / name) for name in _PROGRAMS}
         for program in programs.values():
             stack.callback(program.close)
-        btf = unset.btf
-        sizes = {"flows": btf.struct("flow").size, "fast_path": btf.struct("fast_path").size}
-        if any(maps[name].value_size != size for name, size in sizes.items()):
-            _log.warning("flows of another version are not drained: their layout is unknown", pins=pins)
+        try:
+            btf = types_of(maps["flows"], maps["fast_path"])
+            word = btf.struct("fast_path")
+            fields = word.unpack(maps["fast_path"].lookup(_ZERO) or bytes(word.size))
+            drains = word.pack(**{**fields, "draining": 1})
+            found = promoter(maps, programs, btf)
+        except (StaleObjectError, ValueError) as error:
+            _log.warning("flows of another version are not drained", pins=pins, error=str(error))
             return 0
-        word = btf.struct("fast_path")
-        fields = word.unpack(maps["fast_path"].lookup(_ZERO) or bytes(word.size))
-        maps["fast_path"].update(_ZERO, word.pack(**{**fields, "draining": 1}))
-        found = promoter(maps, programs, btf)
+        maps["fast_path"].update(_ZERO, drains)
         end = time.monotonic() + seconds
         found.pass_now()
         while found.statistics.young and time.monotonic() < end:
@@ -93,3 +96,22 @@ def drain(pins: Path, seconds: float = DRAIN_SECONDS) -> int:
         if found.statistics.promoted or found.statistics.young:
             _log.info("the fast path is drained", promoted=found.statistics.promoted, left=found.statistics.young)
         return found.statistics.young
+
+
+def types_of(flows: Map, fast_path: Map) -> Btf:
+    """The types of the maps' own version; without CAP_SYS_ADMIN this version's, if the sizes of both are the same.
+
+    ValueError if they are not. BpfError.
+    """
+    try:
+        number = kernel_objects.map_info(flows.fd).btf_id
+        if number:
+            return kernel_objects.types(number)
+    except BpfError as error:
+        if error.errno != errno.EPERM:
+            raise
+    with Object.open(OBJECTS / "tc.bpf.o") as unset:
+        btf = unset.btf
+    if (flows.value_size, fast_path.value_size) != (btf.struct("flow").size, btf.struct("fast_path").size):
+        raise ValueError("their layout is unknown")
+    return btf

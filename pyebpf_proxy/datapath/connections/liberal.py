@@ -24,7 +24,7 @@ def make_liberal() -> int:
     info = attribute(uapi.CTA_PROTOINFO_TCP_FLAGS_ORIGINAL, flags)
     info += attribute(uapi.CTA_PROTOINFO_TCP_FLAGS_REPLY, flags)
     info = attribute(uapi.CTA_PROTOINFO, attribute(uapi.CTA_PROTOINFO_TCP, info, nested=True), nested=True)
-    told = 0
+    changed = 0
     for family in (socket.AF_INET, socket.AF_INET6):
         header = uapi.NFGENMSG.pack(family, 0, 0)
         with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
@@ -33,8 +33,8 @@ def make_liberal() -> int:
                 number = netlink.request(uapi.IPCTNL_MSG_CT_NEW, header + key + info)
                 if number not in (0, errno.ENOENT):
                     raise OSError(number, f"conntrack: a connection could not be changed: {os.strerror(number)}")
-                told += number == 0
-    return told
+                changed += number == 0
+    return changed
 
 
 def _translated(netlink: RequestSocket, header: bytes) -> Iterator[bytes]:

@@ -2,22 +2,27 @@
 """Promotion: young flows, which only the BPF programs know, are handed to the kernel (bpf/sweep.h, docs/fast-path.md).
 
 A sweep, which is a program, selects the flows that are due. Each gets a conntrack entry with the programs' translation.
-From then on it is the kernel's flow, and the programs confirm it with netfilter once a second.
+From then on it is the kernel's flow, and the programs confirm it with netfilter once a second. The sweep also selects
+kernel flows that were reset: conntrack cannot know that their RST was the last packet, and their entries are closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
+from pyebpf_proxy.common.bpf_constants import CLOSING_IN_SEQUENCE
 from pyebpf_proxy.common.log import Logger
-from pyebpf_proxy.datapath.connections import create
+from pyebpf_proxy.datapath.connections import create, gone_sources
 from pyebpf_proxy.datapath.connections.create import Entry, Outcome, Result
+from pyebpf_proxy.datapath.connections.masqueraded import endpoint_test
 from pyebpf_proxy.datapath.connections.queue import Queue
 from pyebpf_proxy.datapath.loader.btf import Btf
 from pyebpf_proxy.datapath.loader.libbpf import Map, Program
@@ -52,8 +57,18 @@ class Requests(Protocol):
     def pop(self, most: int) -> list[bytes]: ...
 
 
-class YoungFlow(NamedTuple):
-    """A young flow of the map ``flows``: the conntrack entry it should get, and whether a FIN or RST was seen."""
+def run_for_flow(program: Program, data: bytes) -> bool:
+    """Run one of the programs for the agent with the description of a flow: whether it did what it is for. BpfError."""
+    return program.test_run(_ETHERNET_HEADER + data).retval != 0
+
+
+def flow_read(key: bytes, started: int) -> bytes:
+    """struct flow_read (bpf/sweep.h): identifies a flow among those that use the key one after the other."""
+    return key + started.to_bytes(8, sys.byteorder)
+
+
+class Flow(NamedTuple):
+    """A flow of the map ``flows``: the conntrack entry it has or should get, and whether a FIN or RST was seen."""
 
     entry: Entry
     closing: bool
@@ -62,11 +77,24 @@ class YoungFlow(NamedTuple):
     answer_key: bytes
     #: When it began (bpf_ktime_get_coarse_ns).
     started: int
+    #: The last packet of a kernel flow was a RST with the expected sequence number.
+    reset: bool = False
 
     @property
     def read(self) -> bytes:
-        """struct flow_read (bpf/sweep.h): identifies this flow among those that use the key one after the other."""
-        return self.key + self.started.to_bytes(8, sys.byteorder)
+        """The flow for the programs ``promote_flow`` and ``end_flow``."""
+        return flow_read(self.key, self.started)
+
+
+class Masqueraded(NamedTuple):
+    """A flow of the map ``flows`` whose endpoint sees another source address than the client's."""
+
+    young: bool
+    #: Keys of the client's direction and of the other one.
+    key: bytes
+    answer_key: bytes
+    #: As ``Flow.read``.
+    read: bytes
 
 
 class FlowReader:
@@ -81,7 +109,7 @@ class FlowReader:
         self._rewrite = btf.struct("flow_rewrite").packer(*ends)
         self.key_size = btf.struct("flow_key").size
 
-    def read(self, key: bytes, young: bool = True) -> YoungFlow | None:
+    def read(self, key: bytes, young: bool = True) -> Flow | None:
         """The flow with this key of the client's direction. None: it is gone, or its ``young`` differs."""
         there = self._flows.lookup(key)
         if there is None:
@@ -111,7 +139,20 @@ class FlowReader:
             None if (source, source_port) == (client, client_port) else (source[:size], source_port),
             answered=bool(answers),
         )
-        return YoungFlow(entry, bool(closing or closing_too), key, answer_key, started)
+        reset = not young and CLOSING_IN_SEQUENCE in (closing, closing_too)
+        return Flow(entry, bool(closing or closing_too), key, answer_key, started, reset)
+
+    def masqueraded(self, entries: Iterable[tuple[bytes, bytes]], sources: Collection[bytes]) -> Iterator[Masqueraded]:
+        """Those of these keys and values that are masqueraded to one of these (packed) addresses."""
+        for key, there in entries:
+            rewrite, started, _, young, reply, _ = self._flow.unpack(there)
+            if reply:
+                continue
+            client, _, _, _, protocol, ipv6 = self._key.unpack(key)
+            source, endpoint, source_port, endpoint_port = self._rewrite.unpack(rewrite)
+            if source != client and source[: 16 if ipv6 else 4] in sources:
+                answer_key = self._key.pack(endpoint, source, endpoint_port, source_port, protocol, ipv6)
+                yield Masqueraded(bool(young), key, answer_key, flow_read(key, started))
 
 
 @dataclass
@@ -128,13 +169,16 @@ class Statistics:
     ended: int = 0
     #: Young flows that the last sweep found.
     young: int = 0
+    #: Flows that were ended because their source address has left the node.
+    sources_gone: int = 0
 
 
 class Promoter:
     """Hands young flows to the kernel, in the network namespace of the calling thread.
 
     ``sweep`` runs the program and returns how many young flows it found; ``promote`` and ``end`` run the programs of
-    that name with a flow (``YoungFlow.read``) and return whether it was still there.
+    that name with a flow (``Flow.read``) and return whether it was still there. ``end_masqueraded`` ends
+    every flow that is masqueraded to one of the given addresses, young or promoted, and returns how many it ended.
     """
 
     def __init__(
@@ -144,6 +188,7 @@ class Promoter:
         sweep: Callable[[], int],
         promote: Callable[[bytes], bool],
         end: Callable[[bytes], bool],
+        end_masqueraded: Callable[[Collection[bytes]], int] = lambda addresses: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.statistics = Statistics()
@@ -152,8 +197,12 @@ class Promoter:
         self._sweep = sweep
         self._promote = promote
         self._end = end
+        self._end_masqueraded = end_masqueraded
         self._clock = clock
-        #: Flows that conntrack did not accept, and since when, by ``YoungFlow.read``.
+        #: Addresses that have left the node since the last pass; in the loop's thread.
+        self._gone: set[bytes] = set()
+        self._wake = asyncio.Event()
+        #: Flows that conntrack did not accept, and since when, by ``Flow.read``.
         self._waiting: dict[bytes, float] = {}
         self._more = False
         self._full = False
@@ -162,22 +211,37 @@ class Promoter:
 
     async def run(self) -> None:
         """Promote forever. An error is logged once, and the pass is retried."""
-        said = ""
+        logged = ""
         while True:
             try:
                 await self.pass_once()
-                said = ""
+                logged = ""
             except OSError as error:
-                if str(error) != said:
+                if str(error) != logged:
                     _log.error("flows could not be handed to conntrack, retrying", error=str(error))
-                said = str(error)
+                logged = str(error)
             busy = BUSY_SECONDS if self.statistics.young else IDLE_SECONDS
-            await asyncio.sleep(SOON_SECONDS if self._more else busy)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), SOON_SECONDS if self._more else busy)
+
+    def sources_gone(self, addresses: Collection[bytes]) -> None:
+        """These (packed) addresses have left the node: end the flows that are masqueraded to them, without delay.
+
+        Call it in the loop's thread. The next packet of such a flow is treated as that of a new one.
+        """
+        self._gone |= set(addresses)
+        self._wake.set()
 
     async def pass_once(self) -> None:
         """One sweep, and the promotions that are due, in another thread. OSError."""
         async with self._one_pass:
-            await asyncio.to_thread(self.pass_now)
+            self._wake.clear()
+            gone, self._gone = self._gone, set()
+            try:
+                await asyncio.to_thread(self.pass_now, gone)
+            except OSError:
+                self._gone |= gone
+                raise
 
     async def drain(self, seconds: float) -> int:
         """Promote until a sweep finds no young flow, ``seconds`` at most; how many are left. OSError.
@@ -192,44 +256,65 @@ class Promoter:
                 return await asyncio.to_thread(self._sweep) if self.statistics.young else 0
             await asyncio.sleep(SOON_SECONDS)
 
-    def pass_now(self) -> None:
-        """The same as :meth:`pass_once`, in the caller's thread."""
+    def pass_now(self, gone: Collection[bytes] = ()) -> None:
+        """The same as :meth:`pass_once`, in the caller's thread. ``gone``: as for :meth:`sources_gone`."""
         self.statistics.young = self._sweep()
-        asked = self._requests.pop(AT_ONCE)
-        self._more = len(asked) == AT_ONCE
-        keys = list(dict.fromkeys([*(read[: self._flows.key_size] for read in self._waiting), *asked]))
+        requests = self._requests.pop(AT_ONCE)
+        self._more = len(requests) == AT_ONCE
+        keys = list(dict.fromkeys([*(read[: self._flows.key_size] for read in self._waiting), *requests]))
         if keys:
             self._hand_over(keys)
+        # Last: this pass may have promoted some of them.
+        if gone:
+            self._end_sources(gone)
 
     def _hand_over(self, keys: Iterable[bytes]) -> None:
         begin = time.monotonic()
-        due = [flow for key in keys if (flow := self._flows.read(key)) is not None]
+        due: list[Flow] = []
+        reset: list[Entry] = []
+        for key in keys:
+            if flow := self._flows.read(key):
+                due.append(flow)
+            elif (flow := self._flows.read(key, young=False)) and flow.reset:
+                reset.append(flow.entry)
         if not due:
             self._waiting.clear()
+            # The flows that conntrack had no space for have ended. The next time is logged again.
+            self._full = False
+        if not due and not reset:
             return
         with RequestSocket(NETLINK_NETFILTER) as netlink:
             seconds = create.time_outs()
             results = create.create(netlink, [flow.entry for flow in due], seconds)
             over: list[Entry] = []
             closing: list[Entry] = []
-            failed: list[tuple[YoungFlow, Result]] = []
+            failed: list[tuple[Flow, Result]] = []
             for flow, result in zip(due, results, strict=True):
                 if not result.exists:
                     failed.append((flow, result))
                 elif self._promote(flow.read):
                     self.statistics.promoted += 1
                     now = self._flows.read(flow.key, young=False)
-                    if now is not None and now.closing:
+                    if now is None:
+                        over.append(flow.entry)
+                    elif now.closing:
                         closing.append(flow.entry)
                 elif result.outcome is not Outcome.KNOWN:
                     over.append(flow.entry)
             # A flow may end during this pass. Its entry would otherwise stay for days.
             create.abandon(netlink, over)
             create.close(netlink, closing, seconds)
+            create.reset(netlink, reset, seconds)
         self._note(failed, len(due))
         self.statistics.last_seconds = time.monotonic() - begin
 
-    def _note(self, failed: list[tuple[YoungFlow, Result]], tried: int) -> None:
+    def _end_sources(self, gone: Collection[bytes]) -> None:
+        ended = self._end_masqueraded(gone)
+        if ended:
+            self.statistics.sources_gone += ended
+            _log.info("flows were ended whose source address has left the node", flows=ended)
+
+    def _note(self, failed: list[tuple[Flow, Result]], tried: int) -> None:
         full = [flow for flow, result in failed if result.outcome is Outcome.FULL]
         self._end_what_waits([flow.read for flow, _ in failed])
         self.statistics.failed.update(result.outcome for _, result in failed)
@@ -250,7 +335,7 @@ class Promoter:
         self._said = refused or self._said
 
     def _end_what_waits(self, flows: Iterable[bytes]) -> None:
-        """``flows``: those that this pass could not promote, as ``YoungFlow.read``."""
+        """``flows``: those that this pass could not promote, as ``Flow.read``."""
         now = self._clock()
         self._waiting = {flow: self._waiting.get(flow, now) for flow in flows}
         over = [flow for flow, since in self._waiting.items() if now - since >= UNPROMOTED_SECONDS]
@@ -262,8 +347,14 @@ class Promoter:
             _log.warning("flows that conntrack did not accept were ended", flows=ended, after=UNPROMOTED_SECONDS)
 
 
-def promoter(maps: Mapping[str, Map], programs: Mapping[str, Program], btf: Btf) -> Promoter:
-    """The promoter for the loaded programs: their maps and programs by name, and their BTF."""
+def promoter(
+    maps: Mapping[str, Map], programs: Mapping[str, Program], btf: Btf, snat_ports: range = range(0)
+) -> Promoter:
+    """The promoter for the loaded programs: their maps and programs by name, and their BTF.
+
+    ``snat_ports``: the source ports of masqueraded young flows; without them only young flows are ended when their
+    source address goes.
+    """
     results, layout = maps["sweep_results"], btf.struct("sweep_result")
     sweep_flows, promote_flow, end_flow = programs["sweep_flows"], programs["promote_flow"], programs.get("end_flow")
 
@@ -272,11 +363,22 @@ def promoter(maps: Mapping[str, Map], programs: Mapping[str, Program], btf: Btf)
         value = results.lookup(_ZERO)
         return int(layout.unpack(value)["young"]) if value else 0
 
-    def promote(flow: bytes) -> bool:
-        return promote_flow.test_run(_ETHERNET_HEADER + flow).retval != 0
-
     def end(flow: bytes) -> bool:
         # Draining uses the programs pinned by a former run, and does not last that long.
-        return end_flow is not None and end_flow.test_run(_ETHERNET_HEADER + flow).retval != 0
+        return end_flow is not None and run_for_flow(end_flow, flow)
 
-    return Promoter(FlowReader(maps["flows"], btf), Queue(maps["promotions"]), sweep, promote, end)
+    flows = FlowReader(maps["flows"], btf)
+    endpoints = endpoint_test(maps, btf) if snat_ports else lambda protocol, place: False
+
+    def end_masqueraded(addresses: Collection[bytes]) -> int:
+        ended = gone_sources.end_promoted(addresses, snat_ports, endpoints)
+        # After conntrack's entries: a packet in between is the kernel's, which knows what to do with it.
+        for flow in flows.masqueraded(maps["flows"].items(), addresses):
+            if flow.young:
+                ended += end(flow.read)
+            else:
+                for key in (flow.answer_key, flow.key):
+                    maps["flows"].delete(key)
+        return ended
+
+    return Promoter(flows, Queue(maps["promotions"]), sweep, partial(run_for_flow, promote_flow), end, end_masqueraded)

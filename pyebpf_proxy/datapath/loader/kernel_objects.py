@@ -49,8 +49,8 @@ def program_info(number: int) -> ProgramInfo:
         fd = checked(_libbpf.lib().bpf_prog_get_fd_by_id(number), f"program {number}")
     try:
         ids = ffi.new("uint32_t[]", _MAPS_MAX)
-        asked = {"nr_map_ids": _MAPS_MAX, "map_ids": int(ffi.cast("uintptr_t", ids))}
-        info = _info(fd, "program_info", f"program {number}", asked)
+        arguments = {"nr_map_ids": _MAPS_MAX, "map_ids": int(ffi.cast("uintptr_t", ids))}
+        info = _info(fd, "program_info", f"program {number}", arguments)
         used = frozenset(ids[i] for i in range(min(info.nr_map_ids, _MAPS_MAX)))
         return ProgramInfo(info.id, ffi.string(info.name).decode(), used)
     finally:
@@ -89,8 +89,8 @@ def constants(program: ProgramInfo, variable: str) -> tuple[Btf, bytes] | None:
     return None
 
 
-def _info(fd: int, struct: str, what: str, asked: dict[str, int] | None = None) -> Any:
-    info = ffi.new(f"struct {struct} *", asked or {})
+def _info(fd: int, struct: str, what: str, arguments: dict[str, int] | None = None) -> Any:
+    info = ffi.new(f"struct {struct} *", arguments or {})
     size = ffi.new("uint32_t *", ffi.sizeof(f"struct {struct}"))
     checked(_libbpf.lib().bpf_obj_get_info_by_fd(fd, info, size), f"read the info of {what}")
     return info

@@ -105,7 +105,9 @@ _FLOW_MAPS = {
     *("flows", "fast_path", "flow_drafts", "flow_packet_counts", "promotions", "young_counts", "permits", "handovers"),
     *("sweep_results", "flow_fragments", "recent_flows", "recent_next"),
 }
-_FLOW_PROGRAMS = {"tc_egress", "sweep_flows", "promote_flow", "end_flow"}
+#: Features that are used wherever they load. Without them everything works.
+OPTIONAL = frozenset(("conntrack lookup",))
+_FLOW_PROGRAMS = {"tc_egress", "sweep_flows", "promote_flow", "end_flow", "enter_flow"}
 
 
 class Loaded:
@@ -143,7 +145,7 @@ class Loaded:
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Configured features that are not available, and why."""
+        """Features that are not available, and why: configured ones, and those of ``OPTIONAL``."""
         named = {
             "fast path": self.why_not_fast,
             "conntrack lookup": self.why_no_lookup,

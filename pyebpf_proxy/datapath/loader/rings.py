@@ -14,16 +14,16 @@ from pyebpf_proxy.datapath.loader._map import Map
 class Rings:
     """This process's rings in ``events``, until :meth:`close` or until the process ends.
 
-    ``room``: bytes of each ring, rounded up to a power of two of pages. BpfError if the kernel refuses.
+    ``size``: bytes of each ring, rounded up to a power of two of pages. BpfError if the kernel refuses.
     """
 
-    def __init__(self, events: Map, room: int) -> None:
+    def __init__(self, events: Map, size: int) -> None:
         self._lib = _libbpf.lib()
         self._found: list[bytes] = []
         # cffi frees a callback without a reference
         self._callback = ffi.callback("sample_fn", self._take)
         pages = 1
-        while pages * mmap.PAGESIZE < room:
+        while pages * mmap.PAGESIZE < size:
             pages *= 2
         with captured():
             made = self._lib.perf_buffer__new(events.fd, pages, self._callback, ffi.NULL, ffi.NULL, ffi.NULL)

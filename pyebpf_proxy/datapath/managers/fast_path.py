@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
-from pyebpf_proxy.datapath.connections.promotion import Promoter, promoter
+from pyebpf_proxy.datapath.connections import masqueraded
+from pyebpf_proxy.datapath.connections.promotion import Promoter, promoter, run_for_flow
 from pyebpf_proxy.datapath.managers.devices import NodeMaps, XdpPrograms
 from pyebpf_proxy.datapath.managers.manager import Delta, Manager
 from pyebpf_proxy.datapath.managers.nft_table import NftTable
@@ -46,17 +48,57 @@ class FastPathManager(Manager):
         loaded = self._programs.loaded
         if not loaded.settings.fast_path:
             return
-        btf, word = loaded.tc.btf, loaded.maps["fast_path"]
+        btf, state_map = loaded.tc.btf, loaded.maps["fast_path"]
         reasons = btf.enum("slow_path_reason")
-        fast_path = FastPath(word, btf.struct("fast_path"), reasons, self._nft.table.name, self._heed_rules)
+        low, high = loaded.settings.snat_port_min, loaded.settings.snat_port_max
+        ports = range(low, high + 1) if low else range(0)
+        layout = btf.struct("fast_path")
+        fast_path = FastPath(state_map, layout, reasons, self._nft.table.name, self._heed_rules, holds=bool(ports))
         self.fast_path = fast_path
         # What a flow has learned depends on devices and endpoints.
         if self._xdp.frames is not None:
             self._xdp.frames.on_written = fast_path.devices_moved
         self._node_maps.node.on_devices = fast_path.devices_moved
         self._udp_flows.on_change = fast_path.moved
+        self._node_maps.node.on_gone = self._sources_gone
         self._opened.callback(fast_path.close)
         fast_path.follow(asyncio.get_running_loop())
-        self.promoter = promoter(loaded.maps, loaded.tc.programs, btf)
+        self.promoter = promoter(loaded.maps, loaded.tc.programs, btf, ports)
+        self._sources_gone()
         self._opened.callback(asyncio.create_task(self.promoter.run(), name="promoter").cancel)
+        # Otherwise a former run has done it, and since then no other proxy has masqueraded a new flow.
+        if fast_path.draining:
+            self._opened.callback(asyncio.create_task(self._enter(fast_path, ports), name="masqueraded flows").cancel)
         _log.info("flows take the fast path", entries=loaded.maps["flows"].max_entries)
+
+    async def _enter(self, fast_path: FastPath, ports: range) -> None:
+        """Flows that another proxy has masqueraded keep their source ports: before any new flow takes one."""
+        loaded = self._programs.loaded
+        addresses = {address.packed for address in self._node_maps.node.addresses}
+        try:
+            entered, complete = await asyncio.to_thread(
+                masqueraded.enter,
+                addresses,
+                ports,
+                masqueraded.endpoint_test(loaded.maps, loaded.tc.btf),
+                loaded.tc.btf,
+                partial(run_for_flow, loaded.tc.programs["enter_flow"]),
+                loaded.settings.flow_quota // 2,
+            )
+        except OSError as error:
+            _log.error("masqueraded flows of another proxy are not known: new ones may break them", error=str(error))
+        else:
+            if not complete:
+                _log.warning("another proxy has masqueraded too many flows: new ones may break some", known=entered)
+            elif entered:
+                _log.info("masqueraded flows of another proxy keep their source ports", flows=entered)
+        fast_path.admit()
+
+    def _sources_gone(self) -> None:
+        """Addresses have left the node: no flow may be masqueraded to them any more."""
+        node = self._node_maps.node
+        gone, node.gone = node.gone, set()
+        if gone and self.fast_path is not None and self.promoter is not None:
+            # First: permits name the source address of masqueraded flows.
+            self.fast_path.rules_moved()
+            self.promoter.sources_gone(gone)

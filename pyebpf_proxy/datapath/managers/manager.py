@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the data plane asks of each of its parts."""
+"""The interface of the parts of the data plane."""
 
 from __future__ import annotations
 

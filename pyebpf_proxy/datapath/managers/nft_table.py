@@ -14,7 +14,7 @@ from pyebpf_proxy.datapath.netfilter.nft_rules import Behaviour
 from pyebpf_proxy.datapath.netfilter.table_watch import TableWatch
 from pyebpf_proxy.datapath.node import mounts, sysctls
 from pyebpf_proxy.datapath.node.node_settings import LIBERAL
-from pyebpf_proxy.datapath.settings import beside_fast_path, conntrack_is_liberal
+from pyebpf_proxy.datapath.settings import conntrack_is_liberal, with_fast_path_support
 from pyebpf_proxy.services.node_facts import NodeFacts
 
 _log = Logger("datapath")
@@ -47,9 +47,9 @@ class NftTable(Manager):
         """Whether the table knows datagrams of translated sockets by a mark."""
         return self._behaviour.mark_datagrams
 
-    def support_fast_path(self, there_is_one: bool) -> None:
+    def support_fast_path(self, enabled: bool) -> None:
         """Add or remove what the table does for the fast path."""
-        self._behaviour = beside_fast_path(self._behaviour, there_is_one)
+        self._behaviour = with_fast_path_support(self._behaviour, enabled)
         self.table.ensure(self._behaviour)
 
     def refresh(self) -> None:

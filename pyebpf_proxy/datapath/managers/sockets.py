@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Collection
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.config.effective import Effective
@@ -13,11 +15,17 @@ from pyebpf_proxy.datapath.managers.programs import Programs
 from pyebpf_proxy.datapath.node import cgroups, mounts
 from pyebpf_proxy.services.node_facts import NodeFacts
 
+#: Seconds between two looks at the links. The kernel does not report that one was detached.
+LOOK_SECONDS = 0.5
+
 _log = Logger("datapath")
 
 
 class SocketPrograms(Manager):
-    """Attaches them, or with ``socketLB: off`` detaches those of a former run when ``detach_former`` is called."""
+    """Attaches them, and again if others detach them.
+
+    With ``socketLB: off`` detaches those of a former run when ``detach_former`` is called.
+    """
 
     def __init__(self, effective: Effective, bpffs: Bpffs, programs: Programs) -> None:
         super().__init__()
@@ -26,10 +34,41 @@ class SocketPrograms(Manager):
         self._programs = programs
         #: How the cgroup hierarchy was found, for the log.
         self.cgroup = "none"
+        #: Why programs that others detached are not attached again; empty: they are.
+        self._problem = ""
 
     def start(self, facts: NodeFacts, wanted: Delta) -> None:
         if self._off:
             return
+        self._attach()
+        task = asyncio.create_task(self._follow(), name="look at socket programs")
+        self._opened.callback(task.cancel)
+
+    def refresh(self) -> None:
+        """Attach again what others have detached, as the kernel does when a cgroup is removed."""
+        names = [] if self._off else cgroups.detached(self._bpffs.pins / "links")
+        before, self._problem = self._problem, ""
+        if not names:
+            return
+        try:
+            self._attach()
+        except OSError as error:
+            self._problem = str(error)
+            if self._problem != before:
+                _log.error("socket programs were detached, and cannot be attached again", error=self._problem)
+        else:
+            _log.warning("socket programs were detached, they are attached again", programs=",".join(names))
+
+    @property
+    def problems(self) -> Collection[str]:
+        return [f"socket programs are detached: {self._problem}"] if self._problem else []
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self.refresh()
+
+    def _attach(self) -> None:
         cgroup = mounts.open_cgroup2()
         if cgroup.warning:
             _log.warning(cgroup.warning)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the pinned maps back: served entries stay as they are, leftovers of an interrupted write are found.
 
-Nothing inconsistent is trusted. The chain is service_names → services → tables → slots → backends; entries that the
-chain does not reach are garbage. A service port whose chain is broken is marked, and written anew when the source
-names it again.
+Nothing inconsistent is trusted. The chain is service_names → services → configurations → slots → backends; entries
+that the chain does not reach are garbage. A service port whose chain is broken is marked, and written anew when the
+source names it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.maps.changes import Garbage, Record, slot_order
 from pyebpf_proxy.datapath.maps.ids import Ids
 from pyebpf_proxy.datapath.maps.ranges import Ranges
-from pyebpf_proxy.datapath.maps.state import BACKEND_IDS, TABLE_IDS, State
+from pyebpf_proxy.datapath.maps.state import BACKEND_IDS, CONFIG_IDS, State
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import (
     Endpoint,
@@ -61,14 +61,14 @@ class _Adoption:
         self.maps = maps
         self.slots = slots
         shift = self.layouts.word_shift
-        self.in_force = {i: word >> shift & 0xFFFFFFFF for i, word in enumerate(services.tolist()) if word}
+        self.active = {i: word >> shift & 0xFFFFFFFF for i, word in enumerate(services.tolist()) if word}
         self.garbage = Garbage()
         self.puts: dict[str, tuple[bytes, bytes]] = {}
         self.deletes: dict[str, list[bytes]] = {}
         self.records: dict[int, Record] = {}
-        self.fields: dict[int, tuple[int, ...]] = {}  # by service id: the row of its table
+        self.fields: dict[int, tuple[int, ...]] = {}  # by service id: the row of its configuration
         self.frontends: dict[int, list[Frontend]] = {}
-        self.table_ids: list[int] = []
+        self.config_ids: list[int] = []
         self.ranges: dict[int, list[SourceRange]] = {}
         self.serving: dict[int, list[Endpoint]] = {}
         self.backends: dict[int, _Backend] = {}
@@ -76,13 +76,13 @@ class _Adoption:
 
     def run(self) -> Repairs:
         names = self._names()
-        self._tables(names)
+        self._configs(names)
         self._source_ranges()
         self._backends()
         self._endpoints()
         self._frontends(names)
         self._finish(names)
-        dead = [number for number in self.in_force if number not in self.records]
+        dead = [number for number in self.active if number not in self.records]
         return Repairs(self.garbage, self.puts, {name: b"".join(keys) for name, keys in self.deletes.items()}, dead)
 
     def _rows(self, name: str, key: Struct, value: Struct) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], bytes]]:
@@ -108,7 +108,7 @@ class _Adoption:
             except ValueError:
                 name = None
             twin = by_name.get(name) if name is not None else None
-            if name is None or number not in self.in_force or (twin is not None and twin > number):
+            if name is None or number not in self.active or (twin is not None and twin > number):
                 self.garbage.services.append(number)
                 continue
             if twin is not None:
@@ -116,51 +116,51 @@ class _Adoption:
                 self.garbage.services.append(twin)
             names[number], by_name[name] = name, number
         self.mirror.used["service_names"] = count
-        self.mirror.service_ids = Ids(self.mirror.room["services"], {*names, *self.garbage.services})
+        self.mirror.service_ids = Ids(self.mirror.capacity["services"], {*names, *self.garbage.services})
         return names
 
-    def _tables(self, names: dict[int, ServicePortName]) -> None:
+    def _configs(self, names: dict[int, ServicePortName]) -> None:
         live: list[tuple[int, int]] = []
         other: list[tuple[int, int]] = []
         taken = []
-        for (number,), row, _ in self._rows("service_configs", self.layouts.u32, self.layouts.table):
+        for (number,), row, _ in self._rows("service_configs", self.layouts.u32, self.layouts.service_config):
             service, first, cluster, local = row[:4]
             taken.append(number)
-            if service in names and self.in_force.get(service) == number:
+            if service in names and self.active.get(service) == number:
                 record = Record(service, ServicePort(names[service], ()))
-                record.table, record.first_slot, record.length = number, first, cluster + local
+                record.config_id, record.first_slot, record.length = number, first, cluster + local
                 self.records[service] = record
                 self.fields[service] = row
                 live.append((first, cluster + local))
             else:
-                self.garbage.tables.append(number)
+                self.garbage.configs.append(number)
                 other.append((first, cluster + local))
         self.mirror.used["service_configs"] = len(taken)
-        self.table_ids = taken
-        self.mirror.slot_ranges, fits = Ranges.without(self.mirror.room["slots"], live + other)
+        self.config_ids = taken
+        self.mirror.slot_ranges, fits = Ranges.without(self.mirror.capacity["slots"], live + other)
         for record, fit in zip(self.records.values(), fits, strict=False):
             if not fit:
                 record.dirty = True
                 record.length = 0
         self.garbage.slots = [r for r, fit in zip(other, fits[len(live) :], strict=True) if fit]
-        # Named and active, but its table is gone: nothing can be served.
+        # Named and active, but its configuration is gone: nothing can be served.
         self.garbage.services += [number for number in names if number not in self.records]
 
     def _source_ranges(self) -> None:
-        tables = {record.table for record in self.records.values()}
+        configs = {record.config_id for record in self.records.values()}
         newest = 0
         for family in IPFamily:
             name = f"source_ranges{family.value}"
             rows = self._rows(name, self.layouts.source_range_key[family], self.layouts.u32)
-            for (length, table, address), _, raw in rows:
+            for (length, config, address), _, raw in rows:
                 self.mirror.used[name] += 1
-                newest = max(newest, table)
-                if table in tables:
-                    self.ranges.setdefault(table, []).append(SourceRange(address, length - 32))  # type: ignore[arg-type]
+                newest = max(newest, config)
+                if config in configs:
+                    self.ranges.setdefault(config, []).append(SourceRange(address, length - 32))  # type: ignore[arg-type]
                 else:
                     self.garbage.source_ranges[family].append(raw)
-        # Ranges are written before their table: those of a table that was never written must not get into another.
-        self.mirror.table_ids = Ids(TABLE_IDS, self.table_ids, newest + 1)
+        # Ranges are written before their configuration: those of one that was never written must not get into another.
+        self.mirror.config_ids = Ids(CONFIG_IDS, self.config_ids, newest + 1)
 
     def _backends(self) -> None:
         mirror = self.mirror
@@ -269,12 +269,12 @@ class _Adoption:
                 internal_local=bool(row[6]),
                 external_local=bool(row[7]),
                 affinity_seconds=row[4],
-                source_ranges=tuple(self.ranges.get(record.table, ())),
+                source_ranges=tuple(self.ranges.get(record.config_id, ())),
                 vip_source_allowed=bool(row[9]),
             )
             if not row[4] and self.layouts.u32.pack(service) in self.bound:
                 self.garbage.affinities.append(service)
-            # The flag and the ranges must agree, or the table would allow forbidden sources.
+            # The flag and the ranges must agree, or the configuration would allow forbidden sources.
             record.dirty |= bool(row[8]) != bool(record.plan.source_ranges)
             self.mirror.records[names[service]] = record
             self.mirror.names[service] = names[service]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pyebpf_proxy.services.model import Endpoint, IPFamily, ServicePort, ServicePortName
 
 
-class NoRoomError(Exception):
+class MapFullError(Exception):
     """A change does not fit. The text names what is full; nothing was changed."""
 
 
@@ -28,12 +28,12 @@ class Problem(NamedTuple):
 class Record:
     """A service port that is in the maps. ``plan`` has only the frontends that it really owns."""
 
-    __slots__ = ("_numbers", "dirty", "first_slot", "id", "length", "plan", "table")
+    __slots__ = ("_numbers", "config_id", "dirty", "first_slot", "id", "length", "plan")
 
     def __init__(self, number: int, plan: ServicePort) -> None:
         self.id = number
         self.plan = plan
-        self.table = 0
+        self.config_id = 0
         self.first_slot = 0
         self.length = 0
         self._numbers = array("I")
@@ -73,7 +73,7 @@ def slot_order(endpoint: Endpoint) -> tuple[bytes, int]:
 class Garbage:
     """Entries without references; they may be deleted when no program can be reading them."""
 
-    tables: list[int] = field(default_factory=list)
+    configs: list[int] = field(default_factory=list)
     services: list[int] = field(default_factory=list)
     slots: list[tuple[int, int]] = field(default_factory=list)
     #: Service ports whose affinity was switched off, to delete their clients.
@@ -84,13 +84,13 @@ class Garbage:
     backends: dict[IPFamily, list[tuple[int, bytes]]] = field(default_factory=lambda: {f: [] for f in IPFamily})
 
     def __bool__(self) -> bool:
-        lists = [self.tables, self.services, self.slots, self.affinities]
+        lists = [self.configs, self.services, self.slots, self.affinities]
         lists += [*self.source_ranges.values(), *self.serving.values(), *self.backends.values()]
         return any(lists)
 
     def absorb(self, other: Garbage) -> None:
         """Add the contents of ``other``."""
-        self.tables += other.tables
+        self.configs += other.configs
         self.services += other.services
         self.slots += other.slots
         self.affinities += other.affinities
@@ -105,6 +105,7 @@ class Change:
 
     __slots__ = (
         "claims",
+        "config_changed",
         "conflicts",
         "failed",
         "fresh",
@@ -118,7 +119,6 @@ class Change:
         "serving_deletes",
         "serving_new",
         "slots",
-        "table_changed",
         "targets",
     )
 
@@ -126,7 +126,7 @@ class Change:
         self.name = name
         self.old = old
         self.new = new
-        self.table_changed = False
+        self.config_changed = False
         #: By map: keys and values to write before the flip.
         self.puts: dict[str, tuple[bytes, bytes]] = {}
         self.slots: list[int] = []

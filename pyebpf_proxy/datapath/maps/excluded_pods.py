@@ -13,8 +13,8 @@ from pyebpf_proxy.datapath.loader.libbpf import Map
 _FAMILY_BITS = 32
 
 
-def write(table: Map, btf: Btf, ranges: Iterable[Network]) -> None:
-    """Make ``table`` (``excluded_pods``) contain exactly ``ranges``. BpfError if they do not fit.
+def write(target: Map, btf: Btf, ranges: Iterable[Network]) -> None:
+    """Make ``target`` (``excluded_pods``) contain exactly ``ranges``. BpfError if they do not fit.
 
     A pod that was learned before is excluded when it is learned again, within a minute.
     """
@@ -27,8 +27,8 @@ def write(table: Map, btf: Btf, ranges: Iterable[Network]) -> None:
         )
         for network in ranges
     }
-    present = {key for key, _ in table.items()}
+    present = {key for key, _ in target.items()}
     for new in wanted - present:
-        table.update(new, struct.pack("=I", 1))
+        target.update(new, struct.pack("=I", 1))
     for old in present - wanted:
-        table.delete(old)
+        target.delete(old)

@@ -23,7 +23,7 @@ class Layouts:
         self.u32 = Struct("=I")
         self.frontend_key = each("frontend{}_key", "address", "port", "protocol")
         self.frontend = btf.struct("frontend").packer("service", "kind")
-        self.table = btf.struct("service_config").packer(
+        self.service_config = btf.struct("service_config").packer(
             "service",
             "first_slot",
             "cluster_count",
@@ -39,10 +39,10 @@ class Layouts:
         self.backend = each("backend{}", "address", "port", "protocol", "service", "local")
         self.endpoint_key = each("endpoint{}_key", "service", "address", "port", "protocol")
         self.endpoint = btf.struct("endpoint").packer("backends")
-        self.source_range_key = each("source_range{}_key", "prefix_length", "table", "address")
+        self.source_range_key = each("source_range{}_key", "prefix_length", "config", "address")
         self.affinity = btf.struct("affinity").packer("last_used", "backend", "position")
-        # services and slots are written as whole words: table or backend in the first half, zero in the second.
-        for name, field in (("service", "table"), ("slot", "backend")):
+        # services and slots are written as whole words: configuration or backend in the first half, zero in the second.
+        for name, field in (("service", "config"), ("slot", "backend")):
             layout = btf.struct(name)
             if layout.size != 8 or layout.fields[field].offset != 0 or layout.fields[field].size != 4:
                 raise ValueError(f"struct {name} is not a 64-bit word that begins with {field}")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pyebpf_proxy.datapath.maps.changes import Change, NoRoomError, Record, slot_order
+from pyebpf_proxy.datapath.maps.changes import Change, MapFullError, Record, slot_order
 from pyebpf_proxy.datapath.maps.state import State
 from pyebpf_proxy.services.addresses import format_address_port
 from pyebpf_proxy.services.model import Endpoint, FrontendKind, ServicePort, ServicePortName
@@ -35,7 +35,7 @@ class Mirror(State):
         if old is None:
             return None
         change = Change(name, old, None)
-        change.table_changed = True
+        change.config_changed = True
         change.frontend_deletes = self._own_frontends(old)
         change.serving_deletes = self._serving(name, old.id, old.plan)
         change.gone = [(number, self._endpoint_key(name, e)) for e, number in old.backends.items()]
@@ -44,14 +44,14 @@ class Mirror(State):
     def plan(self, name: ServicePortName, wanted: ServicePort, released: set[bytes]) -> Change | None:
         """The change that brings the maps to ``wanted``; None if they match already.
 
-        Allocates ids, slots and frontends at once: :meth:`commit` or :meth:`revert` must follow. Raises NoRoomError.
+        Allocates ids, slots and frontends at once: :meth:`commit` or :meth:`revert` must follow. Raises MapFullError.
         """
         old = self.records.get(name)
-        table_changed = old is None or old.dirty or _table_fields(old.plan) != _table_fields(wanted)
+        config_changed = old is None or old.dirty or _config_fields(old.plan) != _config_fields(wanted)
         serving = self._serving_pairs(wanted)
         old_serving = self._serving_pairs(old.plan) if old is not None else frozenset()
         serving_changed = serving != old_serving
-        if not table_changed and not serving_changed and old is not None and old.plan.frontends == wanted.frontends:
+        if not config_changed and not serving_changed and old is not None and old.plan.frontends == wanted.frontends:
             # An adopted plan is an equal copy: keep only one of them.
             old.plan = wanted
             return None
@@ -61,39 +61,39 @@ class Mirror(State):
             try:
                 packed_name = self.layouts.pack_name(name)
             except ValueError as error:
-                raise NoRoomError(str(error)) from None
+                raise MapFullError(str(error)) from None
             self._check("service_names", 1)
             if not self.service_ids.available:
-                raise NoRoomError(f"map services is full ({self.room['services']} entries)")
-        had = old.backends if old is not None and table_changed else {}
-        fresh = self._fresh_endpoints(had, wanted) if table_changed else []
+                raise MapFullError(f"map services is full ({self.capacity['services']} entries)")
+        had = old.backends if old is not None and config_changed else {}
+        fresh = self._fresh_endpoints(had, wanted) if config_changed else []
         pack = self.layouts.endpoint_key[name.family].pack
         fresh_keys = [pack(0, e.address, e.port, name.protocol) for e in fresh]
-        self._check_room(name, wanted, table_changed, fresh_keys, len(serving - old_serving))
+        self._check_capacity(name, wanted, config_changed, fresh_keys, len(serving - old_serving))
         grants, conflicts = self._grants(name, old, wanted, released)
         slot_count = len(wanted.cluster) + len(wanted.local)
-        first_slot = self.slot_ranges.take(slot_count) if table_changed else 0
+        first_slot = self.slot_ranges.take(slot_count) if config_changed else 0
         if first_slot is None:
-            raise NoRoomError(
+            raise MapFullError(
                 f"map slots has no free range of {slot_count} entries"
-                f" ({self.slot_ranges.available} of {self.room['slots']} are free)"
+                f" ({self.slot_ranges.available} of {self.capacity['slots']} are free)"
             )
 
         # Nothing below fails.
         new = Record(old.id if old is not None else self.service_ids.take(1)[0], wanted)
         change = Change(name, old, new)
         change.conflicts = conflicts
-        change.table_changed = table_changed
+        change.config_changed = config_changed
         if old is None:
             change.puts["service_names"] = (self.layouts.u32.pack(new.id), packed_name)
             self.names[new.id] = name
             self.used["service_names"] += 1
-        if table_changed:
+        if config_changed:
             new.first_slot, new.length = first_slot, slot_count
             self._plan_backends(change, new, had, fresh, fresh_keys)
-            self._plan_table(change, new)
+            self._plan_config(change, new)
         elif old is not None:
-            new.table, new.first_slot, new.length = old.table, old.first_slot, old.length
+            new.config_id, new.first_slot, new.length = old.config_id, old.first_slot, old.length
             new.keep_backends(old)
         if serving_changed:
             self._plan_serving(change, new)
@@ -102,21 +102,21 @@ class Mirror(State):
         return change
 
     def _check(self, name: str, more: int) -> None:
-        if self.used[name] + more > self.room[name]:
-            raise NoRoomError(
-                f"map {name} is full ({self.used[name]} of {self.room[name]} entries used, {more} needed)"
+        if self.used[name] + more > self.capacity[name]:
+            raise MapFullError(
+                f"map {name} is full ({self.used[name]} of {self.capacity[name]} entries used, {more} needed)"
             )
 
-    def _check_room(
-        self, name: ServicePortName, wanted: ServicePort, table_changed: bool, fresh_keys: list[bytes], serving: int
+    def _check_capacity(
+        self, name: ServicePortName, wanted: ServicePort, config_changed: bool, fresh_keys: list[bytes], serving: int
     ) -> None:
         family = name.family.value
-        if table_changed:
+        if config_changed:
             self._check("service_configs", 1)
             self._check(f"backends{family}", len(fresh_keys))
             self._check(f"source_ranges{family}", len(wanted.source_ranges))
             if len(fresh_keys) > self.backend_ids.available:
-                raise NoRoomError(f"no ids for {len(fresh_keys)} more backends")
+                raise MapFullError(f"no ids for {len(fresh_keys)} more backends")
         counts = self.endpoint_counts
         unseen = len([key for key in fresh_keys if key not in counts])
         self._check(f"endpoints{family}", unseen + serving)
@@ -129,9 +129,9 @@ class Mirror(State):
         conflicts = []
         new = left_out = 0
         own = old.id if old is not None else 0
-        table = f"frontends{name.family.value}"
+        map_name = f"frontends{name.family.value}"
         # The rest is reserved for ClusterIPs, without which Services of the cluster do not work.
-        external_room = self.room[table] - self.room[table] // RESERVED
+        external_capacity = self.capacity[map_name] - self.capacity[map_name] // RESERVED
         for frontend in wanted.frontends:
             key = self.layouts.pack_frontend(name, frontend)
             owner = self.owners.get(key)
@@ -140,14 +140,14 @@ class Mirror(State):
                 conflicts.append(f"{where}/{name.protocol.name} belongs to {self.names[owner]}")
                 continue
             if owner is None and key not in grants:
-                if frontend.kind is not FrontendKind.CLUSTER_IP and self.used[table] + new >= external_room:
+                if frontend.kind is not FrontendKind.CLUSTER_IP and self.used[map_name] + new >= external_capacity:
                     left_out += 1
                     continue
                 new += 1
             grants.setdefault(key, frontend.kind)
         if left_out:
-            conflicts.append(f"map {table} has no room for {left_out} addresses besides the ClusterIP")
-        self._check(table, new)
+            conflicts.append(f"map {map_name} is full: {left_out} addresses other than the ClusterIP are not served")
+        self._check(map_name, new)
         return grants, conflicts
 
     @staticmethod
@@ -208,10 +208,10 @@ class Mirror(State):
         change.puts[f"endpoints{family.value}"] = (b"".join(fresh_keys), packed_counts)
         self.used[f"endpoints{family.value}"] += len(counts) - before
 
-    def _plan_table(self, change: Change, new: Record) -> None:
+    def _plan_config(self, change: Change, new: Record) -> None:
         wanted, family = new.plan, change.name.family
-        new.table = self.table_ids.take(1)[0]
-        row = self.layouts.table.pack(
+        new.config_id = self.config_ids.take(1)[0]
+        row = self.layouts.service_config.pack(
             new.id,
             new.first_slot,
             len(wanted.cluster),
@@ -223,7 +223,7 @@ class Mirror(State):
             bool(wanted.source_ranges),
             wanted.vip_source_allowed,
         )
-        change.puts["service_configs"] = (self.layouts.u32.pack(new.table), row)
+        change.puts["service_configs"] = (self.layouts.u32.pack(new.config_id), row)
         self.used["service_configs"] += 1
         if wanted.source_ranges:
             keys = self._range_keys(family, new)
@@ -236,12 +236,12 @@ class Mirror(State):
         now = self._serving(name, new.id, new.plan)
         change.serving_new = [key for key in now if key not in before]
         change.serving_deletes = list(before.difference(now))
-        table = f"endpoints{name.family.value}"
-        keys, values = change.puts.get(table, (b"", b""))
+        map_name = f"endpoints{name.family.value}"
+        keys, values = change.puts.get(map_name, (b"", b""))
         if change.serving_new:
             added = b"".join(change.serving_new)
-            change.puts[table] = keys + added, values + self.pack_count(1) * len(change.serving_new)
-            self.used[table] += len(change.serving_new)
+            change.puts[map_name] = keys + added, values + self.pack_count(1) * len(change.serving_new)
+            self.used[map_name] += len(change.serving_new)
 
     def _plan_frontends(self, change: Change, new: Record, grants: dict[bytes, int]) -> None:
         name, old = change.name, change.old
@@ -269,7 +269,7 @@ class Mirror(State):
             new.plan = msgspec.structs.replace(new.plan, frontends=kept)
 
 
-def _table_fields(plan: ServicePort) -> tuple[object, ...]:
+def _config_fields(plan: ServicePort) -> tuple[object, ...]:
     return (
         plan.cluster,
         plan.local,

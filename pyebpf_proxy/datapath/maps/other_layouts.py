@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps of another layout, from an agent of another version: session affinity is taken over, then they are removed.
+"""Maps of another layout, from an agent of another version: what connections need is taken over, then they are removed.
 
-Everything else is written anew from the objects. Service ports and endpoints have other ids in the new maps, so the
-entry of each client is translated. Maps whose keys or values have another size cannot be used.
+That is session affinity and the kernel's flows of the fast path, whose source ports no young flow may take. Everything
+else is written anew from the objects. Service ports and endpoints have other ids in the new maps, so the entry of each
+client is translated. Maps whose keys or values have another size cannot be used.
 """
 
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
-from pyebpf_proxy.datapath.connections.drain import drain
+from pyebpf_proxy.common.log import Logger
+from pyebpf_proxy.datapath.connections.drain import drain, types_of
 from pyebpf_proxy.datapath.connections.flows import Route
+from pyebpf_proxy.datapath.loader.btf import StaleObjectError
 from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.maps.layouts import Layouts
@@ -22,6 +25,11 @@ from pyebpf_proxy.datapath.node import cgroups
 from pyebpf_proxy.services.model import IPFamily, ServicePortName
 
 _READ = ("affinities", "service_names", "backends4", "backends6")
+#: Structs that a flow consists of. Only its own fields may differ.
+_PARTS_OF_FLOW = ("flow_key", "flow_rewrite", "link")
+#: Fields that are about the former run only.
+_CONFIRMATION = ("generation", "confirmed_until")
+_log = Logger("datapath")
 
 
 class OtherLayouts:
@@ -31,6 +39,7 @@ class OtherLayouts:
         others = pins.parent.glob("v*") if pins.parent.is_dir() else ()
         self.folders = sorted(path for path in others if path != pins and re.fullmatch(r"v\d+", path.name))
         self._maps = loaded.maps
+        self._btf = loaded.tc.btf
         self._layouts = Layouts(loaded.tc.btf)
         self._writer = writer
 
@@ -38,6 +47,8 @@ class OtherLayouts:
         """Hand flows that only the other layouts' programs know to conntrack, before those programs are replaced."""
         for folder in self.folders:
             drain(folder)
+            if "flows" in self._maps:
+                self._take_over_flows(folder / "maps")
 
     def take_over(self) -> int:
         """Take over the session affinity there; returns how many. Can be repeated: the newest connection counts."""
@@ -59,14 +70,38 @@ class OtherLayouts:
             return 0
         with ExitStack() as stack:
             old = {name: Map.open_pinned(pins / name) for name in _READ}
-            for table in old.values():
-                stack.callback(table.close)
-            ours = {name: self._maps[name] for name in _READ}
-            if any((old[n].key_size, old[n].value_size) != (ours[n].key_size, ours[n].value_size) for n in _READ):
+            for opened in old.values():
+                stack.callback(opened.close)
+            present = {name: self._maps[name] for name in _READ}
+            if any((old[n].key_size, old[n].value_size) != (present[n].key_size, present[n].value_size) for n in _READ):
                 return 0
             rows = self._translated(old)
-            merge(rows, ours["affinities"], with_time=True)
+            merge(rows, present["affinities"], with_time=True)
             return len(rows)
+
+    def _take_over_flows(self, pins: Path) -> None:
+        """The kernel's flows, to be confirmed anew. Call after the drain: then there are no others."""
+        if not all((pins / name).exists() for name in ("flows", "fast_path")):
+            return
+        with closing(Map.open_pinned(pins / "flows")) as flows, closing(Map.open_pinned(pins / "fast_path")) as word:
+            try:
+                former = types_of(flows, word)
+                if any(former.struct(name).fields != self._btf.struct(name).fields for name in _PARTS_OF_FLOW):
+                    return
+                old_layout, new_layout = former.struct("flow"), self._btf.struct("flow")
+            except (StaleObjectError, ValueError):
+                return  # the drain has logged it
+            names = [name for name in new_layout.fields if name in old_layout.fields and name not in _CONFIRMATION]
+            if not {"rewrite", "young"} <= set(names):
+                return
+            rows = []
+            for key, value in flows.items():
+                fields = old_layout.unpack(value)
+                if not fields["young"]:
+                    rows.append((key, new_layout.pack(**{name: fields[name] for name in names})))
+            merge(rows, self._maps["flows"], with_time=False)
+        if rows:
+            _log.info("flows of another version are taken over", entries=len(rows))
 
     def _translated(self, old: dict[str, Map]) -> list[tuple[bytes, bytes]]:
         layouts = self._layouts
@@ -97,6 +132,6 @@ class OtherLayouts:
             return 0
         if not plan.affinity_seconds or not plan.frontends:
             return 0
-        asked = plan.frontends[0]
-        route = Route(name.protocol, asked.address, asked.port, address, port)
+        frontend = plan.frontends[0]
+        route = Route(name.protocol, frontend.address, frontend.port, address, port)
         return next((number for _, number in self._writer.backends_of([route])), 0)

@@ -13,6 +13,7 @@ from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.datapath.maps.adopt import adopt
 from pyebpf_proxy.datapath.maps.changes import Record
 from pyebpf_proxy.datapath.maps.mirror import Mirror
+from pyebpf_proxy.services.model import ServicePort
 
 #: At most this share of the time is spent on digests, and on readings: 1/1000.
 _SHARE = 1000
@@ -71,7 +72,7 @@ class ReadBack:
         return digest.digest()
 
     def _compare(self, mirror: Mirror, leaving: bool) -> bool:
-        fresh = Mirror(mirror.layouts, mirror.room)
+        fresh = Mirror(mirror.layouts, mirror.capacity)
         with without_cycle_search():
             repairs = adopt(fresh, self._maps, self._services, self._slots)
         if repairs.puts or repairs.deletes or repairs.dead_services or (repairs.garbage and not leaving):
@@ -81,22 +82,25 @@ class ReadBack:
         return any(_differ(record, fresh.records[name]) for name, record in mirror.records.items())
 
 
+def _policies(plan: ServicePort) -> tuple[object, ...]:
+    return (
+        *(plan.cluster, plan.local, plan.any_endpoints, plan.internal_local, plan.external_local),
+        plan.affinity_seconds,
+    )
+
+
 def _differ(known: Record, found: Record) -> bool:
-    if (known.id, known.table, known.length, found.dirty) != (found.id, found.table, found.length, False):
+    if (known.id, known.config_id, known.length, found.dirty) != (found.id, found.config_id, found.length, False):
         return True
     if known.length and known.first_slot != found.first_slot:
         return True
     if known.backends != found.backends:
         return True
-    ours, theirs = known.plan, found.plan
+    written, read = known.plan, found.plan
     return (
-        (ours.cluster, ours.local, ours.any_endpoints, ours.internal_local, ours.external_local, ours.affinity_seconds)
-        != (
-            *(theirs.cluster, theirs.local, theirs.any_endpoints, theirs.internal_local, theirs.external_local),
-            theirs.affinity_seconds,
-        )
-        or ours.vip_source_allowed != theirs.vip_source_allowed
-        or set(ours.source_ranges) != set(theirs.source_ranges)
-        or set(ours.frontends) != set(theirs.frontends)
-        or {(e.address, e.port) for e in ours.serving} != {(e.address, e.port) for e in theirs.serving}
+        _policies(written) != _policies(read)
+        or written.vip_source_allowed != read.vip_source_allowed
+        or set(written.source_ranges) != set(read.source_ranges)
+        or set(written.frontends) != set(read.frontends)
+        or {(e.address, e.port) for e in written.serving} != {(e.address, e.port) for e in read.serving}
     )

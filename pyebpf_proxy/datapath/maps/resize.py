@@ -130,24 +130,24 @@ def _does_not_fit(old: Map, new: Map, what: str) -> FatalError:
     )
 
 
-def _rows(table: Map, keys: bytes, values: bytes) -> list[tuple[bytes, bytes]]:
-    count = len(keys) // table.key_size
+def _rows(opened: Map, keys: bytes, values: bytes) -> list[tuple[bytes, bytes]]:
+    count = len(keys) // opened.key_size
     stored = len(values) // count if count else 0
-    size = table.key_size
+    size = opened.key_size
     return [(keys[i * size : (i + 1) * size], values[i * stored : (i + 1) * stored]) for i in range(count)]
 
 
-def _used(table: Map, rows: list[tuple[bytes, bytes]], maps: Mapping[str, Map], btf: Btf) -> int:
+def _used(opened: Map, rows: list[tuple[bytes, bytes]], maps: Mapping[str, Map], btf: Btf) -> int:
     """How many entries of an array are needed, from its beginning."""
-    if table.name != "slots":
+    if opened.name != "slots":
         return max((i + 1 for i, (_, value) in enumerate(rows) if any(value)), default=0)
-    # Freed words are not cleared: only those that an active table names are in use.
+    # Freed words are not cleared: only those that an active configuration names are in use.
     layouts = Layouts(btf)
-    in_force = maps["services"].dump()[1]
-    words = [in_force[i : i + 4] for i in range(0, len(in_force), 8)]
+    active = maps["services"].dump()[1]
+    words = [active[i : i + 4] for i in range(0, len(active), 8)]
     ends = [0]
     for key, value in maps["service_configs"].items():
-        service, first, cluster, local = layouts.table.unpack(value)[:4]
+        service, first, cluster, local = layouts.service_config.unpack(value)[:4]
         if service < len(words) and words[service] == key:
             ends.append(first + cluster + local)
     return max(ends)
@@ -159,7 +159,7 @@ def _bound(rows: list[tuple[bytes, bytes]], new: Map, maps: Mapping[str, Map], b
         return rows
     layouts = Layouts(btf)
     seconds: dict[bytes, int] = {}
-    for row in layouts.table.iter_unpack(maps["service_configs"].dump()[1]):
+    for row in layouts.service_config.iter_unpack(maps["service_configs"].dump()[1]):
         number = layouts.u32.pack(row[0])
         seconds[number] = max(seconds.get(number, 0), row[4])
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
@@ -198,8 +198,8 @@ def _opened(folder: Path) -> Iterator[dict[str, Map]]:
             maps[pin.name] = Map.open_pinned(pin)
         yield maps
     finally:
-        for table in maps.values():
-            table.close()
+        for opened in maps.values():
+            opened.close()
 
 
 def _remove(folder: Path) -> None:

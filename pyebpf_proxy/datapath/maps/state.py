@@ -16,35 +16,35 @@ from pyebpf_proxy.services.model import Endpoint, IPFamily, Protocol, ServicePor
 
 #: Backend ids use 24 bits of skb->priority.
 BACKEND_IDS = 1 << 24
-TABLE_IDS = 1 << 32
+CONFIG_IDS = 1 << 32
 
 
 class State:
-    """Counters, allocators and records. ``room``: max_entries by map."""
+    """Counters, allocators and records. ``capacity``: max_entries by map."""
 
-    def __init__(self, layouts: Layouts, room: Mapping[str, int], foreign_id: int = 0) -> None:
+    def __init__(self, layouts: Layouts, capacity: Mapping[str, int], foreign_id: int = 0) -> None:
         self.layouts = layouts
-        self.room = dict(room)
-        self.used = dict.fromkeys(room, 0)
+        self.capacity = dict(capacity)
+        self.used = dict.fromkeys(capacity, 0)
         #: Backend ids up to this one may be in packets, and refer to other maps.
         self.foreign_id = foreign_id
         self.records: dict[ServicePortName, Record] = {}
         self.owners: dict[bytes, int] = {}
         self.names: dict[int, ServicePortName] = {}
         self.endpoint_counts: dict[bytes, int] = {}
-        self.service_ids = Ids(min(room["services"], 1 << 32))
-        self.table_ids = Ids(TABLE_IDS)
+        self.service_ids = Ids(min(capacity["services"], 1 << 32))
+        self.config_ids = Ids(CONFIG_IDS)
         self.backend_ids = Ids(BACKEND_IDS)
-        self.slot_ranges = Ranges(room["slots"])
+        self.slot_ranges = Ranges(capacity["slots"])
         self._counts = [layouts.endpoint.pack(i) for i in range(64)]
 
     def fill(self) -> dict[str, tuple[int, int]]:
         """Used entries and capacity, by map."""
         used = self.used | {
-            "services": self.room["services"] - 1 - self.service_ids.available,
-            "slots": self.room["slots"] - self.slot_ranges.available,
+            "services": self.capacity["services"] - 1 - self.service_ids.available,
+            "slots": self.capacity["slots"] - self.slot_ranges.available,
         }
-        return {name: (used[name], room) for name, room in self.room.items()}
+        return {name: (used[name], capacity) for name, capacity in self.capacity.items()}
 
     # ---- after the maps were written -----------------------------------------------------------------------
 
@@ -59,8 +59,8 @@ class State:
         if old is None:
             return
         garbage.backends[family] += change.gone
-        if change.table_changed:
-            garbage.tables.append(old.table)
+        if change.config_changed:
+            garbage.configs.append(old.config_id)
             garbage.slots.append((old.first_slot, old.length))
             garbage.source_ranges[family] += self._range_keys(family, old)
         if new is None:
@@ -81,8 +81,8 @@ class State:
                 self.owners[key] = owner
         garbage.backends[family] += change.fresh
         garbage.serving[family] += change.serving_new
-        if change.table_changed:
-            garbage.tables.append(new.table)
+        if change.config_changed:
+            garbage.configs.append(new.config_id)
             garbage.slots.append((new.first_slot, new.length))
             garbage.source_ranges[family] += self._range_keys(family, new)
         if change.old is None:
@@ -117,9 +117,9 @@ class State:
     def freed(self, garbage: Garbage) -> None:
         """The garbage is deleted: its capacity, slots and ids may be reused."""
         used = self.used
-        used["service_configs"] -= len(garbage.tables)
+        used["service_configs"] -= len(garbage.configs)
         used["service_names"] -= len(garbage.services)
-        self.table_ids.free(garbage.tables)
+        self.config_ids.free(garbage.configs)
         self.service_ids.free(garbage.services)
         for number in garbage.services:
             self.names.pop(number, None)
@@ -213,7 +213,7 @@ class State:
 
     def _range_keys(self, family: IPFamily, record: Record) -> list[bytes]:
         pack = self.layouts.source_range_key[family].pack
-        # 32: the prefix includes the table's id.
+        # 32: the prefix includes the configuration's id.
         return list(
-            dict.fromkeys(pack(32 + r.prefix_length, record.table, r.address) for r in record.plan.source_ranges)
+            dict.fromkeys(pack(32 + r.prefix_length, record.config_id, r.address) for r in record.plan.source_ranges)
         )

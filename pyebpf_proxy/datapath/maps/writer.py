@@ -3,9 +3,9 @@
 
 Order of a round (each step in batches, over all service ports of the round):
 
-1. write names, backends, endpoints, slots, source ranges, tables: nothing refers to them yet;
-2. delete old frontends of service ports with a new table: no old address may lead to the new table;
-3. ``services[id]`` = the new table's id, one aligned store each;
+1. write names, backends, endpoints, slots, source ranges, configurations: nothing refers to them yet;
+2. delete old frontends of service ports with a new configuration: no old address may lead to it;
+3. ``services[id]`` = the new configuration's id, one aligned store each;
 4. write new frontends, then delete the other old ones (a port that moves to another service is always served), then
    set removed services to 0;
 5. after a grace period, delete entries without references.
@@ -29,7 +29,7 @@ from pyebpf_proxy.datapath.loader.libbpf import BpfError
 from pyebpf_proxy.datapath.loader.programs import Loaded
 from pyebpf_proxy.datapath.maps.adopt import adopt
 from pyebpf_proxy.datapath.maps.affinity import Memory
-from pyebpf_proxy.datapath.maps.changes import Change, Garbage, NoRoomError, Problem
+from pyebpf_proxy.datapath.maps.changes import Change, Garbage, MapFullError, Problem
 from pyebpf_proxy.datapath.maps.hints import Hints
 from pyebpf_proxy.datapath.maps.layouts import Layouts
 from pyebpf_proxy.datapath.maps.mirror import Mirror
@@ -43,7 +43,7 @@ MAPS = (
 _BEFORE_FLIP = MAPS[:8]
 #: Into empty maps this many service ports are written at a time.
 PART = 1000
-_NO_ROOM = {errors.E2BIG, errors.ENOSPC, errors.ENOMEM}
+_MAP_FULL = {errors.E2BIG, errors.ENOSPC, errors.ENOMEM}
 
 BackendsCallback = Callable[[Mapping[int, tuple[bytes, int]], Iterable[int]], None]
 
@@ -85,8 +85,8 @@ class Writer:
 
     def _adopt(self) -> None:
         maps = self._maps
-        room = {name: maps[name].max_entries for name in (*MAPS, "services", "slots")}
-        self._mirror = Mirror(self._layouts, room, self._foreign_id)
+        capacity = {name: maps[name].max_entries for name in (*MAPS, "services", "slots")}
+        self._mirror = Mirror(self._layouts, capacity, self._foreign_id)
         with without_cycle_search():
             repairs = adopt(self._mirror, maps, self._services, self._slots)
         self._garbage = repairs.garbage
@@ -254,15 +254,15 @@ class Writer:
         done = [change for change in changes if change.failed is None]
         by_family = [(family, [c for c in done if c.name.family is family]) for family in IPFamily]
         for family, concerned in by_family:
-            self._delete_frontends([c for c in concerned if c.table_changed], family)
+            self._delete_frontends([c for c in concerned if c.config_changed], family)
         self._memory.changing(done)
         for change in done:
-            if change.new is not None and change.table_changed:
-                self._flip(change.new.id, change.new.table)
+            if change.new is not None and change.config_changed:
+                self._flip(change.new.id, change.new.config_id)
         for family, concerned in by_family:
             self._put_frontends(concerned, family)
         for family, concerned in by_family:
-            self._delete_frontends([c for c in concerned if not c.table_changed], family)
+            self._delete_frontends([c for c in concerned if not c.config_changed], family)
             self._delete_serving(concerned, family)
         for change in done:
             if change.new is None and change.old is not None:
@@ -298,7 +298,7 @@ class Writer:
         for name, wanted in todo.items():
             try:
                 change = mirror.plan_removal(name) if wanted is None else mirror.plan(name, wanted, released)
-            except NoRoomError as error:
+            except MapFullError as error:
                 failed.append(name)
                 self._unsettled(name, todo, str(error))
                 continue
@@ -318,7 +318,7 @@ class Writer:
         """Write batches of entries; returns the changes that failed, after how many of their entries, and why."""
         if not rows:
             return []
-        table = self._maps[name]
+        opened = self._maps[name]
         joined = b"".join([row[1] for row in rows])
         self._hints.add(name, joined)
         keys = memoryview(joined)
@@ -326,16 +326,16 @@ class Writer:
         ends = []
         at = 0
         for _, row_keys, _ in rows:
-            at += len(row_keys) // table.key_size
+            at += len(row_keys) // opened.key_size
             ends.append(at)
         failures = []
         start, total = 0, at
         while start < total:
             try:
-                table.update_batch(keys[start * table.key_size :], values[start * table.value_size :])
+                opened.update_batch(keys[start * opened.key_size :], values[start * opened.value_size :])
                 break
             except BpfError as error:
-                if error.errno not in _NO_ROOM:
+                if error.errno not in _MAP_FULL:
                     raise
                 stopped = start + error.done
                 which = bisect_right(ends, stopped)
@@ -403,8 +403,8 @@ class Writer:
         shift = self._layouts.word_shift
         self._slots[first : first + len(backends)] = array("Q", [number << shift for number in backends])
 
-    def _flip(self, service: int, table: int) -> None:
-        self._services[service] = table << self._layouts.word_shift
+    def _flip(self, service: int, config_id: int) -> None:
+        self._services[service] = config_id << self._layouts.word_shift
 
     # ---- garbage -------------------------------------------------------------------------------------------
 
@@ -418,7 +418,7 @@ class Writer:
         u32 = self._layouts.u32.pack
         mirror = self._mirror
         self._memory.forget(garbage.affinities)
-        self._delete("service_configs", [u32(number) for number in garbage.tables])
+        self._delete("service_configs", [u32(number) for number in garbage.configs])
         for family in IPFamily:
             self._delete(f"source_ranges{family.value}", garbage.source_ranges[family])
             backends = garbage.backends[family]

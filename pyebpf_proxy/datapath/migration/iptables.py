@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from pyebpf_proxy.datapath.migration.nftables import FAMILIES, Ruleset
-from pyebpf_proxy.datapath.migration.rules import CANARY, Plan, is_ours_to_remove, plan
+from pyebpf_proxy.datapath.migration.rules import CANARY, Plan, is_kube_proxys, plan
 from pyebpf_proxy.datapath.report import Report
 
 #: The rules may change between save and restore.
@@ -103,7 +103,7 @@ def _remove(variant: Variant, keep_forward: bool) -> Plan:
     """Reads and removes the rules of one variant; returns the last plan."""
     if variant.kind == "nft":
         chains = Ruleset().chains(FAMILIES[variant.family])
-        tables = {table for table, names in chains.items() if any(is_ours_to_remove(table, name) for name in names)}
+        tables = {table for table, names in chains.items() if any(is_kube_proxys(table, name) for name in names)}
     else:
         tables = set(legacy_tables(variant.family))
     if not tables:

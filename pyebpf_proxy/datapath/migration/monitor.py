@@ -27,7 +27,7 @@ class KubeProxyMonitor:
     def __init__(self, exclude_cidrs: Sequence[Network]) -> None:
         self._exclude_cidrs = exclude_cidrs
         self._task: asyncio.Task[None] | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def replaced(self) -> None:
         """The proxy's programs are attached and complete: remove kube-proxy's leftovers. Errors are only logged."""
@@ -48,7 +48,7 @@ class KubeProxyMonitor:
         try:
             report = await _in_thread(lambda: leftovers.remove(self._exclude_cidrs, at_start=True))
             # Leftovers that could not be removed do not show that a kube-proxy is running.
-            self._told = await _in_thread(leftovers.running)
+            self._logged = await _in_thread(leftovers.running)
         except Exception as error:  # whatever it is, services work without the removal
             _log.warning("leftovers of kube-proxy were not removed", error=str(error))
             return
@@ -65,13 +65,13 @@ class KubeProxyMonitor:
         except Exception as error:
             _log.debug("could not check whether a kube-proxy is running", error=str(error))
             return
-        for mode in sorted(modes - self._told):
+        for mode in sorted(modes - self._logged):
             _log.warning(
                 f"a kube-proxy in mode {mode} runs alongside this agent: its rules are back after they were removed;"
                 " stop it, then start this agent again to remove them"
             )
         # A kube-proxy that was stopped and cleaned up, and comes back, is reported again.
-        self._told = modes
+        self._logged = modes
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
@@ -83,11 +83,11 @@ async def _in_thread(work: Callable[[], T]) -> T:
         try:
             result = work()
         except Exception as error:
-            tell(future.set_exception, error)
+            resolve(future.set_exception, error)
         else:
-            tell(future.set_result, result)
+            resolve(future.set_result, result)
 
-    def tell(how: Callable[..., None], what: object) -> None:
+    def resolve(how: Callable[..., None], what: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(lambda: None if future.done() else how(what))
 

@@ -89,7 +89,7 @@ class _Table:
     rules: list[tuple[str, str]] = field(default_factory=list)  # chain and the line without "-A "
 
 
-def is_ours_to_remove(table: str, chain: str) -> bool:
+def is_kube_proxys(table: str, chain: str) -> bool:
     """Whether kube-proxy's clean-up would remove this chain."""
     if chain == CANARY or chain in CHAINS.get(table, ()):
         return True
@@ -125,7 +125,7 @@ def _tables(saved: str) -> list[_Table]:
 
 
 def _plan_table(table: _Table, result: Plan, keep_forward: bool) -> str:
-    doomed = {chain for chain in table.chains if is_ours_to_remove(table.name, chain)}
+    doomed = {chain for chain in table.chains if is_kube_proxys(table.name, chain)}
     if table.name == "filter" and FORWARD in doomed and _forward_drops(table):
         result.forward_drops = True
         if keep_forward:

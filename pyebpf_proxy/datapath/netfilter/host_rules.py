@@ -84,7 +84,7 @@ class Existing(NamedTuple):
 NOTHING = Existing()
 
 
-def is_ours(name: str) -> bool:
+def is_own(name: str) -> bool:
     """Whether a chain, set or map of the table belongs to these rules."""
     return name.startswith(("host_", "host4/", "host6/", *_OLDER))
 
@@ -128,7 +128,7 @@ class HostRules:
     def definition(self, table: str, existing: Existing = NOTHING) -> list[str]:
         """Commands that make the table hold exactly this, whatever it has; remembered clients stay."""
         chains, sets = self._all_chains(), self._all_sets()
-        old = [name for name in existing.chains if is_ours(name)]
+        old = [name for name in existing.chains if is_own(name)]
         commands = []
         if self:
             commands += [f"add map inet {table} {name} {{ {shape} }}" for name, shape in self._maps()]

@@ -70,6 +70,10 @@ class Channel:
     def __init__(self) -> None:
         self._socket = RequestSocket(uapi.NETLINK_NETFILTER)
 
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
     def generation(self) -> int | None:
         """The current generation of the ruleset: the kernel counts every committed transaction of the namespace."""
         self._socket.send(_message(uapi.NFT_MSG_GETGEN, 0, 1, b"", family=0))
@@ -82,6 +86,11 @@ class Channel:
         """Whether the table of family inet with this name exists."""
         bodies, _ = self._dump(uapi.NFT_MSG_GETTABLE, b"")
         return any(_text(_values(body), uapi.NFTA_TABLE_NAME) == table for body in bodies)
+
+    def rules(self, table: str) -> int:
+        """The number of rules in a table; 0 also if there is no such table."""
+        bodies, _ = self._dump(uapi.NFT_MSG_GETRULE, attribute(uapi.NFTA_RULE_TABLE, zero_terminated(table)))
+        return len(bodies)
 
     def chains(self, table: str) -> dict[str, Chain]:
         """The chains of a table by name."""

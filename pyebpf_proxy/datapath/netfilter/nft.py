@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import nftables
 
 from pyebpf_proxy.datapath.netfilter import nft_rules
-from pyebpf_proxy.datapath.netfilter.host_rules import NOTHING, Existing, HostRules, is_ours
+from pyebpf_proxy.datapath.netfilter.host_rules import NOTHING, Existing, HostRules, is_own
 from pyebpf_proxy.datapath.netfilter.nfnetlink import Chain, Channel, Step
 from pyebpf_proxy.datapath.netfilter.nft_rules import MAP_SHAPES, PORT_SHAPES, Behaviour, Prefix, Target
 from pyebpf_proxy.datapath.refused import RefusedError
@@ -252,7 +252,7 @@ class Table:
             self._run(nft_rules.places(self.name, self._behaviour), "make the maps")
             steps = _backend_steps(wrong, missing)
             self._change([*steps, *_port_steps(False, ports)], "fill the maps")
-        chains = {name: shape for name, shape in (found.chains or {}).items() if not is_ours(name)}
+        chains = {name: shape for name, shape in (found.chains or {}).items() if not is_own(name)}
         commands = nft_rules.definition(self.name, self._behaviour, chains, found.sets)
         if self._behaviour.refuse_unknown:
             for base, prefixes in lacking.items():
@@ -282,11 +282,11 @@ class Table:
 
     def _existing(self, chains: Mapping[str, object] | None) -> Existing:
         """The existing rules for packets of the node."""
-        if not chains or not any(map(is_ours, chains)):
+        if not chains or not any(map(is_own, chains)):
             return NOTHING
         with self._in_words("read the table"):
             sets = self._channel.sets(self.name)
-        return Existing(list(filter(is_ours, chains)), list(filter(is_ours, sets)))
+        return Existing(list(filter(is_own, chains)), list(filter(is_own, sets)))
 
     def _kept(self, counts: Mapping[str, int | None]) -> Mapping[int, _Packed]:
         """The backends in the maps. If their number is as written, they are assumed to be the written ones."""

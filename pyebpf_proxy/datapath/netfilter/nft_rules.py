@@ -17,9 +17,11 @@ translate          prerouting, nat, -105        resets connections that conntrac
                                                 other mangle chains (-150) that may restore a mark;
                                                 translates to the backend that the program chose, before
                                                 other NAT rules (-100), such as those of a kube-proxy
-prove_new          postrouting, nat, 99         priority 0xEE000001 for the first packet of a translated flow: the
+prove_new          postrouting, nat, 98         priority 0xEE000001 for the first packet of a translated flow: the
                                                 egress program of the device sees that it was let through
-masquerading        postrouting, nat, 100        masquerades packets with the bit (spec/service-semantics §5.1)
+masquerading       postrouting, nat, 99         masquerades packets with the bit (spec/service-semantics §5.1), before
+                                                a kube-proxy (100) that has the same bit: young flows have the ports
+                                                that are left out here
 clear_mark         postrouting, filter, 101     clears that one bit, and a tag that is still there: the kernel resets
                                                 the priority only when it forwards IPv4
 drop_invalid       forward, filter, 0           iptables mode: drops what conntrack considers INVALID, unless
@@ -109,11 +111,11 @@ def chains(behaviour: Behaviour) -> dict[str, Chain]:
         "reject_forwarded": ("nat", "prerouting", -110),
         "reject_local": ("nat", "input", -110),
         "translate": ("nat", "prerouting", -105),
-        "masquerading": ("nat", "postrouting", 100),
+        "masquerading": ("nat", "postrouting", 99),
         "clear_mark": ("filter", "postrouting", 101),
     }
     if behaviour.prove_new:
-        found["prove_new"] = ("nat", "postrouting", 99)
+        found["prove_new"] = ("nat", "postrouting", 98)
     if behaviour.drop_invalid:
         found["drop_invalid"] = ("filter", "forward", 0)
     if behaviour.mark_datagrams:

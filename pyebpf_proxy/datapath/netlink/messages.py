@@ -53,8 +53,8 @@ def error_text(body: bytes, flags: int) -> str:
     at = _CODE.size + NLMSGHDR.size
     if not flags & NLM_F_CAPPED:
         at += (_WORD.unpack_from(body, _CODE.size)[0] - NLMSGHDR.size + 3) & ~3
-    said = values(body, at).get(NLMSGERR_ATTR_MSG)
-    return name if said is None else f"{name} ({text(said)})"
+    message = values(body, at).get(NLMSGERR_ATTR_MSG)
+    return name if message is None else f"{name} ({text(message)})"
 
 
 def attribute(kind: int, value: bytes, *, nested: bool = False) -> bytes:

@@ -5,18 +5,42 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
 from pyebpf_proxy.common.log import Logger
-from pyebpf_proxy.datapath.netlink.uapi import NETLINK_ADD_MEMBERSHIP, SO_RCVBUFFORCE, SOL_NETLINK
+from pyebpf_proxy.datapath.netlink.uapi import (
+    NETLINK_ADD_MEMBERSHIP,
+    NETLINK_GENERIC,
+    NETLINK_NETFILTER,
+    NETLINK_ROUTE,
+    NETLINK_XFRM,
+    SO_RCVBUFFORCE,
+    SOL_NETLINK,
+)
 
 _RECEIVE_BYTES = 1 << 17
 #: Of a subscription that many messages may come for at once.
 LARGE_BUFFER = 8 << 20
 
+_NAMES = {
+    NETLINK_ROUTE: "route",
+    NETLINK_NETFILTER: "netfilter",
+    NETLINK_GENERIC: "generic",
+    NETLINK_XFRM: "xfrm",
+}
+_overruns = dict.fromkeys(_NAMES.values(), 0)
+
 _log = Logger("datapath")
+
+
+def overruns() -> Mapping[str, int]:
+    """How often the kernel has dropped notifications because a buffer was full, by protocol; since the agent's start.
+
+    The receiver lists again then. Safe in any thread.
+    """
+    return dict(_overruns)
 
 
 class Subscription:
@@ -29,6 +53,7 @@ class Subscription:
 
     def __init__(self, protocol: int, groups: Iterable[int], optional: Iterable[int] = (), buffer: int = 0) -> None:
         kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        self._name = _NAMES.get(protocol, str(protocol))
         self._socket = socket.socket(socket.AF_NETLINK, kind, protocol)
         try:
             if buffer:
@@ -73,6 +98,7 @@ class Subscription:
             except OSError as error:
                 if error.errno != errno.ENOBUFS:
                     raise
+                _overruns[self._name] = _overruns.get(self._name, 0) + 1
                 yield None
 
     def received_or_logged(self, what: str) -> list[bytes | None]:

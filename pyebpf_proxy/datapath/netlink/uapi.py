@@ -54,6 +54,8 @@ IFLA_INFO_KIND, IFLA_INFO_DATA = 1, 2
 IFLA_BR_VLAN_FILTERING = 7
 IFLA_XDP_ATTACHED, IFLA_XDP_PROG_ID = 2, 4
 XDP_ATTACHED_DRV, XDP_ATTACHED_MULTI = 1, 4
+# include/uapi/linux/if.h
+IFF_UP = 1
 # include/uapi/linux/if_addr.h
 IFADDRMSG = Struct("=BBBBI")  # family, prefix length, flags, scope, index
 IFA_ADDRESS, IFA_LOCAL, IFA_FLAGS = 1, 2, 8

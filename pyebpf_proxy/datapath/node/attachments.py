@@ -94,7 +94,7 @@ class Attachments:
         found = {index: number for (index, hook), number in self._links.programs.items() if hook == tcx.INGRESS}
         for index, qdisc in tc.qdiscs().items():
             if qdisc.hooks:
-                for own in [each for each in tc.filters(index, tc.INGRESS) if each.ours]:
+                for own in [each for each in tc.filters(index, tc.INGRESS) if each.own]:
                     found.setdefault(index, own.program)
         return found
 
@@ -159,7 +159,7 @@ class Attachments:
             ingress, egress = self._links.others(index, tcx.INGRESS), self._links.others(index, tcx.EGRESS)
         if qdiscs.hooks:
             listed = tc.filters(index, tc.INGRESS)
-            own = next((at for at, each in enumerate(listed) if each.ours), -1)
+            own = next((at for at, each in enumerate(listed) if each.own), -1)
             # Filters run after the whole tcx chain.
             behind = listed if self.uses_tcx else listed[own + 1 :]
             ingress += _named(qdiscs.hooks, behind)
@@ -169,7 +169,7 @@ class Attachments:
 
 
 def _named(qdisc: str, filters: Iterable[tc.Filter]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(f"{qdisc} {each}" for each in filters if not each.ours))
+    return tuple(dict.fromkeys(f"{qdisc} {each}" for each in filters if not each.own))
 
 
 def bridge_rules() -> str:

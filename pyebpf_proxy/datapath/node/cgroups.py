@@ -57,6 +57,22 @@ def _attach(program: Program, cgroup_fd: int, hierarchy: int, pin: Path) -> None
         link.close()
 
 
+def detached(folder: Path) -> list[str]:
+    """Names of the programs whose pinned link has lost its cgroup: it was removed, or the link was detached."""
+    found = []
+    for name in attached(folder):
+        try:
+            link = Link.open_pinned(folder / name)
+            try:
+                if not link.attached_to("cgroup_id"):
+                    found.append(name)
+            finally:
+                link.close()
+        except OSError:
+            continue  # the pin has just gone, or there is no descriptor: unknown
+    return found
+
+
 def attached(folder: Path) -> list[str]:
     """Names of the programs that have a pinned link."""
     return [name for name in PROGRAMS if (folder / name).exists()]

@@ -42,14 +42,14 @@ _NEXT_HOPS = (uapi.RTNLGRP_NEXTHOP,)
 
 TRUST_SECONDS = 5.0
 BEAT_SECONDS = 1.0
-#: Seconds until rules that could not be read are read again, since no event tells when they can be: the first time, and
-#: at most. In between it doubles.
+#: Seconds until rules that could not be read are read again, since no event reports when they can be read: the first
+#: time, and at most. In between it doubles.
 UNREAD_SECONDS, LONGEST_UNREAD_SECONDS = 0.5, 5.0
 _IPSEC, _ROUTED, _RULES = "STACK_IPSEC", "STACK_POLICY_ROUTED", "STACK_RULES"
 _log = Logger("datapath")
 
 
-class Word(Protocol):
+class StateMap(Protocol):
     """The used part of ``libbpf.Map``."""
 
     def update(self, key: bytes, value: bytes, flags: int = 0) -> None: ...
@@ -96,23 +96,25 @@ class FastPath:
 
     ``layout`` is that of its value, ``reasons`` are numbers of enum slow_path_reason by name, ``own_table`` is the
     name of this instance's nftables table. ``heed_rules`` False: rules of other software do not close it, they only
-    cause warnings.
+    cause warnings. ``holds``: no flow enters the fast path until :meth:`admit`, unless a former run has admitted flows;
+    :attr:`draining` shows which.
     Create it, then give :meth:`follow` a loop. :meth:`close` sends every packet to the kernel again.
     """
 
     def __init__(
         self,
-        word: Word,
+        state_map: StateMap,
         layout: Layout,
         reasons: Mapping[str, int],
         own_table: str = "pyebpf-proxy",
         heed_rules: bool = True,
+        holds: bool = False,
     ) -> None:
-        self._word = word
+        self._map = state_map
         self._layout = layout
         self._reasons = reasons
         self._heed_rules = heed_rules
-        before = layout.unpack(found) if (found := word.lookup(bytes(4))) else {}
+        before = layout.unpack(found) if (found := state_map.lookup(bytes(4))) else {}
         # Entries and permits of a former run are pinned: they must not count any more.
         self._generation, self._permit_generation = (
             int(before.get(name, 0)) + 1 & 0xFFFFFFFF for name in ("generation", "permit_generation")
@@ -122,7 +124,7 @@ class FastPath:
         #: Rules that would close it with ``heed_rules``.
         self.warnings: dict[int, str] = {}
         #: No new flow enters the fast path.
-        self.draining = False
+        self.draining = holds and (not before.get("generation") or bool(before.get("draining")))
         self._on_node: dict[int, ClosedReason] = {}
         self._by_rules: dict[int, Verdict] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -177,6 +179,11 @@ class FastPath:
     def drain(self) -> None:
         """From now on no new flow enters the fast path; ``sweep_flows`` promotes the existing ones."""
         self.draining = True
+        self._write()
+
+    def admit(self) -> None:
+        """From now on new flows enter the fast path."""
+        self.draining = False
         self._write()
 
     def close(self) -> None:
@@ -287,7 +294,7 @@ class FastPath:
             closed6=self._number(6),
             draining=int(self.draining),
         )
-        self._word.update(bytes(4), value)
+        self._map.update(bytes(4), value)
 
     def _number(self, family: int) -> int:
         why = self.closed.get(family)

@@ -18,6 +18,7 @@ from pyebpf_proxy.datapath.node.plan import IFA_F_SECONDARY, InterfaceAddress, L
 
 GROUPS = (uapi.RTNLGRP_LINK, uapi.RTNLGRP_TC, uapi.RTNLGRP_IPV4_IFADDR, uapi.RTNLGRP_IPV6_IFADDR)
 AF_BRIDGE = 7
+_ADDRESS_SIZES = {socket.AF_INET: 4, socket.AF_INET6: 16}
 _TC = frozenset({uapi.RTM_NEWTFILTER, uapi.RTM_DELTFILTER, uapi.RTM_NEWQDISC, uapi.RTM_DELQDISC})
 
 
@@ -66,7 +67,7 @@ class Follower:
             if entry is not None:
                 fresh.addresses[_key(entry)] = entry
         self.state.links, self.state.addresses = fresh.links, fresh.addresses
-        self.state.peers = self._peers.ask(fresh.links.values())
+        self.state.peers = self._peers.read(fresh.links.values())
 
     def read(self) -> Events:
         """Processes received messages. If some were lost, everything is listed again."""
@@ -88,16 +89,16 @@ class Follower:
                 seen.filters.add(uapi.TCMSG.unpack_from(message)[1])
         links = self.state.links
         # XDP at one end of a veth changes the features of the other end (veth_xdp_set()), which causes a message.
-        seen.changed |= self._take_peers(self._peers.ask(links[index] for index in seen.links if index in links))
+        seen.changed |= self._take_peers(self._peers.read(links[index] for index in seen.links if index in links))
         return seen
 
     def look_at_peers(self) -> bool:
         """Whether the other ends of veths have changed: without a change of features there was no message."""
-        return self._take_peers(self._peers.ask_some(self.state.links.values()))
+        return self._take_peers(self._peers.read_some(self.state.links.values()))
 
     def _take_peers(self, found: dict[int, str]) -> bool:
         peers = self.state.peers
-        changed = any(peers.get(index, "") != said for index, said in found.items())
+        changed = any(peers.get(index, "") != peer for index, peer in found.items())
         peers.update(found)
         return changed
 
@@ -148,7 +149,7 @@ def _key(entry: InterfaceAddress) -> tuple[int, ipaddress.IPv4Address | ipaddres
 
 
 def _link(message: bytes) -> Link:
-    _, type_, index, _, _ = uapi.IFINFOMSG.unpack_from(message)
+    _, type_, index, flags, _ = uapi.IFINFOMSG.unpack_from(message)
     parts = values(message, uapi.IFINFOMSG.size)
     info = values(parts.get(uapi.IFLA_LINKINFO, b""))
     kind = text(info.get(uapi.IFLA_INFO_KIND, b""))
@@ -168,15 +169,17 @@ def _link(message: bytes) -> Link:
         mtu=number(parts.get(uapi.IFLA_MTU, b"")),
         peer_netns=None if peer is None else int.from_bytes(peer, sys.byteorder, signed=True),
         vlan_filtering=data.get(uapi.IFLA_BR_VLAN_FILTERING, b"\0") != b"\0",
+        up=bool(flags & uapi.IFF_UP),
     )
 
 
 def _address(message: bytes) -> InterfaceAddress | None:
     family, prefix_length, flags, scope, index = uapi.IFADDRMSG.unpack_from(message)
     parts = values(message, uapi.IFADDRMSG.size)
-    peer = parts.get(uapi.IFA_ADDRESS)
+    peer = parts.get(uapi.IFA_ADDRESS, b"")
     local = parts.get(uapi.IFA_LOCAL, peer)
-    if family not in (socket.AF_INET, socket.AF_INET6) or local is None:
+    size = _ADDRESS_SIZES.get(family)
+    if len(local) != size or len(peer or local) != size:
         return None
     return InterfaceAddress(
         device=index,

@@ -20,8 +20,10 @@ from pyebpf_proxy.datapath.node.plan import (
     NodeConfig,
     Others,
     Wanted,
+    may_be_source,
     plan,
     program_for,
+    source_addresses,
 )
 
 # A program that is removed by others this often within a minute is left alone until the device changes.
@@ -114,9 +116,13 @@ class Node:
         self._maps = maps
         self._layouts = layouts
         self._report = report
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         #: Called after every change of devices, when the change was applied.
         self.on_change: Callable[[Mapping[int, Link], Wanted], None] = lambda links, wanted: None
+        #: With the fast path: packed addresses that no device that is up has any more. At first those of a former run.
+        #: The callee of ``on_gone`` empties the set.
+        self.gone: set[bytes] = set()
+        self.on_gone: Callable[[], None] = lambda: None
         #: Called when the entry of a device in the map has changed; not for a new entry, which changes no known one.
         self.on_devices: Callable[[], None] = lambda: None
         self._written: dict[str, Contents] = {name: dict(maps[name].items()) for name in MAPS}
@@ -133,6 +139,10 @@ class Node:
         self._chains: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._see_others()
         self._wanted = plan(self._follower.state, config)
+        #: As the last :meth:`_note_sources` has found them; before it those of a former run that are on no device.
+        self._sources = {
+            key for name, entries in self._written.items() if name != "devices" for key in entries if may_be_source(key)
+        } - {address.packed for address in self.addresses}
         self._write()
 
     @property
@@ -307,7 +317,9 @@ class Node:
 
     def _write(self) -> None:
         for name in self._wanted.unsupported:
-            self._say(f"device {name}: its link layer is not supported, services are not served to packets from it")
+            self._report_once(
+                f"device {name}: its link layer is not supported, services are not served to packets from it"
+            )
         before = dict(self._written["devices"])
         for name, entries in contents(self._wanted, self._layouts).items():
             written = self._written[name]
@@ -321,6 +333,16 @@ class Node:
         after = self._written["devices"]
         if any(after.get(key) != value for key, value in before.items()):
             self.on_devices()
+        self._note_sources()
+
+    def _note_sources(self) -> None:
+        if not self._config.fast_path:
+            return
+        now = source_addresses(self._follower.state)
+        gone, self._sources = self._sources - now, now
+        if gone:
+            self.gone |= gone
+            self.on_gone()
 
     def _add(self, name: str, entries: Contents) -> None:
         written = self._written[name]
@@ -330,7 +352,7 @@ class Node:
             try:
                 self._maps[name].update(key, value)
             except OSError as error:
-                self._say(f"map {name}: {error}")
+                self._report_once(f"map {name}: {error}")
             else:
                 written[key] = value
 
@@ -341,14 +363,14 @@ class Node:
             if self._attachments.attach(index, device, self._programs[name], egress):
                 self._attached[index] = name
         except OSError as error:
-            self._say(str(error))
+            self._report_once(str(error))
 
     def _detach(self, index: int) -> None:
         self._attached.pop(index, None)
         try:
             self._attachments.detach(index, self._name(index))
         except OSError as error:
-            self._say(str(error))
+            self._report_once(str(error))
 
     def _check(self, index: int) -> bool:
         """After a change by others: if the program was removed or displaced, attach it again. Whether it was."""
@@ -356,14 +378,14 @@ class Node:
         try:
             wrong = self._attachments.standing(index, self._is_observed(name))
         except OSError as error:
-            self._say(str(error))
+            self._report_once(str(error))
             return False
         if not wrong:
             return False
         now = time.monotonic()
         recent = [then for then in self._reattached.get(index, []) if now - then < REATTACH_SECONDS]
         if len(recent) >= REATTACH_LIMIT:
-            self._say(
+            self._report_once(
                 f"device {self._name(index)}: other software keeps moving or removing the agent's tc program,"
                 " it is not attached again"
             )
@@ -383,7 +405,7 @@ class Node:
         link = self._follower.state.links.get(index)
         return link.name if link else f"number {index}"
 
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _report_once(self, text: str) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
             self._report(text)

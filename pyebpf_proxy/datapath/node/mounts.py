@@ -320,11 +320,11 @@ def _parent(process: str) -> str:
 def in_namespace_of_init(kind: str) -> bool:
     """Whether this process shares the host's namespace of that kind ("mnt", "cgroup")."""
     try:
-        theirs = os.stat(root_of_host().parent / "ns" / kind)
+        inits = os.stat(root_of_host().parent / "ns" / kind)
     except OSError:
         return True
-    ours = os.stat(f"/proc/self/ns/{kind}")
-    return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
+    own = os.stat(f"/proc/self/ns/{kind}")
+    return (own.st_dev, own.st_ino) == (inits.st_dev, inits.st_ino)
 
 
 def in_mount_namespace_of_init(work: Callable[[], object]) -> None:

@@ -39,27 +39,27 @@ class Peers:
         self._answers: dict[int, tuple[int, str]] = {}
         self._begin = 0
 
-    def ask(self, links: Iterable[Link]) -> dict[int, str]:
+    def read(self, links: Iterable[Link]) -> dict[int, str]:
         """The obstacle at the other end, as text, by ifindex of each veth; "": none. OSError."""
-        asked = [link for link in links if link.peer_netns is not None]
-        if not asked:
+        with_peer = [link for link in links if link.peer_netns is not None]
+        if not with_peer:
             return {}
         with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
-            answers = netlink.get_many(uapi.RTM_GETLINK, [_question(each) for each in asked])
-        return {link.ifindex: self._said(link, answer) for link, answer in zip(asked, answers, strict=True)}
+            answers = netlink.get_many(uapi.RTM_GETLINK, [_question(each) for each in with_peer])
+        return {link.ifindex: self._features_of(link, answer) for link, answer in zip(with_peer, answers, strict=True)}
 
-    def ask_some(self, links: Iterable[Link]) -> dict[int, str]:
+    def read_some(self, links: Iterable[Link]) -> dict[int, str]:
         """A part of many devices, as many as one check may cost; others the next time. OSError."""
-        asked = [link for link in links if link.peer_netns is not None]
-        begin = self._begin if self._begin < len(asked) else 0
+        with_peer = [link for link in links if link.peer_netns is not None]
+        begin = self._begin if self._begin < len(with_peer) else 0
         self._begin = begin + _MOST_AT_ONCE
-        return self.ask(asked[begin : self._begin])
+        return self.read(with_peer[begin : self._begin])
 
     def forget(self, ifindex: int) -> None:
         """The device is gone."""
         self._answers.pop(ifindex, None)
 
-    def _said(self, link: Link, answer: bytes | int) -> str:
+    def _features_of(self, link: Link, answer: bytes | int) -> str:
         if isinstance(answer, int):
             self._answers.pop(link.ifindex, None)
             return "" if _segments(link.name) else MAY_BE.format(errno.errorcode.get(answer, f"error {answer}"))

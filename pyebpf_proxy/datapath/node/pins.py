@@ -2,7 +2,7 @@
 """Keeps the pins when the bpffs is unmounted while the agent runs.
 
 Without its last mount a bpffs ends, and with it every pin: programs are detached from devices, and commands find no
-maps. So the agent holds a second, detached mount of it (open_tree(2)), which nobody sees and which prevents no
+maps. So the agent holds a second, detached mount of it (open_tree(2)), which no process sees and which prevents no
 unmounting. The kernel reports changes of mounts by poll(2) of mountinfo. If the pins are gone then, the agent mounts
 what it holds at the same place: the same file system, with the pins of others too. If another bpffs is there by now,
 it pins its own objects there again, at the same paths.
@@ -65,7 +65,7 @@ class KeptPins:
 
     def follow(self, loop: asyncio.AbstractEventLoop) -> None:
         """Follow the mounts from now on, until :meth:`close`."""
-        # asyncio does not wait for POLLPRI, but an epoll descriptor is readable if one of its own is ready.
+        # asyncio does not wait for POLLPRI, but an epoll descriptor is readable if one of those in it is ready.
         ready = self._stack.enter_context(select.epoll())
         tables = [Path("/proc/self/mountinfo")]
         if not mounts.in_namespace_of_init("mnt"):
@@ -158,12 +158,12 @@ def _views(point: Path) -> list[_View]:
     own = _View(False, point, point)
     if mounts.in_namespace_of_init("mnt"):
         return [own]
-    theirs = root / point.absolute().relative_to("/")
+    target = root / point.absolute().relative_to("/")
     try:
-        shared = os.stat(theirs).st_dev == os.stat(point).st_dev
+        shared = os.stat(target).st_dev == os.stat(point).st_dev
     except OSError:
         shared = False
-    return [own, _View(True, theirs, point)] if shared else [own]
+    return [own, _View(True, target, point)] if shared else [own]
 
 
 def _run(host: bool, work: Callable[[], object]) -> None:
@@ -177,11 +177,11 @@ def _clone(view: _View, moved: int = -1) -> int:
     """A detached mount of a view's bpffs: its descriptor. OSError; EPERM without CAP_SYS_ADMIN."""
     if not view.host or mounts.in_namespace_of_init("mnt"):
         return _open_tree(view.target, moved)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
         # A mount can be cloned only from inside of its namespace.
-        mounts.in_mount_namespace_of_init(lambda: socket.send_fds(theirs, [b"\0"], [_open_tree(view.target, moved)]))
-        _, found, _, _ = socket.recv_fds(ours, 1, 1)
+        mounts.in_mount_namespace_of_init(lambda: socket.send_fds(sender, [b"\0"], [_open_tree(view.target, moved)]))
+        _, found, _, _ = socket.recv_fds(receiver, 1, 1)
     os.set_inheritable(found[0], False)
     return found[0]
 

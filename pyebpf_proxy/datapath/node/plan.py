@@ -71,6 +71,8 @@ class Link(NamedTuple):
     peer_netns: int | None = None
     #: Of a bridge.
     vlan_filtering: bool = False
+    #: Not switched off by an administrator (IFF_UP).
+    up: bool = True
 
 
 class Others(NamedTuple):
@@ -238,8 +240,8 @@ def _closed(link: Link, links: Mapping[int, Link], config: NodeConfig) -> str:
 
 def _in_the_way(others: Others) -> str:
     if others.ingress:
-        return f"behind our program: {', '.join(others.ingress)}"
-    return f"our program is not at its egress: {others.unobserved}" if others.unobserved else ""
+        return f"after the agent's program: {', '.join(others.ingress)}"
+    return f"the agent's program is not at its egress: {others.unobserved}" if others.unobserved else ""
 
 
 def _bridge_in_the_way(bridge: Link | None, state: State) -> str:
@@ -270,6 +272,20 @@ def _node_addresses(addresses: Iterable[InterfaceAddress], config: NodeConfig) -
         accepted = not address.is_loopback and (networks is None or any(address in n for n in networks))
         found[address.packed] = accepted
     return found
+
+
+def source_addresses(state: State) -> set[bytes]:
+    """Packed addresses that the kernel may masquerade to: those of devices that are up."""
+    return {
+        address.packed
+        for device, address, _ in state.addresses
+        if may_be_source(address.packed) and device in state.links and state.links[device].up
+    }
+
+
+def may_be_source(packed: bytes) -> bool:
+    """False for a link-local IPv6 address: no forwarded packet has it, and every veth has one of its own."""
+    return len(packed) == 4 or not ipaddress.IPv6Address(packed).is_link_local
 
 
 def accepted_networks(version: int, config: NodeConfig) -> tuple[Network, ...] | None:

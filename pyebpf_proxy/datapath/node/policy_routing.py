@@ -45,8 +45,8 @@ def rules(family: int) -> list[RoutingRule]:
     """The rules of this network namespace for AF_INET or AF_INET6; none if the kernel has no ip rules. OSError."""
     try:
         with RequestSocket(uapi.NETLINK_ROUTE) as netlink:
-            asked = uapi.FIB_RULE_HDR.pack(family, *[0] * 8)
-            return [parse(message) for message in netlink.dump(uapi.RTM_GETRULE, asked)]
+            request = uapi.FIB_RULE_HDR.pack(family, *[0] * 8)
+            return [parse(message) for message in netlink.dump(uapi.RTM_GETRULE, request)]
     except OSError as error:
         if error.errno in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP):
             return []  # No such family here, or a kernel without ip rules.

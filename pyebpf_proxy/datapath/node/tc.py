@@ -164,10 +164,10 @@ class Filters:
                 self._remove(ifindex, device, hook, priority)
 
     def _priority(self, ifindex: int, device: str, hook: int) -> int:
-        """The outermost priority that is free, or has only filters that allow another one beside them."""
+        """The outermost priority that is free, or has only filters that allow another one at the same priority."""
         taken = set()
         for each in self._filters(ifindex, hook):
-            foreign = each.handle == HANDLE and not each.is_ours
+            foreign = each.handle == HANDLE and not each.is_own
             if each.kind != "bpf" or each.info & 0xFFFF != PROTOCOL_ALL or foreign:
                 taken.add(each.info >> 16)
         free = next((priority for priority in _PRIORITIES[hook] if priority not in taken), 0)
@@ -191,7 +191,7 @@ class Filters:
         """The priorities of the proxy's filters, usually one."""
         if hook == EGRESS and self.qdisc(ifindex) != "clsact":
             return []  # an ingress qdisc lists its ingress filters for egress, too
-        return [each.info >> 16 for each in self._filters(ifindex, hook) if each.is_ours]
+        return [each.info >> 16 for each in self._filters(ifindex, hook) if each.is_own]
 
     def _in_use(self, ifindex: int) -> bool:
         return any(self._filters(ifindex, INGRESS)) or any(self._filters(ifindex, EGRESS))
@@ -224,7 +224,7 @@ class _Listed(NamedTuple):
     options: bytes
 
     @property
-    def is_ours(self) -> bool:
+    def is_own(self) -> bool:
         """Whether it is a filter of the proxy."""
         return self.kind == "bpf" and self.handle == HANDLE and text(self.bpf(uapi.TCA_BPF_NAME)) == NAME
 
@@ -265,7 +265,7 @@ class Filter(NamedTuple):
     priority: int
     kind: str
     name: str
-    ours: bool
+    own: bool
     program: int
 
     def __str__(self) -> str:
@@ -280,5 +280,5 @@ def filters(ifindex: int, hook: int) -> list[Filter]:
             if each.kind == "bpf" and not each.handle:
                 continue  # the header of the filters of one priority
             name, program = text(each.bpf(uapi.TCA_BPF_NAME)), number(each.bpf(uapi.TCA_BPF_ID))
-            found.append(Filter(each.info >> 16, each.kind, name, each.is_ours, program))
+            found.append(Filter(each.info >> 16, each.kind, name, each.is_own, program))
     return found

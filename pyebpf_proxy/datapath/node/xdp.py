@@ -153,7 +153,7 @@ def takes_tags_off(device: str) -> bool:
 
 
 class Xdp:
-    """The program on the devices of this network namespace. ``say`` is called with one line for each failure."""
+    """The program on the devices of this network namespace. ``warn`` is called with one line for each failure."""
 
     def __init__(
         self,
@@ -162,15 +162,15 @@ class Xdp:
         layout: Layout,
         config: XdpConfig,
         folder: Path,
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self._program = program
         self._table = table
         self._layout = layout
         self._config = config
         self._folder = folder
-        self._say_line = say
-        self._said: dict[str, str] = {}
+        self._warn = warn
+        self._reported: dict[str, str] = {}
         self._written: dict[int, Entry] = {}
         #: How often the map was changed.
         self.writes = 0
@@ -199,7 +199,7 @@ class Xdp:
         for index in [index for index in self.attached if index not in wanted.attach]:
             del self.attached[index]
         for name, why in wanted.refused.items():
-            self._say(name, why)
+            self._report(name, why)
         fresh = [name for index, name in wanted.attach.items() if index not in self.attached and self._put(index, name)]
         for index in [index for index in self._written if index not in wanted.entries]:
             self._table.delete(struct.pack("=I", index))
@@ -216,9 +216,9 @@ class Xdp:
                 self._program.attach_xdp(index, self._config.mode == "generic", pin)
         except BpfError as error:
             if error.errno != errno.ENODEV:
-                self._say(name, _why(error, self._config.mode))
+                self._report(name, _why(error, self._config.mode))
             return False
-        self._said.pop(name, None)
+        self._reported.pop(name, None)
         self.attached[index] = name
         return True
 
@@ -233,10 +233,10 @@ class Xdp:
             link.close()
         return True
 
-    def _say(self, name: str, why: str) -> None:
-        if self._said.get(name) != why:
-            self._said[name] = why
-            self._say_line(f"no XDP on {name}: {why}")
+    def _report(self, name: str, why: str) -> None:
+        if self._reported.get(name) != why:
+            self._reported[name] = why
+            self._warn(f"no XDP on {name}: {why}")
 
 
 def _why(error: BpfError, mode: Mode) -> str:

@@ -185,7 +185,7 @@ class Watch:
             self.again()
         elif tables and time.clock_gettime(time.CLOCK_MONOTONIC) - self._looked > CLOSE_LOOK_SECONDS:
             self._looked = time.clock_gettime(time.CLOCK_MONOTONIC)
-            self._beside(kernel.legacy_digests, self._compare)
+            self._in_thread(kernel.legacy_digests, self._compare)
 
     def _compare(self, found: kernel.Digests | Exception, _: float) -> None:
         if found != self.reading.digests:
@@ -198,9 +198,9 @@ class Watch:
         self._timers.pop("read", None)
         self._reading, self._wanted = True, False
         self._began = time.clock_gettime(time.CLOCK_MONOTONIC)
-        self._beside(kernel.read, self._take)
+        self._in_thread(kernel.read, self._take)
 
-    def _beside(self, work: Callable[[], T], done: Callable[[T | Exception, float], None]) -> None:
+    def _in_thread(self, work: Callable[[], T], done: Callable[[T | Exception, float], None]) -> None:
         """Run ``work`` in a thread, then pass the result and its CPU time to ``done`` in the loop's thread."""
         loop = self._loop
         assert loop is not None

@@ -51,8 +51,8 @@ def run(plugin: ExecPlugin, access: Access) -> Credential:
         hint = f"; {' '.join(plugin.install_hint.split())}" if plugin.install_hint else ""
         raise _trouble(plugin, f"cannot be run: {getattr(error, 'strerror', None) or error}{hint}") from None
     if ran.returncode != 0:
-        said = " ".join(ran.stderr.decode(errors="replace").split())[-200:]
-        raise _trouble(plugin, f"failed with exit code {ran.returncode}: {said}")
+        stderr = " ".join(ran.stderr.decode(errors="replace").split())[-200:]
+        raise _trouble(plugin, f"failed with exit code {ran.returncode}: {stderr}")
     return _read(plugin, ran.stdout)
 
 

@@ -89,9 +89,9 @@ class Follower:
                     _log.debug("history has expired, listing again", resource=name, why=str(gone))
                     self._version = ""
                     # Normal after a server's restart: the first attempt breaks off, the second one ends like this.
-                    self._fail(gone, tell=self._failures > 1)
+                    self._fail(gone, log=self._failures > 1)
                 except TroubleError as trouble:
-                    self._fail(trouble, tell=True)
+                    self._fail(trouble, log=True)
         except StoppedError:
             pass
         finally:
@@ -105,7 +105,7 @@ class Follower:
             self._watching_since = None
             self._client.observer.connected(self._resource.name, False)
 
-    def _fail(self, trouble: TroubleError, *, tell: bool) -> None:
+    def _fail(self, trouble: TroubleError, *, log: bool) -> None:
         self._channel.close()
         self._failures += 1
         self._client.observer.retried(self._resource.name)
@@ -114,16 +114,16 @@ class Follower:
         if trouble.lost:
             self._lost_at = time.monotonic()
             if self._failures == 1 and self._version:
-                tell = False  # a restarting server or load balancer: usually the next attempt succeeds
+                log = False  # a restarting server or load balancer: usually the next attempt succeeds
             else:
                 # The server was away: the new one may use the same resourceVersions for another history.
                 self._version = ""
         elif trouble.code in (403, 404):
             if time.monotonic() - self._lost_at < timing.starting:
-                tell = False
+                log = False
             else:
                 delay = max(delay, timing.forbidden)
-        if tell:
+        if log:
             self._troubles.failed(self._resource.name, trouble)
         if isinstance(trouble, GoneError) and self._failures <= 2:
             return

@@ -31,7 +31,7 @@ class Inventory:
         #: By (namespace, name). Python's hash of bytes is randomized: collisions cannot be crafted.
         self._hashes: dict[tuple[str, str], int] = {}
         #: The messages reported for objects, and which objects are refused.
-        self._told: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._logged: dict[tuple[str, str], tuple[str, ...]] = {}
         self._refused: set[tuple[str, str]] = set()
         self._nameless: set[tuple[str, ...]] = set()
 
@@ -46,7 +46,7 @@ class Inventory:
     @property
     def in_part(self) -> int:
         """The number of objects that are used without their invalid parts."""
-        return len(self._told) - len(self._refused)
+        return len(self._logged) - len(self._refused)
 
     def read(self, data: bytes | msgspec.Raw) -> Read:
         """Decode and check an object; report its errors. Raises UnreadableError if it is not JSON."""
@@ -57,12 +57,12 @@ class Inventory:
                 self._tell(messages, kept=False)
             return Read(None, None)
         short = (key.namespace, key.name)
-        if messages != self._told.get(short, ()):
+        if messages != self._logged.get(short, ()):
             self._tell(messages, kept=value is None and short in self._hashes)
         if messages:
-            self._told[short] = messages
+            self._logged[short] = messages
         else:
-            self._told.pop(short, None)
+            self._logged.pop(short, None)
         if value is None:
             self._refused.add(short)
         else:
@@ -83,7 +83,7 @@ class Inventory:
     def remove(self, namespace: str, name: str) -> list[Change]:
         """The changes from a deleted object."""
         short = (namespace, name)
-        self._told.pop(short, None)
+        self._logged.pop(short, None)
         self._refused.discard(short)
         if self._hashes.pop(short, None) is None:
             return []

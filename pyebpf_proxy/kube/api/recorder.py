@@ -17,7 +17,7 @@ import msgspec
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.kube.api.client import Channel, Client
 from pyebpf_proxy.kube.api.trouble import StoppedError, TroubleError
-from pyebpf_proxy.kube.events import About, EventType
+from pyebpf_proxy.kube.events import EventType, ObjectReference
 
 #: The reporting controller, as in kube-proxy: tools that look for its events find these.
 CONTROLLER = "kube-proxy"
@@ -34,7 +34,7 @@ _log = Logger("events")
 
 
 class _Event(NamedTuple):
-    about: About
+    about: ObjectReference
     event_type: EventType
     reason: str
     action: str
@@ -56,7 +56,7 @@ class _Series:
 
 
 class EventRecorder:
-    """A ``kube.events.Recorder`` with a thread and a connection of its own, which exist from ``start`` on."""
+    """A ``kube.events.Recorder`` with its own thread and connection, which exist from ``start`` on."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -66,7 +66,7 @@ class EventRecorder:
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
         self._failing = False
 
-    def event(self, about: About, event_type: EventType, reason: str, action: str, note: str) -> None:
+    def event(self, about: ObjectReference, event_type: EventType, reason: str, action: str, note: str) -> None:
         """Record one event; safe in any thread, never waits."""
         try:
             self._queue.put_nowait(_Event(about, event_type, reason, action, note, datetime.now(UTC)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pyebpf_proxy.common.log import Logger
 from pyebpf_proxy.kube import objects
@@ -48,19 +48,23 @@ class ApiSource:
         #: The recorder of Events. Events recorded before ``run`` wait for it.
         self.events = EventRecorder(client)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._log = Log(client.access.host, _log.error, _log.info)
         self._followers: list[Follower] = []
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Start reading; results wait for ``run``. The API server prepares its lists while the agent still starts."""
-        log = Log(self._client.access.host, _log.error, _log.info)
-        self._followers = [Follower(self._client, resource, self._take, log) for resource in self._resources]
+        self._followers = [Follower(self._client, resource, self._take, self._log) for resource in self._resources]
         self._threads = [
             threading.Thread(target=follower.run, name=f"api-{resource.name}", daemon=True)
             for follower, resource in zip(self._followers, self._resources, strict=True)
         ]
         for thread in self._threads:
             thread.start()
+
+    def troubles(self) -> Mapping[str, str]:
+        """Why objects do not arrive at present, by resource; "" stands for all. Safe in any thread."""
+        return self._log.troubles()
 
     async def run(self, deliver: Callable[[Batch], None]) -> None:
         """Deliver all objects, then every change, until cancelled."""

@@ -8,7 +8,7 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from urllib3 import exceptions
 
@@ -71,20 +71,20 @@ def connection_trouble(host: str, error: Exception) -> TroubleError:
 
 def status_trouble(host: str, code: int, reason: str, message: str, seconds: float, permission: str) -> TroubleError:
     """The TroubleError for an HTTP status. ``message`` is the server's, ``permission`` what RBAC must grant."""
-    said = _in_short(message or reason)
+    message = _in_short(message or reason)
     if code == 401:
         return TroubleError(
-            f"{host} rejects the credentials (401 {said}): check token or client certificate",
+            f"{host} rejects the credentials (401 {message}): check token or client certificate",
             shared=True,
             code=code,
         )
     if code == 403:
-        return TroubleError(f"403: {said}: grant {permission} by RBAC", code=code)
+        return TroubleError(f"403: {message}: grant {permission} by RBAC", code=code)
     if code == 404:
-        return TroubleError(f"404: {said}: {host} does not serve this", code=code)
+        return TroubleError(f"404: {message}: {host} does not serve this", code=code)
     if code == 410:
-        return GoneError(f"410: {said}", code=code)
-    return TroubleError(f"{host} answers {code}: {said}", shared=True, code=code, seconds=seconds)
+        return GoneError(f"410: {message}", code=code)
+    return TroubleError(f"{host} answers {code}: {message}", shared=True, code=code, seconds=seconds)
 
 
 def _root(error: BaseException) -> BaseException:
@@ -145,7 +145,7 @@ class Log:
         self._lock = threading.Lock()
         #: Resources affected by the shared problem, the logged cause, and a changed cause with its start.
         self._shared: set[str] = set()
-        self._told = ""
+        self._logged = ""
         self._other = ""
         self._since = 0.0
         self._own: dict[str, str] = {}
@@ -171,20 +171,25 @@ class Log:
             if self._own.pop(resource, None) is not None:
                 self._info("the resource can be watched again", resource=resource)
             self._shared.discard(resource)
-            if self._told and not self._shared:
-                self._told = self._other = ""
+            if self._logged and not self._shared:
+                self._logged = self._other = ""
                 self._info("the API server is reachable again", server=self._server)
 
+    def troubles(self) -> Mapping[str, str]:
+        """The problems that continue, as logged: by resource; "" stands for the whole server."""
+        with self._lock:
+            return {**({"": self._logged} if self._logged else {}), **self._own}
+
     def _fail(self, text: str) -> None:
-        if text == self._told:
+        if text == self._logged:
             self._other = ""
             return
-        if self._told and (text != self._other or self._now() - self._since < STEADY_SECONDS):
+        if self._logged and (text != self._other or self._now() - self._since < STEADY_SECONDS):
             if text != self._other:
                 self._other, self._since = text, self._now()
             return
-        then = None if self._told else "retrying; programmed Services stay"
-        self._told, self._other = text, ""
+        then = None if self._logged else "retrying; programmed Services stay"
+        self._logged, self._other = text, ""
         self._error("the API server fails", server=self._server, error=text, then=then)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errands: pods that do one thing on one node, and end."""
+"""Task pods: they do one thing on one node, and end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pyebpf_proxy.cluster import objects
 from pyebpf_proxy.cluster.api import PODS, SERVICES, SLICES, Api, Object
 from pyebpf_proxy.cluster.errors import ClusterError
-from pyebpf_proxy.cluster.model import pod_of
+from pyebpf_proxy.cluster.model import pod_of, require_kubelet
 from pyebpf_proxy.cluster.objects import NAMESPACE
 
 POLL_SECONDS = 0.3
+#: How often a wait looks whether the node's kubelet still reports.
+_LOOK_SECONDS = 3.0
 
 
 def name_of(what: str, node: str) -> str:
@@ -22,13 +24,28 @@ def name_of(what: str, node: str) -> str:
     return f"pyebpf-proxy-{what}-{node.replace('.', '-')[:30].strip('-')}-{short}"
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float) -> None:
-    """ClusterError, "what" in the words of the user, if the condition does not come true in time."""
-    end = time.monotonic() + seconds
+def wait_until(
+    condition: Callable[[], bool], what: str, seconds: float, look: Callable[[], object] | None = None
+) -> None:
+    """ClusterError, "what" in the words of the user, if the condition does not come true in time.
+
+    ``look``: called every few seconds, to raise an error if it never will.
+    """
+    now = time.monotonic()
+    end, next_look = now + seconds, now + _LOOK_SECONDS
     while not condition():
-        if time.monotonic() > end:
+        now = time.monotonic()
+        if look is not None and now > next_look:
+            look()
+            next_look = now + _LOOK_SECONDS
+        if now > end:
             raise ClusterError(f"{what}: not within {seconds:.0f} s")
         time.sleep(POLL_SECONDS)
+
+
+def wait_on_node(api: Api, node: str, condition: Callable[[], bool], what: str, seconds: float) -> None:
+    """As ``wait_until``, for something that the node's kubelet does. NodeLostError if the kubelet stops reporting."""
+    wait_until(condition, what, seconds, lambda: require_kubelet(api, node))
 
 
 def run(
@@ -41,9 +58,9 @@ def run(
     environment: dict[str, str] | None = None,
 ) -> str:
     """Run a command on a node and remove its pod. The result is its output; ClusterError if it fails."""
-    pod = objects.errand(name_of(what, node), node, image, command, environment)
+    pod = objects.task_pod(name_of(what, node), node, image, command, environment)
     name = pod["metadata"]["name"]
-    remove(api, name, seconds)  # of a command that was killed
+    remove(api, name, node, seconds)  # of a command that was killed
     made = api.create(PODS, pod)
     try:
         found = pod_of(made)
@@ -56,7 +73,7 @@ def run(
             found = pod_of(item)
             return found.phase in ("Succeeded", "Failed") or bool(found.hopeless)
 
-        wait_until(ended, f"{what}: the pod does not end", seconds)
+        wait_on_node(api, node, ended, f"{what}: the pod does not end", seconds)
         if found.phase == "Failed":
             raise ClusterError(f"{what}: {found.hopeless or found.message or 'the pod failed'}")
         if found.phase != "Succeeded":
@@ -66,15 +83,16 @@ def run(
         api.delete(PODS, name, NAMESPACE)
 
 
-def remove(api: Api, name: str, seconds: float) -> None:
-    """Delete a pod, and wait until it is gone."""
+def remove(api: Api, name: str, node: str, seconds: float) -> None:
+    """Delete a node's pod, and wait until it is gone."""
     if api.delete(PODS, name, NAMESPACE):
-        wait_until(lambda: api.get(PODS, name, NAMESPACE) is None, f"pod {name} does not go away", seconds)
+        gone = f"pod {name} does not go away"
+        wait_on_node(api, node, lambda: api.get(PODS, name, NAMESPACE) is None, gone, seconds)
 
 
 def remove_all(api: Api) -> None:
-    """Errands that a killed command left."""
-    for each in api.objects(PODS, NAMESPACE, f"{objects.ERRAND}=true"):
+    """Task pods that a killed command left."""
+    for each in api.objects(PODS, NAMESPACE, f"{objects.TASK}=true"):
         api.delete(PODS, each["metadata"]["name"], NAMESPACE)
 
 

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conntrack entries of masqueraded flows to endpoints, and the flow table's knowledge of them.
+
+Young flows have source ports of their own, which the agent's masquerade rule does not use. Another proxy uses all
+ports: kube-proxy masquerades with ``--random-fully``. Its flows go on after the agent has replaced it, so no young flow
+may take one of their ports.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from pyebpf_proxy.datapath.connections.ctnetlink import Place, TrackedEntry, header, read_entry
+from pyebpf_proxy.datapath.loader.btf import Btf
+from pyebpf_proxy.datapath.loader.libbpf import Map
+from pyebpf_proxy.datapath.netlink import uapi
+from pyebpf_proxy.datapath.netlink.messages import attribute, word
+from pyebpf_proxy.datapath.netlink.request import RequestSocket
+from pyebpf_proxy.services.model import IPFamily, Protocol
+
+#: From protocol and replying place of an entry: whether that is an endpoint of a Service.
+IsEndpoint = Callable[[int, Place], bool]
+
+# include/linux/netfilter/nf_conntrack_common.h
+_FILTER_IP_DST = 1 << 1
+#: TCP states in which packets with data may follow: SYN_SENT to LAST_ACK, and SYN_SENT2.
+_OPEN = frozenset((1, 2, 3, 4, 5, 6, 9))
+_SIZES = {IPFamily.IPV4: 4, IPFamily.IPV6: 16}
+#: Ports as the programs have them.
+_PORTS = struct.Struct("=HH")
+
+
+def masqueraded(
+    addresses: Collection[bytes], ports: range, is_endpoint: IsEndpoint
+) -> Iterator[tuple[IPFamily, TrackedEntry]]:
+    """Entries whose replies go from an endpoint to one of these (packed) addresses and ports, not to the client.
+
+    In the network namespace of the calling thread; not a snapshot. OSError.
+    """
+    for family, size in _SIZES.items():
+        wanted = {address for address in addresses if len(address) == size}
+        for message in _dump(family, wanted) if wanted and ports else ():
+            entry = read_entry(message)
+            original, reply = entry.original, entry.reply
+            if original is None or reply is None or original.source == reply.destination:
+                continue
+            endpoint, (source, source_port) = reply.ends
+            if source in wanted and source_port in ports and is_endpoint(reply.protocol, endpoint):
+                yield family, entry
+
+
+def enter(
+    addresses: Collection[bytes],
+    ports: range,
+    is_endpoint: IsEndpoint,
+    btf: Btf,
+    enter_flow: Callable[[bytes], bool],
+    most: int,
+) -> tuple[int, bool]:
+    """Enter the open flows of :func:`masqueraded` into the flow table; how many, and whether those are all.
+
+    ``enter_flow`` runs the program of that name with a ``struct tracked_flow`` (bpf/observer.h) and returns whether the
+    table has the flow. ``most``: entered at most, TCP first, since a datagram's flow has probably ended. OSError.
+    """
+    key = btf.struct("flow_key").packer("source", "destination", "source_port", "destination_port", "protocol", "ipv6")
+    found: dict[bool, list[bytes]] = {True: [], False: []}
+    complete = True
+    for family, entry in masqueraded(addresses, ports, is_endpoint):
+        original, reply, tcp = entry.original, entry.reply, entry.tcp_state != 0
+        assert original is not None
+        assert reply is not None
+        if tcp and entry.tcp_state not in _OPEN:
+            continue
+        if reply.protocol not in (Protocol.TCP, Protocol.UDP):
+            continue
+        if len(found[tcp]) >= most:
+            complete = False
+            continue
+        (client, client_port), (frontend, frontend_port) = original.ends
+        (endpoint, endpoint_port), (source, source_port) = reply.ends
+        packed = key.pack(client, frontend, client_port, frontend_port, reply.protocol, family is IPFamily.IPV6)
+        ends = source.ljust(16, b"\0") + endpoint.ljust(16, b"\0")
+        found[tcp].append(packed + ends + _PORTS.pack(source_port, endpoint_port))
+    flows = found[True] + found[False]
+    return sum(map(enter_flow, flows[:most])), complete and len(flows) <= most
+
+
+def endpoint_test(maps: Mapping[str, Map], btf: Btf) -> IsEndpoint:
+    """By the maps of endpoints, whatever their Service."""
+    tables = {4: maps["endpoints4"], 16: maps["endpoints6"]}
+    layouts = {4: btf.struct("endpoint4_key"), 16: btf.struct("endpoint6_key")}
+
+    def is_endpoint(protocol: int, place: Place) -> bool:
+        address, port = place
+        # Service 0: of any Service.
+        key = layouts[len(address)].pack(service=0, address=address, port=port, protocol=protocol)
+        return tables[len(address)].lookup(key) is not None
+
+    return is_endpoint
+
+
+def _dump(family: IPFamily, addresses: Collection[bytes]) -> Iterator[bytes]:
+    with RequestSocket(uapi.NETLINK_NETFILTER) as netlink:
+        # The kernel compares with one address at most, and only since Linux 5.8. With IPv6 it does the opposite: it
+        # returns the entries with other addresses.
+        if family is IPFamily.IPV4 and len(addresses) == 1:
+            try:
+                yield from netlink.dump(uapi.IPCTNL_MSG_CT_GET, header(family) + _only(*addresses))
+                return
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+        yield from netlink.dump(uapi.IPCTNL_MSG_CT_GET, header(family))
+
+
+def _only(address: bytes) -> bytes:
+    place = attribute(uapi.CTA_TUPLE_IP, attribute(uapi.CTA_IP_V4_DST, address), nested=True)
+    flags = ((uapi.CTA_FILTER_ORIG_FLAGS, 0), (uapi.CTA_FILTER_REPLY_FLAGS, _FILTER_IP_DST))
+    what = b"".join(attribute(kind, word(value)) for kind, value in flags)
+    return attribute(uapi.CTA_TUPLE_REPLY, place, nested=True) + attribute(uapi.CTA_FILTER, what, nested=True)

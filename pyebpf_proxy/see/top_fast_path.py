@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fast path in ``top``: flows of both ages, permits, what closes it, and the paths of new flows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pyebpf_proxy.see import fast_path, local, model
+from pyebpf_proxy.see.maps import Pinned
+from pyebpf_proxy.see.rates import short
+
+
+class FastPath:
+    """The fast path of these maps, from one interval to the next. SeeError as of ``maps``."""
+
+    def __init__(self, maps: Pinned, directory: Path) -> None:
+        self._maps = maps
+        self._directory = directory
+        found = self._read()
+        self._new_flows = found.new_flows if found is not None else {}
+
+    def look(self, seconds: float) -> model.TopFastPath | None:
+        """Its state now, and the new flows since the last call, which was so long ago. None: there is none."""
+        found = self._read()
+        if found is None:
+            return None
+        before, self._new_flows = self._new_flows, found.new_flows
+        return model.TopFastPath(
+            closed=fast_path.closed(found),
+            draining=found.draining,
+            young=found.young,
+            kernel=fast_path.kernel_flows(found),
+            permits=found.permits,
+            new_flows={path: max(0, count - before.get(path, 0)) / seconds for path, count in found.new_flows.items()},
+        )
+
+    def _read(self) -> model.FastPathView | None:
+        state = fast_path.read_state(self._maps)
+        if state is None:
+            return None
+        # Only the agent knows the rule that closes a family. It is not asked while all are open.
+        agent_state = self._agent_state() if state.alive and any(state.closed.values()) else {}
+        return fast_path.read(self._maps, self._maps.counts(), agent_state)
+
+    def _agent_state(self) -> Mapping[str, Any]:
+        known = local.state(self._directory)
+        found: Mapping[str, Any] = known["datapath"] if known is not None else {}
+        return found
+
+
+def line(view: model.TopFastPath | None) -> str:
+    """One line: whether it is open, then what it holds, then the paths that new flows take."""
+    if view is None:
+        return "fast path: off"
+    parts = [_state(view), f"young {view.young}", f"kernel {view.kernel}", f"permits {view.permits}"]
+    if flows := ", ".join(f"{short(count)} {path}" for path, count in view.new_flows.items() if count):
+        parts.append(f"new flows a second: {flows}")
+    return f"fast path: {' · '.join(parts)}"
+
+
+def _state(view: model.TopFastPath) -> str:
+    state = "draining" if view.draining else "open"
+    reasons = set(view.closed.values())
+    if len(view.closed) == 2 and len(reasons) == 1:
+        return f"closed: {reasons.pop()}"
+    if view.closed:
+        return "; ".join(f"closed for {family}: {reason}" for family, reason in view.closed.items())
+    return state
