@@ -30,13 +30,13 @@ from . import (
     write,
 )
 from .contenders import OPTIONAL, WAYS, field
-from .loads import Asked
+from .loads import Options
 from .measure import ROOT, Result, load_result, save, say
 from .overview import draw_overview
 from .plots import draw
 from .report import PAGE, lines, relative, write_page
 
-Figure = Callable[[Asked], Result]
+Figure = Callable[[Options], Result]
 
 
 def _plain(run: Callable[[bool], Result]) -> Figure:
@@ -96,7 +96,9 @@ def main() -> int:
     parser.add_argument("--ways", type=_of(WAYS), default=(), metavar="WAY,…", help=f"only these of {', '.join(WAYS)}")
     parser.add_argument("--families", type=_of(("4", "6")), default=(), metavar="4,6", help="only this family")
     parser.add_argument(
+        "--also",
         "--beside",
+        dest="also",
         type=_of(OPTIONAL),
         default=(),
         metavar="NAME,…",
@@ -119,13 +121,13 @@ def main() -> int:
         parser.error(str(error))
     if plan != cluster.planned(arguments.quick) and "cluster" not in arguments.figures:
         parser.error("--sizes, --rest and --many require the figure cluster")
-    asked = Asked(
+    asked = Options(
         arguments.quick,
         arguments.rounds,
         arguments.seconds,
         arguments.ways,
         tuple(map(int, arguments.families)),
-        arguments.beside,
+        arguments.also,
     )
     measured = [] if arguments.report else arguments.figures + arguments.rows or _all(arguments.quick)
     if not arguments.report:
@@ -180,14 +182,14 @@ def _cluster(plan: cluster.Plan, folder: Path) -> Figure:
     """Measure the figure cluster with its options; saved after each size, together with saved results of others."""
     path = folder / "cluster.json"
 
-    def run(asked: Asked) -> Result:
+    def run(asked: Options) -> Result:
         kept = load_result(path) if path.exists() else None
         return cluster.run(asked.quick, plan, kept, lambda result: save(result, folder))
 
     return run
 
 
-def _measure(names: Sequence[str], asked: Asked, folder: Path, figures: Mapping[str, Figure]) -> None:
+def _measure(names: Sequence[str], asked: Options, folder: Path, figures: Mapping[str, Figure]) -> None:
     """Measure one figure after the other; each is saved when it is complete."""
     try:
         for name in names:

@@ -107,13 +107,13 @@ def slice_path(number: int) -> str:
     return f"/apis/discovery.k8s.io/v1/namespaces/{metadata['namespace']}/endpointslices/{metadata['name']}"
 
 
-def _entries(item: workload.Object) -> Iterator[tuple[str, workload.Object]]:
-    """An object as stored in etcd, with its key; a Service also has the record of its allocated address."""
+def entries(item: workload.Object, allocated: bool = True) -> Iterator[tuple[str, workload.Object]]:
+    """An object as stored in etcd, with its key. ``allocated``: a Service also has the record of its address."""
     metadata = item["metadata"]
     whole = {"uid": str(uuid.uuid5(uuid.NAMESPACE_OID, metadata["name"])), "creationTimestamp": "2026-01-01T00:00:00Z"}
     place = f"{metadata.get('namespace', '')}/{metadata['name']}".lstrip("/")
     yield f"/registry/{_REGISTRY[item['kind']]}/{place}", item | {"metadata": metadata | whole}
-    if item["kind"] == "Service":
+    if item["kind"] == "Service" and allocated:
         address = item["spec"]["clusterIP"]
         labels = {"ipaddress.kubernetes.io/ip-family": "IPv4"}
         labels["ipaddress.kubernetes.io/managed-by"] = "ipallocator.k8s.io"
@@ -146,7 +146,7 @@ def loaded(services: int, endpoints: int = workload.ENDPOINTS) -> Iterator[ApiSe
         with ApiServer(ARGUMENTS) as server:
             say(f"writing {len(items)} objects into etcd, once: its data are kept in {kept.parent}")
             # Via the API server this takes an hour on a busy machine: 3 ms or more of CPU time for each object.
-            server.put(dict(entry for item in items for entry in _entries(item)))
+            server.put(dict(entry for item in items for entry in entries(item)))
             _keep(server, kept)
     server = ApiServer(ARGUMENTS)
     _copy(kept, server.folder / "etcd")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure 2: one EndpointSlice file changes, with agents that hold clusters of three sizes.
 
-The agents are real processes, each with a directory with one file per object, each in a lab of its own. They take
+The agents are real processes, each with a directory with one file per object, each in its own lab. They take
 turns, so that other load of the machine affects all sizes equally.
 """
 
@@ -178,8 +178,8 @@ def _rows(latency: dict[str, dict[int, list[float]]], cpu: dict[str, dict[int, l
             flipped.median / slow,
             GOAL_MS,
             f"median ≤ {GOAL_MS:.0f} ms",
-            beside=f"{smallest} services",
-            theirs=latency["small"][smallest],
+            compared_with=f"{smallest} services",
+            compared=latency["small"][smallest],
         )
     ]
     for kind, name in names.items():

@@ -40,24 +40,24 @@ class Verdict(NamedTuple):
     worse: bool
 
 
-def judge(what: str, base: Sequence[float], ours: Sequence[float]) -> Verdict:
+def judge(what: str, base: Sequence[float], changed: Sequence[float]) -> Verdict:
     """Compare the rounds of both.
 
     A row is worse if it takes WORSE times as long in the median of the rounds, WORSE_NS more, and longer in three of
     four rounds: a run is rounded to nanoseconds, and the machine has disturbances.
     """
-    pairs = list(zip(base, ours, strict=True))
+    pairs = list(zip(base, changed, strict=True))
     ratio = statistics.median(b / max(a, 1.0) for a, b in pairs)
     difference = statistics.median(b - a for a, b in pairs)
     often = sum(b > a for a, b in pairs) >= 0.75 * len(pairs)
     worse = ratio > WORSE and difference >= WORSE_NS and often
-    return Verdict(what, statistics.median(base), statistics.median(ours), ratio, worse)
+    return Verdict(what, statistics.median(base), statistics.median(changed), ratio, worse)
 
 
-def compare(base: Sequence[Mapping[str, float]], ours: Sequence[Mapping[str, float]]) -> list[Verdict]:
+def compare(base: Sequence[Mapping[str, float]], changed: Sequence[Mapping[str, float]]) -> list[Verdict]:
     """A verdict for each row that both have."""
-    rows = [what for what in ours[0] if what in base[0]]
-    return [judge(what, [each[what] for each in base], [each[what] for each in ours]) for what in rows]
+    rows = [what for what in changed[0] if what in base[0]]
+    return [judge(what, [each[what] for each in base], [each[what] for each in changed]) for what in rows]
 
 
 class Side:

@@ -200,7 +200,7 @@ def _result(quick: bool, runs: list[dict[str, Any]], speeds: list[float]) -> Res
     made = rows(runs, slowness(speeds))
     return Result(
         figure="cluster",
-        title=f"With an API server, beside kube-proxy ({rounds_in_words(runs)})",
+        title=f"With an API server, compared with kube-proxy ({rounds_in_words(runs)})",
         quick=quick,
         machine=machine(speeds),
         rows=made,

@@ -60,8 +60,8 @@ def _starts(of: dict[str, list[Run]], size: int, slow: float, judged: bool) -> l
         return float(run["start_seconds"])
 
     what = f"{size} services: start of the process → everything programmed"
-    first = _beside(what, "s", of, NFTABLES, value, "≤ 1/3 of it" if judged else "", 1 / 3)
-    return [first, _beside(what, "s", of, IPTABLES, value)]
+    first = _compared(what, "s", of, NFTABLES, value, "≤ 1/3 ×" if judged else "", 1 / 3)
+    return [first, _compared(what, "s", of, IPTABLES, value)]
 
 
 def _changes(of: dict[str, list[Run]], size: int, slow: float, judged: bool) -> list[Row]:
@@ -75,8 +75,8 @@ def _changes(of: dict[str, list[Run]], size: int, slow: float, judged: bool) -> 
             what = f"{size} services: EndpointSlice written → in force, p{percent} of a round, {words}"
             if since == "since_sent_ms":
                 goal = judged and percent == 99
-                made.append(_beside(what, "ms", of, NFTABLES, value, "≤ 1/10 of it" if goal else "", 1 / 10))
-                made.append(_beside(what, "ms", of, IPTABLES, value))
+                made.append(_compared(what, "ms", of, NFTABLES, value, "≤ 1/10 ×" if goal else "", 1 / 10))
+                made.append(_compared(what, "ms", of, IPTABLES, value))
             if judged and percent == 99:
                 made.append(
                     _absolute(what, "ms", [value(run) for run in of[OURS]], slow, f"≤ {CHANGE_MS:.0f} ms", CHANGE_MS)
@@ -161,14 +161,14 @@ def _memory(of: dict[str, list[Run]], size: int, judged: bool) -> list[Row]:
         return max(float(run[name]) for name in ("memory_mib", "memory_after_many_mib") if name in run)
 
     what = f"{size} services: resident memory after the changes"
-    made = [_beside(what, "MiB", of, kind, value, "≤ it" if judged else "", 1.0) for kind in (NFTABLES, IPTABLES)]
+    made = [_compared(what, "MiB", of, kind, value, "≤ 1 ×" if judged else "", 1.0) for kind in (NFTABLES, IPTABLES)]
     if judged:
-        ours = [value(run) for run in of[OURS]]
-        made.append(_absolute(what, "MiB", ours, 1.0, f"≤ {MEMORY_MIB:.0f} MiB", MEMORY_MIB))
+        measured = [value(run) for run in of[OURS]]
+        made.append(_absolute(what, "MiB", measured, 1.0, f"≤ {MEMORY_MIB:.0f} MiB", MEMORY_MIB))
     return made
 
 
-def _beside(
+def _compared(
     what: str,
     unit: str,
     of: dict[str, list[Run]],
@@ -178,8 +178,8 @@ def _beside(
     limit: float = 0.0,
 ) -> Row:
     """pyebpf-proxy compared with one of kube-proxy's modes, round by round."""
-    ours, theirs = [value(run) for run in of[OURS]], [value(run) for run in of[other]]
-    return ratio(what, unit, ours, WORDS[other], theirs, most=limit if goal else None, goal=goal)
+    measured, compared = [value(run) for run in of[OURS]], [value(run) for run in of[other]]
+    return ratio(what, unit, measured, WORDS[other], compared, most=limit if goal else None, goal=goal)
 
 
 def _absolute(what: str, unit: str, values: Sequence[float], slow: float, goal: str, limit: float) -> Row:

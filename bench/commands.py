@@ -81,7 +81,9 @@ def run(quick: bool) -> Result:
         found = summary(clock[name])
         rows.append(
             absolute(
-                what, "s", clock[name], found.median / slow, goal, beside="of that processor time", theirs=cpu[name]
+                *(what, "s", clock[name], found.median / slow, goal),
+                compared_with="of that processor time",
+                compared=cpu[name],
             )
         )
         say(f"commands: {name}: {found.median:.3f} s, {summary(cpu[name]).median:.3f} s of processor time")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .contenders import IPTABLES, NFTABLES, NONE, OURS, SLOW, SOCKET, TRACKED, USUAL, WAYS, XDP, Ground, field
-from .loads import Asked, Plan, Samples, alternate, cells, connect, latest, rows
+from .loads import Options, Plan, Samples, alternate, cells, connect, latest, rows
 from .measure import Result, Row, machine
 
 #: Goals as parts of no proxy, by way.
@@ -24,10 +24,10 @@ PLAN = Plan(rounds=11, most=25, seconds=1.0, cells=cells(tuple(WAYS)))
 QUICK = Plan(rounds=7, most=7, seconds=0.5, cells=(("pod", 4), ("pod", 6), ("client", 4), ("cluster", 4)))
 
 
-def run(asked: Asked) -> Result:
+def run(asked: Options) -> Result:
     """Measure it."""
     plan = (QUICK if asked.quick else PLAN).of(asked)
-    grounds = field().grounds((*USUAL, *asked.beside))
+    grounds = field().grounds((*USUAL, *asked.also))
 
     def take(ground: Ground, way: str, family: int) -> dict[str, float]:
         return {"rates": connect(ground, way, family, plan.seconds)} if takes_part(ground, way) else {}

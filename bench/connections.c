@@ -34,20 +34,6 @@ static double cpu_seconds(void)
 
 /* ---- the server ----------------------------------------------------------- */
 
-static void answer(int fd)
-{
-	char byte;
-	ssize_t n = recv(fd, &byte, 1, 0);
-
-	/* The answer is sent at once; the next event is the client's reset. */
-	if (n == 1 && send(fd, &byte, 1, MSG_NOSIGNAL) == 1)
-		return;
-	/* errno says something after an error only: at the end of the stream it is what accept4() left there. */
-	if (n < 0 && errno == EAGAIN)
-		return;
-	close(fd);
-}
-
 static int serve(uint16_t port)
 {
 	struct epoll_event events[EVENTS];

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contenders: no proxy, kube-proxy in its modes, pyebpf-proxy with its defaults. Each on a node of its own.
+"""The contenders: no proxy, kube-proxy in its modes, pyebpf-proxy with its defaults. Each on its own node.
 
-All nodes are equal and exist at the same time, each in a lab of its own with the same addresses: a client pod, a server
+All nodes are equal and exist at the same time, each in its own lab with the same addresses: a client pod, a server
 pod, an external client. So the loads of the contenders follow each other within seconds, and nothing starts in between.
 They share the machine: its CPUs, the kernel's static branches, the root cgroup with each agent's socket programs.
 
@@ -45,7 +45,8 @@ OTHERS, OBJECTS_A_FILE = "others-", 500
 CONNECT, EXCHANGE, STREAM, UDP, DNS = 8080, 8081, 8082, 8083, 8053
 #: Ports of the pod's and of ClusterIPs, and the node's for them: of the Service with policy Cluster, and with Local.
 NODE_PORT = {port: port + 24000 for port in (CONNECT, EXCHANGE, STREAM)}
-LOCAL_NODE_PORT = {port: port + 23000 for port in (CONNECT, EXCHANGE, STREAM, UDP, DNS)}
+#: Outside the NodePorts of workload.py with 30 000 Services.
+LOCAL_NODE_PORT = {port: port + 24100 for port in (CONNECT, EXCHANGE, STREAM, UDP, DNS)}
 ADDRESS = Dual("172.31.0.10", "fd00:10:96::110")
 UDP_ADDRESS = Dual("172.31.0.11", "fd00:10:96::111")
 LOCAL_ADDRESS = Dual("172.31.0.12", "fd00:10:96::112")
@@ -91,17 +92,17 @@ CONTENDERS = {
         Contender(TRACKED, "no proxy, connections tracked", rules=_TRACKING, past=True),
         Contender(IPTABLES, "kube-proxy, iptables", proxy=IPTABLES),
         Contender(NFTABLES, "kube-proxy, nftables", proxy=NFTABLES),
-        Contender(OURS, "ours", proxy="ours", own={}),
-        Contender(XDP, "ours, XDP", proxy="ours", own={"xdpDevices": ["eth0"]}),
-        Contender(SLOW, "ours, fastPath: false", proxy="ours", own={"fastPath": False}),
-        Contender(SOCKET, "ours, socketLB: all", proxy="ours", own={"socketLB": "all"}),
+        Contender(OURS, "pyebpf-proxy (defaults)", proxy="ours", own={}),
+        Contender(XDP, "pyebpf-proxy (XDP)", proxy="ours", own={"xdpDevices": ["eth0"]}),
+        Contender(SLOW, "pyebpf-proxy (fastPath: false)", proxy="ours", own={"fastPath": False}),
+        Contender(SOCKET, "pyebpf-proxy (socketLB: all)", proxy="ours", own={"socketLB": "all"}),
         Contender(FORWARD, "XDP that only forwards", past=True),
         Contender(LIMIT, "XDP_DROP where it comes in", past=True),
-        Contender(PAST, "ours, past it to the pod", proxy="ours", own={}, past=True),
+        Contender(PAST, "pyebpf-proxy (to the pod itself)", proxy="ours", own={}, past=True),
         Contender(EMPTY, "its rules, and empty programs", past=True),
     )
 }
-#: Contenders that always take part; the others only if named (``--beside``) or required by a figure.
+#: Contenders that always take part; the others only if named (``--also``) or required by a figure.
 USUAL = (NONE, IPTABLES, NFTABLES, OURS)
 OPTIONAL = (TRACKED, XDP, SLOW, SOCKET)
 
@@ -158,8 +159,8 @@ class Ground:
         elif one.proxy == "ours":
             agent = self.node.agent
             # With many services, the node is one of their nodes.
-            theirs = (agent.manifests / f"{OTHERS}000.json").exists()
-            manifests.write(agent.manifests / "bench.yaml", objects(self.server.address)[: -1 if theirs else None])
+            has_others = (agent.manifests / f"{OTHERS}000.json").exists()
+            manifests.write(agent.manifests / "bench.yaml", objects(self.server.address)[: -1 if has_others else None])
             # As in its container: the node's network, and the host's /sys (``ip netns exec`` mounts a new one).
             enter = ("nsenter", f"--net=/run/netns/{self.node.namespace.name}", "setpriv")
             few = (f"--bounding-set={_CAPABILITIES}", f"--inh-caps={_CAPABILITIES}")

@@ -27,11 +27,11 @@
 static int serve(uint16_t port)
 {
 	struct sockaddr_in6 any = { .sin6_family = AF_INET6, .sin6_port = htons(port) };
-	int fd = socket(AF_INET6, SOCK_DGRAM | SOCK_NONBLOCK, 0), room = 4 << 20;
+	int fd = socket(AF_INET6, SOCK_DGRAM | SOCK_NONBLOCK, 0), size = 4 << 20;
 	struct pollfd waiting[2] = { { .fd = STDIN_FILENO, .events = POLLIN }, { .fd = fd, .events = POLLIN } };
 	char bytes[ANSWER] = {};
 
-	if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_RCVBUFFORCE, &room, sizeof(room)) ||
+	if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_RCVBUFFORCE, &size, sizeof(size)) ||
 	    bind(fd, (struct sockaddr *)&any, sizeof(any)))
 		die("bind");
 	printf("listening\n");

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from .connect import PAIRS, takes_part
 from .contenders import NONE, OURS, USUAL, Ground, field
-from .loads import Asked, Plan, Samples, alternate, cells, latest, query, rows
+from .loads import Options, Plan, Samples, alternate, cells, latest, query, rows
 from .measure import Result, Row, machine
 
 GOAL = 1.0
@@ -15,7 +15,7 @@ PLAN = Plan(rounds=11, most=25, seconds=0.6, cells=cells(("pod", "client")))
 QUICK = Plan(rounds=7, most=7, seconds=0.5, cells=cells(("pod",), (4,)))
 
 
-def run(asked: Asked) -> Result:
+def run(asked: Options) -> Result:
     """Measure it."""
     plan = (QUICK if asked.quick else PLAN).of(asked)
 
@@ -24,7 +24,7 @@ def run(asked: Asked) -> Result:
 
     samples, speeds = alternate(
         plan,
-        field().grounds((*USUAL, *asked.beside)),
+        field().grounds((*USUAL, *asked.also)),
         take,
         lambda number, of: f"dns {number}: {latest(of['rates'], '.0f')}",
     )

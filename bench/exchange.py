@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from .connect import PAIRS, takes_part
 from .contenders import NONE, OURS, USUAL, WAYS, Ground, field
-from .loads import Asked, Conversation, Plan, Samples, alternate, cell, cells, latest, rows
+from .loads import Conversation, Options, Plan, Samples, alternate, cell, cells, latest, rows
 from .measure import Result, Row, machine
 
 #: Goals as parts of no proxy, by way.
@@ -20,10 +20,10 @@ PLAN = Plan(rounds=11, most=25, seconds=1.0, cells=cells(tuple(WAYS)))
 QUICK = Plan(rounds=7, most=7, seconds=0.5, cells=cells(("pod", "cluster"), (4,)))
 
 
-def run(asked: Asked) -> Result:
+def run(asked: Options) -> Result:
     """Measure it."""
     plan = (QUICK if asked.quick else PLAN).of(asked)
-    grounds = field().grounds((*USUAL, *asked.beside))
+    grounds = field().grounds((*USUAL, *asked.also))
     with ExitStack() as stack:
         talks = {
             (ground.contender.name, way, family): Conversation(ground, way, family, stack)

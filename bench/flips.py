@@ -40,7 +40,7 @@ _ENDPOINT = re.compile(rb"\x0c\x00\x01\x00(.{4})\x1f\x90\x00\x00", re.DOTALL)
 
 
 class Flips(Protocol):
-    """Detects announced changes in a thread of its own."""
+    """Detects announced changes in its own thread."""
 
     def expect(self, number: int, address: str) -> None:
         """Announce the new, unique address of the service's first endpoint."""

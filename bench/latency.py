@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from .connect import PAIRS, takes_part
 from .contenders import NONE, OURS, USUAL, Ground, field
-from .loads import Asked, Plan, Samples, alternate, cells, latest, paced, rows
+from .loads import Options, Plan, Samples, alternate, cells, latest, paced, rows
 from .measure import Result, Row, machine
 
 CONNECTIONS = 16
@@ -25,11 +25,11 @@ PLAN = Plan(rounds=11, most=11, seconds=4.0, cells=cells(("pod", "cluster"), (4,
 QUICK = PLAN._replace(rounds=7, most=7, seconds=0.6)
 
 
-def run(asked: Asked) -> Result:
+def run(asked: Options) -> Result:
     """Measure it."""
     plan = (QUICK if asked.quick else PLAN).of(asked)
     seconds = plan.seconds
-    grounds = field().grounds((*USUAL, *asked.beside))
+    grounds = field().grounds((*USUAL, *asked.also))
     ways = dict.fromkeys(way for way, _ in plan.cells)
     rates = {way: LOAD * statistics.median(_most(way, min(seconds, 0.5)) for _ in range(5)) for way in ways}
 

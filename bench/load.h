@@ -10,9 +10,11 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <time.h>
+#include <unistd.h>
 
 #define SECOND 1000000000ULL
 
@@ -40,12 +42,17 @@ static inline void come_first(void)
 		die("sched_setscheduler");
 }
 
-static inline void watch(int poller, int fd, uint32_t events)
+static inline void control(int poller, int operation, int fd, uint32_t events)
 {
 	struct epoll_event e = { .events = events, .data.fd = fd };
 
-	if (epoll_ctl(poller, EPOLL_CTL_ADD, fd, &e))
+	if (epoll_ctl(poller, operation, fd, &e))
 		die("epoll_ctl");
+}
+
+static inline void watch(int poller, int fd, uint32_t events)
+{
+	control(poller, EPOLL_CTL_ADD, fd, events);
 }
 
 /* A listener on every address of both families. */
@@ -58,6 +65,21 @@ static inline int listen_on(uint16_t port, int flags)
 	    bind(fd, (struct sockaddr *)&any, sizeof(any)) || listen(fd, 4096))
 		die("listen");
 	return fd;
+}
+
+/* A server's part of a short connection: a byte comes and goes back, then the client resets. */
+static inline void answer(int fd)
+{
+	char byte;
+	ssize_t n = recv(fd, &byte, 1, 0);
+
+	/* The answer is sent at once; the next event is the client's reset. */
+	if (n == 1 && send(fd, &byte, 1, MSG_NOSIGNAL) == 1)
+		return;
+	/* errno is meaningful only after an error: at the end of the stream it is what accept4() left there. */
+	if (n < 0 && errno == EAGAIN)
+		return;
+	close(fd);
 }
 
 /* The length of the address. */

@@ -42,7 +42,7 @@ Samples = dict[str, dict[str, list[float]]]
 STEADY = 0.03
 
 
-class Asked(NamedTuple):
+class Options(NamedTuple):
     """The command line's options for loads; empty or None: as in the figure."""
 
     quick: bool = False
@@ -50,8 +50,8 @@ class Asked(NamedTuple):
     seconds: float | None = None
     ways: tuple[str, ...] = ()
     families: tuple[int, ...] = ()
-    #: Contenders besides the usual ones.
-    beside: tuple[str, ...] = ()
+    #: Contenders in addition to the usual ones.
+    also: tuple[str, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     seconds: float
     cells: tuple[tuple[str, int], ...]
 
-    def of(self, asked: Asked) -> Plan:
+    def of(self, asked: Options) -> Plan:
         """The plan with the command line's options."""
         cells = tuple(
             (way, family)
@@ -180,7 +180,7 @@ def unthrottled() -> Iterator[None]:
     if before == "-1":  # another bench's load runs, or left it so: it must not become the value to put back
         before = THROTTLED
     command = ["sh", "-c", 'cat >/dev/null; echo "$1" >"$2"', "sh", before, str(THROTTLE)]
-    # In a session of its own: a signal to this process's group is not for it.
+    # In its own session: a signal to this process's group is not for it.
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as keeper:
         THROTTLE.write_text("-1")
         try:
@@ -250,22 +250,22 @@ def rows(
     pairs: Sequence[tuple[str, str]],
     goals: Mapping[tuple[str, str], float],
     most: bool = False,
-    judged_unit: str = "of it",
+    judged_unit: str = "×",
 ) -> Iterator[Row]:
     """Compare each pair of contenders, for every key of the samples; goals by pair.
 
     ``most``: goals are upper limits.
     """
     for key, of in samples.items():
-        for ours, theirs in pairs:
-            if ours in of and theirs in of:
-                goal = goals.get((ours, theirs))
+        for name, reference in pairs:
+            if name in of and reference in of:
+                goal = goals.get((name, reference))
                 yield ratio(
-                    f"{words}, {key}: {CONTENDERS[ours].words}",
+                    f"{words}, {key}: {CONTENDERS[name].words}",
                     unit,
-                    of[ours],
-                    CONTENDERS[theirs].words,
-                    of[theirs],
+                    of[name],
+                    CONTENDERS[reference].words,
+                    of[reference],
                     least=None if most else goal,
                     most=goal if most else None,
                     judged_unit=judged_unit,

@@ -105,7 +105,7 @@ def machine(speeds: Sequence[float]) -> dict[str, Any]:
     """Where and when this was measured."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         "kernel": f"{platform.system()} {platform.release()}",
         "architecture": platform.machine(),
         "processor": _processor(),
@@ -118,7 +118,8 @@ def machine(speeds: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _commit() -> str:
+def commit(*more: str) -> str:
+    """The commit of the sources, with "+changes" if they differ from it. ``more``: other paths that count."""
     # Under sudo the checkout belongs to another user.
     git = ["git", "-c", "safe.directory=*", "-C", str(ROOT)]
 
@@ -126,7 +127,9 @@ def _commit() -> str:
         return subprocess.run([*git, *what], capture_output=True, text=True, check=False).stdout.strip()
 
     sources = ["bpf", "pyebpf_proxy", "bench/*.py", "bench/*.c"]
-    return ask("rev-parse", "--short=12", "HEAD") + ("+changes" if ask("status", "--porcelain", *sources) else "")
+    return ask("rev-parse", "--short=12", "HEAD") + (
+        "+changes" if ask("status", "--porcelain", *sources, *more) else ""
+    )
 
 
 def _processor() -> str:

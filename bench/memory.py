@@ -17,7 +17,7 @@ from pyebpf_proxy.datapath.loader.libbpf import Map
 from pyebpf_proxy.lab.cluster import Lab
 
 from . import workload
-from .loads import Asked
+from .loads import Options
 from .measure import Result, machine, say, speed
 from .rows import absolute
 
@@ -64,7 +64,7 @@ def once(services: int, own: Mapping[str, object]) -> dict[int, int]:
         return found
 
 
-def run(asked: Asked) -> Result:
+def run(asked: Options) -> Result:
     """Measure it, once: it is the same each time."""
     rows = []
     samples: dict[str, dict[str, list[int]]] = {}
@@ -74,7 +74,7 @@ def run(asked: Asked) -> Result:
         took, before = sum(many) / MB, sum(few) / MB
         what = f"{SERVICES} services, {SERVICES * workload.ENDPOINTS} endpoints, {name}: all maps"
         goal = GOAL_MB if not own else None
-        rows.append(absolute(what, "MB", [took], took, goal, beside="one service", theirs=[before]))
+        rows.append(absolute(what, "MB", [took], took, goal, compared_with="one service", compared=[before]))
         say(f"memory: {name}: {took:.1f} MB of maps, with one service {before:.1f}; load {os.getloadavg()[0]:.1f}")
     return Result(
         figure="memory",

@@ -51,7 +51,7 @@ LINES = (
     Wanted("Latency p99 at 70 % load, pod → ClusterIP (less is better)", "µs", "latency", ("p99_us", cell("pod", 4))),
     Wanted("UDP of 64 bytes, 10 000 flows, one core", "million/s", "udp", ("10 000 flows",), _MILLION),
     Wanted("DNS: query and answer, a new port each time", "/s", "dns", (cell("pod", 4),)),
-    Wanted("Short connections among 30 000 services (beside one)", "/s", "services", ("found", "30000")),
+    Wanted("Short connections among 30 000 services (compared with one)", "/s", "services", ("found", "30000")),
 )
 
 
@@ -68,7 +68,7 @@ def _line(wanted: Wanted, result: Result | None) -> Line:
     many: dict[str, Sequence[float]] = {}
     one: dict[str, Sequence[float]] = {}
     for name in COLUMNS:
-        if name in found and isinstance(found[name], dict):  # among many services, each beside itself
+        if name in found and isinstance(found[name], dict):  # among many services, each compared with itself
             many[name], one[name] = found[name]["many"], found[name]["one"]
         elif name in found and NONE in found:
             many[name], one[name] = found[name], found[NONE]
@@ -80,7 +80,7 @@ def _line(wanted: Wanted, result: Result | None) -> Line:
 def table(found: Sequence[Line]) -> list[str]:
     """Markdown: a line for each measurement, a column for each contender."""
     names = [CONTENDERS[name].words for name in COLUMNS]
-    names[-1] = "**ours, by default**"
+    names[-1] = f"**{names[-1]}**"
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for line in found:
         cells = []
@@ -98,11 +98,11 @@ def table(found: Sequence[Line]) -> list[str]:
 def section(results: Sequence[Result]) -> str:
     """Picture, table, and the machine of the measurement."""
     parts = [
-        "![Ours by default beside no proxy and kube-proxy](../bench/results/overview.svg)",
+        "![pyebpf-proxy with its defaults, kube-proxy, and no proxy](../bench/results/overview.svg)",
         "",
         *table(overview(results)),
         "",
-        "Medians; in brackets, how much that is of no proxy in the same round (in the last line: of the same with one"
+        "Medians; in brackets, the ratio to no proxy in the same round (in the last line: to the same with one"
         " service). " + _where(results),
         "",
     ]
@@ -137,12 +137,12 @@ def draw_overview(results: Sequence[Result], folder: Path) -> None:
                 [ratio.median - ratio.lower_quartile for _, ratio in lines],
                 [ratio.upper_quartile - ratio.median for _, ratio in lines],
             ]
-            words = "ours, by default" if name == OURS else CONTENDERS[name].words
+            words = CONTENDERS[name].words
             axes.barh(rows, middle, height, xerr=apart, color=_COLOURS[name], label=words, error_kw={"elinewidth": 0.8})
         axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
         axes.set_yticks(range(len(found)), [line.what for line in found])
         axes.invert_yaxis()
-        axes.set(xlabel="of no proxy (medians, quartiles)", xlim=(0, None))
+        axes.set(xlabel="ratio to no proxy (medians, quartiles)", xlim=(0, None))
         figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=len(COLUMNS))
         for kind in ("svg", "png"):
             figure.savefig(folder / f"overview.{kind}", dpi=130, metadata={"Date": None} if kind == "svg" else {})

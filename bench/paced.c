@@ -28,7 +28,7 @@ static struct {
 	uint64_t due[CONNECTIONS + 64];		/* by descriptor: of the request in flight */
 	double interval;			/* nanoseconds between two requests; 0: not paced */
 	uint32_t *took;				/* nanoseconds */
-	size_t answered, room;
+	size_t answered, capacity;
 	bool counting;
 } load;
 
@@ -64,9 +64,9 @@ static void take_answer(int fd)
 	load.idle[load.idle_count++] = fd;
 	if (!load.counting)
 		return;
-	if (load.answered == load.room) {
-		load.room = load.room ? 2 * load.room : 1 << 16;
-		load.took = realloc(load.took, load.room * sizeof(*load.took));
+	if (load.answered == load.capacity) {
+		load.capacity = load.capacity ? 2 * load.capacity : 1 << 16;
+		load.took = realloc(load.took, load.capacity * sizeof(*load.took));
 		if (!load.took)
 			die("realloc");
 	}

@@ -56,7 +56,7 @@ class Runs(NamedTuple):
 class Kind(NamedTuple):
     """The measurement of a kind of packets: what is subtracted, and the expected verdict for each packet."""
 
-    ours: Runs
+    real: Runs
     empty: Runs
     wanted: int
 
@@ -109,13 +109,13 @@ class Costs:
         return found
 
     def _more(self, kind: Kind, frame: bytes, repeat: int) -> float:
-        took: dict[Runs, list[int]] = {kind.empty: [], kind.ours: []}
-        for each in (kind.empty, kind.ours, kind.ours, kind.empty):
+        took: dict[Runs, list[int]] = {kind.empty: [], kind.real: []}
+        for each in (kind.empty, kind.real, kind.real, kind.empty):
             result = each(frame, repeat)
             if result.retval != kind.wanted or result.data != frame:
-                raise RuntimeError(f"{each.program.name} did not let the packet go on: {result.retval}")
+                raise RuntimeError(f"{each.program.name} did not let the packet continue: {result.retval}")
             took[each].append(result.duration)
-        return (sum(took[kind.ours]) - sum(took[kind.empty])) / 2
+        return (sum(took[kind.real]) - sum(took[kind.empty])) / 2
 
     def _singly(self, single: int) -> dict[str, float]:
         """Single packets, all kinds in turns; the median of each, minus that of the empty program."""
@@ -128,7 +128,7 @@ class Costs:
             for name, known in order:
                 kind = self._once[name]
                 flow = known._replace(sport=FIRST_PORTS[name] + self._fresh % 20000)
-                result = kind.ours(flow.frame(self._devices, "S" if flow.protocol == "TCP" else "A"))
+                result = kind.real(flow.frame(self._devices, "S" if flow.protocol == "TCP" else "A"))
                 if result.retval != kind.wanted:
                     raise RuntimeError(f"{name}: {flow}: {result.retval} instead of {kind.wanted}")
                 taken.setdefault(f"{name}: {flow.protocol}, IPv{flow.family}", []).append(result.duration)

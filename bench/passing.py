@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure: additional cost of a packet of no service, with real packets: pyebpf-proxy compared with empty programs.
 
-Both nodes have the same nftables rules, hence the same conntrack: those of our agent. One has our programs on its
+Both nodes have the same nftables rules, hence the same conntrack: those of the agent. One has its programs on its
 devices; the other, on ingress and egress of the same devices, programs that do nothing. One flow of UDP to the pod's
 own address, made and taken on one CPU as in ``udp``; the nanoseconds of a packet are the inverse of the rate.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from .contenders import EMPTY, PAST, CannotTakePartError, Field, Ground, serving, turns
-from .loads import Asked
+from .loads import Options
 from .measure import TOOLS, Result, Row, machine, say, slowness, speed, summary
 from .rows import more
 from .udp import ECHO, Way, establish
@@ -24,7 +24,7 @@ FLOWS = 1
 PORT = 9083
 
 
-def run(asked: Asked) -> Result:
+def run(asked: Options) -> Result:
     """Measure it."""
     rounds, seconds = asked.rounds or (11 if asked.quick else 25), asked.seconds or 0.4
     speeds = speed(1)
@@ -56,9 +56,9 @@ def run(asked: Asked) -> Result:
     )
 
 
-def _alike(ours: Ground, empty: Ground, stack: ExitStack) -> None:
+def _alike(real: Ground, empty: Ground, stack: ExitStack) -> None:
     """Give the other node the same rules, and empty programs instead of the agent's. CannotTakePartError."""
-    empty.node.namespace.run("nft", "-f", "-", stdin=ours.node.namespace.run("nft", "-s", "list", "ruleset"))
+    empty.node.namespace.run("nft", "-f", "-", stdin=real.node.namespace.run("nft", "-s", "list", "ruleset"))
     devices = ["eth0", *(pod.device for pod in empty.node.pods)]
     command = [str(TOOLS / "flood"), "nothing", str(TOOLS / "empty.bpf.o"), *devices]
     try:
@@ -67,7 +67,7 @@ def _alike(ours: Ground, empty: Ground, stack: ExitStack) -> None:
         raise CannotTakePartError(f"no empty programs on tcx: {error}") from None
 
 
-def table(ours: Sequence[float], empty: Sequence[float], slow: float) -> Iterator[Row]:
+def table(real: Sequence[float], empty: Sequence[float], slow: float) -> Iterator[Row]:
     """Nanoseconds of a packet, and the difference to empty programs; the goal is at normal speed."""
     what = "a UDP datagram of no service, from outside to a pod, with the programs that it passes"
-    yield more(what, "ns", ours, "empty programs in their place", empty, slow, GOAL_NS)
+    yield more(what, "ns", real, "empty programs in their place", empty, slow, GOAL_NS)

@@ -115,8 +115,8 @@ def run(quick: bool) -> Result:
                 changes_of(many),
                 slice_normal,
                 GOAL_CHANGE_MS,
-                beside=f"{few} services",
-                theirs=changes_of(few),
+                compared_with=f"{few} services",
+                compared=changes_of(few),
             ),
         ],
         samples={

@@ -60,9 +60,9 @@ def _grid(figure: Figure, columns: Sequence[tuple[Samples, str, float]]) -> None
     figure.set_size_inches(4.5 + 2.2 * len(columns), 1.0 + 1.6 * len(keys))
     panels = figure.subplots(len(keys), len(columns), squeeze=False)
     for line, key in zip(panels, keys, strict=True):
-        for place, (axes, (samples, label, goal)) in enumerate(zip(line, columns, strict=True)):
+        for place, (axes, (samples, text, goal)) in enumerate(zip(line, columns, strict=True)):
             bars(axes, samples[key], goal, label=place == 0)
-            axes.set_xlabel(label, fontsize=7)
+            axes.set_xlabel(text, fontsize=7)
             if not place:
                 axes.set_title(f"{key} (dashed: the goal)", fontsize=8, loc="left")
 
@@ -112,7 +112,7 @@ def draw_passing(result: Result, figure: Figure) -> None:
     """Nanoseconds per packet."""
     axes = figure.subplots()
     bars(axes, result.samples["ns"])
-    axes.set_xlabel("nanoseconds a packet, all of its way, on this machine", fontsize=7)
+    axes.set_xlabel("nanoseconds per packet, whole path, on this machine", fontsize=7)
 
 
 def draw_latency(result: Result, figure: Figure) -> None:

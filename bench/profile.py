@@ -174,9 +174,9 @@ class Phases:
             touched["slots written"] += len(backends)
             fill(first, backends)
 
-        def count_flip(service: int, table: int) -> None:
+        def count_flip(service: int, config_id: int) -> None:
             touched["services flipped"] += 1
-            flip(service, table)
+            flip(service, config_id)
 
         writer._fill, writer._flip = count_slots, count_flip  # type: ignore[method-assign]
 

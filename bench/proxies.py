@@ -97,7 +97,7 @@ class Proxy:
             text = self._namespace.run("iptables-legacy-save", "-t", "nat")
             found = sum(line.startswith(":KUBE-SVC-") for line in text.splitlines())
         if found < services:
-            raise RuntimeError(f"{WORDS[self.kind]} says that it is done with {found} of {services} services")
+            raise RuntimeError(f"{WORDS[self.kind]} reports {found} of {services} services")
 
     def memory_mib(self) -> float:
         """Its current resident memory, MiB."""

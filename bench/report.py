@@ -13,6 +13,8 @@ from .plots import significant
 PAGE = ROOT / "docs" / "performance.md"
 _NOTE = "made by `make bench` from bench/results: do not edit -->"
 _END = "<!-- end of what `make bench` made -->"
+#: Units of ratios, with the reference.
+_RATIOS = {"×": "× {}", "times": "times the value with {}"}
 OVERVIEW, GOALS, FIGURES = "overview", "goals", "figures"
 
 
@@ -41,9 +43,8 @@ def goals(results: Sequence[Result]) -> str:
     for result in results:
         for row in result.rows:
             if row.met is not None:
-                beside = f"{row.judged_unit}: {row.compared_with}" if row.compared_with else row.judged_unit
                 met = "met" if row.met else "**missed**"
-                lines.append(f"| {row.what} | {spread(row.judged)} {beside} | {row.goal} | {met} |")
+                lines.append(f"| {row.what} | {judged(row)} | {row.goal} | {met} |")
     return "\n".join([*lines, ""])
 
 
@@ -77,11 +78,26 @@ def section(result: Result) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    judged = f"{spread(row.judged)} {row.judged_unit}"
-    compared = f"{row.compared_with}: {spread(row.compared)} {row.unit}" if row.compared else row.compared_with
+    unit = "×" if row.judged_unit in _RATIOS else row.judged_unit
+    result = f"{spread(row.judged)} {unit}"
+    reference = row.compared_with
+    compared = f"{reference}: {spread(row.compared)} {row.unit}" if row.compared else reference
     normal = significant(row.at_normal_speed)
     met = "" if row.met is None else "met" if row.met else "**missed**"
-    return row.what, f"{spread(row.measured)} {row.unit}", compared, judged, normal, row.goal, met
+    return row.what, f"{spread(row.measured)} {row.unit}", compared, result, normal, row.goal, met
+
+
+def judged(row: Row) -> str:
+    """The judged value with its reference, such as ``1.03 (1.02 – 1.05) × no proxy``."""
+    value, reference = spread(row.judged), row.compared_with
+    if row.judged_unit in _RATIOS:
+        return f"{value} {_RATIOS[row.judged_unit].format(reference)}"
+    text = f"{value} {row.judged_unit}"
+    if not reference or row.compared is None:
+        return text
+    if row.judged_unit.endswith(" more"):
+        return f"{text} than {reference}"
+    return f"{text} ({reference}: {significant(row.compared.median)} {row.unit})"
 
 
 def spread(s: Summary) -> str:
@@ -95,7 +111,7 @@ def lines(results: Iterable[Result]) -> Iterable[str]:
         for row in result.rows:
             if row.met is not None:
                 verdict = "met   " if row.met else "MISSED"
-                found = f"{spread(row.judged)} {row.judged_unit}, {significant(row.at_normal_speed)} at normal speed"
+                found = f"{judged(row)}, {significant(row.at_normal_speed)} at normal speed"
                 yield f"{verdict} {row.what}: {found}; goal {row.goal}"
 
 

@@ -11,12 +11,12 @@ from .measure import Row, Summary, summary
 def ratio(
     what: str,
     unit: str,
-    ours: Sequence[float],
-    beside: str,
-    theirs: Sequence[float],
+    measured: Sequence[float],
+    compared_with: str,
+    compared: Sequence[float],
     least: float | None = None,
     most: float | None = None,
-    judged_unit: str = "of it",
+    judged_unit: str = "×",
     goal: str = "",
 ) -> Row:
     """Compare pyebpf-proxy with something else, round by round: the ratio of the two samples of each round.
@@ -24,13 +24,13 @@ def ratio(
     ``least``, ``most``: limits of the median of the ratios. ``goal``: the text for them.
     """
     # The last round of an aborted run may be incomplete.
-    ratios = summary([a / b for a, b in zip(ours, theirs, strict=False)])
+    ratios = summary([a / b for a, b in zip(measured, compared, strict=False)])
     return Row(
         what=what,
         unit=unit,
-        measured=summary(ours),
-        compared_with=beside,
-        compared=summary(theirs),
+        measured=summary(measured),
+        compared_with=compared_with,
+        compared=summary(compared),
         judged=ratios,
         judged_unit=judged_unit,
         at_normal_speed=ratios.median,
@@ -40,12 +40,25 @@ def ratio(
 
 
 def more(
-    what: str, unit: str, ours: Sequence[float], beside: str, theirs: Sequence[float], slow: float, most: float | None
+    what: str,
+    unit: str,
+    measured: Sequence[float],
+    compared_with: str,
+    compared: Sequence[float],
+    slow: float,
+    most: float | None,
 ) -> Row:
     """The additional cost of pyebpf-proxy, round by round; ``most`` is for a machine of normal speed."""
-    found = summary([a - b for a, b in zip(ours, theirs, strict=True)])
+    found = summary([a - b for a, b in zip(measured, compared, strict=True)])
     row = absolute(
-        what, unit, ours, found.median / slow, most, beside=beside, theirs=theirs, judged_unit=f"{unit} more"
+        what,
+        unit,
+        measured,
+        found.median / slow,
+        most,
+        compared_with=compared_with,
+        compared=compared,
+        judged_unit=f"{unit} more",
     )
     row.judged = found
     return row
@@ -58,8 +71,8 @@ def absolute(
     normal: float,
     most: float | None = None,
     goal: str = "",
-    beside: str = "",
-    theirs: Sequence[float] = (),
+    compared_with: str = "",
+    compared: Sequence[float] = (),
     judged_unit: str = "",
 ) -> Row:
     """A value that has its own goal, not a ratio. ``normal``: its median on a machine of normal speed."""
@@ -68,8 +81,8 @@ def absolute(
         what=what,
         unit=unit,
         measured=found,
-        compared_with=beside,
-        compared=summary(theirs) if theirs else None,
+        compared_with=compared_with,
+        compared=summary(compared) if compared else None,
         judged=found,
         judged_unit=judged_unit or unit,
         at_normal_speed=normal,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .contenders import CONTENDERS, IPTABLES, NFTABLES, OURS, Field, field, turns
-from .loads import Asked, connect
+from .loads import Options, connect
 from .measure import Result, Row, machine, say, speed
 from .rows import ratio
 
@@ -22,10 +22,10 @@ GOAL = 0.98
 Found = dict[str, dict[str, dict[str, list[float]]]]
 
 
-def run(asked: Asked) -> Result:
+def run(asked: Options) -> Result:
     """Measure it."""
     rounds, seconds = asked.rounds or (7 if asked.quick else 11), asked.seconds or (0.5 if asked.quick else 1.0)
-    names = [*dict.fromkeys(((OURS,) if asked.quick else NAMES) + asked.beside)]
+    names = [*dict.fromkeys(((OURS,) if asked.quick else NAMES) + asked.also)]
     speeds = speed(1)
     found: Found = {}
     few = field()

@@ -30,7 +30,7 @@ CALLERS = {
     "conntrack": r"nf_conntrack_\w+|nf_confirm|nf_ct_\w+|__nf_conntrack\w*|nf_hook_entries_\w+",
     "NAT": r"nf_nat_\w+|__nf_nat\w*",
     "rules of nftables and iptables": r"nft_do_chain\w*|ipt_do_table|ip6t_do_table",
-    "our programs": r"bpf_prog_\w+",
+    "the BPF programs": r"bpf_prog_\w+",
     "what redirects to": r"skb_do_redirect|__bpf_redirect\w*",
     "the programs' call": r"tcf_classify|tc_run|cls_bpf_classify|sch_handle_ingress",
     "copying": r"_?copy_(from|to)_iter|rep_movs_alternative|skb_copy_datagram_\w+|__skb_datagram_iter",
@@ -43,7 +43,7 @@ CALLERS = {
 }
 _CALLERS = [(words, re.compile(f"(?:{names})$")) for words, names in CALLERS.items()]
 #: Functions whose calls into conntrack count separately.
-ASKED, _ASK = "conntrack, asked by our programs", re.compile(r"bpf_(skb|xdp)_ct_\w+|bpf_ct_\w+")
+ASKED, _ASK = "conntrack, called by the BPF programs", re.compile(r"bpf_(skb|xdp)_ct_\w+|bpf_ct_\w+")
 INTERRUPT = "asm_sysvec_apic_timer_interrupt"
 PROGRAM = "the load programs themselves"
 OTHERS = "idle, and what is none of it"
@@ -87,8 +87,8 @@ _rates: dict[str, float] = {}
 def _at_rate(ground: Ground, way: str, family: int, seconds: float) -> float:
     """LOAD times the maximum without a proxy, as in the figure latency."""
     if way not in _rates:
-        nobody = field().grounds(["none"])[0]
-        _rates[way] = LOAD * paced(nobody, way, family, CONNECTIONS, 0, seconds)["per_second"]
+        no_proxy = field().grounds(["none"])[0]
+        _rates[way] = LOAD * paced(no_proxy, way, family, CONNECTIONS, 0, seconds)["per_second"]
     return paced(ground, way, family, CONNECTIONS, _rates[way], seconds)["per_second"]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from .connect import PAIRS, takes_part
 from .contenders import NONE, OURS, USUAL, Ground, field
-from .loads import Asked, Plan, Samples, alternate, cells, latest, rows, stream
+from .loads import Options, Plan, Samples, alternate, cells, latest, rows, stream
 from .measure import Result, Row, machine
 
 STREAMS, CPU = "streams", "cpu_ns_per_byte"
@@ -20,7 +20,7 @@ PLAN = Plan(rounds=9, most=21, seconds=4.0, cells=cells(("pod", "cluster")))
 QUICK = Plan(rounds=5, most=9, seconds=1.0, cells=PLAN.cells)
 
 
-def run(asked: Asked) -> Result:
+def run(asked: Options) -> Result:
     """Measure it."""
     plan = (QUICK if asked.quick else PLAN).of(asked)
 
@@ -31,7 +31,7 @@ def run(asked: Asked) -> Result:
 
     samples, speeds = alternate(
         plan,
-        field().grounds((*USUAL, *asked.beside)),
+        field().grounds((*USUAL, *asked.also)),
         take,
         lambda number, of: f"stream {number}: Gbit/s: {latest(of[STREAMS], '.4g')}",
     )

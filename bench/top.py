@@ -45,7 +45,7 @@ def _rounds(kinds: Mapping[str, Callable[[], int]]) -> dict[str, list[int]]:
     return taken
 
 
-def _told(kind: str, taken: list[int], less: list[int]) -> None:
+def _print_costs(kind: str, taken: list[int], less: list[int]) -> None:
     differences = sorted(a - b for a, b in zip(taken, less, strict=True))
     quarter = len(differences) // 4
     say(
@@ -74,14 +74,14 @@ def main() -> None:
             syn = Flow("TCP", family, 40001).frame(devices, "S")
             with_count, without = (each.programs["tc_ethernet"] for each in (counting, not_counting))
             taken = _rounds({"with": run(with_count, syn), "without": run(without, syn)})
-            _told(f"the count of a new flow, IPv{family}", taken["with"], taken["without"])
+            _print_costs(f"the count of a new flow, IPv{family}", taken["with"], taken["without"])
             child = os.fork()
             if not child:
                 while True:
                     with_count.test_run(syn, context, repeat=REPEAT)
             try:
                 taken = _rounds({"with": run(with_count, syn), "without": run(without, syn)})
-                _told(
+                _print_costs(
                     f"the same while another CPU counts new flows in the same slots, IPv{family}",
                     taken["with"],
                     taken["without"],
@@ -105,7 +105,9 @@ def main() -> None:
                 }
                 for kind, (frame, skb) in frames.items():
                     taken = _rounds({"meter": run(look, frame, skb), "empty": run(nothing, frame, skb)})
-                    _told(f"the meter, one packet in {number}, {kind}, IPv{family}", taken["meter"], taken["empty"])
+                    _print_costs(
+                        f"the meter, one packet in {number}, {kind}, IPv{family}", taken["meter"], taken["empty"]
+                    )
 
 
 if __name__ == "__main__":

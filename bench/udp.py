@@ -43,7 +43,7 @@ from .contenders import (
     Ground,
     turns,
 )
-from .loads import Asked, Samples, rows
+from .loads import Options, Samples, rows
 from .measure import TOOLS, Result, Row, machine, say, speed
 
 KINDS = {"1 flow": 1, "10 000 flows": 10_000, "every packet a new flow": 0}
@@ -154,12 +154,12 @@ def _mac(namespace: Namespace) -> str:
     return words[words.index("link/ether") + 1]
 
 
-def run(asked: Asked) -> Result:
+def run(asked: Options) -> Result:
     """Measure it; the limits only in a complete run."""
     rounds, seconds = asked.rounds or (5 if asked.quick else 11), asked.seconds or (0.3 if asked.quick else 0.6)
     # By program and by suffix of the kind: the contenders that take part.
     parts = {
-        ("sink", ""): [*USUAL, *(name for name in asked.beside if name != XDP)],
+        ("sink", ""): [*USUAL, *(name for name in asked.also if name != XDP)],
         ("sink_xdp", BY_XDP): [NONE, NFTABLES, XDP, *(() if asked.quick else LIMITS)],
     }
     speeds = speed(1)
@@ -219,5 +219,5 @@ def _once(way: Way, flows: int, seconds: float) -> float:
 def table(samples: Samples, pairs: Sequence[tuple[str, str]] = tuple(PAIRS)) -> Iterator[Row]:
     """Compare contenders; goals are relative to kube-proxy nftables."""
     for kind, of in samples.items():
-        goals = {(ours, NFTABLES): goal for ours, goal in GOALS.get(kind, {}).items()}
+        goals = {(name, NFTABLES): goal for name, goal in GOALS.get(kind, {}).items()}
         yield from rows({kind: of}, "UDP, 64 bytes", "packets/s", pairs, goals)

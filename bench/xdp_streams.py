@@ -3,7 +3,7 @@
 
 Several nodes in turns. Without a proxy: unchanged; with segmentation before the node, as on a wire, and GRO; with an
 XDP program that passes everything, without and with GRO on that interface. pyebpf-proxy without XDP, with XDP, and with
-XDP and GRO. Besides throughput and CPU time per byte: the size of frames where they reach the node and the pod.
+XDP and GRO. In addition to throughput and CPU time per byte: the size of frames where they reach the node and the pod.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SETTINGS = (
     Setting("no proxy, frames of the MTU, GRO", NONE, gro=True, segments=True),
     Setting("no proxy, XDP that passes all", NONE, passes=True),
     Setting("no proxy, XDP that passes all, GRO", NONE, passes=True, gro=True),
-    Setting("ours, no XDP", OURS),
-    Setting("ours, XDP", XDP),
-    Setting("ours, XDP, GRO", XDP, gro=True),
+    Setting("pyebpf-proxy (no XDP)", OURS),
+    Setting("pyebpf-proxy (XDP)", XDP),
+    Setting("pyebpf-proxy (XDP, GRO)", XDP, gro=True),
 )
 
 
