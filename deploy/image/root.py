@@ -26,6 +26,8 @@ CACHE = Path(os.environ.get("PYEBPF_PROXY_CACHE", "/var/cache/pyebpf-proxy"))
 #: This machine's own, visible (and read-only) while something is run.
 BORROWED = ("/etc/resolv.conf", "/etc/hosts", "/etc/apt", "/etc/pip.conf")
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+#: Here the packages are those of this machine's mirror.
+ARGUMENTS = {"ARCHIVE": "mirror"}
 PASSED_ON = re.compile(r"(?i)^(pip_(?!find_links|cert).*|.*_proxy)$")
 
 # $1: the root; the rest: what is borrowed. Then the working folder and the command.
@@ -61,6 +63,8 @@ class Stage:
     root: Path
     directory: str = "/"
     environment: dict[str, str] = field(default_factory=dict)
+    #: Visible to RUN, and not in the image.
+    arguments: dict[str, str] = field(default_factory=dict)
     entry_point: list[str] = field(default_factory=list)
 
 
@@ -86,12 +90,18 @@ def build(recipe: Path, folder: Path) -> Stage:
         elif stage is None:
             raise RecipeError(f"{instruction} before the first FROM")
         elif instruction == "ARG":
-            print("  left out: here the packages are those of this machine's mirror", flush=True)
+            name, _, value = rest.partition("=")
+            stage.arguments[name] = ARGUMENTS.get(name) or os.environ.get(name) or value
+            print(f"  {stage.arguments[name]}", flush=True)
         elif instruction == "WORKDIR":
             stage.directory = rest
             inside(stage, rest).mkdir(parents=True, exist_ok=True)
         elif instruction == "ENV":
             name, _, value = rest.partition("=")
+            if value.startswith("$"):
+                if value[1:] not in stage.arguments:
+                    raise RecipeError(f"ENV {rest}: only a whole value can be an argument here")
+                value = stage.arguments[value[1:]]
             stage.environment[name] = value
         elif instruction == "ENTRYPOINT":
             stage.entry_point = json.loads(rest)
@@ -172,7 +182,7 @@ def run(stage: Stage, command: str) -> None:
         borrowed.append(path)
     standard = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     environment = {name: value for name, value in os.environ.items() if PASSED_ON.match(name)}
-    environment |= {"PATH": standard, "HOME": "/root"} | stage.environment
+    environment |= {"PATH": standard, "HOME": "/root"} | stage.environment | stage.arguments
     if os.path.exists(CERTIFICATES):
         environment |= dict.fromkeys(("PIP_CERT", "SSL_CERT_FILE"), "/run/certificates")
     namespaces = ["--mount", "--pid", "--fork", "--kill-child", "--ipc", "--uts"]

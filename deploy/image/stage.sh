@@ -18,7 +18,11 @@ packages() {
     done
     export DEBIAN_FRONTEND=noninteractive
     local options=()
-    if [ -n "${ARCHIVE:-}" ]; then
+    if [ -z "${ARCHIVE:-}" ]; then
+        echo "the versions of Debian's packages are not pinned: --build-arg ARCHIVE=URL names an archive of them," \
+            "ARCHIVE=mirror takes what the mirror has now (docs/deploy.md)" >&2
+        exit 1
+    elif [ "$ARCHIVE" != mirror ]; then
         sed -i "s#^URIs: .*/\\(debian\\(-security\\)\\?\\)/\\?\$#URIs: $ARCHIVE/\\1/$SNAPSHOT#" \
             /etc/apt/sources.list.d/debian.sources
         # Its indexes are of that day and have expired; their signatures are still checked.
